@@ -1,0 +1,57 @@
+## Needs only make and Python >= 3.12, which .ci/find-python looks for (or say
+## PYTHON=/path/to/python). What is needed is installed into .venv, once.
+##
+##   make demo          train on the bundled data, measure, recommend
+##   make test          all tests
+##   make lint          format, lint, types, import floors
+##   make test-oldest   the operations and training on the oldest supported versions
+##   make clean         remove the virtual environments and caches
+
+VENV := .venv
+OLDEST := .venv-oldest
+export PYTHON
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint test-oldest clean
+
+help:
+	@sed -n 's/^## \{0,1\}//p' Makefile
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/sparsejax demo
+
+test: $(VENV)/.installed
+	$(VENV)/bin/pytest
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyrefly check
+	$(VENV)/bin/lint-imports
+
+# Every operation has its tests under its own name.
+OPS := $(wildcard $(patsubst sparsejax/ops/%.py,tests/test_%.py,$(wildcard sparsejax/ops/*.py)))
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/pytest $(OPS) tests/test_sparse.py tests/test_training.py
+
+clean:
+	rm -rf $(VENV) $(OLDEST) dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# An environment that still runs is kept: only what pyproject.toml asks for is new.
+$(VENV)/.installed: pyproject.toml
+	@echo "Setting up $(VENV): about a minute, once"
+	@$(VENV)/bin/python -c '' 2>/dev/null || \
+	  { python=$$(sh .ci/find-python) && "$$python" -m venv --clear $(VENV); }
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# The lower bounds in pyproject.toml, on the oldest Python there is.
+$(OLDEST)/.installed: pyproject.toml
+	@echo "Setting up $(OLDEST): about a minute, once"
+	@$(OLDEST)/bin/python -c '' 2>/dev/null || \
+	  { python=$$(sh .ci/find-python 3.12 3.13 3.14) && "$$python" -m venv --clear $(OLDEST); }
+	@$(OLDEST)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["dependencies"], sep="\n")' | sed 's/>=/==/' > $(OLDEST)/bounds.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/bounds.txt --editable '.[test]'
+	@touch $@

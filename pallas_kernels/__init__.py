@@ -1,0 +1,1 @@
+"""Pallas kernels of sparsejax: arrays in, arrays out, usable without sparsejax."""

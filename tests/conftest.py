@@ -1,0 +1,36 @@
+"""What every test runs under."""
+
+import os
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# Every annotation of the packages is checked at run time. This must come before their
+# first import. `pep484_tower`: an int is a float, as it is for the type checker.
+jaxtyping.install_import_hook(
+    ["sparsejax", "pallas_kernels"],
+    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+)
+
+# Eight devices for the mesh tests; others use the first and are no slower for it.
+jax.config.update("jax_num_cpu_devices", 8)
+# A wrong shape should fail, not broadcast.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+hypothesis.settings.register_profile(
+    "sparsejax",
+    deadline=None,  # the first example of a shape compiles
+    derandomize=bool(os.environ.get("CI")),
+    max_examples=30,
+)
+hypothesis.settings.load_profile("sparsejax")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` where there is none."""
+    if jax.default_backend() != "gpu":
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
