@@ -1,0 +1,291 @@
+"""The one sparse container: compressed sparse rows with a static capacity."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from jax.typing import ArrayLike
+
+Array = jax.Array | np.ndarray
+
+MAX_ENTRIES = 2**31 - 1  # indptr and indices are int32
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class CSR:
+    """A `[rows, num_cols]` sparse matrix in compressed sparse row form.
+
+    Row `r` holds the entries `indptr[r] .. indptr[r + 1] - 1`::
+
+        matrix            indptr   0   2 2     5      nse = 7
+        [ a . b . ]                |   | |     |
+        [ . . . . ]       indices  0 2   0 1 3 * *    * = padding
+        [ c d . e ]       data     a b   c d e * *
+
+    The capacity `nse` is static, so one compiled program serves every batch that fits
+    in it. Entries at or beyond `indptr[-1]` are padding: whatever they hold, no
+    operation reads it. Indices ascend within a row; where a row means a set (labels,
+    items to exclude) they are also unique. `CSR.from_scipy` sees to both.
+
+    NumPy leaves are checked when the object is made. JAX arrays are not, because
+    looking at them would wait for the device; operations stay safe instead: an entry
+    whose index lies outside `[0, num_cols)` makes its row NaN and is never read out of
+    bounds, and so do the rows of an *overfull* CSR (`indptr[-1] > nse`, see `take`)
+    that do not fit.
+
+    A CSR is a pytree: it can be a jit argument, a scan carry, or an `nnx` argument. A
+    leading axis on every leaf, as `jax.lax.scan` and `jax.vmap` use it, makes it a
+    stack of matrices.
+
+    Attributes:
+      data: `[nse]` values, or None for an indicator matrix (every entry is 1).
+      indices: `[nse]` int32, the column of each entry.
+      indptr: `[rows + 1]` int32, where each row starts.
+      num_cols: number of columns (static).
+
+    Raises:
+      ValueError: NumPy input that breaks the form; the message names row and column.
+    """
+
+    data: Array | None
+    indices: Array
+    indptr: Array
+    num_cols: int = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.indices, np.ndarray) and isinstance(self.indptr, np.ndarray):
+            _check(self)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [(key(n), getattr(self, n)) for n in ("data", "indices", "indptr")]
+        return leaves, self.num_cols
+
+    @classmethod
+    def tree_unflatten(cls, num_cols, leaves) -> CSR:
+        # Past the checks: leaves may be tracers, shapes or anything tree.map returned.
+        self = object.__new__(cls)
+        names = ("data", "indices", "indptr", "num_cols")
+        for name, value in zip(names, (*leaves, num_cols), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.indptr.shape[-1] - 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, num_cols)`."""
+        return self.num_rows, self.num_cols
+
+    @property
+    def nse(self) -> int:
+        """Capacity: number of entries that can be stored, padding included."""
+        return self.indices.shape[-1]
+
+    def row_lengths(self) -> jax.Array:
+        """`[rows]` int32: number of entries of each row."""
+        return jnp.diff(self.indptr)
+
+    def row_ids(self) -> jax.Array:
+        """`[nse]` int32: the row of each entry; `rows` for padding."""
+        positions = jnp.arange(self.nse, dtype=jnp.int32)
+        found = jnp.searchsorted(self.indptr, positions, side="right")
+        return found.astype(jnp.int32) - 1
+
+    def overfull_rows(self) -> jax.Array:
+        """`[rows]` bool: rows whose entries do not all fit in the capacity."""
+        return jnp.asarray(self.indptr)[1:] > self.nse
+
+    @classmethod
+    def from_scipy(cls, matrix, *, nse: int | None = None) -> CSR:
+        """Makes a host (NumPy) CSR from any SciPy sparse matrix or array.
+
+        Rows are sorted and duplicates summed. A boolean matrix becomes an indicator.
+
+        Args:
+          matrix: SciPy sparse, `[rows, cols]`.
+          nse: capacity; the number of entries by default.
+
+        Raises:
+          TypeError: `matrix` is not SciPy sparse.
+          ValueError: a value is NaN or infinite, or the entries do not fit in `nse`.
+        """
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(
+                f"expected a SciPy sparse matrix, got {type(matrix).__name__}; "
+                "wrap a dense array in scipy.sparse.csr_array(...)"
+            )
+        csr = scipy.sparse.csr_array(matrix, copy=True)
+        csr.sum_duplicates()  # sorts too
+        data = None if csr.dtype == np.bool_ else _as_float(csr.data)
+        indices, indptr = csr.indices, csr.indptr
+        if indptr[-1] > MAX_ENTRIES:
+            raise ValueError(
+                f"{indptr[-1]:,} entries do not fit in int32 offsets (2^31 - 1); "
+                "split the rows over several devices"
+            )
+        nse = int(indptr[-1]) if nse is None else nse
+        if nse < indptr[-1]:
+            raise ValueError(f"{indptr[-1]:,} entries do not fit in nse={nse:,}")
+        pad = (0, nse - len(indices))
+        return cls(
+            None if data is None else np.pad(data, pad),
+            np.pad(indices.astype(np.int32), pad),
+            indptr.astype(np.int32),
+            num_cols=matrix.shape[1],
+        )
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The same matrix as a SciPy `csr_array`, without the padding."""
+        indptr = np.asarray(self.indptr)
+        count = int(indptr[-1])
+        if count > self.nse:
+            raise ValueError(f"overfull CSR: {count:,} entries, capacity {self.nse:,}")
+        indices: np.ndarray = np.asarray(self.indices)[:count]
+        data: np.ndarray = np.ones(count, np.float32)
+        if self.data is not None:
+            data = np.asarray(self.data)[:count]
+        return scipy.sparse.csr_array((data, indices, indptr), shape=self.shape)
+
+    def todense(self) -> jax.Array:
+        """`[rows, num_cols]` array; for tests and small matrices."""
+        values = jnp.ones(self.nse) if self.data is None else jnp.asarray(self.data)
+        rows = self.row_ids()
+        inside = (self.indices >= 0) & (self.indices < self.num_cols)
+        dense = jnp.zeros(self.shape, values.dtype)
+        dense = dense.at[rows, self.indices].add(values, mode="drop")
+        bad = jnp.zeros(self.num_rows, bool).at[rows].max(~inside, mode="drop")
+        return jnp.where((bad | self.overfull_rows())[:, None], jnp.nan, dense)
+
+    def take(self, rows: ArrayLike, *, nse: int | None = None) -> CSR:
+        """The CSR of the given rows, in the given order.
+
+        Differentiable in `data`. Reads `2 len(rows)` offsets and `nse` entries.
+
+        Args:
+          rows: `[n]` integers in `[0, num_rows)`.
+          nse: capacity of the result; the exact count by default, which needs concrete
+            `rows` and `indptr`.
+
+        Raises:
+          ValueError: under no transformation, if a row does not exist or the rows do
+            not fit in `nse`. Under tracing nothing can be raised: a row that does not
+            exist is empty, and rows that do not fit come out of every operation as NaN.
+        """
+        rows = jnp.asarray(rows)
+        concrete = not any(isinstance(a, jax.core.Tracer) for a in (rows, self.indptr))
+        if concrete:
+            host = np.asarray(rows)
+            bad = host[(host < 0) | (host >= self.num_rows)]
+            if bad.size:
+                raise ValueError(f"row {bad[0]} does not exist: shape is {self.shape}")
+            ptr = np.asarray(self.indptr, np.int64)
+            needed = int(np.sum(ptr[host + 1] - ptr[host]))
+            nse = needed if nse is None else nse
+            if needed > nse:
+                raise ValueError(f"the rows hold {needed:,} entries but nse={nse:,}")
+        elif nse is None:
+            raise ValueError("take needs nse=... when it is traced (inside jax.jit)")
+        return take_rows(self, rows, nse)
+
+    def transpose(self) -> CSR:
+        """The `[num_cols, rows]` transpose, with the same capacity.
+
+        A stable sort of the entries by column: within a column, rows ascend.
+        """
+        rows = self.row_ids()
+        inside = (rows < self.num_rows) & (self.indices >= 0)
+        columns = jnp.where(inside, self.indices, self.num_cols)
+        columns = jnp.minimum(columns, self.num_cols).astype(jnp.int32)
+        positions = jnp.arange(self.nse, dtype=jnp.int32)
+        columns, order = jax.lax.sort_key_val(columns, positions, is_stable=True)
+        indptr = jnp.searchsorted(columns, jnp.arange(self.num_cols + 1))
+        data = None if self.data is None else jnp.asarray(self.data)[order]
+        return CSR(data, rows[order], indptr.astype(jnp.int32), num_cols=self.num_rows)
+
+
+def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
+    """`CSR.take` without checks; a row outside `[0, num_rows)` is empty."""
+    exists = (rows >= 0) & (rows < matrix.num_rows)
+    rows = jnp.where(exists, rows, 0)
+    indptr = jnp.asarray(matrix.indptr)
+    starts = indptr[rows]
+    lengths = jnp.where(exists, indptr[rows + 1] - starts, 0)
+    zero = jnp.zeros(1, jnp.int32)
+    taken = jnp.concatenate([zero, jnp.cumsum(lengths, dtype=jnp.int32)])
+    if matrix.nse == 0 or rows.size == 0:  # nothing to read
+        empty = jnp.zeros(nse, jnp.int32)
+        data = None if matrix.data is None else jnp.zeros(nse, matrix.data.dtype)
+        return CSR(data, empty, taken, num_cols=matrix.num_cols)
+    positions = jnp.arange(nse, dtype=jnp.int32)
+    row = jnp.searchsorted(taken, positions, side="right") - 1
+    row = jnp.minimum(row, rows.shape[0] - 1)  # padding reads some entry, unused
+    source = starts[row] + positions - taken[row]
+    source = jnp.clip(source, 0, matrix.nse - 1)
+    data = None if matrix.data is None else jnp.asarray(matrix.data)[source]
+    indices = jnp.asarray(matrix.indices)[source]
+    return CSR(data, indices, taken, num_cols=matrix.num_cols)
+
+
+def _as_float(values: np.ndarray) -> np.ndarray:
+    if np.issubdtype(values.dtype, np.floating):
+        return values
+    return values.astype(np.float32)
+
+
+def _check(csr: CSR) -> None:
+    """Raises ValueError if NumPy leaves are not a CSR."""
+    indices, indptr = np.asarray(csr.indices), np.asarray(csr.indptr)
+    if indices.ndim > 1 or indptr.ndim > 1:
+        return  # a stack of matrices; each was checked when it was made
+    for name, array in (("indices", indices), ("indptr", indptr)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} must be integers, got {array.dtype}")
+    if indptr.size == 0 or indptr[0] != 0:
+        raise ValueError("indptr must start with 0 and have rows + 1 elements")
+    falling = np.flatnonzero(np.diff(indptr) < 0)
+    if falling.size:
+        r = falling[0]
+        raise ValueError(
+            f"indptr falls from {indptr[r]} to {indptr[r + 1]} at row {r}; "
+            "it must not decrease"
+        )
+    count = int(indptr[-1])
+    if count > indices.size:
+        raise ValueError(f"indptr ends at {count} but there are {indices.size} indices")
+    used = indices[:count]
+
+    def place(entry) -> str:
+        row = int(np.searchsorted(indptr, entry, side="right")) - 1
+        return f"row {row}, column {indices[entry]}"
+
+    outside = np.flatnonzero((used < 0) | (used >= csr.num_cols))
+    if outside.size:
+        raise ValueError(
+            f"{place(outside[0])}: the column is outside [0, {csr.num_cols})"
+        )
+    descending = np.diff(used.astype(np.int64)) < 0
+    starts = indptr[1:-1]
+    descending[starts[(starts > 0) & (starts < count)] - 1] = False
+    if descending.any():
+        entry = int(np.flatnonzero(descending)[0]) + 1
+        raise ValueError(
+            f"{place(entry)} follows column {indices[entry - 1]}: indices must ascend "
+            "within a row; CSR.from_scipy sorts them"
+        )
+    if csr.data is None:
+        return
+    data = np.asarray(csr.data)
+    if data.shape != indices.shape:
+        raise ValueError(f"data has shape {data.shape}, indices {indices.shape}")
+    bad = np.flatnonzero(~np.isfinite(data[:count]))
+    if bad.size:
+        raise ValueError(f"{place(bad[0])}: the value is {data[bad[0]]}")
