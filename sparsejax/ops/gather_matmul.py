@@ -1,0 +1,191 @@
+"""Sparse rows times a dense matrix, by gathering the rows that are needed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from sparsejax.ops import scatter_gradient
+from sparsejax.sparse import CSR
+
+Combiner = Literal["sum", "mean", "sqrtn"]
+Implementation = Literal["xla"] | None
+
+# Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
+# fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
+_UNROLL = 8
+
+
+def gather_matmul(
+    x: CSR,
+    w: Float[Array, "features hidden"],
+    *,
+    combiner: Combiner = "sum",
+    implementation: Implementation = None,
+) -> Float[Array, "batch hidden"]:
+    """Multiplies sparse rows with a dense matrix: an embedding bag.
+
+    ::
+
+        y[b] = s_b sum_j v_j w[i_j]        over the entries j of row b
+
+        combiner   "sum"   s_b = 1
+                   "mean"  s_b = 1 / sum_j v_j
+                   "sqrtn" s_b = 1 / sqrt(sum_j v_j^2)
+
+    A row without entries, or whose weights sum to zero, gives zeros. Sums are made in
+    float32 and returned in `w`'s dtype. Memory traffic: `nse * hidden` elements of `w`
+    and the result; no `[nse, hidden]` array is made on a CPU.
+
+    Differentiable in `w` (a dense gradient; see `sparsejax.value_and_grad` for one of
+    the touched rows only) and in `x.data`.
+
+    Args:
+      x: `[batch, features]`. An entry outside `[0, features)`, or a row that does not
+        fit in an overfull CSR, makes its row NaN.
+      w: at least `x.num_cols` rows; further rows are never read.
+      combiner: how the rows of a bag are put together.
+      implementation: None picks the best there is; "xla" is the reference.
+
+    Raises:
+      ValueError: shapes do not match, or an unknown combiner or implementation.
+    """
+    if w.ndim != 2 or w.shape[0] < x.num_cols:
+        raise ValueError(
+            f"x has {x.num_cols:,} columns but w has shape {w.shape}; "
+            "w needs a row for each column"
+        )
+    if implementation not in (None, "xla"):
+        raise ValueError(f'implementation is None or "xla", got {implementation!r}')
+    y = _gather_sum(x, w)
+    if combiner == "sum":
+        return y
+    return y * combiner_scale(x, combiner)[:, None].astype(y.dtype)
+
+
+def combiner_scale(x: CSR, combiner: Combiner) -> Float[Array, "batch"]:
+    """The factor `s_b` of each row, see `gather_matmul`; differentiable in `x.data`."""
+    if combiner == "sum":
+        return jnp.ones(x.num_rows)
+    if combiner not in ("mean", "sqrtn"):
+        raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
+    if x.data is None:
+        total = x.row_lengths().astype(jnp.float32)
+    else:
+        rows = x.row_ids()
+        # Padding is cut off first: were it NaN, its gradient would be.
+        weights = jnp.where(rows < x.num_rows, jnp.asarray(x.data, jnp.float32), 0)
+        weights = weights if combiner == "mean" else jnp.square(weights)
+        total = jax.ops.segment_sum(weights, rows, num_segments=x.num_rows)
+    inside = total != 0
+    total = jnp.where(inside, total, 1)  # inside `where`: no NaN in the gradient
+    scale = 1 / total if combiner == "mean" else lax.rsqrt(total)
+    return jnp.where(inside, scale, 0)
+
+
+def gather_sum_xla(x: CSR, w: Float[Array, "features hidden"]) -> Float[Array, "b h"]:
+    """`gather_matmul` with combiner "sum", no derivative: the XLA implementation."""
+    return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
+
+
+def _loop(x: CSR, w: jax.Array) -> jax.Array:
+    """A sequential loop over rows and entries: the fast form on a CPU."""
+    hidden = w.shape[1]
+    tail = jnp.zeros(_UNROLL, jnp.int32)
+    indices = jnp.concatenate([jnp.asarray(x.indices), tail])
+    data = None
+    if x.data is not None:
+        data = jnp.concatenate([jnp.asarray(x.data, jnp.float32), tail * 0.0])
+    indptr = jnp.asarray(x.indptr)
+
+    def row(b, y):
+        start, end = indptr[b], indptr[b + 1]
+
+        def block(carry):
+            i, total = carry
+            ids = lax.dynamic_slice(indices, (i,), (_UNROLL,))
+            for u in range(_UNROLL):
+                term = lax.dynamic_slice(w, (ids[u], 0), (1, hidden))[0]
+                term = term.astype(jnp.float32)
+                if data is not None:
+                    term = term * data[i + u]
+                inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
+                term = jnp.where(inside, term, jnp.nan)
+                # A select, not a factor of zero: what padding points at may be NaN.
+                total = total + jnp.where(i + u < end, term, 0)
+            return i + _UNROLL, total
+
+        stop = jnp.minimum(end, x.nse)
+        zeros = jnp.zeros(hidden, jnp.float32)
+        _, total = lax.while_loop(lambda c: c[0] < stop, block, (start, zeros))
+        total = jnp.where(end > x.nse, jnp.nan, total)
+        return lax.dynamic_update_slice(y, total[None].astype(y.dtype), (b, 0))
+
+    return lax.fori_loop(0, x.num_rows, row, jnp.zeros((x.num_rows, hidden), w.dtype))
+
+
+def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
+    """Gather, then a segmented sum: the form for an accelerator."""
+    indices = jnp.asarray(x.indices)
+    outside = (indices < 0) | (indices >= x.num_cols)
+    indices = jnp.where(outside, w.shape[0], indices)
+    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(jnp.float32)
+    if x.data is not None:
+        terms = terms * jnp.asarray(x.data, jnp.float32)[:, None]
+    y = jax.ops.segment_sum(
+        terms, x.row_ids(), num_segments=x.num_rows, indices_are_sorted=True
+    )
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
+
+
+@jax.custom_vjp
+def _gather_sum(x: CSR, w: jax.Array) -> jax.Array:
+    return gather_sum_xla(x, w)
+
+
+def _forward(x, w):
+    return gather_sum_xla(x, w), (x, w)
+
+
+def _backward(residuals, dy):
+    x, w = residuals
+    dw = scatter_gradient.dense_gradient(x, dy, w.shape[0]).astype(w.dtype)
+    data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
+    # None stands for "no derivative" of the integer leaves only: for the whole CSR it
+    # would silently mean a zero gradient of data too.
+    return CSR.tree_unflatten(x.num_cols, (data, None, None)), dw
+
+
+_gather_sum.defvjp(_forward, _backward)
+
+
+def _data_gradient(x: CSR, w: jax.Array, dy: jax.Array) -> Float[Array, "nse"]:
+    """d loss / d data_j = w[i_j] . dy[row of j]"""
+    return lax.platform_dependent(x, w, dy, cpu=_dots_loop, default=_dots)
+
+
+def _dots_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+    hidden = w.shape[1]
+    indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
+
+    def row(b, d_data):
+        slope = lax.dynamic_slice(dy, (b, 0), (1, hidden))[0].astype(jnp.float32)
+
+        def entry(i, d_data):
+            term = lax.dynamic_slice(w, (indices[i], 0), (1, hidden))[0]
+            return d_data.at[i].set(jnp.sum(term.astype(jnp.float32) * slope))
+
+        stop = jnp.minimum(indptr[b + 1], x.nse)
+        return lax.fori_loop(indptr[b], stop, entry, d_data)
+
+    return lax.fori_loop(0, x.num_rows, row, jnp.zeros(x.nse, jnp.float32))
+
+
+def _dots(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+    terms = w.at[x.indices].get(mode="fill", fill_value=0).astype(jnp.float32)
+    slopes = dy.at[x.row_ids()].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return jnp.sum(terms * slopes, axis=1)

@@ -1,0 +1,192 @@
+"""gather_matmul and its gradients against SciPy in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import csrs, oracle, random_csr
+from tolerances import tolerance
+
+from sparsejax.ops import gather_matmul as module
+from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.sparse import CSR
+
+FORMS = {
+    "loop": jax.jit(module._loop),
+    "segment_sum": jax.jit(module._segment_sum),
+}
+compiled = jax.jit(gather_matmul, static_argnames=("combiner",))
+
+
+def scale(x: CSR, combiner: str) -> np.ndarray:
+    """The factor of each row, by definition."""
+    scales = []
+    indptr = np.asarray(x.indptr)
+    for start, end in itertools.pairwise(indptr):
+        v = np.ones(end - start) if x.data is None else np.asarray(x.data[start:end])
+        v = v.astype(np.float64)
+        total = {"sum": 1, "mean": v.sum(), "sqrtn": np.sqrt((v**2).sum())}[combiner]
+        scales.append(0 if total == 0 else 1 / total)
+    return np.array(scales)
+
+
+def weights(rows: int, hidden: int, dtype=np.float32, seed: int = 1) -> np.ndarray:
+    w = np.random.default_rng(seed).standard_normal((rows, hidden), np.float32)
+    return w.astype(dtype)
+
+
+def check(actual, expected, x: CSR, dtype=np.float32) -> None:
+    terms = int(np.max(np.diff(x.indptr), initial=1)) + 1
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), expected, **tolerance(dtype, terms)
+    )
+
+
+@given(csrs(), st.sampled_from([1, 3, 16]), st.sampled_from(["sum", "mean", "sqrtn"]))
+def test_equals_scipy(x, hidden, combiner):
+    w = weights(x.num_cols, hidden)
+    y = compiled(x, w, combiner=combiner)
+    factor = scale(x, combiner)
+    # A mean divides by what may nearly cancel: compare where it is well conditioned.
+    fine = np.abs(factor) < 100
+    expected = factor[:, None] * (oracle(x) @ w.astype(np.float64))
+    check(np.asarray(y)[fine], expected[fine], x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(x=csrs())
+def test_forms_agree(form, x):
+    w = weights(x.num_cols, 4)
+    check(FORMS[form](x, w), oracle(x) @ w.astype(np.float64), x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_very_long_row(form):
+    x = random_csr(3, 5000, 0.99, seed=2)
+    w = weights(5000, 2)
+    check(FORMS[form](x, w), oracle(x) @ w.astype(np.float64), x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_summed_in_float32(form):
+    x = random_csr(4, 900, 0.9)
+    w = weights(900, 3, jnp.bfloat16)
+    y = FORMS[form](x, w)
+    assert y.dtype == jnp.bfloat16
+    # One rounding of the result; a bfloat16 sum would be off by several percent.
+    np.testing.assert_allclose(
+        np.asarray(y).astype(np.float64),
+        oracle(x) @ w.astype(np.float64),
+        rtol=2**-8,
+        atol=1e-2,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kernel_rows_beyond_the_columns_are_not_read(form):
+    x = random_csr(4, 10)
+    w = weights(16, 3)
+    w[10:] = np.nan
+    check(FORMS[form](x, w), oracle(x) @ w[:10].astype(np.float64), x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bad_entries_are_nan_in_their_row_only(form):
+    indices = jnp.array([0, 3, 1, 7, -1, 2, 2], jnp.int32)
+    x = CSR(None, indices, jnp.array([0, 2, 4, 5, 5, 7]), num_cols=7)
+    y = np.asarray(FORMS[form](x, jnp.ones((7, 2))))
+    np.testing.assert_array_equal(np.isnan(y).all(1), [False, True, True, False, False])
+    np.testing.assert_array_equal(y[[0, 3, 4]], [[2, 2], [0, 0], [2, 2]])
+    overfull = CSR(None, indices[:6], x.indptr, num_cols=8)
+    y = np.asarray(FORMS[form](overfull, jnp.ones((8, 2))))
+    assert np.isnan(y[4]).all() and not np.isnan(y[[0, 1, 3]]).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_empty_and_zero_sized(form):
+    empty = CSR(None, jnp.zeros(0, jnp.int32), jnp.zeros(4, jnp.int32), num_cols=5)
+    np.testing.assert_array_equal(
+        FORMS[form](empty, jnp.ones((5, 2))), np.zeros((3, 2))
+    )
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("valued", [False, True])
+def test_gradients_by_finite_differences(combiner, valued):
+    x = random_csr(4, 7, 0.5, valued=valued)
+    used = int(x.indptr[-1])
+    w = weights(9, 3)
+    dy = weights(4, 3, seed=5).astype(np.float64)
+
+    def value(data, w):
+        matrix = CSR(data, x.indices, x.indptr, num_cols=7)
+        dense = oracle(matrix) @ np.asarray(w, np.float64)[:7]
+        return float(np.sum(dy * scale(matrix, combiner)[:, None] * dense))
+
+    def loss(x, w):
+        return jnp.sum(dy.astype(np.float32) * gather_matmul(x, w, combiner=combiner))
+
+    gx, gw = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(x, w)
+    eps = 1e-4
+    for place in [(0, 0), (3, 1), (6, 2), (8, 0)]:
+        step = np.zeros(w.shape)
+        step[place] = eps
+        slope = (value(x.data, w + step) - value(x.data, w - step)) / (2 * eps)
+        np.testing.assert_allclose(gw[place], slope, rtol=1e-3, atol=1e-4)
+    assert (np.asarray(gw[7:]) == 0).all()
+    if valued:
+        data = np.asarray(x.data, np.float64)
+        for entry in range(used):
+            step = np.zeros(data.shape)
+            step[entry] = eps
+            slope = (value(data + step, w) - value(data - step, w)) / (2 * eps)
+            np.testing.assert_allclose(gx.data[entry], slope, rtol=1e-3, atol=1e-4)
+        np.testing.assert_array_equal(gx.data[used:], 0)
+
+
+def test_data_gradient_forms_agree():
+    x = random_csr(6, 20, 0.4, valued=True)
+    w, dy = jnp.asarray(weights(20, 5)), jnp.asarray(weights(6, 5, seed=3))
+    used = int(x.indptr[-1])
+    loop = module._dots_loop(x, w, dy)[:used]
+    np.testing.assert_allclose(
+        loop, module._dots(x, w, dy)[:used], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_memory_does_not_hold_a_row_per_entry():
+    hidden = 64
+    w = jax.ShapeDtypeStruct((500, hidden), jnp.float32)
+
+    def temporary(nse):
+        x = CSR(None, jnp.zeros(nse, int), jnp.zeros(33, int), num_cols=500)
+        compiled = jax.jit(gather_matmul).lower(x, w).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    few, many = temporary(1000), temporary(10000)
+    assert many - few < 9000 * 16  # some integers for an entry, not `hidden` floats
+
+
+def test_lowers_for_cuda():
+    x = random_csr(4, 9)
+    w = weights(9, 4)
+
+    def value_and_gradient(x, w):
+        return jax.value_and_grad(lambda w: gather_matmul(x, w).sum())(w)
+
+    traced = jax.jit(value_and_gradient).trace(x, w)
+    assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_errors():
+    x = random_csr(3, 5)
+    with pytest.raises(ValueError, match=r"x has 5 columns but w has shape \(4, 2\)"):
+        gather_matmul(x, jnp.ones((4, 2)))
+    with pytest.raises(Exception, match="combiner|max"):
+        gather_matmul(x, jnp.ones((5, 2)), combiner="max")  # type: ignore
+    with pytest.raises(Exception, match="implementation|cuda"):
+        gather_matmul(x, jnp.ones((5, 2)), implementation="cuda")  # type: ignore

@@ -1,0 +1,139 @@
+"""Row gradients and dense gradients against SciPy in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matrices import csrs, oracle, random_csr
+from tolerances import tolerance
+
+from sparsejax.ops import scatter_gradient as module
+from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
+from sparsejax.sparse import CSR
+
+entries = jax.jit(module._entries, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def rows_of(x: CSR, dy, num_rows: int):
+    return row_gradient([x], [dy], num_rows)
+
+
+def slopes(rows: int, hidden: int, seed: int = 3) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal((rows, hidden), np.float32))
+
+
+def dense_of(ids, values, num_rows: int) -> np.ndarray:
+    dense = np.zeros((num_rows + 1, values.shape[1]))
+    np.add.at(dense, np.asarray(ids), np.asarray(values, np.float64))
+    assert (dense[num_rows] == 0).all()  # padding holds zeros
+    return dense[:num_rows]
+
+
+def check_ids(ids, x: CSR, num_rows: int) -> None:
+    touched = np.unique(np.asarray(x.indices)[: int(x.indptr[-1])])
+    np.testing.assert_array_equal(ids[: len(touched)], touched)
+    assert (np.asarray(ids[len(touched) :]) == num_rows).all()
+
+
+@given(csrs(), st.sampled_from([1, 5]), st.sampled_from([0, 3, 5000]))
+def test_equals_scipy(x, hidden, extra_rows):
+    num_rows = x.num_cols + extra_rows  # 5000: by a sort, on a CPU too
+    dy = slopes(x.num_rows, hidden)
+    expected = np.zeros((num_rows, hidden))
+    expected[: x.num_cols] = oracle(x).T @ np.asarray(dy, np.float64)
+    close = tolerance(np.float32, x.nse + 1)
+
+    ids, values = rows_of(x, dy, num_rows)
+    check_ids(ids, x, num_rows)
+    np.testing.assert_allclose(dense_of(ids, values, num_rows), expected, **close)
+    dense = jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows)
+    np.testing.assert_allclose(dense, expected, **close)
+
+
+@pytest.mark.parametrize("form", [module._rows_by_sort, module._rows_by_count])
+@given(x=csrs())
+def test_forms_agree(form, x):
+    dy = slopes(x.num_rows, 4)
+    column, row, value = entries(x, x.num_cols)
+    compiled = jax.jit(form, static_argnums=4)
+    ids, values = compiled(column, row, value, dy, x.num_cols)
+    check_ids(ids, x, x.num_cols)
+    expected = oracle(x).T @ np.asarray(dy, np.float64)
+    close = tolerance(np.float32, x.nse + 1)
+    np.testing.assert_allclose(dense_of(ids, values, x.num_cols), expected, **close)
+
+
+def test_uses_of_one_kernel_are_summed():
+    xs = [random_csr(4, 12, seed=1), random_csr(3, 12, valued=True, seed=2)]
+    dys = [slopes(4, 3, seed=4), slopes(3, 3, seed=5)]
+    ids, values = row_gradient(xs, dys, 12)
+    expected = sum(oracle(x).T @ dy for x, dy in zip(xs, dys, strict=True))
+    close = tolerance(np.float32, 8)
+    np.testing.assert_allclose(dense_of(ids, values, 12), expected, **close)
+
+
+def test_capacity_cannot_overflow():
+    x = random_csr(50, 8, 0.9)
+    ids, values = row_gradient([x], [slopes(50, 2)], 8)
+    assert ids.shape == (8,) and values.shape == (8, 2)
+
+
+@pytest.mark.parametrize("num_rows", [7, 7000])
+def test_entries_that_do_not_exist_add_nothing(num_rows):
+    # Row 0 holds an index out of range, row 1 does not fit: both are NaN in the forward
+    # pass, and here leave all other rows as they are.
+    indices = jnp.array([2, 9, -3, 4], jnp.int32)
+    x = CSR(None, indices, jnp.array([0, 3, 6], jnp.int32), num_cols=7)
+    dy = jnp.ones((2, 2))
+    ids, values = row_gradient([x], [dy], num_rows)
+    dense = dense_of(ids, values, num_rows)
+    assert set(np.flatnonzero(dense[:, 0])) == {2, 4}
+    dense = np.asarray(dense_gradient(x, dy, num_rows))
+    assert set(np.flatnonzero(dense[:, 0])) == {2, 4}
+
+
+def test_padding_does_not_spread_nan():
+    x = random_csr(3, 6, 0.5, extra=20)
+    dy = (
+        slopes(3, 2).at[-1].set(jnp.nan)
+    )  # padding is counted to the last row; its slope must not leak
+    touched = set(np.asarray(x.indices[x.indptr[2] : x.indptr[3]]))
+    ids, values = row_gradient([x], [dy], 6)
+    nan = set(np.asarray(ids)[np.isnan(np.asarray(values)).any(1)])
+    assert nan == touched
+    assert set(np.flatnonzero(np.isnan(dense_gradient(x, dy, 6)).any(1))) == touched
+
+
+def test_same_bits_every_time():
+    x = random_csr(64, 30, 0.5, valued=True)
+    dy = slopes(64, 16)
+    results = {np.asarray(row_gradient([x], [dy], 30)[1]).tobytes() for _ in range(3)}
+    assert len(results) == 1
+
+
+def test_memory_is_of_the_touched_rows():
+    def temporary(num_rows):
+        x = CSR(None, jnp.zeros(300, int), jnp.zeros(9, int), num_cols=num_rows)
+        dy = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        function = jax.jit(lambda x, dy: row_gradient([x], [dy], num_rows))
+        return function.lower(x, dy).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(4000) < 4000 * 64 * 4 / 2
+    assert temporary(400_000) - temporary(4000) < 400_000
+
+
+def test_lowers_for_cuda():
+    x = random_csr(4, 9, valued=True)
+    traced = jax.jit(lambda x, dy: row_gradient([x], [dy], 9)).trace(x, slopes(4, 3))
+    assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="0 matrices but 0 gradients"):
+        row_gradient([], [], 4)
