@@ -1,0 +1,311 @@
+"""The network as data: frozen dataclasses, and versioned JSON both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputConfig:
+    """A layer of sparse features.
+
+    Attributes:
+      name: what other layers call it.
+      normalize: divide each row by its L2 norm.
+      corruption: in training, drop each entry with this probability and scale what
+        stays by `1 / (1 - corruption)` (a denoising autoencoder).
+    """
+
+    kind: ClassVar[str] = "input"
+    name: str = "input"
+    normalize: bool = False
+    corruption: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenConfig:
+    """A fully connected layer.
+
+    Attributes:
+      name: what other layers call it.
+      source: the layer it reads; the one before it by default.
+      size: number of units.
+      activation: a function of `jax.nn` ("relu", "tanh", "sigmoid", "gelu", ...) or
+        "linear".
+      use_bias: whether it has a bias.
+      dropout: probability of dropping a unit in training.
+    """
+
+    kind: ClassVar[str] = "hidden"
+    name: str
+    source: str | None = None
+    size: int
+    activation: str = "relu"
+    use_bias: bool = True
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """A layer of scores over items.
+
+    Attributes:
+      name: what other layers call it.
+      source: the layer it reads; the one before it by default.
+      use_bias: whether each item has a bias.
+      temperature: if given, scores are cosines divided by it.
+      tied: name of a hidden layer whose kernel this layer shares: the one that reads
+        the input.
+    """
+
+    kind: ClassVar[str] = "output"
+    name: str = "output"
+    source: str | None = None
+    use_bias: bool = True
+    temperature: float | None = None
+    tied: str | None = None
+
+
+LayerConfig = InputConfig | HiddenConfig | OutputConfig
+_KINDS = {c.kind: c for c in (InputConfig, HiddenConfig, OutputConfig)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """A feed-forward network: layers in order, and the loss it is trained with.
+
+    Only a chain is supported so far: one input, any number of hidden layers, one
+    output, each reading the layer before it.
+
+    Attributes:
+      layers: from input to output.
+      loss: name of a loss in `sparsejax.losses`.
+      loss_options: its parameters, as `(name, value)` pairs.
+
+    Raises:
+      ValueError: the layers are no chain, or a value is out of its range; the message
+        names the layer.
+    """
+
+    layers: tuple[LayerConfig, ...]
+    loss: str = "softmax_cross_entropy"
+    loss_options: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_chain(self.layers)
+
+    @property
+    def input(self) -> InputConfig:
+        """The input layer."""
+        return typing.cast(InputConfig, self.layers[0])
+
+    @property
+    def hidden(self) -> tuple[HiddenConfig, ...]:
+        """The hidden layers, in order."""
+        return typing.cast(tuple[HiddenConfig, ...], self.layers[1:-1])
+
+    @property
+    def output(self) -> OutputConfig:
+        """The output layer."""
+        return typing.cast(OutputConfig, self.layers[-1])
+
+    @classmethod
+    def autoencoder(
+        cls,
+        hidden: Sequence[int] = (256,),
+        *,
+        activation: str = "relu",
+        normalize: bool = False,
+        corruption: float = 0.0,
+        dropout: float = 0.0,
+        temperature: float | None = None,
+        tied: bool = False,
+        loss: str = "softmax_cross_entropy",
+        loss_options: Mapping[str, float] = types.MappingProxyType({}),
+    ) -> NetworkConfig:
+        """Layers `input -> hidden1 -> ... -> output`, alike in all hidden layers.
+
+        >>> config = NetworkConfig.autoencoder((256, 128), activation="tanh")
+        >>> [layer.name for layer in config.layers]
+        ['input', 'hidden1', 'hidden2', 'output']
+        >>> NetworkConfig.from_json(config.to_json()) == config
+        True
+        """
+        middle = (
+            HiddenConfig(
+                name=f"hidden{i}", size=size, activation=activation, dropout=dropout
+            )
+            for i, size in enumerate(hidden, 1)
+        )
+        return cls(
+            layers=(
+                InputConfig(normalize=normalize, corruption=corruption),
+                *middle,
+                OutputConfig(temperature=temperature, tied="hidden1" if tied else None),
+            ),
+            loss=loss,
+            loss_options=tuple(sorted(loss_options.items())),
+        )
+
+    def to_json(self) -> str:
+        """The configuration as JSON text; defaults are left out."""
+        document = {
+            "version": VERSION,
+            "loss": {"name": self.loss, **dict(self.loss_options)},
+            "layers": [_layer_to_dict(layer) for layer in self.layers],
+        }
+        return json.dumps(document, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> NetworkConfig:
+        """Reads what `to_json` writes, or a person wrote.
+
+        Raises:
+          ValueError: not JSON, an unknown version, key or kind, or a wrong type.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(document, dict):
+            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+        _no_unknown_keys(document, ("version", "loss", "layers"), "the network")
+        if document.get("version") != VERSION:
+            raise ValueError(
+                f'"version" is {document.get("version")!r}; this release reads '
+                f"version {VERSION}"
+            )
+        layers = document.get("layers")
+        if not isinstance(layers, list) or not layers:
+            raise ValueError('"layers" must be a list of layers, from input to output')
+        loss = document.get("loss", cls.loss)
+        options = dict(loss) if isinstance(loss, dict) else {"name": loss}
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise ValueError('"loss" must be a name, or an object with a "name"')
+        for key, value in options.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
+        return cls(
+            layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),
+            loss=name,
+            loss_options=tuple(sorted(options.items())),
+        )
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> NetworkConfig:
+        """Reads a JSON file; errors name it."""
+        try:
+            return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _layer_to_dict(layer: LayerConfig) -> dict[str, Any]:
+    fields = dataclasses.fields(layer)
+    chosen = {f.name: getattr(layer, f.name) for f in fields}
+    kept = {f.name: chosen[f.name] for f in fields if chosen[f.name] != f.default}
+    return {"kind": layer.kind, "name": layer.name, **kept}
+
+
+def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
+    if not isinstance(layer, dict):
+        raise ValueError(f"layer {index} must be an object, got {layer!r}")
+    label = f"layer {index} ({layer.get('name', 'unnamed')!r})"
+    if layer.get("kind") not in _KINDS:
+        kinds = ", ".join(_KINDS)
+        raise ValueError(
+            f'{label}: "kind" is {layer.get("kind")!r}, not one of {kinds}'
+        )
+    kind = _KINDS[layer["kind"]]
+    values = {key: value for key, value in layer.items() if key != "kind"}
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if isinstance(values.get("source"), list):
+        raise ValueError(
+            f"{label}: several sources {values['source']}; only a chain is supported"
+        )
+    _no_unknown_keys(values, fields, label)
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        wanted = typing.get_args(hints[key]) or (hints[key],)
+        if float in wanted and isinstance(value, int) and not isinstance(value, bool):
+            values[key] = value = float(value)
+        if type(value) not in wanted:
+            names = " or ".join(
+                "null" if t is type(None) else t.__name__ for t in wanted
+            )
+            raise ValueError(f'{label}: "{key}" must be {names}, got {value!r}')
+    missing = [
+        f.name
+        for f in fields.values()
+        if f.default is dataclasses.MISSING and f.name not in values
+    ]
+    if missing:
+        raise ValueError(f'{label}: "{missing[0]}" is missing')
+    return kind(**values)
+
+
+def _no_unknown_keys(given: Mapping, known: Iterable[str], label: str) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ValueError(f'{label}: unknown key "{key}"; known: {", ".join(known)}')
+
+
+def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
+    kinds = [layer.kind for layer in layers]
+    if len(layers) < 3 or kinds != ["input", *["hidden"] * (len(layers) - 2), "output"]:
+        raise ValueError(
+            "layers must be one input, one or more hidden and one output, in this "
+            f"order; got {', '.join(kinds) or 'none'}"
+        )
+    names = [layer.name for layer in layers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two layers are called {name!r}")
+    for before, layer in itertools.pairwise(layers):
+        assert not isinstance(layer, InputConfig)
+        if layer.source not in (None, before.name):
+            raise ValueError(
+                f"layer {layer.name!r} reads {layer.source!r}; only a chain is "
+                f"supported: it can read {before.name!r}, the layer before it"
+            )
+    for layer in layers:
+        for key in ("corruption", "dropout"):
+            rate = getattr(layer, key, 0.0)
+            if not 0 <= rate < 1:
+                raise ValueError(f"layer {layer.name!r}: {key} {rate} is not in [0, 1)")
+        if isinstance(layer, HiddenConfig) and layer.size < 1:
+            raise ValueError(f"layer {layer.name!r}: size {layer.size} is not positive")
+        if isinstance(layer, OutputConfig):
+            if layer.temperature is not None and not layer.temperature > 0:
+                raise ValueError(
+                    f"layer {layer.name!r}: temperature {layer.temperature} is not "
+                    "positive"
+                )
+            if layer.tied is not None:
+                _check_tied(layers, layer)
+
+
+def _check_tied(layers: tuple[LayerConfig, ...], output: OutputConfig) -> None:
+    first, last = layers[1], layers[-2]
+    assert isinstance(first, HiddenConfig) and isinstance(last, HiddenConfig)
+    if output.tied != first.name:
+        raise ValueError(
+            f"layer {output.name!r} is tied to {output.tied!r}; only the kernel of "
+            f"{first.name!r}, the layer that reads the input, can be shared"
+        )
+    if first.size != last.size:
+        raise ValueError(
+            f"layer {output.name!r} shares the kernel of {first.name!r}, so "
+            f"{last.name!r} must have {first.size} units too, not {last.size}"
+        )
