@@ -1,0 +1,12 @@
+"""From files to a `SparseDataset`."""
+
+from sparsejax.data.dataset import SparseDataset as SparseDataset
+from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
+from sparsejax.data.files import DataError as DataError
+from sparsejax.data.readers import read as read
+from sparsejax.data.readers import read_adjacency as read_adjacency
+from sparsejax.data.readers import read_pairs as read_pairs
+from sparsejax.data.readers import read_parquet as read_parquet
+from sparsejax.data.readers import read_text as read_text
+from sparsejax.data.sniff import guess_format as guess_format
+from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

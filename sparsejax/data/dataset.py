@@ -1,0 +1,347 @@
+"""A data set: a sparse matrix, and the names of its rows and features."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable
+
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data import names as _names
+from sparsejax.data import parquet, vocabulary
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.names import Names
+from sparsejax.data.split import heldout_entries
+from sparsejax.sparse import CSR
+
+# Above this, the fullest device of a mesh decides how long a step takes.
+_MAX_IMBALANCE = 1.3
+_WAYS = (4, 8)
+# With fewer entries than this in a part, what looks like imbalance may be chance.
+_MIN_ENTRIES_PER_PART = 256
+
+
+class UnknownFeaturesWarning(UserWarning):
+    """Some entries were left out because the vocabulary lacks their feature."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseDataset:
+    """Rows of sparse features, in host memory, with names.
+
+    ::
+
+        SparseDataset        row_names          feature_names
+          matrix [ 1 . 1 ]     "ann"       "milk" "tea" "wine"
+                 [ . . . ]     "bob"
+                 [ . 1 . ]     "eve"
+
+    Rows and features are identified by their names wherever two data sets meet, never
+    by position. Names are text, unique, in arrays of NumPy's `StringDType`:
+    `feature_names[ids]` names the features of an array of ids, and `feature_names[i]`
+    is a `str`.
+
+    Attributes:
+      matrix: `[rows, features]`, NumPy leaves, no padding; `matrix.data` is None
+        (indicator: every entry is 1) or float32. In a row, indices ascend and are
+        unique.
+      row_names: `[rows]` text.
+      feature_names: `[features]` text.
+
+    Raises:
+      ValueError: the sizes do not agree, a name or an index occurs twice.
+    """
+
+    matrix: CSR
+    row_names: Names
+    feature_names: Names
+
+    def __post_init__(self) -> None:
+        matrix = _host(self.matrix)
+        object.__setattr__(self, "matrix", matrix)
+        for what, count in (("row", matrix.num_rows), ("feature", matrix.num_cols)):
+            given = _names.as_names(getattr(self, f"{what}_names"))
+            if len(given) != count:
+                raise ValueError(
+                    f"the matrix has {count:,} {what}s but {len(given):,} {what} names "
+                    "were given"
+                )
+            _names.check_unique(given, what)
+            object.__setattr__(self, f"{what}_names", given)
+
+    def __repr__(self) -> str:
+        kind = "indicator" if self.matrix.data is None else "valued"
+        return (
+            f"SparseDataset({self.num_rows:,} rows, {self.num_features:,} features, "
+            f"{self.num_entries:,} entries, {kind})"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrix.num_rows
+
+    @property
+    def num_features(self) -> int:
+        return self.matrix.num_cols
+
+    @property
+    def num_entries(self) -> int:
+        return self.matrix.nse
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix,
+        *,
+        row_names: Iterable[object] | None = None,
+        feature_names: Iterable[object] | None = None,
+    ) -> SparseDataset:
+        """Takes any SciPy sparse matrix or array, `[rows, features]`.
+
+        Columns keep their numbers. Duplicates are summed, stored zeros stay entries,
+        a boolean matrix becomes an indicator, other values become float32. Names are
+        decimal numbers by default.
+
+        Warns if the entries are spread over the columns so unevenly that, of 4 or 8
+        devices with a contiguous part each, one would hold more than 1.3 times its
+        share, and `vocabulary_order` would do better.
+
+        Raises:
+          TypeError: `matrix` is not SciPy sparse.
+          ValueError: a value is NaN or infinite (also: as float32); the message names
+            row and column.
+        """
+        csr = CSR.from_scipy(matrix)
+        rows, features = csr.shape
+        dataset = cls(
+            csr,
+            _names.as_names(range(rows) if row_names is None else row_names),
+            _names.as_names(
+                range(features) if feature_names is None else feature_names
+            ),
+        )
+        _warn_if_unbalanced(dataset)
+        return dataset
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The matrix as a SciPy `csr_array` of float32."""
+        return self.matrix.to_scipy()
+
+    def save(self, path: Path) -> None:
+        """Writes the data set as one Parquet file, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written; nothing is left behind.
+        """
+        parquet.write_parquet(path, self.matrix, self.row_names, self.feature_names)
+
+    @classmethod
+    def load(cls, path: Path) -> SparseDataset:
+        """Reads what `save` wrote, exactly.
+
+        Raises:
+          DataError: the file is missing, is something else, or is damaged.
+        """
+        parts = parquet.read_parquet(path)
+        try:
+            return cls(*parts)
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+    def without_values(self) -> SparseDataset:
+        """The same entries as an indicator data set (also entries of value 0)."""
+        return dataclasses.replace(
+            self, matrix=dataclasses.replace(self.matrix, data=None)
+        )
+
+    def split(
+        self, fraction: float, *, seed: int
+    ) -> tuple[SparseDataset, SparseDataset]:
+        """Splits the entries of each row at random into `(train, heldout)`.
+
+        Of a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
+        always stays in train. Both parts have all rows and features of this data set.
+        Where an entry goes depends on the seed, on the name of its row and on the names
+        of the row's features, not on the order of rows or columns nor on other rows.
+
+        Args:
+          fraction: share of the entries to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1).
+        """
+        is_held = heldout_entries(
+            self.matrix, self.row_names, self.feature_names, fraction, seed
+        )
+        return self._entries(~is_held), self._entries(is_held)
+
+    def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
+        """The rows that both data sets have, by name, in this one's order.
+
+        Returns:
+          `(self part, other part)`: row `i` of one has the name of row `i` of the other.
+
+        Raises:
+          ValueError: no name occurs in both.
+        """
+        found = _names.find_names(self.row_names, other.row_names)
+        rows = np.flatnonzero(found >= 0)
+        if not rows.size:
+            raise ValueError(
+                "the two data sets have no row name in common: one has "
+                f"{_names.examples(self.row_names)}, the other "
+                f"{_names.examples(other.row_names)}"
+            )
+        return self._rows(rows), other._rows(found[rows])
+
+    def align_rows(self, rows: SparseDataset | Iterable[object]) -> SparseDataset:
+        """The rows of the given names, in the given order.
+
+        Args:
+          rows: names, or a data set whose row names are meant.
+
+        Raises:
+          ValueError: a name is not in this data set (`match_rows` leaves it out).
+        """
+        wanted = rows.row_names if isinstance(rows, SparseDataset) else rows
+        wanted = _names.as_names(wanted)
+        found = _names.find_names(wanted, self.row_names)
+        missing = wanted[found < 0]
+        if missing.size:
+            raise ValueError(
+                f"{missing.size:,} of {wanted.size:,} rows are not in the data set: "
+                f"{_names.examples(missing)}"
+            )
+        return self._rows(found)
+
+    def align_features(
+        self, features: SparseDataset | Iterable[object]
+    ) -> SparseDataset:
+        """The same rows over another data set's features, in its order.
+
+        Entries of features that are not among the given ones are left out, and a
+        warning says how many.
+
+        Args:
+          features: names, or a data set whose feature names are meant.
+
+        Raises:
+          ValueError: there are entries, and all are of unknown features.
+        """
+        aligned, unknown = align_features(self, features)
+        if unknown:
+            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
+        return aligned
+
+    def _rows(self, rows: np.ndarray) -> SparseDataset:
+        indptr = np.asarray(self.matrix.indptr)
+        lengths = np.diff(indptr)[rows]
+        taken = _offsets(lengths)
+        entries = np.repeat(indptr[rows] - taken[:-1], lengths)
+        entries += np.arange(len(entries))
+        return SparseDataset(
+            _csr(self.matrix, entries, taken), self.row_names[rows], self.feature_names
+        )
+
+    def _entries(self, keep: np.ndarray) -> SparseDataset:
+        indptr = _offsets(keep)[self.matrix.indptr]
+        matrix = _csr(self.matrix, keep, indptr)
+        return dataclasses.replace(self, matrix=matrix)
+
+
+def align_features(
+    dataset: SparseDataset, features: SparseDataset | Iterable[object]
+) -> tuple[SparseDataset, str | None]:
+    """`SparseDataset.align_features`, with the warning's text returned instead."""
+    if isinstance(features, SparseDataset):
+        wanted = features.feature_names
+    else:
+        wanted = _names.as_names(features)
+        _names.check_unique(wanted, "feature")
+    column = _names.find_names(dataset.feature_names, wanted)
+    matrix = dataset.matrix
+    columns = column[matrix.indices]
+    known = columns >= 0
+    left_out = dataset.num_entries - int(known.sum())
+    message = None
+    if left_out:
+        unknown = dataset.feature_names[column < 0]
+        if left_out == dataset.num_entries:
+            raise ValueError(
+                f"all {left_out:,} entries are of features that the vocabulary lacks: "
+                f"{_names.examples(unknown)}; it has {_names.examples(wanted)}"
+            )
+        message = (
+            f"{left_out:,} of {dataset.num_entries:,} entries are left out: "
+            f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
+            f"{_names.examples(unknown)}"
+        )
+    data = np.ones(len(known), bool) if matrix.data is None else matrix.data
+    indptr = _offsets(known)[matrix.indptr]
+    shape = (dataset.num_rows, wanted.size)
+    aligned = scipy.sparse.csr_array((data[known], columns[known], indptr), shape=shape)
+    return (
+        SparseDataset(CSR.from_scipy(aligned), dataset.row_names, wanted),
+        message,
+    )
+
+
+def _host(matrix: CSR) -> CSR:
+    """The matrix with NumPy leaves, float32 values, no padding; rows must be sets."""
+    indptr = np.asarray(matrix.indptr, np.int32)
+    count = int(indptr[-1])
+    indices = np.asarray(matrix.indices, np.int32)[:count]
+    data = None
+    if matrix.data is not None:
+        with np.errstate(
+            over="ignore"
+        ):  # becomes inf, which CSR reports with its place
+            data = np.asarray(matrix.data)[:count].astype(np.float32, copy=False)
+    host = CSR(data, indices, indptr, num_cols=matrix.num_cols)
+    same = np.diff(indices) == 0
+    starts = indptr[1:-1]
+    same[starts[(starts > 0) & (starts < count)] - 1] = False
+    if same.any():
+        entry = int(np.flatnonzero(same)[0])
+        row = int(np.searchsorted(indptr, entry, side="right")) - 1
+        raise ValueError(
+            f"row {row} has column {indices[entry]} twice; CSR.from_scipy sums them"
+        )
+    return host
+
+
+def _csr(matrix: CSR, entries: np.ndarray, indptr: np.ndarray) -> CSR:
+    """The chosen entries of `matrix` as a matrix with the given row starts."""
+    data = None if matrix.data is None else matrix.data[entries]
+    return CSR(data, matrix.indices[entries], indptr, num_cols=matrix.num_cols)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    """`[n + 1]` int32: 0 and the running sums."""
+    total = np.cumsum(lengths, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), total]).astype(np.int32)
+
+
+def _warn_if_unbalanced(dataset: SparseDataset) -> None:
+    columns, entries = dataset.num_features, dataset.num_entries
+    if columns < vocabulary.HANDS or entries < max(_WAYS) * _MIN_ENTRIES_PER_PART:
+        return
+    counts = np.bincount(dataset.matrix.indices, minlength=columns)
+    ways = max(_WAYS, key=lambda ways: vocabulary.imbalance(counts, ways))
+    given = vocabulary.imbalance(counts, ways)
+    if given <= _MAX_IMBALANCE:
+        return
+    order = vocabulary.vocabulary_order(counts, dataset.feature_names)
+    balanced = vocabulary.imbalance(counts[order], ways)
+    if math.isclose(given, balanced) or given < balanced:
+        return
+    warnings.warn(
+        f"on {ways} devices one would hold {given:.2f} times its share of the entries "
+        f"({balanced:.2f} times in balanced order); reorder the columns: "
+        "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
+        stacklevel=3,
+    )

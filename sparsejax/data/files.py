@@ -1,0 +1,177 @@
+"""Opening data files: plain, gzip or xz, with one clear error for whatever goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import lzma
+import os
+import stat
+import zlib
+from collections.abc import Generator, Iterator
+
+Path = str | os.PathLike[str]
+ByteStream = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile
+
+# Large enough that NumPy's cost per call vanishes, small enough that the temporaries of
+# a block (some ten times its size) stay out of the way.
+BLOCK_BYTES = 8 * 2**20
+
+_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
+
+
+class DataError(ValueError):
+    """A data file that cannot be read as what it was said to be.
+
+    The message starts with the file's path and, where one line is to blame, its
+    number counted from 1: `ratings.tsv:17: value 'abc' is not a number`.
+    """
+
+    @classmethod
+    def at(cls, path: Path, message: str, *, line: int | None = None) -> DataError:
+        """The error for a file, or for a line of it."""
+        place = os.fspath(path) if line is None else f"{os.fspath(path)}:{line}"
+        return cls(f"{place}: {message}")
+
+
+def check_regular(path: Path) -> None:
+    """Raises DataError if there is no file, or something else, such as a directory.
+
+    Done before opening, because opening a pipe would wait for a writer.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise DataError.at(path, "no such file") from error
+    except OSError as error:
+        raise DataError.at(path, f"cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(mode):
+        raise DataError.at(path, "is a directory; expected a file")
+    if not stat.S_ISREG(mode):
+        raise DataError.at(path, "is not a regular file; write the data to one first")
+
+
+@contextlib.contextmanager
+def open_data(path: Path) -> Generator[ByteStream]:
+    """Opens a file for reading bytes, decompressing gzip and xz as it goes.
+
+    Compression is recognised by the file's first bytes, not by its name. Whatever fails
+    while the file is open (it is missing, a directory, truncated, damaged) is raised as
+    `DataError`.
+    """
+    check_regular(path)
+    try:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(path, "rb"))
+            first = file.read(6)
+            file.seek(0)
+            stream: ByteStream = file
+            if first.startswith(_GZIP):
+                stream = stack.enter_context(gzip.GzipFile(fileobj=file))
+            elif first.startswith(_XZ):
+                stream = stack.enter_context(lzma.LZMAFile(file))
+            yield stream
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise DataError.at(
+            path, f"compressed data is truncated or damaged: {error}"
+        ) from (error)
+    except OSError as error:
+        raise DataError.at(
+            path, f"cannot be read: {error.strerror or error}"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """Whole lines of a file.
+
+    Attributes:
+      data: UTF-8 bytes; every line, the last one too, ends in a line feed.
+      path: the file.
+      first: number of the first line, counted from 1.
+    """
+
+    data: bytes
+    path: Path
+    first: int
+
+    def error(self, line: int, message: str) -> DataError:
+        """The error for the block's line number `line`, counted from 0."""
+        return DataError.at(self.path, message, line=self.first + line)
+
+
+def line_blocks(
+    stream: ByteStream, path: Path, *, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Lines]:
+    """Yields a file's lines in blocks of about `block_bytes`.
+
+    Removes a byte order mark and turns CR LF into LF. A line longer than a block makes
+    its block longer.
+
+    Raises:
+      DataError: a zero byte (so the file is binary), invalid UTF-8, or a carriage
+        return in the middle of a line.
+    """
+    first = 1
+    pending: list[bytes] = []
+    while True:
+        chunk = stream.read(block_bytes)
+        if b"\0" in chunk:
+            raise _binary(path)
+        cut = chunk.rfind(b"\n") + 1
+        if chunk and not cut:
+            pending.append(chunk)
+            continue
+        data = b"".join((*pending, chunk[:cut]))
+        pending = [chunk[cut:]]
+        if not chunk and data:
+            data += b"\n"
+        if data:
+            if first == 1:
+                data = data.removeprefix(b"\xef\xbb\xbf")
+            data = data.replace(b"\r\n", b"\n")
+            lines = Lines(data, path, first)
+            _check_text(lines)
+            first += data.count(b"\n")
+            yield lines
+        if not chunk:
+            return
+
+
+def decode_line(raw: bytes, path: Path, number: int) -> str:
+    """One line as text; `number` counts from 1.
+
+    Raises:
+      DataError: a zero byte, or invalid UTF-8.
+    """
+    if b"\0" in raw:
+        raise _binary(path)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise DataError.at(path, _not_utf8(raw[error.start]), line=number) from error
+
+
+def _check_text(lines: Lines) -> None:
+    data = lines.data
+    if not data.isascii():
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start)
+            raise lines.error(line, _not_utf8(data[error.start])) from error
+    if (stray := data.find(b"\r")) >= 0:
+        raise lines.error(
+            data.count(b"\n", 0, stray),
+            "carriage return inside a line; lines must end in LF or CR LF",
+        )
+
+
+def _binary(path: Path) -> DataError:
+    return DataError.at(path, "is not text: it holds zero bytes (binary, or UTF-16?)")
+
+
+def _not_utf8(byte: int) -> str:
+    return f"byte 0x{byte:02x} is not valid UTF-8; convert the file to UTF-8"

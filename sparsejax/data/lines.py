@@ -1,0 +1,178 @@
+"""The two forms with a whole row on each line, parsed a block of lines at a time.
+
+Both look for their separators in all bytes of a block at once (UTF-8 never uses ASCII
+bytes inside a longer character) and build Arrow arrays from what lies between: no
+Python object is made for an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data.assemble import Block
+from sparsejax.data.files import ByteStream, Lines, Path, line_blocks
+from sparsejax.data.values import parse_values, value_problem
+
+_NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
+
+
+def _table(separators: bytes) -> np.ndarray:
+    table = np.zeros(256, bool)
+    table[list(separators)] = True
+    return table
+
+
+_TEXT = _table(b"\n\t:,")
+_SPACE = _table(b" \t\n\v\f")
+
+
+def adjacency_blocks(stream: ByteStream, path: Path) -> Iterator[Block]:
+    """`row feature feature ...`, separated by spaces or TABs."""
+    for lines in line_blocks(stream, path):
+        yield _adjacency_block(lines)
+
+
+def _adjacency_block(lines: Lines) -> Block:
+    data = np.frombuffer(lines.data, np.uint8)
+    marks = np.flatnonzero(_SPACE[data])
+    is_newline = data[marks] == _NEWLINE
+    starts, ends = np.concatenate([[0], marks[:-1] + 1]), marks
+    line = np.cumsum(is_newline) - is_newline
+    field = np.flatnonzero(ends > starts)
+    starts, ends, line = starts[field], ends[field], line[field]
+    is_row = np.diff(line, prepend=-1) > 0
+    lengths = np.diff(np.append(np.flatnonzero(is_row), len(line))) - 1
+    return Block(
+        rows=_strings(data, starts[is_row], ends[is_row]),
+        lengths=lengths,
+        features=_strings(data, starts[~is_row], ends[~is_row]),
+        values=None,
+    )
+
+
+def text_blocks(stream: ByteStream, path: Path, *, indicator: bool) -> Iterator[Block]:
+    """`row<TAB>feature[,value]:feature[,value]:...`; see `readers.read_text`."""
+    valued: bool | None = False if indicator else None
+    for lines in line_blocks(stream, path):
+        block, valued = _text_block(lines, valued, indicator=indicator)
+        yield block
+
+
+def _text_block(
+    lines: Lines, valued: bool | None, *, indicator: bool
+) -> tuple[Block, bool | None]:
+    """Parses a block; `valued` says whether earlier entries had values, if any."""
+    data = np.frombuffer(lines.data, np.uint8)
+    marks = np.flatnonzero(_TEXT[data])
+    kind = data[marks]
+    is_newline = kind == _NEWLINE
+    line = np.cumsum(is_newline) - is_newline
+    problems: list[tuple[int, str]] = []  # (line, message): the first line is reported
+
+    def problem_where(mask: np.ndarray, lines_: np.ndarray, message: str) -> None:
+        if mask.any():
+            problems.append((int(lines_[np.argmax(mask)]), message))
+
+    # The first TAB ends the row's name, in which ':' and ',' are ordinary characters.
+    line_ends = marks[is_newline]
+    line_starts = np.concatenate([[0], line_ends[:-1] + 1])
+    is_tab = kind == _TAB
+    tab_line = line[is_tab]
+    is_first = np.diff(tab_line, prepend=-1) > 0
+    name_ends = np.full(len(line_ends), -1)
+    name_ends[tab_line[is_first]] = marks[is_tab][is_first]
+    has_row = name_ends > line_starts
+    for number in np.flatnonzero(~has_row):
+        text = lines.data[line_starts[number] : line_ends[number]]
+        if text.strip():
+            problems.append((int(number), _no_row(text)))
+            break
+
+    # Between the marks of a line lie its fields: field i ends at mark i + 1.
+    mark = np.flatnonzero(has_row[line] & (marks >= name_ends[line]))
+    marks, kind, line = marks[mark], kind[mark], line[mark]
+    starts, ends = marks[:-1] + 1, marks[1:]
+    left, right, line = kind[:-1], kind[1:], line[:-1]
+    empty = starts == ends
+    is_feature = (left == _TAB) | (left == _COLON)
+    second_tab = (left == _TAB) & (starts - 1 > name_ends[line])
+    ends_line = (right == _NEWLINE) | (right == _TAB)
+    problem_where(
+        second_tab & ~(empty & ends_line),
+        line,
+        "a second TAB; expected 'row<TAB>feature[,value]:feature[,value]...' "
+        "(columns 'user<TAB>item<TAB>value' are the format 'pairs')",
+    )
+    problem_where(
+        is_feature & empty & (right == _COMMA),
+        line,
+        "a value without a feature: nothing stands before ','",
+    )
+    problem_where(
+        (left == _COMMA) & (right == _COMMA),
+        line,
+        "two commas in one entry; expected feature or feature,value",
+    )
+    entry = np.flatnonzero(is_feature & ~empty)
+    values = None
+    if not indicator and entry.size:
+        has_value = np.zeros(len(entry), bool)
+        before_value = right[entry] == _COMMA
+        has_value[before_value] = ~empty[entry[before_value] + 1]
+        valued = bool(has_value[0]) if valued is None else valued
+        problem_where(has_value != valued, line[entry], mixed_values(valued))
+        if valued:
+            position = entry[has_value] + 1
+            texts = _strings(data, starts[position], ends[position])
+            values = parse_values(texts)
+            if values is None:
+                found = (
+                    (int(line[at]), problem)
+                    for at, text in zip(position, texts.to_pylist(), strict=True)
+                    if (problem := value_problem(text))
+                )
+                problems.append(next(found))
+    if problems:
+        raise lines.error(*min(problems, key=lambda problem: problem[0]))
+    block = Block(
+        rows=_strings(data, line_starts[has_row], name_ends[has_row]),
+        lengths=np.bincount(line[entry], minlength=len(has_row))[has_row],
+        features=_strings(data, starts[entry], ends[entry]),
+        values=values,
+    )
+    return block, valued
+
+
+def mixed_values(valued: bool) -> str:
+    """The message for an entry unlike those before it."""
+    entry, earlier = ("no value", "one") if valued else ("a value", "none")
+    return (
+        f"an entry has {entry} but earlier entries have {earlier}; give all entries a "
+        "value or none, or ignore the values with indicator=True"
+    )
+
+
+def _no_row(text: bytes) -> str:
+    if b"\t" in text:
+        return "the row has no name: the line starts with a TAB"
+    return (
+        "no TAB; expected 'row<TAB>feature[,value]:feature[,value]...', got "
+        f"{text[:40].decode(errors='replace')!r}"
+    )
+
+
+def _strings(
+    data: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> pa.LargeStringArray:
+    """The strings `data[starts[i]:ends[i]]`, which ascend and do not touch."""
+    offsets = np.concatenate([[0], np.cumsum(ends - starts)])
+    steps = np.zeros(len(data) + 1, np.int8)
+    steps[starts] += 1
+    steps[ends] -= 1
+    inside = np.cumsum(steps[:-1], dtype=np.int8).view(bool)
+    return pa.LargeStringArray.from_buffers(
+        len(starts), pa.py_buffer(offsets), pa.py_buffer(data[inside])
+    )

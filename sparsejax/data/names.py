@@ -1,0 +1,112 @@
+"""Names of rows and features: arrays of text, and finding names in them by hashing.
+
+Names are kept as NumPy arrays of `StringDType`: 16 bytes for a name of up to 15 bytes,
+where a Python string in an object array takes about 60. Indexing gives a `str`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Names = np.ndarray
+
+_FOLD = 2**20
+
+
+def as_names(names: Iterable[object] | pa.Array) -> Names:
+    """`[n]` array of text. Numbers become decimal names.
+
+    Raises:
+      ValueError: not one-dimensional.
+      TypeError: one name alone was given instead of a sequence.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"expected a sequence of names, got the string {names!r}")
+    if isinstance(names, pa.Array | pa.ChunkedArray):
+        names = names.to_numpy(zero_copy_only=False)
+    elif not isinstance(names, np.ndarray):
+        names = list(names)
+    array = np.asarray(names, dtype=np.dtypes.StringDType())
+    if array.ndim != 1:
+        raise ValueError(f"names must be one-dimensional, got shape {array.shape}")
+    return array
+
+
+def to_arrow(names: Names) -> pa.LargeStringArray:
+    """The same names as an Arrow array (64-bit offsets: names may pass 2 GiB)."""
+    return pa.array(names.tolist(), pa.large_string())
+
+
+def find_names(names: Names, among: Names) -> np.ndarray:
+    """`[len(names)]` int32: the position of each name in `among`, -1 if absent."""
+    # The same as pc.index_in(...), which type checkers cannot see.
+    lookup = pc.SetLookupOptions(value_set=to_arrow(among))
+    found = pc.call_function("index_in", [to_arrow(names)], lookup)
+    return found.fill_null(-1).to_numpy()
+
+
+def check_unique(names: Names, what: str) -> None:
+    """Raises ValueError if a name occurs twice; `what` says what is named."""
+    arrow = to_arrow(names)
+    if len(arrow.unique()) == len(arrow):
+        return
+    seen = arrow.value_counts()
+    repeated = as_names(seen.field("values"))[seen.field("counts").to_numpy() > 1]
+    raise ValueError(
+        f"{what} names must be unique, but these occur more than once: "
+        f"{examples(repeated)}"
+    )
+
+
+def examples(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
+    """The first few names, quoted, for a message."""
+    names = as_names(names)
+    shown = ", ".join(repr(name) for name in names[:count])
+    return shown if len(names) <= count else f"{shown}, ..."
+
+
+class NameEncoder:
+    """Numbers names by first appearance, a block at a time, in linear time.
+
+    Each block is encoded by itself; its new numbers are provisional and its distinct
+    names wait. When more names wait than are known, all are brought together by one
+    hash table. So every name is hashed a bounded number of times on average, and at
+    most twice as many names as there are different ones (or a fixed number) are held.
+    """
+
+    def __init__(self) -> None:
+        self._known = pa.array([], pa.large_string())
+        self._waiting: list[pa.LargeStringArray] = []
+        self._num_waiting = 0
+        self._settled: list[np.ndarray] = []
+        self._provisional: list[np.ndarray] = []
+
+    def add(self, names: pa.Array) -> None:
+        """Takes the next block: strings, or strings already dictionary-encoded."""
+        if not isinstance(names, pa.DictionaryArray):
+            names = names.dictionary_encode()
+        codes = names.indices.to_numpy()
+        offset = np.int32(len(self._known) + self._num_waiting)
+        self._provisional.append(codes + offset)
+        self._waiting.append(names.dictionary.cast(pa.large_string()))
+        self._num_waiting += len(names.dictionary)
+        if self._num_waiting > max(_FOLD, len(self._known)):
+            self._fold()
+
+    def finish(self) -> tuple[Names, np.ndarray]:
+        """`(names [n], codes [total] int32)`: everything added stands for
+        `names[codes]`."""
+        self._fold()
+        codes = np.concatenate([np.empty(0, np.int32), *self._settled])
+        return as_names(self._known), codes
+
+    def _fold(self) -> None:
+        merged = pa.concat_arrays([self._known, *self._waiting]).dictionary_encode()
+        final = merged.indices.to_numpy()  # known names come first and keep their codes
+        self._known = merged.dictionary
+        self._settled += [final[codes] for codes in self._provisional]
+        self._waiting, self._num_waiting, self._provisional = [], 0, []

@@ -1,0 +1,149 @@
+"""A data set as one Parquet file.
+
+Row `i` of the table holds the `i`-th row and, beside it, the name of the `i`-th feature;
+the shorter of the two is filled up with nulls, which cost nothing::
+
+    row     indices  values       feature
+    ann     [0, 2]   [1.0, 5.0]   milk
+    bob     []       []           tea
+    null    null     null         wine
+
+`values` (list<float32>) is missing from an indicator data set. The schema's metadata
+gives the version of this form.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data.files import DataError, Path, check_regular
+from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.sparse import CSR
+
+VERSION = 1
+_VERSION_KEY = b"sparsejax.dataset.version"
+_COLUMNS = {
+    "row": pa.large_string(),
+    "indices": pa.list_(pa.int32()),
+    "values": pa.list_(pa.float32()),
+    "feature": pa.large_string(),
+}
+
+
+def write_parquet(
+    path: Path, matrix: CSR, row_names: Names, feature_names: Names
+) -> None:
+    """Writes a host CSR without padding, and its names.
+
+    The file appears at once and whole: it is written under another name in the same
+    folder and then renamed, and removed again if anything fails.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    offsets = pa.array(np.asarray(matrix.indptr), pa.int32())
+    columns: dict[str, pa.Array] = {"row": to_arrow(row_names)}
+    for name, leaf in (("indices", matrix.indices), ("values", matrix.data)):
+        if leaf is not None:
+            entries = pa.array(np.asarray(leaf), _COLUMNS[name].value_type)
+            columns[name] = pa.ListArray.from_arrays(offsets, entries)
+    columns["feature"] = to_arrow(feature_names)
+    length = max(len(row_names), len(feature_names))
+    table = pa.table(
+        {
+            name: pa.chunked_array(
+                [column, pa.nulls(length - len(column), column.type)]
+            )
+            for name, column in columns.items()
+        }
+    ).replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
+
+    path = pathlib.Path(path)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_parquet(path: Path) -> tuple[CSR, Names, Names]:
+    """`(matrix, row_names, feature_names)` of a file made by `write_parquet`.
+
+    Raises:
+      DataError: the file is missing, is not such a file, or is damaged.
+    """
+    check_regular(path)
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_schema(path, file.schema_arrow)
+            return _read_table(path, file)
+    except (pa.ArrowException, OSError) as error:
+        message = f"is not a Parquet file, or is damaged: {error}"
+        raise DataError.at(path, message) from error
+
+
+def _check_schema(path: Path, schema: pa.Schema) -> None:
+    version = (schema.metadata or {}).get(_VERSION_KEY, b"").decode(errors="replace")
+    if not version or not {"row", "indices", "feature"} <= set(schema.names):
+        raise DataError.at(
+            path,
+            "is Parquet, but not a saved data set: expected the columns row, indices, "
+            f"values (optional) and feature, got {', '.join(schema.names)}; "
+            "make one with SparseDataset.save",
+        )
+    if version != str(VERSION):
+        raise DataError.at(
+            path,
+            f"is a saved data set of version {version}; this release reads version "
+            f"{VERSION}, a newer one is needed",
+        )
+
+
+def _read_table(path: Path, file: pq.ParquetFile) -> tuple[CSR, Names, Names]:
+    valued = "values" in file.schema_arrow.names
+    names: dict[str, list[pa.Array]] = {"row": [], "feature": []}
+    lengths = [np.zeros(1, np.int64)]
+    indices, values = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    for batch in file.iter_batches(
+        columns=[n for n in _COLUMNS if n != "values" or valued]
+    ):
+        columns = {
+            name: batch.column(name).cast(_COLUMNS[name]).drop_null()
+            for name in batch.schema.names
+        }
+        for name, parts in names.items():
+            parts.append(columns[name])
+        rows = len(columns["row"])
+        lengths.append(columns["indices"].value_lengths().to_numpy())
+        indices.append(columns["indices"].flatten().to_numpy())
+        if valued:
+            values.append(columns["values"].flatten().to_numpy())
+        if any(len(columns[name]) != rows for name in columns if name != "feature") or (
+            valued and len(values[-1]) != len(indices[-1])
+        ):
+            raise DataError.at(path, "is damaged: row, indices and values do not agree")
+    indptr = np.cumsum(np.concatenate(lengths))
+    row_names, feature_names = (
+        as_names(pa.chunked_array(parts, pa.large_string())) for parts in names.values()
+    )
+    try:
+        matrix = CSR(
+            np.concatenate(values) if valued else None,
+            np.concatenate(indices),
+            indptr.astype(np.int32),
+            num_cols=len(feature_names),
+        )
+    except ValueError as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+    return matrix, row_names, feature_names

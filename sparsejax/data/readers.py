@@ -1,0 +1,182 @@
+"""Reading data sets from files.
+
+Every reader takes `features`: the data set (or the names) whose vocabulary the file is
+to be read against. Read a second file, be it targets, a test set or a filter, like
+this::
+
+    train = read("train.txt")
+    test = read("test.txt", features=train)
+
+Then both have the same columns. Features that the vocabulary lacks are left out with a
+warning that counts them; if all are unknown, that is an error. Without `features` the
+vocabulary is what the file holds, in the order of `vocabulary_order`.
+
+In every format: rows come in order of first appearance, and lines of the same row are
+merged. A (row, feature) that occurs several times becomes one entry; values are added.
+A file in which no entry has a value gives an indicator data set (`matrix.data` is
+None); a file in which some have one and some do not is an error. A value of 0 is an
+entry like any other. Names are kept byte for byte, spaces included. Files are UTF-8,
+lines end in LF or CR LF, blank lines are skipped, and gzip and xz are read directly.
+What is wrong with a file is raised as `DataError`, with the line's number.
+"""
+
+from __future__ import annotations
+
+from sparsejax.data import lines, pairs, sniff
+from sparsejax.data.assemble import Features, align_to, assemble
+from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.files import Path, open_data
+from sparsejax.data.pairs import Column
+
+
+def read(
+    path: Path,
+    *,
+    format: str | None = None,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads a data file in any of the formats.
+
+    Args:
+      path: the file.
+      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; by default what the
+        file's name or its first lines say, see `guess_format`.
+      features: vocabulary to read against.
+      indicator: ignore values, whatever they are.
+
+    Raises:
+      DataError: the file cannot be read, or its format is not clear.
+      ValueError: there is no such format.
+    """
+    match format or sniff.guess_format(path):
+        case "text":
+            return read_text(path, features=features, indicator=indicator)
+        case "pairs":
+            return read_pairs(path, features=features, indicator=indicator)
+        case "adjacency":
+            return read_adjacency(path, features=features)
+        case "parquet":
+            return read_parquet(path, features=features, indicator=indicator)
+    raise ValueError(
+        f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
+    )
+
+
+def read_text(
+    path: Path, *, features: Features = None, indicator: bool = False
+) -> SparseDataset:
+    """Reads DSSTNE's text form: a line for each row.
+
+    ::
+
+        line    := row TAB entry *( ":" entry ) [ ":" ]
+        entry   := feature [ "," value ]
+
+    A row without entries is `row TAB`. Unlike in DSSTNE, lines of the same row are
+    merged (there the last one wins), a missing value does not mean 0, and what does not
+    fit the grammar is an error.
+
+    Args:
+      path: the file.
+      features: vocabulary to read against.
+      indicator: ignore values, as for files that hold `movie,timestamp`.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    with open_data(path) as stream:
+        blocks = lines.text_blocks(stream, path, indicator=indicator)
+        return assemble(blocks, path, features=features)
+
+
+def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
+    """Reads `row feature feature ...` lines, separated by spaces or TABs.
+
+    A row without entries is its name alone.
+
+    Args:
+      path: the file.
+      features: vocabulary to read against.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    with open_data(path) as stream:
+        blocks = lines.adjacency_blocks(stream, path)
+        return assemble(blocks, path, features=features)
+
+
+def read_pairs(
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    delimiter: str | None = None,
+    header: bool | None = None,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads CSV or TSV with a (user, item) pair, perhaps with a value, on each line.
+
+    Columns are given by number, from 0, or by their name in the header. By default:
+
+    * `delimiter` is the first of TAB, ',', ';', '|' that the first line contains;
+    * there is a header if a column is given by name, if a cell of the first line is a
+      word like user, userId, item_id or movie, or if its third cell is text above a
+      number;
+    * under a header, the user and item columns are those with such words, otherwise the
+      first two columns;
+    * the value column is one called rating, value, count or the like, otherwise the
+      next column that is not called timestamp, date or the like, otherwise there is
+      none.
+
+    Fields may be quoted as in RFC 4180, but not in TAB-separated files, where a quote is
+    an ordinary character.
+
+    Args:
+      path: the file.
+      user: the column with the row's name.
+      item: the column with the feature's name.
+      value: the column with the value.
+      delimiter: one character.
+      header: whether the first line holds the columns' names.
+      features: vocabulary to read against.
+      indicator: ignore values.
+
+    Raises:
+      DataError: the file cannot be read.
+      ValueError: the delimiter or the columns make no sense.
+    """
+    layout = pairs.find_layout(
+        path,
+        user=user,
+        item=item,
+        value=value,
+        delimiter=delimiter,
+        header=header,
+        indicator=indicator,
+    )
+    with open_data(path) as stream:
+        blocks = pairs.pair_blocks(stream, path, layout)
+        return assemble(blocks, path, features=features)
+
+
+def read_parquet(
+    path: Path, *, features: Features = None, indicator: bool = False
+) -> SparseDataset:
+    """Reads a file made by `SparseDataset.save`.
+
+    Args:
+      path: the file.
+      features: vocabulary to read against; the file's own by default.
+      indicator: ignore values.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    dataset = SparseDataset.load(path)
+    if indicator:
+        dataset = dataset.without_values()
+    return dataset if features is None else align_to(dataset, features, path)

@@ -1,0 +1,75 @@
+"""Which of the formats a file is in."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+
+from sparsejax.data.files import DataError, Path, line_blocks, open_data
+from sparsejax.data.pairs import DELIMITERS, header_words
+
+Format = Literal["text", "pairs", "adjacency", "parquet"]
+
+_HEAD_BYTES = 64 * 1024
+_BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
+
+
+def guess_format(path: Path) -> Format:
+    """The format of a file, by its name or by its first lines.
+
+    `.parquet` is parquet, `.csv` is pairs (`.gz` and `.xz` set aside). Otherwise the
+    first 64 KiB decide:
+
+    * text: no line has two TABs, and in one there is a ':' behind a TAB;
+    * pairs: in each line the same number, above one, of fields separated by TAB, ',',
+      ';' or '|' (of two fields with a TAB between, the second without ',' or space, or
+      under a header);
+    * adjacency: a varying number of fields separated by spaces, without TAB or ','.
+
+    Whatever could be two of these is none.
+
+    Raises:
+      DataError: none of these, or more than one, so the format must be named.
+    """
+    name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
+    if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
+        return known
+    lines = _head(path)
+    if guess := _guess(lines):
+        return guess
+    raise DataError.at(
+        path,
+        f"the format is not clear from the first line {lines[0][:60]!r}; name it with "
+        "format= (on the command line --format): text, pairs or adjacency",
+    )
+
+
+def _guess(lines: list[str]) -> Format | None:
+    if max(line.count("\t") for line in lines) == 1:
+        if header_words(lines[0].split("\t")):
+            return "pairs"
+        behind = [line.partition("\t")[2] for line in lines]
+        if any(":" in rest for rest in behind):
+            return "text"
+        # One feature on each line: as text it would come to the same.
+        return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
+    for delimiter in DELIMITERS:
+        counts = {line.count(delimiter) for line in lines}
+        if len(counts) == 1 and counts != {0}:
+            return "pairs"
+    fields = {len(line.split()) for line in lines}
+    if len(fields) > 1 and not any("," in line or "\t" in line for line in lines):
+        return "adjacency"
+    return None
+
+
+def _head(path: Path) -> list[str]:
+    """The lines that are whole in the first 64 KiB, without blank ones."""
+    with open_data(path) as stream:
+        blocks = line_blocks(stream, path, block_bytes=_HEAD_BYTES)
+        for block in blocks:
+            lines = [line for line in block.data.decode().split("\n") if line.strip()]
+            if lines:
+                return lines
+    raise DataError.at(path, "holds no data: the file is empty")

@@ -1,0 +1,44 @@
+"""The order of the features, such that any contiguous split of them is balanced.
+
+On a mesh the kernels are cut into contiguous ranges of rows, one for each device. In
+order of popularity the first range would hold most of the entries. So features are
+dealt out like cards: the feature of popularity rank `r` is placed by `(r mod 256, r)`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data.names import Names, to_arrow
+
+# Kernels are allocated in multiples of 256 rows, whatever the mesh: a mesh axis divides
+# 256, so 256 hands serve all of them.
+HANDS = 256
+
+
+def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
+    """The balanced order of features.
+
+    Args:
+      counts: `[features]` how many rows have the feature.
+      names: `[features]` its name; equal counts are ranked by name (code points).
+
+    Returns:
+      `[features]` positions into `counts`: element `j` is the feature to put in column
+      `j`. For a matrix: `matrix[:, order]`.
+    """
+    at = np.arange(len(counts))
+    table = pa.table({"count": counts, "name": to_arrow(names), "at": at})
+    by_rank = table.sort_by([("count", "descending"), ("name", "ascending")])
+    by_rank = by_rank["at"].to_numpy()
+    rank = at
+    return by_rank[np.lexsort((rank, rank % HANDS))]
+
+
+def imbalance(counts: np.ndarray, ways: int) -> float:
+    """Entries of the fullest of `ways` contiguous column ranges over their mean."""
+    total = counts.sum(dtype=np.int64)
+    edges = np.arange(ways) * len(counts) // ways
+    parts = np.add.reduceat(counts, edges, dtype=np.int64)
+    return float(parts.max() * ways / total)

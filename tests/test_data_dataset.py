@@ -1,0 +1,468 @@
+"""SparseDataset: making, splitting, matching by name, saving."""
+
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsejax.data import (
+    DataError,
+    SparseDataset,
+    UnknownFeaturesWarning,
+    vocabulary_order,
+)
+from sparsejax.data.names import as_names
+from sparsejax.data.vocabulary import imbalance
+from sparsejax.sparse import CSR
+
+ROWS = ["ann", "b\u00f6b", "eve", "\u3042"]
+FEATURES = ["milk", "tea", "wine", "a\0b", ""]
+DENSE = np.array(
+    [[1, 0, 2.5, 0, 0], [0, 0, 0, 0, 0], [0, -3, 1e-30, 0, 7], [0, 0, 1, 0, 0]],
+    np.float32,
+)
+
+
+def make(*, valued: bool = True) -> SparseDataset:
+    matrix = scipy.sparse.csr_array(DENSE if valued else DENSE != 0)
+    return SparseDataset.from_scipy(matrix, row_names=ROWS, feature_names=FEATURES)
+
+
+def random_dataset(rows: int, columns: int, seed: int = 0) -> SparseDataset:
+    rng = np.random.default_rng(seed)
+    matrix = scipy.sparse.random_array((rows, columns), density=0.3, rng=rng)
+    return SparseDataset.from_scipy(matrix)
+
+
+def assert_equal(left: SparseDataset, right: SparseDataset) -> None:
+    assert left.row_names.tolist() == right.row_names.tolist()
+    assert left.feature_names.tolist() == right.feature_names.tolist()
+    assert left.matrix.num_cols == right.matrix.num_cols
+    for name in ("data", "indices", "indptr"):
+        one, other = getattr(left.matrix, name), getattr(right.matrix, name)
+        if one is None or other is None:
+            assert one is other
+        else:
+            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+
+
+def test_from_scipy():
+    dataset = make()
+    assert (dataset.num_rows, dataset.num_features, dataset.num_entries) == (4, 5, 6)
+    np.testing.assert_array_equal(dataset.to_scipy().toarray(), DENSE)
+    assert dataset.row_names.tolist() == ROWS
+    assert dataset.feature_names.tolist() == FEATURES
+    assert isinstance(dataset.feature_names[1], str)
+    assert dataset.feature_names[np.array([[2, 0]])].tolist() == [["wine", "milk"]]
+    assert "4 rows, 5 features, 6 entries, valued" in repr(dataset)
+
+
+def test_from_scipy_default_names_and_order():
+    """Columns keep their numbers, however unpopular they are."""
+    dataset = SparseDataset.from_scipy(scipy.sparse.coo_array(DENSE[::-1]))
+    np.testing.assert_array_equal(dataset.to_scipy().toarray(), DENSE[::-1])
+    assert dataset.row_names.tolist() == ["0", "1", "2", "3"]
+    assert dataset.feature_names.tolist() == ["0", "1", "2", "3", "4"]
+
+
+def test_from_scipy_duplicates_zeros_and_bools():
+    coo = scipy.sparse.coo_array(
+        ([1, 2, 0, 5], ([0, 0, 1, 1], [2, 2, 0, 1])), shape=(2, 3)
+    )
+    matrix = SparseDataset.from_scipy(coo).matrix
+    assert isinstance(matrix.data, np.ndarray) and matrix.data.dtype == np.float32
+    assert matrix.data.tolist() == [3, 0, 5]  # a stored zero stays
+    assert matrix.indices.tolist() == [2, 0, 1]
+    matrix = SparseDataset.from_scipy(coo.astype(bool)).matrix
+    assert matrix.data is None
+    # Stored False is an entry like any other.
+    assert matrix.indices.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (1, 1)])
+def test_empty_shapes(shape, tmp_path):
+    dataset = SparseDataset.from_scipy(scipy.sparse.csr_array(shape, dtype=np.float32))
+    assert (dataset.num_rows, dataset.num_features) == shape
+    dataset.save(tmp_path / "d")
+    assert_equal(SparseDataset.load(tmp_path / "d"), dataset)
+    for part in dataset.split(0.5, seed=0):
+        assert_equal(part, dataset)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (np.nan, "row 2, column 1: the value is nan"),
+        (np.inf, "row 2, column 1: the value is inf"),
+        (1e39, "row 2, column 1: the value is inf"),
+    ],
+)
+def test_from_scipy_rejects_values(bad, message):
+    dense = DENSE.astype(np.float64)
+    dense[2, 1] = bad
+    with pytest.raises(ValueError, match=message):
+        SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
+
+
+def test_from_scipy_rejects():
+    matrix = scipy.sparse.csr_array(DENSE)
+    with pytest.raises(TypeError, match="SciPy sparse matrix"):
+        SparseDataset.from_scipy(DENSE)
+    with pytest.raises(ValueError, match="has 4 rows but 3 row names"):
+        SparseDataset.from_scipy(matrix, row_names=ROWS[:3])
+    with pytest.raises(ValueError, match="has 5 features but 4 feature names"):
+        SparseDataset.from_scipy(matrix, feature_names=ROWS)
+    with pytest.raises(ValueError, match="row names must be unique.*'x'"):
+        SparseDataset.from_scipy(matrix, row_names=["x", "y", "x", "z"])
+    with pytest.raises(TypeError, match="sequence of names, got the string 'abcd'"):
+        SparseDataset.from_scipy(matrix, row_names="abcd")
+    with pytest.raises(ValueError, match="one-dimensional"):
+        SparseDataset.from_scipy(matrix, row_names=[["a", "b"], ["c", "d"]])
+
+
+def test_constructor_makes_numpy_leaves_without_padding():
+    padded = CSR(
+        jnp.array([1.0, 2.0, 9.0]),
+        jnp.array([1, 0, 7]),
+        jnp.array([0, 1, 2]),
+        num_cols=2,
+    )
+    dataset = SparseDataset(padded, as_names(["a", "b"]), as_names(["x", "y"]))
+    assert isinstance(dataset.matrix.indices, np.ndarray)
+    assert dataset.num_entries == dataset.matrix.nse == 2
+    assert dataset.to_scipy().toarray().tolist() == [[0, 1], [2, 0]]
+
+
+def test_constructor_rejects_repeated_columns():
+    matrix = CSR(
+        None,
+        np.array([2, 0, 1, 1], np.int32),
+        np.array([0, 1, 4], np.int32),
+        num_cols=3,
+    )
+    names = as_names(["a", "b"]), as_names(["x", "y", "z"])
+    with pytest.raises(ValueError, match="row 1 has column 1 twice"):
+        SparseDataset(matrix, *names)
+    # The same column at the end of a row and the start of the next is not repeated.
+    matrix = CSR(
+        None, np.array([1, 1, 2], np.int32), np.array([0, 1, 3], np.int32), num_cols=3
+    )
+    assert SparseDataset(matrix, *names).num_entries == 3
+
+
+def skewed(columns: int, *, rows: int = 200) -> scipy.sparse.csr_array:
+    """Column c is in about rows / (1 + c / 20) rows: in order of popularity."""
+    rng = np.random.default_rng(0)
+    share = 1 / (1 + np.arange(columns) / 20)
+    return scipy.sparse.csr_array(rng.random((rows, columns)) < share)
+
+
+def test_from_scipy_warns_of_imbalance():
+    matrix = skewed(2000)
+    with pytest.warns(UserWarning, match="8 devices.*vocabulary_order") as caught:
+        dataset = SparseDataset.from_scipy(matrix)
+    assert len(caught) == 1
+    counts = np.bincount(dataset.matrix.indices, minlength=2000)
+    parts = counts.reshape(8, 250).sum(1)
+    assert imbalance(counts, 8) == pytest.approx(parts.max() / parts.mean())
+    message = str(caught[0].message)
+    assert f"{parts.max() / parts.mean():.2f} times its share" in message
+    # Following the advice gives what it promises, and no warning.
+    order = vocabulary_order(counts, dataset.feature_names)
+    balanced = SparseDataset.from_scipy(matrix[:, order])
+    counts = np.bincount(balanced.matrix.indices, minlength=2000)
+    assert f"({imbalance(counts, 8):.2f} times in balanced order)" in message
+    assert imbalance(counts, 8) < parts.max() / parts.mean()
+
+
+def test_from_scipy_does_not_warn_where_it_does_not_matter():
+    SparseDataset.from_scipy(skewed(200))  # padding to 256 columns decides
+    SparseDataset.from_scipy(skewed(2000, rows=5))  # too few entries to tell
+
+
+@pytest.mark.parametrize("valued", [True, False])
+def test_without_values(valued):
+    dataset = make(valued=valued).without_values()
+    assert dataset.matrix.data is None
+    np.testing.assert_array_equal(dataset.to_scipy().toarray(), DENSE != 0)
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.8, 0.9, 0.95])
+def test_split_counts(fraction):
+    """Of n entries, (1 - fraction) n rounded half up; one always stays in train."""
+    lengths = np.arange(0, 41)
+    dense = np.arange(41) < lengths[:, None]
+    dataset = SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
+    train, heldout = dataset.split(fraction, seed=3)
+    # In twentieths, so that the rule is exact: floor(x / 20 + 1 / 2).
+    twentieths = round((1 - fraction) * 20) * lengths
+    expected = np.minimum((2 * twentieths + 20) // 40, np.maximum(lengths - 1, 0))
+    assert np.diff(heldout.matrix.indptr).tolist() == expected.tolist()
+    assert np.diff(train.matrix.indptr).tolist() == (lengths - expected).tolist()
+
+
+@pytest.mark.parametrize("valued", [True, False])
+def test_split_parts_add_up(valued):
+    dataset = random_dataset(50, 30)
+    dataset = dataset if valued else dataset.without_values()
+    parts = dataset.split(0.7, seed=0)
+    for part in parts:
+        assert part.row_names.tolist() == dataset.row_names.tolist()
+        assert part.feature_names.tolist() == dataset.feature_names.tolist()
+        assert (part.matrix.data is None) != valued
+    total = parts[0].to_scipy() + parts[1].to_scipy()
+    assert total.nnz == parts[0].num_entries + parts[1].num_entries
+    np.testing.assert_array_equal(total.toarray(), dataset.to_scipy().toarray())
+
+
+def test_split_depends_on_seed_and_names_only():
+    dataset = random_dataset(40, 30)
+    (_, first), (_, again) = dataset.split(0.8, seed=1), dataset.split(0.8, seed=1)
+    assert_equal(first, again)
+    _, other = dataset.split(0.8, seed=2)
+    assert first.matrix.indices.tolist() != other.matrix.indices.tolist()
+    # Other order of rows and columns, fewer rows: the same entries are held out.
+    rng = np.random.default_rng(0)
+    rows, columns = rng.permutation(40)[:25], rng.permutation(30)
+    moved = SparseDataset.from_scipy(
+        scipy.sparse.csr_array(dataset.to_scipy().toarray()[rows][:, columns]),
+        row_names=dataset.row_names[rows],
+        feature_names=dataset.feature_names[columns],
+    )
+    _, moved_first = moved.split(0.8, seed=1)
+    np.testing.assert_array_equal(
+        moved_first.to_scipy().toarray(), first.to_scipy().toarray()[rows][:, columns]
+    )
+
+
+def test_split_is_fixed_for_all_time():
+    """A seed written down in one release must mean the same in the next."""
+    matrix = scipy.sparse.csr_array(np.ones((2, 10), bool))
+    _, heldout = SparseDataset.from_scipy(matrix).split(0.7, seed=0)
+    assert heldout.matrix.indices.reshape(2, 3).tolist() == [[3, 4, 6], [0, 6, 7]]
+
+
+def test_split_is_uniform():
+    """Every entry is held out with the same probability, whatever its column."""
+    matrix = scipy.sparse.csr_array(np.ones((4000, 10), bool))
+    _, heldout = SparseDataset.from_scipy(matrix).split(0.8, seed=0)
+    counts = np.bincount(heldout.matrix.indices, minlength=10)
+    assert counts.sum() == 8000
+    deviation = np.sqrt(4000 * 0.2 * 0.8)
+    assert np.abs(counts - 800).max() < 4 * deviation
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
+def test_split_rejects(fraction):
+    with pytest.raises(ValueError, match=r"fraction must lie in \(0, 1\)"):
+        make().split(fraction, seed=0)
+
+
+def test_match_rows_by_name():
+    left, right = make(), make(valued=False).align_rows(["\u3042", "eve"])
+    extra = SparseDataset.from_scipy(
+        scipy.sparse.csr_array(np.eye(3, 5)), row_names=["zoe", "eve", "ann"]
+    )
+    one, other = left.match_rows(right)
+    assert one.row_names.tolist() == other.row_names.tolist() == ["eve", "\u3042"]
+    np.testing.assert_array_equal(one.to_scipy().toarray(), DENSE[2:])
+    np.testing.assert_array_equal(other.to_scipy().toarray(), DENSE[2:] != 0)
+    one, other = left.match_rows(extra)
+    assert one.row_names.tolist() == other.row_names.tolist() == ["ann", "eve"]
+    assert other.to_scipy().toarray().tolist() == [[0, 0, 1, 0, 0], [0, 1, 0, 0, 0]]
+    assert other.feature_names.tolist() == ["0", "1", "2", "3", "4"]
+
+
+def test_match_rows_without_a_common_name():
+    other = SparseDataset.from_scipy(scipy.sparse.csr_array((2, 5)))
+    with pytest.raises(ValueError, match="no row name in common.*'ann'.*'0', '1'"):
+        make().match_rows(other)
+
+
+def test_align_rows():
+    dataset = make()
+    aligned = dataset.align_rows(["eve", "ann"])
+    assert aligned.row_names.tolist() == ["eve", "ann"]
+    np.testing.assert_array_equal(aligned.to_scipy().toarray(), DENSE[[2, 0]])
+    assert_equal(dataset.align_rows(dataset), dataset)
+    with pytest.raises(ValueError, match="2 of 3 rows are not in .*'x', 'y'"):
+        dataset.align_rows(["x", "ann", "y"])
+
+
+@pytest.mark.parametrize("valued", [True, False])
+def test_align_features(valued):
+    dataset = make(valued=valued)
+    wanted = ["new", "wine", "", "tea"]
+    with pytest.warns(UnknownFeaturesWarning, match="1 of 6 .*2 features.*'milk'"):
+        aligned = dataset.align_features(wanted)
+    expected = DENSE[:, [3, 2, 4, 1]] if valued else DENSE[:, [3, 2, 4, 1]] != 0
+    np.testing.assert_array_equal(aligned.to_scipy().toarray(), expected)
+    assert aligned.feature_names.tolist() == wanted
+    assert (aligned.matrix.data is None) != valued
+    # A data set stands for its features.
+    assert_equal(dataset.align_features(dataset), dataset)
+    with pytest.raises(ValueError, match="all 6 entries"):
+        dataset.align_features(["x"])
+
+
+@pytest.mark.parametrize("valued", [True, False])
+def test_save_and_load(tmp_path, valued):
+    dataset = make(valued=valued)
+    path = tmp_path / "d.parquet"
+    dataset.save(path)
+    assert_equal(SparseDataset.load(path), dataset)
+    assert os.listdir(tmp_path) == ["d.parquet"]
+    # Readable by anyone.
+    table = pq.read_table(path)
+    assert table.column_names == ["row", "indices", *["values"] * valued, "feature"]
+    assert table["row"].to_pylist() == [*ROWS, None]
+    assert table["feature"].to_pylist() == FEATURES
+    assert table["indices"].to_pylist() == [[0, 2], [], [1, 2, 4], [2], None]
+    # Saving again replaces the file; its permissions are those of any new file.
+    random_dataset(3, 3).save(path)
+    assert SparseDataset.load(path).num_rows == 3
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(0, 2**32 - 1))
+def test_save_and_load_any(tmp_path_factory, rows, columns, valued, seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, columns)) < rng.random()
+    matrix = scipy.sparse.csr_array(mask)
+    if valued:
+        matrix = matrix.astype(np.float32)
+        matrix.data[:] = rng.standard_normal(matrix.nnz)
+    dataset = SparseDataset.from_scipy(matrix)
+    path = tmp_path_factory.mktemp("any", numbered=True) / "d"
+    dataset.save(path)
+    assert_equal(SparseDataset.load(path), dataset)
+
+
+def test_several_row_groups(tmp_path, monkeypatch):
+    dataset = random_dataset(3000, 40)
+    dataset.save(tmp_path / "d")
+    table = pq.read_table(tmp_path / "d")
+    pq.write_table(table, tmp_path / "groups", row_group_size=70)
+    assert_equal(SparseDataset.load(tmp_path / "groups"), dataset)
+
+
+def test_failing_save_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "d.parquet"
+    make().save(path)
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        args[1].write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq, "write_table", fail)
+    with pytest.raises(OSError, match="disk full"):
+        random_dataset(9, 9).save(path)
+    assert os.listdir(tmp_path) == ["d.parquet"]
+    assert path.read_bytes() == before
+
+
+def test_save_to_impossible_places(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        make().save(tmp_path / "missing" / "d.parquet")
+    with pytest.raises(IsADirectoryError):
+        make().save(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        make().save(tmp_path / "folder")
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_load_of_damaged_files(tmp_path):
+    path = tmp_path / "d.parquet"
+    random_dataset(200, 50).save(path)
+    whole = path.read_bytes()
+    for size in (0, 3, 8, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match="^" + str(path)):
+            SparseDataset.load(path)
+    for at in (len(whole) // 4, len(whole) // 2):  # pages carry checksums
+        damaged = bytearray(whole)
+        damaged[at] ^= 255
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="^" + str(path)):
+            SparseDataset.load(path)
+
+
+def change(table: pa.Table, name: str, values: list) -> pa.Table:
+    at = table.column_names.index(name)
+    return table.set_column(at, name, pa.array(values, table.schema.field(name).type))
+
+
+VERSION = {b"sparsejax.dataset.version": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.replace_schema_metadata(None), "not a saved data set.*row, ind"),
+        (lambda t: t.drop(["row"]), "not a saved data set.*got indices, values"),
+        (
+            lambda t: t.replace_schema_metadata({k: b"2" for k in VERSION}),
+            "version 2.*newer",
+        ),
+        (
+            lambda t: change(t, "indices", [[0, 9], [], [1, 2, 4], [2], None]),
+            "damaged: row 0, column 9: .*outside",
+        ),
+        (
+            lambda t: change(t, "indices", [[2, 0], [], [1, 2, 4], [2], None]),
+            "damaged: row 0, .*must ascend",
+        ),
+        (
+            lambda t: change(t, "indices", [[0, 0], [], [1, 2, 4], [2], None]),
+            "damaged: row 0 has column 0 twice",
+        ),
+        (
+            lambda t: change(t, "indices", [[0, 2], None, [1, 2, 4], [2], None]),
+            "do not agree",
+        ),
+        (
+            lambda t: change(t, "indices", [[0, 2], [], [1, None, 4], [2], None]),
+            "damaged",
+        ),
+        (
+            lambda t: change(t, "values", [[1], [], [1, 2, 4], [2], None]),
+            "do not agree",
+        ),
+        (
+            lambda t: change(t, "values", [[1, np.nan], [], [1, 2, 4], [2], None]),
+            "damaged: row 0, column 2: the value is nan",
+        ),
+        (
+            lambda t: change(t, "feature", ["a", "b", "c", "d", "a"]),
+            "damaged: feature names must be unique",
+        ),
+        (
+            lambda t: t.set_column(1, "indices", pa.array(list("abcde"))),
+            "damaged",
+        ),
+    ],
+)
+def test_load_of_foreign_tables(tmp_path, edit, message):
+    path = tmp_path / "d.parquet"
+    make().save(path)
+    pq.write_table(edit(pq.read_table(path)), path)
+    with pytest.raises(DataError, match=message) as caught:
+        SparseDataset.load(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_load_of_missing(tmp_path: pathlib.Path):
+    with pytest.raises(DataError, match="no such file"):
+        SparseDataset.load(tmp_path / "d")
+    with pytest.raises(DataError, match="is a directory"):
+        SparseDataset.load(tmp_path)

@@ -1,0 +1,215 @@
+"""CSV and TSV files of pairs."""
+
+import gzip
+import lzma
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsejax.data import DataError, SparseDataset, pairs, read_pairs
+
+
+def contents(dataset: SparseDataset) -> dict[str, dict[str, float]]:
+    """`{row name: {feature name: value}}`."""
+    matrix = dataset.matrix
+    data = np.ones(matrix.nse) if matrix.data is None else matrix.data
+    return {
+        str(name): {
+            str(dataset.feature_names[matrix.indices[at]]): float(data[at])
+            for at in range(matrix.indptr[row], matrix.indptr[row + 1])
+        }
+        for row, name in enumerate(dataset.row_names)
+    }
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: str | bytes, name: str = "data.csv") -> pathlib.Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+ONES = {"ann": {"milk": 1, "tea": 1}, "bob": {"tea": 1}}
+VALUES = {"ann": {"milk": 2.5, "tea": 3}, "bob": {"tea": 0}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ann,milk\nann,tea\nbob,tea\n",
+        "ann,milk\r\nann,tea\r\n\r\nbob,tea",
+        "\n\nann,milk\n   \nann,tea\nbob,tea\n\n",
+        "\ufeffann,milk\nbob,tea\nann,tea\n",
+        "\ufeffuser,item\nann,milk\nbob,tea\nann,tea\n",
+        "ann;milk\nann;tea\nbob;tea\n",
+        "ann|milk\nann|tea\nbob|tea\n",
+        "ann\tmilk\nann\ttea\nbob\ttea\n",
+        "ann,milk\nann,tea\nbob,tea\nann,milk\n",
+        "ann,milk,\nann,tea,\nbob,tea,\n",
+        "user_id,item_id\nann,milk\nann,tea\nbob,tea\n",
+        "User ID;Item-Id\nann;milk\nann;tea\nbob;tea\n",
+        "itemId,userId\nmilk,ann\ntea,ann\ntea,bob\n",
+        "timestamp,movie,customer\n7,milk,ann\n7,tea,ann\n7,tea,bob\n",
+        "userId,movieId,timestamp\nann,milk,7\nann,tea,8\nbob,tea,9\n",
+        '"ann","milk"\n"ann",tea\nbob,"tea"\n',
+    ],
+)
+def test_indicator(write, text):
+    dataset = read_pairs(write(text))
+    assert contents(dataset) == ONES
+    assert dataset.matrix.data is None
+    assert dataset.feature_names.tolist() == ["tea", "milk"]  # the most frequent first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ann,milk,2.5\nann,tea,3\nbob,tea,0\n",
+        "ann,milk, 2.5\nann,tea,3 \nbob,tea,+0e1\n",
+        "ann,milk,2\nann,tea,3\nbob,tea,0\nann,milk,0.5\n",
+        "ann\tmilk\t2.5\t978\nann\ttea\t3\t979\nbob\ttea\t0\t980\n",
+        "userId,movieId,rating,timestamp\nann,milk,2.5,7\nann,tea,3,8\nbob,tea,0,9\n",
+        "user,item,time,price,score\nann,milk,7,1,2.5\nann,tea,8,1,3\nbob,tea,9,1,0\n",
+        "user,item,timestamp,much\nann,milk,7,2.5\nann,tea,8,3\nbob,tea,9,0\n",
+        "who,what,much\nann,milk,2.5\nann,tea,3\nbob,tea,0\n",
+    ],
+)
+def test_values(write, text):
+    dataset = read_pairs(write(text))
+    assert contents(dataset) == VALUES
+    assert np.asarray(dataset.matrix.data).dtype == np.float32
+    assert contents(read_pairs(write(text), indicator=True)) == ONES
+
+
+def test_columns_by_name_and_number(write):
+    path = write("a,b,c,d\n1,ann,2.5,milk\n1,ann,3,tea\n1,bob,0,tea\n")
+    for user, item, value in (("b", "d", "c"), (1, 3, 2), ("b", 3, 2)):
+        dataset = read_pairs(path, user=user, item=item, value=value, header=True)
+        assert contents(dataset) == VALUES
+    assert contents(read_pairs(path, user="b", item="d", value="c")) == VALUES
+    # No header: the first line is data, and so are words of headers.
+    path = write("user,item\nann,milk\n")
+    assert contents(read_pairs(path, header=False)) == {
+        "user": {"item": 1},
+        "ann": {"milk": 1},
+    }
+    path = write("9,8\nann,milk\n")
+    assert contents(read_pairs(path, header=True)) == {"ann": {"milk": 1}}
+    path = write("ann milk\nann tea\nbob tea\n")
+    assert contents(read_pairs(path, delimiter=" ")) == ONES
+
+
+def test_no_header_is_guessed_from_names_of_users(write):
+    """Text over numbers in the user column is no header: names may look like that."""
+    dataset = read_pairs(write("ann,12\n17,12\n"))
+    assert contents(dataset) == {"ann": {"12": 1}, "17": {"12": 1}}
+
+
+def test_quotes(write):
+    text = '"Smith, J","say ""hi"""\n"two\nlines",5" disk\n'
+    expected = {"Smith, J": {'say "hi"': 1}, "two\nlines": {'5" disk': 1}}
+    assert contents(read_pairs(write(text))) == expected
+    # In TSV a quote is a character, so one that is not closed swallows nothing.
+    text = 'u\t"Heroes" - Bowie\nv\t"open\nw\tclosed"\n'
+    assert contents(read_pairs(write(text))) == {
+        "u": {'"Heroes" - Bowie': 1},
+        "v": {'"open': 1},
+        "w": {'closed"': 1},
+    }
+
+
+def test_names_that_look_like_something_else(write):
+    text = "NA,null\nnan,1.0\n1.0,007\ntrue, x\n2001-01-01,\u3042\n"
+    assert contents(read_pairs(write(text))) == {
+        "NA": {"null": 1},
+        "nan": {"1.0": 1},
+        "1.0": {"007": 1},
+        "true": {" x": 1},
+        "2001-01-01": {"\u3042": 1},
+    }
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_compressed(write, pack):
+    assert contents(read_pairs(write(pack(b"ann,milk\nann,tea\nbob,tea\n")))) == ONES
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("ann\nbob\n", 1, "at least two columns separated by ','.*'ann'"),
+        ("1::1193::5\n", 1, "at least two columns"),
+        ("a,x\n\nb\n", 3, "expected 2 columns.*got 1"),
+        ("a,x\nb,y,z\n", 2, "expected 2 columns.*got 3"),
+        ("a,x\n,y\n", 2, "user .* is empty"),
+        ("a,x\nb,\n", 2, "item .* is empty"),
+        ("a,x\n,\n", 2, "user .* is empty"),
+        ("a,x,1\nb,y,two\n", 2, "value 'two' is not a number.*indicator=True"),
+        ("a,x,1\r\n\r\nb,y,nan\r\n", 3, "value 'nan' is not finite"),
+        ("a,x,1\nb,y,1e39\n", 2, "too large"),
+        ("a,x,1\nb,y,\n", 2, "has no value but earlier entries have one"),
+        ("a,x,\nb,y,1\n", 2, "has a value but earlier entries have none"),
+        ("user,item,genre\na,x,funny\n", 2, "value 'funny' is not a number"),
+        ('"a\nb",x\n\nc\n', 4, "expected 2 columns"),
+        ("a\tx\nb\t\n", 2, "item .* is empty"),
+    ],
+)
+def test_errors(write, text, line, message):
+    path = write(text)
+    with pytest.raises(DataError, match=message) as caught:
+        read_pairs(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+def test_errors_far_into_a_file(write, monkeypatch):
+    monkeypatch.setattr(pairs, "BLOCK_BYTES", 100)
+    good = "".join(f"user {i},item {i % 7},{i}\n" for i in range(1, 500))
+    assert read_pairs(write(good)).num_entries == 499
+    for bad in ("u,i,x", "u,i,", "u,i", ",i,1", "u,,1"):
+        path = write(f"{good}{bad}\n{good}")
+        with pytest.raises(DataError, match=f"{path}:500: "):
+            read_pairs(path)
+    path = write(good.encode() + b"u,\xff,1\n")
+    with pytest.raises(DataError, match=f"{path}:500: byte 0xff"):
+        read_pairs(path)
+
+
+def test_only_a_header(write):
+    with pytest.raises(DataError, match="holds no data"):
+        read_pairs(write("user,item\n"))
+
+
+def test_wrong_options(write):
+    path = write("user,item,rating\na,x,1\n")
+    with pytest.raises(DataError, match="no column 'buyer' for user=.*user, item, rat"):
+        read_pairs(path, user="buyer")
+    with pytest.raises(DataError, match="no column 3 for value=.*there are 3"):
+        read_pairs(path, value=3)
+    with pytest.raises(ValueError, match="three different columns, got 1, 1 and 2"):
+        read_pairs(path, user=1, item=1, value=2)
+    with pytest.raises(ValueError, match="'item' is a name but header=False"):
+        read_pairs(path, item="item", header=False)
+    with pytest.raises(ValueError, match="delimiter must be one character, got '::'"):
+        read_pairs(path, delimiter="::")
+
+
+cell = st.text(st.characters(codec="utf-8", exclude_characters='\t\n\r,;|"\0\ufeff'))
+pair = st.tuples(*[cell.filter(lambda text: text.strip())] * 2)
+
+
+@given(st.lists(pair, min_size=1, max_size=12), st.sampled_from("\t,;|"))
+def test_oracle(tmp_path_factory, rows, delimiter):
+    path = tmp_path_factory.mktemp("pairs", numbered=True) / "data"
+    path.write_bytes("\n".join(delimiter.join(row) for row in rows).encode())
+    expected: dict[str, dict[str, float]] = {}
+    for user, item in rows:
+        expected.setdefault(user, {})[item] = 1
+    dataset = read_pairs(path, header=False, delimiter=delimiter)
+    assert contents(dataset) == expected
+    assert dataset.row_names.tolist() == list(expected)
