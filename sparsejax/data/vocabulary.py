@@ -2,7 +2,10 @@
 
 On a mesh the kernels are cut into contiguous ranges of rows, one for each device. In
 order of popularity the first range would hold most of the entries. So features are
-dealt out like cards: the feature of popularity rank `r` is placed by `(r mod 256, r)`.
+dealt out like cards: the feature of popularity rank `r` goes to hand `r mod 256`. The
+hands then lie in bit-reversed order (0, 128, 64, 192, ...), so that neighbours in rank
+are far apart however few the devices: with the hands in their own order the first of 8
+devices would hold 5.5 times the mean of the bundled data set's entries, so 1.5.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from sparsejax.data.names import Names, to_arrow
 # Kernels are allocated in multiples of 256 rows, whatever the mesh: a mesh axis divides
 # 256, so 256 hands serve all of them.
 HANDS = 256
+_BIT_REVERSED = np.array([int(f"{hand:08b}"[::-1], 2) for hand in range(HANDS)])
 
 
 def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
@@ -33,7 +37,7 @@ def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
     by_rank = table.sort_by([("count", "descending"), ("name", "ascending")])
     by_rank = by_rank["at"].to_numpy()
     rank = at
-    return by_rank[np.lexsort((rank, rank % HANDS))]
+    return by_rank[np.lexsort((rank, _BIT_REVERSED[rank % HANDS]))]
 
 
 def imbalance(counts: np.ndarray, ways: int) -> float:
