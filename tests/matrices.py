@@ -51,6 +51,16 @@ def oracle(matrix: CSR) -> np.ndarray:
     return matrix.to_scipy().astype(np.float64).toarray()
 
 
+def sizes(matrix: CSR) -> np.ndarray:
+    """`oracle` of the absolute values: what a sum's rounding error is measured by."""
+    parts = matrix.to_scipy()  # whose own `abs` would add up duplicates first
+    data = np.abs(parts.data, dtype=np.float64)
+    positive = scipy.sparse.csr_array(
+        (data, parts.indices, parts.indptr), shape=parts.shape
+    )
+    return positive.toarray()
+
+
 @st.composite
 def csrs(
     draw: st.DrawFn,

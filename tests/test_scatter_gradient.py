@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import csrs, oracle, random_csr
-from tolerances import tolerance
+from matrices import csrs, oracle, random_csr, sizes
+from memory import temporary_bytes
+from tolerances import assert_close
 
 from sparsejax.ops import scatter_gradient as module
 from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
@@ -35,6 +36,23 @@ def dense_of(ids, values, num_rows: int) -> np.ndarray:
     return dense[:num_rows]
 
 
+def check(actual, xs: list[CSR], dys: list[jax.Array]) -> None:
+    """Asserts that `actual` is `sum_k xs[k]^T dys[k]`, then zeros."""
+    dense = np.concatenate([oracle(x) for x in xs]).T
+    magnitude = np.concatenate([sizes(x) for x in xs]).T
+    dy = np.concatenate([np.asarray(dy, np.float64) for dy in dys])
+    pad = ((0, actual.shape[0] - dense.shape[0]), (0, 0))
+    expected, magnitude = dense @ dy, magnitude @ np.abs(dy)
+    terms = max(int(x.indptr[-1]) for x in xs) + 1
+    assert_close(
+        actual,
+        np.pad(expected, pad),
+        terms=terms,
+        magnitude=np.pad(magnitude, pad),
+        dtype=np.float32,
+    )
+
+
 def check_ids(ids, x: CSR, num_rows: int) -> None:
     touched = np.unique(np.asarray(x.indices)[: int(x.indptr[-1])])
     np.testing.assert_array_equal(ids[: len(touched)], touched)
@@ -45,15 +63,11 @@ def check_ids(ids, x: CSR, num_rows: int) -> None:
 def test_equals_scipy(x, hidden, extra_rows):
     num_rows = x.num_cols + extra_rows  # 5000: by a sort, on a CPU too
     dy = slopes(x.num_rows, hidden)
-    expected = np.zeros((num_rows, hidden))
-    expected[: x.num_cols] = oracle(x).T @ np.asarray(dy, np.float64)
-    close = tolerance(np.float32, x.nse + 1)
 
     ids, values = rows_of(x, dy, num_rows)
     check_ids(ids, x, num_rows)
-    np.testing.assert_allclose(dense_of(ids, values, num_rows), expected, **close)
-    dense = jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows)
-    np.testing.assert_allclose(dense, expected, **close)
+    check(dense_of(ids, values, num_rows), [x], [dy])
+    check(jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows), [x], [dy])
 
 
 @pytest.mark.parametrize("form", [module._rows_by_sort, module._rows_by_count])
@@ -64,18 +78,14 @@ def test_forms_agree(form, x):
     compiled = jax.jit(form, static_argnums=4)
     ids, values = compiled(column, row, value, dy, x.num_cols)
     check_ids(ids, x, x.num_cols)
-    expected = oracle(x).T @ np.asarray(dy, np.float64)
-    close = tolerance(np.float32, x.nse + 1)
-    np.testing.assert_allclose(dense_of(ids, values, x.num_cols), expected, **close)
+    check(dense_of(ids, values, x.num_cols), [x], [dy])
 
 
 def test_uses_of_one_kernel_are_summed():
     xs = [random_csr(4, 12, seed=1), random_csr(3, 12, valued=True, seed=2)]
     dys = [slopes(4, 3, seed=4), slopes(3, 3, seed=5)]
     ids, values = row_gradient(xs, dys, 12)
-    expected = sum(oracle(x).T @ dy for x, dy in zip(xs, dys, strict=True))
-    close = tolerance(np.float32, 8)
-    np.testing.assert_allclose(dense_of(ids, values, 12), expected, **close)
+    check(dense_of(ids, values, 12), xs, dys)
 
 
 def test_capacity_cannot_overflow():
@@ -121,8 +131,7 @@ def test_memory_is_of_the_touched_rows():
     def temporary(num_rows):
         x = CSR(None, jnp.zeros(300, int), jnp.zeros(9, int), num_cols=num_rows)
         dy = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-        function = jax.jit(lambda x, dy: row_gradient([x], [dy], num_rows))
-        return function.lower(x, dy).compile().memory_analysis().temp_size_in_bytes
+        return temporary_bytes(lambda x, dy: row_gradient([x], [dy], num_rows), x, dy)
 
     assert temporary(4000) < 4000 * 64 * 4 / 2
     assert temporary(400_000) - temporary(4000) < 400_000
