@@ -1,0 +1,591 @@
+"""`output_loss` against a dense float64 oracle."""
+
+import dataclasses
+import functools
+import inspect
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import matrices
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tolerances import assert_close
+
+from sparsejax import losses
+from sparsejax.ops import output_loss as module
+from sparsejax.ops.output_loss import output_loss, output_loss_per_example
+from sparsejax.sparse import CSR
+
+RULES = [
+    losses.SigmoidBinaryCrossEntropy(),
+    losses.L2Loss(),
+    losses.ScaledMarginalCrossEntropy(one_target=0.8, one_scale=3.0),
+    losses.SoftmaxCrossEntropy(),
+]
+every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+# One that takes a single pass and the one that takes two; for what does not touch rules.
+both_kinds = pytest.mark.parametrize(
+    "rule", [RULES[0], RULES[3]], ids=lambda rule: rule.name
+)
+OPERANDS = ("h", "kernel", "bias", "scale", "weights")
+
+
+# The oracle: dense, in float64, derivatives by hand
+
+
+def sigmoid(s):
+    return np.exp(-np.logaddexp(0, -s))
+
+
+def loss_and_slopes(rule, s, t, listed):
+    """Losses `[batch]` and their derivatives in the scores, `[batch, items]`."""
+    if isinstance(rule, losses.SigmoidBinaryCrossEntropy):
+        return (np.logaddexp(0, s) - t * s).sum(1), sigmoid(s) - t
+    if isinstance(rule, losses.L2Loss):
+        return ((s - t) ** 2 / 2).sum(1), s - t
+    if isinstance(rule, losses.SoftmaxCrossEntropy):
+        total = t.sum(1, keepdims=True)
+        lse = np.logaddexp.reduce(s, axis=1, keepdims=True)
+        return (t * (lse - s)).sum(1), total * np.exp(s - lse) - t
+    logit = {p: np.log(p / (1 - p)) for p in (rule.one_target, rule.zero_target)}
+    edges = np.abs(np.stack([s - logit[p] for p in logit]))
+    assert edges.min() > 1e-5, "a score is so near a threshold that rounding decides"
+    one = np.where(s < logit[rule.one_target], rule.one_scale, 0)
+    zero = np.where(s > logit[rule.zero_target], rule.zero_scale, 0)
+    value = np.where(listed, one * np.logaddexp(0, -s), zero * np.logaddexp(0, s))
+    return value.sum(1), np.where(listed, -one * sigmoid(-s), zero * sigmoid(s))
+
+
+def oracle(rule, problem):
+    """Loss, gradients, and the sizes of what is summed for each of them."""
+    labels = problem.labels
+    n = labels.num_cols
+    dense = matrices.oracle(labels)
+    listed = matrices.oracle(dataclasses.replace(labels, data=None)) != 0
+    x = {
+        name: np.asarray(value, np.float64)
+        for name in OPERANDS
+        if (value := getattr(problem, name)) is not None
+    }
+    h, kernel = x["h"], x["kernel"][:n]
+    bias, scale = x.get("bias", np.zeros(n))[:n], x.get("scale", np.ones(n))[:n]
+    weights = x.get("weights", np.ones(len(h)))
+    raw = h @ kernel.T
+    loss, slopes = loss_and_slopes(rule, raw * scale + bias, dense, listed)
+    # The scores' own rounding errors, in the loss and carried on by the slopes.
+    moved = (np.abs(h) @ np.abs(kernel).T) * np.abs(scale) + np.abs(bias) + 1
+    size = np.abs(loss) + (moved * (np.abs(slopes) + np.abs(dense) + listed)).sum(1)
+    delta = weights[:, None] * slopes
+    spread = np.abs(weights)[:, None] * (np.abs(slopes) + np.abs(dense))
+    # And in the slopes: no second derivative here is above the labels' sum or 3.
+    bend = np.maximum(np.abs(dense).sum(1, keepdims=True), 1)
+    spread = spread + np.abs(weights)[:, None] * bend * moved
+
+    def gradients(d, a, absolute=lambda x: x):
+        h, w, s = absolute(x["h"]), absolute(kernel), absolute(scale)
+        out = {"h": (d * s) @ w, "kernel": s[:, None] * (d.T @ h)}
+        out["bias"], out["scale"] = d.sum(0), (d * a).sum(0)
+        out["weights"] = size if absolute is np.abs else loss
+        extra = len(x["kernel"]) - n
+        for name in ("kernel", "bias", "scale"):
+            pad = [(0, extra)] + [(0, 0)] * (out[name].ndim - 1)
+            out[name] = np.pad(out[name], pad)
+        return {name: out[name] for name in x}
+
+    return SimpleNamespace(
+        per_example=loss,
+        loss=float(weights @ loss),
+        gradients=gradients(delta, raw),
+        sizes=gradients(spread, np.abs(h) @ np.abs(kernel).T, np.abs),
+        size=float(np.abs(weights) @ size),
+        per_example_size=size,
+    )
+
+
+def make_problem(
+    labels, *, hidden=5, extra_rows=3, options=OPERANDS, dtype=jnp.float32, seed=0
+):
+    """Random operands for these labels; `options` that are not named are None."""
+    rng = np.random.default_rng(seed)
+    batch, items = labels.shape
+    rows = items + extra_rows
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    problem = {
+        "h": normal(batch, hidden),
+        "kernel": normal(rows, hidden),
+        "bias": normal(rows),
+        "scale": normal(rows) / 2 + 1,
+        "weights": jnp.asarray(rng.uniform(0.5, 2, batch), jnp.float32),
+    }
+    needed = ("h", "kernel", *options)
+    kept = {name: problem[name] if name in needed else None for name in OPERANDS}
+    return SimpleNamespace(**kept, labels=labels)
+
+
+def loss_of(rule, operands, labels):
+    return output_loss(
+        operands["h"],
+        operands["kernel"],
+        operands["bias"],
+        labels,
+        loss=rule,
+        scale=operands["scale"],
+        weights=operands["weights"],
+    )
+
+
+@functools.cache
+def compiled(rule, budget):
+    """Loss and gradients; `budget` is what the chunk size is made of when tracing."""
+    return jax.jit(jax.value_and_grad(functools.partial(loss_of, rule)))
+
+
+def run(rule, problem) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Loss and gradients by name."""
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    loss, gradients = compiled(rule, module._CHUNK_ELEMENTS)(operands, problem.labels)
+    return loss, {name: g for name, g in gradients.items() if g is not None}
+
+
+def temporary_bytes(function, *arguments) -> int:
+    """What a compiled function needs beside its arguments and results."""
+    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def check(rule, problem):
+    want = oracle(rule, problem)
+    dtype = problem.h.dtype
+    loss, gradients = run(rule, problem)
+    batch, hidden = problem.h.shape
+    terms = batch * problem.labels.num_cols * hidden
+    assert loss.dtype == jnp.float32
+    assert_close(loss, want.loss, terms=terms, magnitude=want.size, dtype=dtype)
+    assert set(gradients) == set(want.gradients)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == getattr(problem, name).dtype
+        size = want.sizes[name]
+        try:
+            assert_close(
+                gradient,
+                want.gradients[name],
+                terms=terms,
+                magnitude=size,
+                dtype=dtype,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"gradient of {name}: {error}") from None
+    for name in ("kernel", "bias", "scale"):
+        if name in gradients:
+            padding = gradients[name][problem.labels.num_cols :]
+            np.testing.assert_array_equal(padding, jnp.zeros_like(padding))
+
+
+# Against the oracle
+
+
+@every_rule
+@pytest.mark.parametrize("valued", [False, True])
+@pytest.mark.parametrize("budget", [2**20, 128], ids=["one_chunk", "chunks"])
+def test_equals_the_oracle(rule, valued, budget, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
+    problem = make_problem(matrices.random_csr(6, 300, valued=valued))
+    check(rule, problem)
+    got = output_loss_per_example(
+        problem.h,
+        problem.kernel,
+        problem.bias,
+        problem.labels,
+        loss=rule,
+        scale=problem.scale,
+    )
+    want = oracle(rule, problem)
+    assert_close(got, want.per_example, terms=1500, magnitude=want.per_example_size)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "options", [(), ("bias",), ("scale",), ("weights",)], ids=lambda o: o or "none"
+)
+def test_bias_scale_and_weights_are_optional(rule, options):
+    check(rule, make_problem(matrices.random_csr(4, 30), options=options))
+
+
+@both_kinds
+@given(matrix=matrices.csrs(unique=True), seed=st.integers(0, 99))
+def test_awkward_labels(rule, matrix, seed):
+    check(rule, make_problem(matrix, extra_rows=2, seed=seed))
+
+
+@every_rule
+@pytest.mark.parametrize("budget", [2**20, 128], ids=["one_chunk", "chunks"])
+def test_bfloat16(rule, budget, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
+    labels = matrices.random_csr(6, 300)
+    check(rule, make_problem(labels, hidden=16, dtype=jnp.bfloat16, seed=1))
+
+
+@every_rule
+def test_oracle_gradients_are_finite_differences(rule):
+    labels = matrices.random_csr(3, 8, valued=True)
+    problem = make_problem(labels, hidden=2, extra_rows=1)
+    exact = {name: np.asarray(getattr(problem, name), np.float64) for name in OPERANDS}
+    gradients = oracle(rule, problem).gradients
+
+    def loss_at(name, index, step):
+        moved = exact[name].copy()
+        moved[index] += step
+        return oracle(
+            rule, SimpleNamespace(**exact | {name: moved}, labels=labels)
+        ).loss
+
+    for name, value in exact.items():
+        for index in np.ndindex(value.shape):
+            step = 1e-6
+            slope = (loss_at(name, index, step) - loss_at(name, index, -step)) / (
+                2 * step
+            )
+            np.testing.assert_allclose(
+                gradients[name][index], slope, rtol=1e-6, atol=1e-7
+            )
+
+
+@every_rule
+def test_equals_optax_on_dense_labels(rule):
+    name = getattr(rule, "name", "")
+    if not hasattr(optax, name):
+        pytest.skip("optax has no such loss")
+    problem = make_problem(matrices.random_csr(5, 40, valued=True), extra_rows=0)
+    dense = problem.labels.todense()
+
+    def reference(operands):
+        scores = jnp.dot(operands["h"], operands["kernel"].T, precision="highest")
+        scores = scores * operands["scale"][None] + operands["bias"][None]
+        per_example = getattr(optax, name)(scores, dense)
+        per_example = per_example.reshape(len(dense), -1).sum(1)
+        return jnp.sum(operands["weights"] * per_example)
+
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    want = jax.value_and_grad(reference)(operands)
+    got = run(rule, problem)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want
+    )
+
+
+# Edges
+
+
+@every_rule
+def test_extreme_scores_are_finite(rule):
+    labels = matrices.random_csr(4, 60)
+    problem = make_problem(labels, options=("bias",))
+    problem.h = problem.h * 1e4
+    loss, gradients = run(rule, problem)
+    scores = np.asarray(problem.h, np.float64) @ np.asarray(problem.kernel).T
+    assert np.abs(scores).max() > 1e4
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((loss, gradients)))
+    want = oracle(rule, problem)
+    assert_close(loss, want.loss, terms=5 * 240, magnitude=want.size)
+
+
+@both_kinds
+def test_a_row_without_labels(rule):
+    labels = CSR(None, jnp.zeros(4, jnp.int32), jnp.zeros(3, jnp.int32), num_cols=7)
+    check(rule, make_problem(labels))
+    if isinstance(rule, losses.SoftmaxCrossEntropy):
+        loss, gradients = run(rule, make_problem(labels))
+        assert all((x == 0).all() for x in jax.tree.leaves((loss, gradients)))
+
+
+@both_kinds
+def test_no_capacity_at_all(rule):
+    labels = CSR(None, jnp.zeros(0, jnp.int32), jnp.zeros(3, jnp.int32), num_cols=7)
+    check(rule, make_problem(labels))
+
+
+def broken_labels(kind):
+    """Three rows, the second of them broken."""
+    indices = jnp.int32([1, 4, 0, 2, 5])
+    if kind == "overfull":  # of five entries in row 1 two do not fit
+        indices = jnp.int32([1, 4, 0, 2, 5])
+        return CSR(None, indices, jnp.int32([0, 2, 7, 7]), num_cols=6)
+    bad = {"negative": -1, "num_cols": 6, "padding row": 7, "far": 2**31 - 1}[kind]
+    indices = indices.at[3].set(bad)
+    return CSR(None, indices, jnp.int32([0, 2, 4, 5]), num_cols=6)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "kind", ["overfull", "negative", "num_cols", "padding row", "far"]
+)
+def test_broken_labels_are_nan(rule, kind):
+    problem = make_problem(broken_labels(kind))
+    got = output_loss_per_example(
+        problem.h, problem.kernel, problem.bias, problem.labels, loss=rule
+    )
+    # In the overfull CSR the row after the broken one does not fit either.
+    assert list(jnp.isnan(got)) == [False, True, kind == "overfull"]
+    loss, gradients = run(rule, problem)
+    assert jnp.isnan(loss)
+    assert jnp.isnan(gradients["h"][1]).all() and jnp.isfinite(gradients["h"][0]).all()
+    assert jnp.isnan(gradients["kernel"][:6]).all()
+    assert (gradients["kernel"][6:] == 0).all()
+
+
+@every_rule
+def test_weight_zero_silences_a_row_whatever_is_in_it(rule):
+    problem = make_problem(broken_labels("negative"))
+    problem.weights = jnp.float32([1, 0, 2])
+    problem.h = problem.h.at[1].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1e30, 0]))
+    loss, gradients = run(rule, problem)
+    assert (gradients["h"][1] == 0).all()
+    assert jnp.isnan(gradients["weights"][1])  # the row's loss
+
+    without = make_problem(
+        jax.tree.map(jnp.asarray, problem.labels.take(jnp.array([0, 2])))
+    )
+    for name in OPERANDS:
+        value = getattr(problem, name)
+        rows = name in ("h", "weights")
+        setattr(without, name, value[jnp.array([0, 2])] if rows else value)
+    want, want_gradients = run(rule, without)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for name in ("kernel", "bias", "scale"):
+        np.testing.assert_allclose(
+            gradients[name], want_gradients[name], rtol=1e-5, atol=1e-6
+        )
+
+
+@both_kinds
+def test_weights_have_a_gradient_where_they_are_zero(rule):
+    problem = make_problem(matrices.random_csr(3, 20))
+    problem.weights = jnp.zeros(3)
+    check(rule, problem)
+
+
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]])
+def test_denied_items_have_no_part_in_loss_and_gradients(rule):
+    labels = CSR(None, jnp.int32([0, 3, 1]), jnp.int32([0, 2, 3]), num_cols=6)
+    problem = make_problem(labels, extra_rows=0)
+    # Items 4 and 5 are denied; then they are left out.
+    problem.bias = problem.bias.at[4:].set(-jnp.inf)
+    loss, gradients = run(rule, problem)
+    few = make_problem(dataclasses.replace(labels, num_cols=4))
+    for name in OPERANDS:
+        value = getattr(problem, name)
+        setattr(few, name, value if name in ("h", "weights") else value[:4])
+    want, want_gradients = run(rule, few)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for name in OPERANDS:
+        gradient = gradients[name]
+        if name in ("kernel", "bias", "scale"):
+            assert (gradient[4:] == 0).all()
+            gradient = gradient[:4]
+        np.testing.assert_allclose(gradient, want_gradients[name], rtol=1e-5, atol=1e-6)
+
+
+def test_softmax_with_all_items_denied():
+    labels = CSR(None, jnp.int32([2]), jnp.int32([0, 1, 1]), num_cols=4)
+    problem = make_problem(labels)
+    problem.bias = jnp.full_like(problem.bias, -jnp.inf)
+    got = output_loss_per_example(
+        problem.h, problem.kernel, problem.bias, labels, loss="softmax_cross_entropy"
+    )
+    assert jnp.isnan(got[0]) and got[1] == 0
+
+
+def test_nan_operands_are_not_hidden():
+    labels = matrices.random_csr(3, 9)
+    for rule in RULES:
+        problem = make_problem(labels)
+        problem.h = problem.h.at[1, 0].set(jnp.nan)
+        loss, gradients = run(rule, problem)
+        assert jnp.isnan(loss) and jnp.isnan(gradients["h"][1]).all()
+
+
+# Derivatives beyond a plain gradient
+
+
+@both_kinds
+def test_the_cotangent_scales(rule):
+    problem = make_problem(matrices.random_csr(4, 30), dtype=jnp.bfloat16)
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    plain = jax.grad(functools.partial(loss_of, rule))(operands, problem.labels)
+    scaled = jax.grad(lambda x: -0.5 * loss_of(rule, x, problem.labels))(operands)
+    jax.tree.map(
+        lambda p, s: np.testing.assert_array_equal(p * jnp.asarray(-0.5, p.dtype), s),
+        plain,
+        scaled,
+    )
+
+
+@both_kinds
+def test_per_example_is_differentiable(rule):
+    problem = make_problem(matrices.random_csr(4, 30))
+
+    def weighted(h, kernel, bias, scale):
+        losses_ = output_loss_per_example(
+            h, kernel, bias, problem.labels, loss=rule, scale=scale
+        )
+        return jnp.sum(problem.weights * losses_)
+
+    operands = [getattr(problem, name) for name in OPERANDS[:4]]
+    got = jax.grad(weighted, range(4))(*operands)
+    _, want = run(rule, problem)
+    for name, gradient in zip(OPERANDS, got, strict=False):
+        np.testing.assert_allclose(gradient, want[name], rtol=1e-6, atol=1e-6)
+
+
+def test_labels_are_constants():
+    problem = make_problem(matrices.random_csr(4, 30, valued=True))
+
+    def loss(data):
+        labels = dataclasses.replace(problem.labels, data=data)
+        return output_loss(problem.h, problem.kernel, problem.bias, labels)
+
+    assert (jax.grad(loss)(problem.labels.data) == 0).all()
+
+
+@both_kinds
+def test_float64_operands_are_used_in_float64(rule):
+    with jax.enable_x64(True):
+        problem = make_problem(matrices.random_csr(4, 30), dtype=jnp.float64)
+        loss, gradients = run(rule, problem)
+        want = oracle(rule, problem)
+        np.testing.assert_allclose(loss, want.loss, rtol=1e-12)
+        np.testing.assert_allclose(
+            gradients["kernel"], want.gradients["kernel"], rtol=1e-9, atol=1e-12
+        )
+
+
+def test_a_rule_of_ones_own():
+    @dataclasses.dataclass(frozen=True)
+    class Quartic(losses.ElementwiseLoss):
+        def absent(self, scores):
+            return scores**4
+
+        def listed(self, scores, labels):
+            return (scores - labels) ** 4
+
+    problem = make_problem(matrices.random_csr(4, 30, valued=True), extra_rows=0)
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+
+    def reference(operands):
+        scores = jnp.dot(operands["h"], operands["kernel"].T, precision="highest")
+        scores = scores * operands["scale"][None] + operands["bias"][None]
+        errors = (scores - problem.labels.todense()) ** 4
+        return jnp.sum(operands["weights"] * errors.sum(1))
+
+    want = jax.value_and_grad(reference)(operands)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3),
+        run(Quartic(), problem),
+        want,
+    )
+
+
+# Memory and devices
+
+
+@both_kinds
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_memory_does_not_grow_with_the_number_of_items(rule, differentiate):
+    batch, hidden = 256, 4
+    function = functools.partial(loss_of, rule)
+    if differentiate:
+        function = jax.value_and_grad(function)
+
+    def temporaries(items):
+        def floats(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        operands = {
+            "h": floats(batch, hidden),
+            "kernel": floats(items, hidden),
+            "bias": floats(items),
+            "scale": floats(items),
+            "weights": floats(batch),
+        }
+        labels = CSR.from_scipy(matrices.random_csr(batch, items, 0.0).to_scipy())
+        return temporary_bytes(function, operands, labels)
+
+    few, many = temporaries(2**14), temporaries(2**17)
+    assert 0 < few < 2**25
+    # Not even one vector of items may be allowed for each row of the batch.
+    assert many - few < 8 * (2**17 - 2**14) * 4
+
+
+def test_a_frozen_kernel_has_no_gradient_in_memory(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 2**14)
+    batch, hidden, items = 64, 64, 2**15
+    labels = matrices.random_csr(batch, items, 0.0)
+    operands = make_problem(labels, hidden=hidden)
+
+    def loss(h, kernel, bias):
+        return output_loss(h, kernel, bias, labels)
+
+    temporary = temporary_bytes(
+        jax.grad(loss), operands.h, operands.kernel, operands.bias
+    )
+    assert temporary < 4 * items * hidden
+
+
+@both_kinds
+def test_sharded_by_items_equals_unsharded(rule, monkeypatch):
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 128)
+    problem = make_problem(matrices.random_csr(8, 500), extra_rows=12)
+    want = run(rule, problem)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    for name in OPERANDS:
+        axis = "data" if name in ("h", "weights") else "model"
+        value = jax.device_put(getattr(problem, name), NamedSharding(mesh, P(axis)))
+        setattr(problem, name, value)
+    got = run(rule, problem)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want
+    )
+
+
+# Errors
+
+
+def test_wrong_arguments_are_refused():
+    problem = make_problem(matrices.random_csr(4, 30))
+    loss = inspect.unwrap(output_loss)  # past the checks of its annotations
+    h, kernel, bias, labels = problem.h, problem.kernel, problem.bias, problem.labels
+    wide = dataclasses.replace(labels, num_cols=34)
+    with pytest.raises(ValueError, match="labels has 34 columns but the kernel has 33"):
+        loss(h, kernel, bias, wide)
+    with pytest.raises(ValueError, match="labels has 4 rows but h has 3"):
+        loss(h[:3], kernel, bias, labels)
+    with pytest.raises(ValueError, match="h has no rows"):
+        loss(h[:0], kernel, bias, labels)
+    with pytest.raises(ValueError, match="no columns"):
+        loss(h, kernel, bias, dataclasses.replace(labels, num_cols=0))
+    with pytest.raises(ValueError, match=r"got \(4, 4\) and \(33, 5\)"):
+        loss(h[:, :4], kernel, bias, labels)
+    with pytest.raises(ValueError, match="bias has shape"):
+        loss(h, kernel, bias[:30], labels)
+    with pytest.raises(ValueError, match="scale has shape"):
+        loss(h, kernel, bias, labels, scale=bias[:30])
+    with pytest.raises(ValueError, match="weights has shape"):
+        loss(h, kernel, bias, labels, weights=bias)
+    with pytest.raises(TypeError, match="h is bfloat16 and kernel float32; cast"):
+        loss(h.astype(jnp.bfloat16), kernel, bias, labels)
+    with pytest.raises(ValueError, match='None or "xla"'):
+        loss(h, kernel, bias, labels, implementation="triton")
+    with pytest.raises(ValueError, match="there is no loss"):
+        loss(h, kernel, bias, labels, loss="l3_loss")
