@@ -1,0 +1,306 @@
+"""`top_k` against a full sort."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import matrices
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.ops import top_k as module
+from sparsejax.ops.top_k import top_k
+from sparsejax.sparse import CSR
+
+
+def full_sort(scores, k):
+    """The definition: by NaN first, then falling score, then rising id."""
+    batch, items = scores.shape
+    ids = np.full((batch, k), -1, np.int32)
+    best = np.full((batch, k), -np.inf)
+    for b, row in enumerate(scores):
+        number = np.where(np.isnan(row), 0, row)
+        order = np.lexsort((np.arange(items), -number, ~np.isnan(row)))
+        order = order[row[order] != -np.inf][:k]
+        ids[b, : len(order)], best[b, : len(order)] = order, row[order]
+    return ids, best
+
+
+def by_score(scores, k, **options):
+    """`top_k` of an array of scores: h picks a column of the kernel."""
+    scores = np.asarray(scores, np.float32)
+    one_hot = jnp.eye(len(scores), dtype=jnp.float32)
+    finite = np.where(np.isfinite(scores), scores, 0)
+    if (finite == scores).all():
+        return top_k(one_hot, jnp.asarray(scores.T), None, k, **options)
+    # 0 * inf is NaN, so rows with infinities go one by one, with the scores as bias.
+    h = jnp.zeros((1, 1))
+    kernel = jnp.zeros((scores.shape[1], 1))
+    rows = [top_k(h, kernel, jnp.asarray(row), k, **options) for row in scores]
+    return tuple(jnp.concatenate(parts) for parts in zip(*rows, strict=True))
+
+
+def check(scores, k, **options):
+    got_ids, got = by_score(scores, k, **options)
+    want_ids, want = full_sort(np.asarray(scores, np.float32), k)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got_ids, want_ids)
+    assert got_ids.dtype == jnp.int32 and got.dtype == jnp.float32
+
+
+# (budget, group): one chunk or many, with groups or without
+SPLITS = [(2**21, 32), (2**21, 4), (256, 4), (256, 1000), (1, 4)]
+every_split = pytest.mark.parametrize("split", SPLITS, ids=str)
+
+
+def use(monkeypatch, split):
+    budget, group = split
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
+    monkeypatch.setattr(module, "_GROUP", group)
+    monkeypatch.setattr(module, "_GROUPS_PER_K", 1)
+    monkeypatch.setattr(module, "_CHUNK_PER_K", 1)
+
+
+@pytest.mark.parametrize("k", [1, 5, 40, 700])
+@every_split
+def test_random_scores(split, k, monkeypatch):
+    use(monkeypatch, split)
+    rng = np.random.default_rng(0)
+    check(rng.standard_normal((3, 701)), k)
+
+
+@pytest.mark.parametrize("k", [1, 5, 40])
+@every_split
+def test_ties_go_to_the_lower_id(split, k, monkeypatch):
+    use(monkeypatch, split)
+    rng = np.random.default_rng(1)
+    check(rng.integers(0, 3, (4, 701)), k)
+    check(rng.integers(0, 100, (4, 701)), k)
+    check(np.ones((2, 701)), k)
+    check(np.zeros((1, 701)), k)
+    # The best one of each group of 4 is the same, but at different places.
+    check(np.eye(4)[rng.integers(0, 4, (2, 175))].reshape(2, 700), k)
+    falling = -np.arange(701.0)[None]
+    check(falling, k)
+    check(-falling, k)
+    check(np.floor(falling / 7), k)
+
+
+@every_split
+def test_zeros_of_both_signs_are_equal(split, monkeypatch):
+    use(monkeypatch, split)
+    rng = np.random.default_rng(2)
+    signs = jnp.float32(rng.choice([-1, 1], 700))
+    ids, scores = top_k(jnp.zeros((1, 1)), jnp.ones((700, 1)), None, 9, scale=signs)
+    np.testing.assert_array_equal(ids[0], np.arange(9))
+    assert (scores == 0).all()
+
+
+@every_split
+def test_special_values(split, monkeypatch):
+    use(monkeypatch, split)
+    rng = np.random.default_rng(3)
+    values = [-np.inf, -1, 0, 1, np.inf, np.nan]
+    scores = rng.choice(values, (2, 300), p=[0.4, 0.2, 0.2, 0.1, 0.05, 0.05])
+    for k in (3, 30, 299):
+        check(scores, k)
+
+
+@every_split
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_special_value_everywhere(split, value, monkeypatch):
+    use(monkeypatch, split)
+    check(np.full((1, 300), value), 5)
+
+
+def test_nan_of_either_sign_comes_first():
+    nan = np.float32(np.nan)
+    scores = jnp.array([1, nan, np.inf, -nan, 2], jnp.float32)
+    signs = np.signbit(np.asarray(scores))
+    assert signs[1] != signs[3]
+    ids, got = top_k(jnp.zeros((1, 1)), jnp.zeros((5, 1)), scores, 3)
+    assert list(ids[0]) == [1, 3, 2]
+    np.testing.assert_array_equal(got[0], [nan, nan, np.inf])
+    # inf - inf has the sign that sorts last.
+    ids, _ = top_k(
+        jnp.full((1, 2), jnp.inf), jnp.float32([[1, 1], [1, -1], [-1, -1]]), None, 3
+    )
+    assert list(ids[0]) == [1, 0, -1]
+
+
+@given(
+    items=st.sampled_from([1, 3, 127, 128, 129, 300]),
+    levels=st.sampled_from([1, 2, 10, 10**6]),
+    k=st.sampled_from([1, 4, 131]),
+    group=st.sampled_from([1, 3, 32]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_adversarial_sizes(items, levels, k, group, seed):
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(0, levels, (2, items)).astype(np.float32)
+    ids = np.full((2, k), -1, np.int32)
+    best = np.full((2, k), -np.inf, np.float32)
+    # `_merge` itself, in two chunks, as compiling `top_k` for each example is slow.
+    half = items // 2
+    for start, stop in ((0, half), (half, items)):
+        if start < stop:
+            ids, best = module._merge(
+                (jnp.asarray(ids), jnp.asarray(best)),
+                jnp.asarray(scores[:, start:stop]),
+                start,
+                group=group,
+            )
+    want_ids, want = full_sort(scores, k)
+    np.testing.assert_array_equal(best, want)
+    np.testing.assert_array_equal(ids, want_ids)
+
+
+def layer(batch=6, items=500, hidden=8, extra_rows=12, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        # Halves of small integers: every score is exact in float32.
+        return jnp.asarray(rng.integers(-8, 9, shape) / 2, dtype)
+
+    h, kernel = normal(batch, hidden), normal(items + extra_rows, hidden)
+    return h, kernel, normal(items + extra_rows), jnp.abs(normal(items + extra_rows))
+
+
+@every_split
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_projection_scale_bias_exclusion_and_padding(split, dtype, monkeypatch):
+    use(monkeypatch, split)
+    h, kernel, bias, scale = layer(dtype=dtype)
+    exclude = matrices.random_csr(6, 500, 0.3)
+    ids, scores = top_k(h, kernel, bias, 20, scale=scale, exclude=exclude)
+    exact = [np.asarray(x, np.float64) for x in (h, kernel, bias, scale)]
+    want = (exact[0] @ exact[1].T * exact[3] + exact[2])[:, :500]
+    seen = matrices.oracle(exclude) != 0
+    want_ids, want = full_sort(np.where(seen, -np.inf, want), 20)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(scores, want)
+    assert scores.dtype == jnp.float32
+
+
+@given(exclude=matrices.csrs(unique=True))
+def test_awkward_exclusion(exclude):
+    batch, items = exclude.shape
+    h, kernel, bias, _ = layer(batch, items, hidden=2)
+    ids, scores = top_k(h, kernel, bias, 3, exclude=exclude)
+    exact = [np.asarray(x, np.float64) for x in (h, kernel, bias)]
+    want = (exact[0] @ exact[1].T + exact[2])[:, :items]
+    seen = matrices.oracle(dataclasses.replace(exclude, data=None)) != 0
+    want_ids, want = full_sort(np.where(seen, -np.inf, want), 3)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(scores, want)
+
+
+def test_explicit_zeros_exclude_too():
+    exclude = CSR(jnp.zeros(1), jnp.int32([0]), jnp.int32([0, 1]), num_cols=2)
+    ids, _ = top_k(jnp.ones((1, 1)), jnp.float32([[2], [1]]), None, 1, exclude=exclude)
+    assert ids[0, 0] == 1
+
+
+def test_exclusion_and_denial_win_over_nan():
+    kernel = jnp.ones((5, 1))
+    exclude = CSR(None, jnp.int32([0, 2]), jnp.int32([0, 2, 2]), num_cols=5)
+    bias = jnp.float32([0, 0, 0, -jnp.inf, 0])
+    h = jnp.float32([[jnp.nan], [jnp.inf]])
+    ids, scores = top_k(h, kernel, bias, 5, exclude=exclude)
+    assert ids.tolist() == [[1, 4, -1, -1, -1], [0, 1, 2, 4, -1]]
+    assert jnp.isnan(scores[0, :2]).all()
+    np.testing.assert_array_equal(scores[0, 2:], -np.inf)
+    np.testing.assert_array_equal(scores[1], [np.inf] * 4 + [-np.inf])
+
+
+def test_all_items_excluded():
+    exclude = CSR.from_scipy(matrices.random_csr(3, 40, 1.0).to_scipy())
+    h, kernel, bias, _ = layer(3, 40)
+    ids, scores = top_k(h, kernel, bias, 50, exclude=jax.tree.map(jnp.asarray, exclude))
+    assert (ids == -1).all() and (scores == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 7, 2**31 - 1])
+def test_broken_exclusion_gives_nan(bad):
+    h, kernel, bias, _ = layer(3, 6, extra_rows=2)
+    exclude = CSR(None, jnp.int32([1, bad, 2]), jnp.int32([0, 1, 2, 3]), num_cols=6)
+    _, scores = top_k(h, kernel, bias, 2, exclude=exclude)
+    assert jnp.isnan(scores).all(1).tolist() == [False, True, False]
+    exclude = CSR(None, jnp.int32([1, 4, 2]), jnp.int32([0, 1, 4, 4]), num_cols=6)
+    _, scores = top_k(h, kernel, bias, 2, exclude=exclude)
+    assert jnp.isnan(scores).all(1).tolist() == [False, True, True]
+
+
+def test_num_items_leaves_padding_rows_out():
+    kernel = jnp.arange(8.0)[:, None]
+    ids, _ = top_k(jnp.ones((1, 1)), kernel, None, 3, num_items=6)
+    assert ids.tolist() == [[5, 4, 3]]
+    ids, _ = top_k(jnp.ones((1, 1)), kernel, None, 9)
+    assert ids.tolist() == [[7, 6, 5, 4, 3, 2, 1, 0, -1]]
+
+
+def test_memory_does_not_grow_with_the_number_of_items():
+    def temporaries(items):
+        shapes = [(256, 4), (items, 4), (items,)]
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        function = jax.jit(lambda h, kernel, bias: top_k(h, kernel, bias, 10))
+        memory = function.lower(*operands).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    few, many = temporaries(2**14), temporaries(2**17)
+    assert 0 < few < 2**26
+    assert many - few < 8 * (2**17 - 2**14) * 4
+
+
+def test_sharded_by_items_equals_unsharded(monkeypatch):
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    use(monkeypatch, (8 * 128, 4))
+    operands = layer(8, 500)
+    exclude = matrices.random_csr(8, 500, 0.3)
+
+    @jax.jit
+    def function(h, kernel, bias, scale):
+        return top_k(h, kernel, bias, 7, scale=scale, exclude=exclude)
+
+    want = function(*operands)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    axes = ["data", "model", "model", "model"]
+    sharded = [
+        jax.device_put(x, NamedSharding(mesh, P(axis)))
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, function(*sharded), want)
+
+
+def test_wrong_arguments_are_refused():
+    function = inspect.unwrap(top_k)  # past the checks of its annotations
+    h, kernel, bias, _ = layer(3, 30, extra_rows=2)
+    exclude = matrices.random_csr(3, 30)
+    for k in (0, -1, 2.0, "3"):
+        with pytest.raises(ValueError, match="k must be an integer and at least 1"):
+            function(h, kernel, bias, k)
+    assert function(h, kernel, bias, np.int64(2))[0].shape == (3, 2)
+    with pytest.raises(ValueError, match="exclude has 30 columns but num_items is 31"):
+        function(h, kernel, bias, 1, exclude=exclude, num_items=31)
+    with pytest.raises(
+        ValueError, match="exclude has 33 columns but the kernel has 32"
+    ):
+        function(h, kernel, bias, 1, exclude=dataclasses.replace(exclude, num_cols=33))
+    with pytest.raises(ValueError, match="exclude has 3 rows but h has 2"):
+        function(h[:2], kernel, bias, 1, exclude=exclude)
+    for num_items in (0, 33):
+        with pytest.raises(ValueError, match="num_items must be between 1 and"):
+            function(h, kernel, bias, 1, num_items=num_items)
+    with pytest.raises(TypeError, match="cast one"):
+        function(h.astype(jnp.bfloat16), kernel, bias, 1)
+    with pytest.raises(ValueError, match="bias has shape"):
+        function(h, kernel, bias[:3], 1)
+    with pytest.raises(ValueError, match='None or "xla"'):
+        function(h, kernel, bias, 1, implementation="triton")
