@@ -1,0 +1,589 @@
+"""Gradients that hold only the rows a batch has touched.
+
+A kernel that `lookup` reads is not differentiated. Each lookup adds a *tap*, a zero
+that is never read, to its sums; what is differentiated is the tap, and its gradient is
+the gradient dY of the sums. Afterwards `X^T dY` is formed outside autodiff, over all
+lookups of a kernel together, on the touched rows only::
+
+    forward     y_k = X_k stop_gradient(W) + tap_k
+    backward    dY_k = d loss / d tap_k
+    afterwards  rows of sum_k X_k^T dY_k
+
+What a tap cannot see is any other use of W. A first, abstract pass over the loss finds
+out whether there is one, see `_trace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import scatter_gradient
+from sparsejax.sparse import CSR
+
+Path = tuple[Any, ...]  # of attribute names and indices
+Dense = Literal["error", "allow"]
+# How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
+Reader = Callable[[CSR, jax.Array, gather.Implementation], jax.Array]
+
+
+class RowParam(nnx.Param):
+    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradient:
+    """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
+
+    ::
+
+        dense[ids[u]] = values[u]
+
+    It can be added to another one or to an array and multiplied by a scalar. It is a
+    pytree whose leaves are *both* arrays: `jax.tree.map` over gradients that scales
+    every leaf would scale the ids too, so give it
+    `is_leaf=lambda g: isinstance(g, RowGradient)`, and use `sparsejax.global_norm` and
+    `sparsejax.clip_by_global_norm`, not optax's.
+
+    Attributes:
+      ids: `[capacity]` int32, unique and ascending, padded with `num_rows`.
+      values: `[capacity, hidden]`, zero in padding.
+      num_rows: rows of the kernel (static).
+      current: whether the loss has read rows that were up to date, so that an optimizer
+        whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
+    """
+
+    ids: Int[Array, "capacity"]
+    values: Float[Array, "capacity hidden"]
+    num_rows: int
+    current: bool = False
+
+    __array_ufunc__ = None  # NumPy arrays leave + and * to this class
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [(key(name), getattr(self, name)) for name in ("ids", "values")]
+        return leaves, (self.num_rows, self.current)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> RowGradient:
+        # Past the constructor: leaves may be shapes, or anything tree.map returned.
+        self = object.__new__(cls)
+        for field, value in zip(
+            dataclasses.fields(cls), (*leaves, *static), strict=True
+        ):
+            object.__setattr__(self, field.name, value)
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(num_rows, hidden)`."""
+        return self.num_rows, self.values.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+    def __getitem__(self, index) -> RowGradient:
+        if index is not ...:
+            raise TypeError("a RowGradient has no elements; use .todense()[...]")
+        return self  # so that grads["kernel"][...] is the gradient, as for an array
+
+    def todense(self) -> Float[Array, "num_rows hidden"]:
+        """The same gradient as one array."""
+        return self._added_to(jnp.zeros(self.shape, self.dtype))
+
+    def _added_to(self, dense: jax.Array) -> jax.Array:
+        values = self.values.astype(dense.dtype)
+        return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
+
+    def __add__(self, other):
+        if isinstance(other, RowGradient):
+            return merge([self, other])
+        if getattr(other, "shape", None) != self.shape:
+            return NotImplemented
+        return self._added_to(jnp.asarray(other))
+
+    __radd__ = __add__
+
+    def __mul__(self, scalar):
+        if jnp.ndim(scalar) != 0:
+            return NotImplemented
+        return dataclasses.replace(self, values=self.values * scalar)
+
+    __rmul__ = __mul__
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, RowGradient)
+
+
+def merge(gradients: Sequence[RowGradient]) -> RowGradient:
+    """The sum of row gradients of one kernel.
+
+    Its capacity is the sum of theirs, or `num_rows` if that is less: nothing can
+    overflow. Values are added in the order given.
+
+    Raises:
+      ValueError: there is none, or they are of kernels of different shapes.
+    """
+    if not gradients:
+        raise ValueError("merge needs at least one RowGradient")
+    first = gradients[0]
+    for g in gradients:
+        if g.shape != first.shape:
+            raise ValueError(
+                f"expected gradients of one kernel, got shapes {first.shape} and "
+                f"{g.shape}"
+            )
+    ids = jnp.concatenate([g.ids for g in gradients])
+    values = jnp.concatenate([g.values for g in gradients])
+    if ids.shape[0]:
+        # A matrix with one entry a row: its padding, id num_rows, is out of range.
+        rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
+        x = CSR(None, ids, rows, num_cols=first.num_rows)
+        ids, values = scatter_gradient.row_gradient([x], [values], first.num_rows)
+        values = values.astype(first.dtype)
+    return RowGradient(ids, values, first.num_rows, all(g.current for g in gradients))
+
+
+def accumulate[Gradients](stacked: Gradients) -> Gradients:
+    """Sums gradients over a leading axis: what `jax.lax.scan` over micro-batches stacks.
+
+    The capacity of a `RowGradient` becomes that of the stack, at most `num_rows`.
+    """
+
+    def total(g):
+        if not isinstance(g, RowGradient):
+            return jnp.sum(g, axis=0)
+        ids, values = g.ids.reshape(-1), g.values.reshape(-1, g.values.shape[-1])
+        return merge([RowGradient(ids, values, g.num_rows, g.current)])
+
+    return jax.tree.map(total, stacked, is_leaf=_is_rows)
+
+
+def global_norm(grads: Any) -> Float[Array, ""]:
+    """`sqrt(sum of squares)` over all gradients, dense ones and row gradients.
+
+    The ids of a `RowGradient` are unique, so this is the norm of the dense gradient.
+    """
+    leaves = jax.tree.leaves(grads, is_leaf=_is_rows)
+    arrays = [g.values if isinstance(g, RowGradient) else g for g in leaves]
+    squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in arrays]
+    return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
+
+
+def clip_by_global_norm[Gradients](
+    grads: Gradients, max_norm: jax.typing.ArrayLike
+) -> Gradients:
+    """Scales gradients by `min(1, max_norm / global_norm(grads))`, as optax does."""
+    norm = global_norm(grads)
+    scale = jnp.where(norm < max_norm, 1, max_norm / norm)
+
+    def clip(g):
+        return g * scale.astype(g.dtype)
+
+    return jax.tree.map(clip, grads, is_leaf=_is_rows)
+
+
+def lookup(
+    kernel: nnx.Variable,
+    x: CSR,
+    *,
+    combiner: gather.Combiner = "sum",
+    implementation: gather.Implementation = None,
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul(x, kernel)` of which `value_and_grad` sees only the touched rows.
+
+    Args:
+      kernel: the *Variable*, not its value. Unless it is a `RowParam`, and outside
+        `sparsejax.value_and_grad`, this is the plain operation with a dense gradient.
+      x: `[batch, features]`.
+      combiner: see `gather_matmul`.
+      implementation: see `gather_matmul`.
+    """
+    scope = _scope.get()
+    if scope is None or not isinstance(kernel, RowParam):
+        y = _plain(x, kernel[...], implementation)
+    else:
+        y = scope.read(kernel, x, implementation)
+    if combiner == "sum":
+        return y
+    # A factor of each row: outside the tap it is differentiated like anything else.
+    return y * gather.combiner_scale(x, combiner)[:, None].astype(y.dtype)
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+    dense: Dense = "error",
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` with a `RowGradient` for each `RowParam`.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> loss, grads = value_and_grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    >>> grads["kernel"][...].ids
+    Array([1, 3], dtype=int32)
+
+    No gradient of a kernel's full size is made. `f` is traced twice, the first time
+    only for its shapes, so what it does in plain Python (as `print`) happens twice.
+
+    Args:
+      f: called as `f(model, ...)`, returns a scalar.
+      wrt: which Variables to differentiate.
+      has_aux: whether `f` returns `(loss, aux)`.
+      dense: what to do about a `RowParam` that the loss also reads elsewhere, not
+        through `lookup`: "error" raises, "allow" gives it a dense gradient.
+
+    Returns:
+      A function of the arguments of `f` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. `grads` is a State in which the leaf of each `RowParam` is
+      a `RowGradient`; of capacity 0, if the loss did not read it.
+
+    Raises:
+      ValueError: when called: a `RowParam` is read elsewhere, or its lookup is inside
+        `jit`, `scan`, `vmap` or `remat` within the loss.
+    """
+    return value_and_grad_with(None, f, wrt=wrt, has_aux=has_aux, dense=dense)
+
+
+def grad(
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+    dense: Dense = "error",
+) -> Callable[..., Any]:
+    """`value_and_grad` without the value: returns `grads`, or `(grads, aux)`."""
+    both = value_and_grad(f, wrt=wrt, has_aux=has_aux, dense=dense)
+
+    @functools.wraps(both)
+    def wrapped(*args, **kwargs):
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+class Plan(NamedTuple):
+    """How an optimizer wants the kernels of a model treated.
+
+    Attributes:
+      readers: how the rows of a kernel are read; plainly, if it is not in here.
+      whole: kernels that are to have a dense gradient.
+    """
+
+    readers: Mapping[Path, Reader]
+    whole: frozenset[Path]
+
+
+# Makes a plan for the model, given the kernels that are read elsewhere, and the
+# capacity of the RowGradient of each kernel.
+Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], Plan]
+
+
+def value_and_grad_with(
+    planner: Planner | None,
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter,
+    has_aux: bool,
+    dense: Dense,
+) -> Callable[..., Any]:
+    """`value_and_grad` that reads rows as an optimizer has them."""
+    if dense not in ("error", "allow"):
+        raise ValueError(f'dense is "error" or "allow", got {dense!r}')
+
+    @functools.wraps(f)
+    def wrapped(model, *args, **kwargs):
+        if isinstance(model, nnx.Variable):
+            raise TypeError(
+                "the first argument must be a module or a pytree of modules, not a "
+                f"single {type(model).__name__}"
+            )
+        tables = row_params(model, wrt)
+        calls, elsewhere = _trace(f, tables, has_aux, model, args, kwargs)
+        if elsewhere and dense == "error":
+            path = min(elsewhere, key=str)
+            _raise_dense(path, tables[path])
+        capacities = dict.fromkeys(tables, 0)
+        for call in calls:
+            capacities[call.path] += call.nse
+        plan = Plan({}, frozenset())
+        if planner is not None:
+            plan = planner(model, elsewhere, capacities)
+        taps = [jnp.zeros(call.shape, call.dtype) for call in calls]
+
+        def run(model, taps, args, kwargs):
+            inner = row_params(model, wrt)
+            with _recording(inner, (model, args, kwargs)) as recorder:
+                recorder.taps, recorder.readers = taps, plan.readers
+                recorder.dense = elsewhere
+                out = f(model, *args, **kwargs)
+            if recorder.calls != calls:
+                raise RuntimeError(
+                    "the loss made other lookups than when it was first traced: "
+                    f"{recorder.calls}, expected {calls}"
+                )
+            loss, aux = out if has_aux else (out, None)
+            return loss, (aux, recorder.inputs)
+
+        def differentiated(path, variable):
+            return tuple(path) not in tables or tuple(path) in elsewhere
+
+        argnums = (nnx.DiffState(0, nnx.All(wrt, differentiated)), 1)
+        transformed = nnx.value_and_grad(run, argnums=argnums, has_aux=True)
+        (loss, (aux, inputs)), (grads, slopes) = transformed(model, taps, args, kwargs)
+        flat = dict(nnx.to_flat_state(grads))
+        for path, kernel in tables.items():
+            mine = [i for i, call in enumerate(calls) if call.path == path]
+            xs, dys = [inputs[i] for i in mine], [slopes[i] for i in mine]
+            if path in elsewhere or path in plan.whole:
+                value = _dense_gradient(xs, dys, kernel)
+            else:
+                value = _row_gradient(xs, dys, kernel, planner is not None)
+            if path in elsewhere:
+                value += flat[path][...]
+            flat[path] = kernel.replace(value)
+        return ((loss, aux) if has_aux else loss), nnx.from_flat_state(flat)
+
+    return wrapped
+
+
+def row_params(
+    model: Any, wrt: nnx.filterlib.Filter = nnx.Param
+) -> dict[Path, RowParam]:
+    """The row parameters of a model that `wrt` selects, by their paths."""
+    selected = nnx.filterlib.to_predicate(wrt)
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, RowParam) and selected(path, node)
+    }
+
+
+@contextlib.contextmanager
+def reading(model: Any, readers: Mapping[Path, Reader]) -> Iterator[None]:
+    """Within it, `lookup` reads the kernels of `model` through `readers`."""
+    kernels = row_params(model, ...)
+    chosen = {id(v): readers.get(path, _plain) for path, v in kernels.items()}
+    token = _scope.set(_Reading(chosen))
+    try:
+        with _mode("reading"):
+            yield
+    finally:
+        _scope.reset(token)
+
+
+def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
+    num_rows, hidden = kernel.shape
+    if sum(x.nse for x in xs) == 0:
+        ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden))
+    else:
+        ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
+    return RowGradient(ids, values, num_rows, current)
+
+
+def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
+    if not xs:
+        return jnp.zeros_like(kernel[...])
+    parts = [
+        scatter_gradient.dense_gradient(x, dy, kernel.shape[0])
+        for x, dy in zip(xs, dys, strict=True)
+    ]
+    return functools.reduce(operator.add, parts).astype(kernel.dtype)
+
+
+def _plain(x: CSR, w: jax.Array, implementation: gather.Implementation) -> jax.Array:
+    return gather.gather_matmul(x, w, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One lookup: of which kernel, and what came out."""
+
+    path: Path
+    nse: int
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+class _Recorder:
+    """What `lookup` does within the loss of `value_and_grad`."""
+
+    def __init__(self, tables: Mapping[Path, RowParam], arguments: Any):
+        self.trace = _trace_state()
+        self.paths = {id(kernel): path for path, kernel in tables.items()}
+        self.known = {id(v) for v in row_params(arguments, ...).values()}
+        self.calls: list[_Call] = []
+        self.inputs: list[CSR] = []
+        # None in the abstract pass.
+        self.taps: Sequence[jax.Array] | None = None
+        self.readers: Mapping[Path, Reader] = {}
+        self.dense: AbstractSet[Path] = frozenset()
+
+    def read(self, kernel, x, implementation):
+        w, path = kernel[...], self.paths.get(id(kernel))
+        if path is None:
+            if self.readers and id(kernel) not in self.known:
+                _raise_unknown("the loss")
+            return _plain(x, w, implementation)
+        outermost = _trace_state() == self.trace
+        abstract = self.taps is None
+        if not outermost and (abstract or path in self.dense):
+            return _plain(x, w, implementation)  # `_trace` sees an ordinary use
+        stop = abstract or path in self.dense
+        w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)
+        y = self.readers.get(path, _plain)(x, w, implementation)
+        if not outermost:
+            return y
+        self.calls.append(_Call(path, x.nse, y.shape, y.dtype))
+        self.inputs.append(x)
+        if self.taps is None:
+            return y
+        if len(self.calls) > len(self.taps):
+            raise RuntimeError("the loss made more lookups than when first traced")
+        return _attach(y, self.taps[len(self.calls) - 1])
+
+
+class _Reading:
+    """What `lookup` does within `reading`."""
+
+    def __init__(self, readers: Mapping[int, Reader]):
+        self.readers = readers
+
+    def read(self, kernel, x, implementation):
+        if id(kernel) not in self.readers:
+            _raise_unknown("`reading`")
+        return self.readers[id(kernel)](x, kernel[...], implementation)
+
+
+# One for each thread and each asyncio task.
+_scope: contextvars.ContextVar[_Recorder | _Reading | None] = contextvars.ContextVar(
+    "sparsejax_lookup", default=None
+)
+# The same as part of the key of every jit cache: an inner jit must not serve what it
+# traced in another scope.
+_mode = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _recording(tables, arguments) -> Iterator[_Recorder]:
+    recorder = _Recorder(tables, arguments)
+    token = _scope.set(recorder)
+    try:
+        with _mode("gradients"):
+            yield recorder
+    finally:
+        _scope.reset(token)
+
+
+def _trace_state():
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Path]]:
+    """Traces the loss abstractly: its lookups, and the kernels it also reads elsewhere.
+
+    Each kernel goes through a custom_vjp identity, whose backward rule JAX runs (while
+    tracing) only where the cotangent is not a symbolic zero: if some use of the kernel
+    other than a lookup has a gradient. What is differentiated is a scalar beside it, so
+    that no zeros of the kernel's size come up. Nothing is computed, and what the loss
+    does to the model's state is done to a copy.
+    """
+    if not tables:
+        return [], set()
+    graphdef, state = nnx.split((model, args, kwargs))
+    calls: list[_Call] = []
+    elsewhere: set[Path] = set()
+
+    def abstract(probes, state):
+        model, args, kwargs = nnx.merge(graphdef, state, copy=True)
+        copies = row_params(model, ...)
+        copies = {path: copies[path] for path in tables}
+        for (path, kernel), probe in zip(copies.items(), probes, strict=True):
+            kernel.set_value(_guard(path, elsewhere)(kernel[...], probe))
+        with _recording(copies, (model, args, kwargs)) as recorder:
+            out = f(model, *args, **kwargs)
+        calls.extend(recorder.calls)
+        return out[0] if has_aux else out
+
+    probes = [jnp.zeros(()) for _ in tables]
+    jax.eval_shape(jax.grad(abstract), probes, state)
+    return calls, elsewhere
+
+
+def _guard(path: Path, elsewhere: set[Path]):
+    @jax.custom_vjp
+    def guard(w, probe):
+        return w
+
+    def backward(_, cotangent):
+        elsewhere.add(path)
+        return None, None
+
+    guard.defvjp(lambda w, probe: (w, None), backward)
+    return guard
+
+
+@jax.custom_vjp
+def _attach(y, tap):
+    """`y + tap`, of which the tap is never read, so that XLA drops it."""
+    return y
+
+
+_attach.defvjp(lambda y, tap: (y, None), lambda _, dy: (dy, dy))
+
+
+@jax.custom_vjp
+def _not_differentiable(w):
+    """`w`, of which an enclosing transformation would miss the derivative."""
+    return w
+
+
+def _refuse(_, cotangent) -> NoReturn:
+    raise NotImplementedError(
+        "derivatives of a row gradient: sparsejax.value_and_grad cannot be "
+        "differentiated; use nnx.value_and_grad inside"
+    )
+
+
+_not_differentiable.defvjp(lambda w: (w, None), _refuse)
+
+
+def _raise_dense(path: Path, kernel: RowParam) -> NoReturn:
+    num_rows, hidden = kernel.shape
+    size = num_rows * hidden * kernel.dtype.itemsize
+    raise ValueError(
+        f"kernel '{'.'.join(map(str, path))}' ({num_rows:,} x {hidden:,}) is also read "
+        "outside lookups (SparseLinear), or its lookup is inside jit, scan, vmap or "
+        f"remat within the loss, so its gradient is dense ({size / 1e6:,.1f} MB); move "
+        'the lookup out, pass dense="allow", or make it an nnx.Param'
+    )
+
+
+def _raise_unknown(where: str) -> NoReturn:
+    raise ValueError(
+        f"a lookup within {where} reads a RowParam that is not the model's, so its rows "
+        "may be out of date: it is a copy (nnx.clone), inside nnx.jit, nnx.scan or "
+        "nnx.remat, or of another model; move the lookup out, or pass that model as an "
+        "argument of the loss"
+    )
