@@ -1,0 +1,313 @@
+"""Flax NNX layers with sparse inputs and sparse outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparsejax import gradients, losses
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import output_loss as output
+from sparsejax.ops import top_k as topk
+from sparsejax.sharding import padded_rows
+from sparsejax.sparse import CSR
+
+Initializer = Callable[..., jax.Array]
+
+# As DSSTNE and Mult-VAE start: small, since a row of the input sums many of them.
+_default_kernel_init = nnx.initializers.glorot_uniform()
+_default_bias_init = nnx.initializers.zeros_init()
+
+# Below this norm a vector has no direction: its cosine with anything is near 0.
+_MIN_NORM = 1e-6
+
+
+class SparseLinear(nnx.Module):
+    """A linear layer for sparse rows: `y = x W + b`.
+
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer(x).shape
+    (2, 3)
+
+    Only the rows of W that `x` names are read. Under `sparsejax.value_and_grad` its
+    gradient is a `RowGradient` of just these rows; under `nnx.value_and_grad` it is
+    dense. The kernel's first axis is rounded up to a multiple of 256; the added rows
+    stay zero.
+
+    Args:
+      in_features: number of columns of `x`.
+      out_features: units of this layer.
+      use_bias: whether to add a bias.
+      dtype: dtype of the result; that of the kernel by default.
+      param_dtype: dtype of kernel and bias.
+      kernel_init: initialises the `[in_features, out_features]` kernel.
+      bias_init: initialises the bias.
+      combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
+      kernel: a parameter to share instead of making one, as a tied `SparseOutput`'s.
+      implementation: see `sparsejax.gather_matmul`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = _default_kernel_init,
+        bias_init: Initializer = _default_bias_init,
+        combiner: gather.Combiner = "sum",
+        kernel: nnx.Param | None = None,
+        implementation: gather.Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.combiner: gather.Combiner = combiner
+        self.implementation: gather.Implementation = implementation
+        if kernel is None:
+            shape = (in_features, out_features)
+            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
+            kernel = gradients.RowParam(value)
+        _check_kernel(kernel, in_features, out_features)
+        self.kernel = kernel
+        shape = (out_features,)
+        self.bias = (
+            nnx.Param(bias_init(rngs.params(), shape, param_dtype))
+            if use_bias
+            else None
+        )
+
+    def __call__(self, x: CSR) -> Float[Array, "batch out_features"]:
+        """`[batch, out_features]` of `x: [batch, in_features]`."""
+        if x.num_cols != self.in_features:
+            raise ValueError(
+                f"x has {x.num_cols:,} columns but the layer has {self.in_features:,} "
+                "features; read both with the same vocabulary"
+            )
+        y = gradients.lookup(
+            self.kernel, x, combiner=self.combiner, implementation=self.implementation
+        )
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)[None, :]
+        return y if self.dtype is None else y.astype(self.dtype)
+
+
+class SparseOutput(nnx.Module):
+    """Scores over many items: `s = h W^T + b`, or cosines divided by a temperature.
+
+    The kernel is `[items, in_features]`, so an item's vector is a row of memory, and
+    `SparseLinear` can share it. `loss` and `top_k` never make the `[batch, items]`
+    array of scores. With a temperature, `s_i = h . W_i / (|h| |W_i| temperature) + b_i`,
+    and 0 (plus bias) where a vector is zero.
+
+    >>> layer = SparseOutput(3, 5, rngs=nnx.Rngs(0))
+    >>> ids, scores = layer.top_k(jnp.ones((2, 3)), 4)
+    >>> ids.shape
+    (2, 4)
+
+    Args:
+      in_features: size of `h`.
+      num_items: number of items.
+      use_bias: whether each item has a bias.
+      temperature: makes scores cosines divided by it.
+      dtype: dtype of the operands of the products; those of `h` and the kernel by
+        default. Sums are made in float32.
+      param_dtype: dtype of kernel and bias.
+      kernel_init: initialises the `[num_items, in_features]` kernel.
+      bias_init: initialises the bias.
+      kernel: a parameter to share instead of making one.
+      implementation: see `sparsejax.output_loss`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_items: int,
+        *,
+        use_bias: bool = True,
+        temperature: float | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = _default_kernel_init,
+        bias_init: Initializer = _default_bias_init,
+        kernel: nnx.Param | None = None,
+        implementation: gather.Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        if temperature is not None and not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.in_features = in_features
+        self.num_items = num_items
+        self.temperature = temperature
+        self.dtype = dtype
+        self.implementation: gather.Implementation = implementation
+        if kernel is None:
+            shape = (num_items, in_features)
+            kernel = nnx.Param(_padded(kernel_init, rngs.params(), shape, param_dtype))
+        _check_kernel(kernel, num_items, in_features)
+        self.kernel = kernel
+        self.bias = (
+            nnx.Param(_padded(bias_init, rngs.params(), (num_items,), param_dtype))
+            if use_bias
+            else None
+        )
+
+    def scores(
+        self, h: Float[Array, "batch in_features"]
+    ) -> Float[Array, "batch num_items"]:
+        """All scores, `[batch, num_items]` in float32; for few items."""
+        h, kernel, bias, scale = self._operands(h)
+        scores = jax.lax.dot_general(
+            h,
+            kernel,
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        if scale is not None:
+            scores = scores * scale[None, :]
+        if bias is not None:
+            scores = scores + bias[None, :]
+        return scores[:, : self.num_items]
+
+    def loss(
+        self,
+        h: Float[Array, "batch in_features"],
+        labels: CSR,
+        *,
+        loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
+        weights: Float[Array, "batch"] | None = None,
+    ) -> Float[Array, ""]:
+        """`sum_b weights_b loss_b`, see `sparsejax.output_loss`."""
+        if labels.num_cols != self.num_items:
+            raise ValueError(
+                f"labels has {labels.num_cols:,} columns but the layer has "
+                f"{self.num_items:,} items; read both with the same vocabulary"
+            )
+        h, kernel, bias, scale = self._operands(h)
+        return output.output_loss(
+            h,
+            kernel,
+            bias,
+            labels,
+            loss=loss,
+            scale=scale,
+            weights=weights,
+            implementation=self.implementation,
+        )
+
+    def top_k(
+        self,
+        h: Float[Array, "batch in_features"],
+        k: int,
+        *,
+        exclude: CSR | None = None,
+    ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+        """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
+        h, kernel, bias, scale = self._operands(h)
+        return topk.top_k(
+            h,
+            kernel,
+            bias,
+            k,
+            scale=scale,
+            exclude=exclude,
+            num_items=self.num_items,
+            implementation=self.implementation,
+        )
+
+    def _operands(self, h):
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
+        scale = None
+        if self.temperature is not None:
+            h = h * _inverse_norm(h)[:, None].astype(h.dtype)
+            scale = _inverse_norm(kernel) / self.temperature
+        dtype = self.dtype or jnp.promote_types(h.dtype, kernel.dtype)
+        return h.astype(dtype), kernel.astype(dtype), bias, scale
+
+
+class SparseDropout(nnx.Module):
+    """Drops entries of a CSR in training: input corruption of a denoising autoencoder.
+
+    Each entry stays with probability `1 - rate` and is then scaled by
+    `1 / (1 - rate)`. The draw is a function of (key, row, column) alone, so it does not
+    depend on how the entries are stored or spread over devices.
+
+    Args:
+      rate: probability of dropping an entry.
+      rngs: random streams; "dropout" is used.
+    """
+
+    def __init__(self, rate: float, *, rngs: nnx.Rngs):
+        if not 0 <= rate < 1:
+            raise ValueError(f"rate must be in [0, 1), got {rate}")
+        self.rate = rate
+        self.deterministic = False
+        self.rngs = rngs.dropout.fork()
+
+    def __call__(self, x: CSR, *, deterministic: bool | None = None) -> CSR:
+        """`x` with some entries zero; `x` itself if deterministic."""
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic or self.rate == 0:
+            return x
+        key = self.rngs()
+
+        def kept(row, column):
+            entry = jax.random.fold_in(jax.random.fold_in(key, row), column)
+            return jax.random.bernoulli(entry, 1 - self.rate)
+
+        keep = jax.vmap(kept)(x.row_ids(), jnp.asarray(x.indices))
+        data = jnp.where(keep, 1 / (1 - self.rate), 0)
+        if x.data is not None:
+            data = data * x.data
+        return CSR(data, x.indices, x.indptr, num_cols=x.num_cols)
+
+
+def normalize_rows(x: CSR) -> CSR:
+    """Divides each row by its L2 norm; an empty row stays empty."""
+    scale = gather.combiner_scale(x, "sqrtn")
+    data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
+    if x.data is not None:
+        data = data * x.data
+    return CSR(data, x.indices, x.indptr, num_cols=x.num_cols)
+
+
+def _inverse_norm(vectors: jax.Array) -> jax.Array:
+    """`1 / max(|v|, eps)` of each row, with a zero gradient below eps, not NaN."""
+    square = jnp.sum(jnp.square(vectors.astype(jnp.float32)), axis=-1)
+    return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
+
+
+def _padded(init, key, shape, dtype):
+    """`init` of the true shape, then zero rows up to the allocated number."""
+    extra = padded_rows(shape[0]) - shape[0]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def make(key, init):  # compiled, so that only the result is ever allocated
+        return jnp.pad(
+            init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:]))
+        )
+
+    return make(key, init)
+
+
+def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:
+    expected = (padded_rows(rows), width)
+    if kernel.shape != expected:
+        raise ValueError(
+            f"the kernel to share has shape {kernel.shape}, expected {expected} "
+            f"({rows:,} rows, rounded up to a multiple of 256)"
+        )

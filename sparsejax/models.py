@@ -1,0 +1,159 @@
+"""A NetworkConfig made into a Flax NNX module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparsejax import losses
+from sparsejax.config import NetworkConfig
+from sparsejax.layers import SparseDropout, SparseLinear, SparseOutput, normalize_rows
+from sparsejax.sparse import CSR
+
+
+class FeedForward(nnx.Module):
+    """A chain of layers from sparse features to scores over items.
+
+    ::
+
+        x --normalize, corrupt--> SparseLinear --f, dropout--> ... --> SparseOutput
+
+    >>> config = NetworkConfig.autoencoder((8,))
+    >>> model = FeedForward(config, inputs=5, outputs=5, rngs=nnx.Rngs(0))
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> model(x, deterministic=True).shape
+    (2, 5)
+
+    Args:
+      config: the layers and the loss.
+      inputs: number of input features.
+      outputs: number of items.
+      rngs: random streams: "params" for the parameters, "dropout" for noise.
+    """
+
+    def __init__(
+        self, config: NetworkConfig, *, inputs: int, outputs: int, rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
+        self.activations = tuple(activation(h.activation) for h in config.hidden)
+        sizes = [h.size for h in config.hidden]
+        self.output = SparseOutput(
+            sizes[-1],
+            outputs,
+            use_bias=config.output.use_bias,
+            temperature=config.output.temperature,
+            rngs=rngs,
+        )
+        tied = config.output.tied is not None
+        if tied and inputs != outputs:
+            raise ValueError(
+                f"a tied output needs as many items as features, got {outputs:,} and "
+                f"{inputs:,}"
+            )
+        self.first = SparseLinear(
+            inputs,
+            sizes[0],
+            use_bias=config.hidden[0].use_bias,
+            kernel=self.output.kernel if tied else None,
+            rngs=rngs,
+        )
+        self.rest = nnx.List(
+            nnx.Linear(before, h.size, use_bias=h.use_bias, rngs=rngs)
+            for before, h in zip(sizes, config.hidden[1:], strict=False)
+        )
+        self.dropout = nnx.List(
+            [nnx.Dropout(h.dropout, rngs=rngs) for h in config.hidden]
+        )
+        self.loss_rule = losses.get(config.loss, **dict(config.loss_options))
+
+    @property
+    def num_features(self) -> int:
+        """Number of input features."""
+        return self.first.in_features
+
+    @property
+    def num_items(self) -> int:
+        """Number of items that are scored."""
+        return self.output.num_items
+
+    def encode(
+        self, x: CSR, *, deterministic: bool | None = None
+    ) -> Float[Array, "batch hidden"]:
+        """The last hidden layer, `[batch, hidden]`: the vector of each row.
+
+        Args:
+          x: `[batch, num_features]`.
+          deterministic: no corruption and no dropout; by default as `model.train()`
+            and `model.eval()` set it.
+        """
+        if self.config.input.normalize:
+            x = normalize_rows(x)
+        x = self.corruption(x, deterministic=deterministic)
+        h = self.first(x)
+        for i, (function, dropout) in enumerate(
+            zip(self.activations, self.dropout, strict=True)
+        ):
+            if i > 0:
+                h = self.rest[i - 1](h)
+            h = dropout(function(h), deterministic=deterministic)
+        return h
+
+    def __call__(
+        self, x: CSR, *, deterministic: bool | None = None
+    ) -> Float[Array, "batch items"]:
+        """All scores, `[batch, num_items]`; see `top_k` where items are many."""
+        return self.output.scores(self.encode(x, deterministic=deterministic))
+
+    def loss(
+        self,
+        x: CSR,
+        labels: CSR,
+        *,
+        weights: Float[Array, "batch"] | None = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, ""]:
+        """`sum_b weights_b loss_b` with the configured loss; weights default to 1."""
+        h = self.encode(x, deterministic=deterministic)
+        return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
+
+    def top_k(
+        self, x: CSR, k: int, *, exclude: CSR | None = None
+    ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+        """Ids and scores of the `k` best items of each row, without noise."""
+        return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The function of `jax.nn` with this name; "linear" is the identity.
+
+    Raises:
+      ValueError: there is none, or it is not a function of one array.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"unknown activation {name!r}; known: {', '.join(sorted(_ACTIVATIONS))}"
+        )
+    return _ACTIVATIONS[name]
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "celu": jax.nn.celu,
+    "elu": jax.nn.elu,
+    "gelu": jax.nn.gelu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": jax.nn.identity,
+    "mish": jax.nn.mish,
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "selu": jax.nn.selu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "softsign": jax.nn.soft_sign,
+    "tanh": jnp.tanh,
+}
