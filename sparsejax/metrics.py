@@ -1,0 +1,146 @@
+"""Ranking metrics, from the ids that were recommended and the labels held out.
+
+All take `ids: [batch, k_max]`, the items of each row from the best rank down (-1 where
+there is none, as `sparsejax.top_k` returns them), and `labels: [batch, items]`, whose
+entries are the held-out items; values are not looked at. With `hit_r` = 1 if the item
+at rank r is a label, else 0, and n the number of labels of the row::
+
+    recall_at_k            sum_{r<=k} hit_r / n
+    truncated_recall_at_k  sum_{r<=k} hit_r / min(k, n)
+    precision_at_k         sum_{r<=k} hit_r / k
+    ndcg_at_k              sum_{r<=k} hit_r / log2(r + 1)
+                           / sum_{r<=min(k, n)} 1 / log2(r + 1)
+
+Each gives one float32 per row, in [0, 1], and can be called under `jax.jit`. A row
+without labels has no meaningful value and gives 0: leave it out of the mean::
+
+    has_labels = labels.row_lengths() > 0
+    mean = jnp.mean(ndcg_at_k(ids, labels, 20), where=has_labels)
+
+A row of `labels` with an index outside `[0, items)`, or that does not fit in an
+overfull CSR, gives NaN.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.sparse import CSR
+
+
+def recall_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Share of the labels that are among the first `k` ids.
+
+    With more than `k` labels it cannot reach 1; see `truncated_recall_at_k`.
+
+    Args:
+      ids: items by rank, -1 = none; no item twice in a row.
+      labels: `[batch, items]`, indices ascending and unique within a row.
+      k: number of ranks that count; all of `ids` by default.
+
+    Raises:
+      ValueError: `k` is not in `[1, k_max]`, or the numbers of rows differ.
+    """
+    k = _check(ids, labels, k)
+    return _hits(ids, labels, k) / jnp.maximum(labels.row_lengths(), 1)
+
+
+def truncated_recall_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Hits among the first `k` ids over the most there could be, `min(k, labels)`.
+
+    The "recall" of Liang et al., "Variational autoencoders for collaborative
+    filtering" (2018). Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    return _hits(ids, labels, k) / jnp.clip(labels.row_lengths(), 1, k)
+
+
+def precision_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Share of the first `k` ranks that hold a label; an empty rank holds none.
+
+    Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    return _hits(ids, labels, k) / k
+
+
+def ndcg_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Normalised discounted cumulative gain: hits count less at lower ranks.
+
+    Gains are binary, the discount is `1 / log2(rank + 1)`, and the ideal puts labels on
+    the first `min(k, labels)` ranks. Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    ranks = jnp.arange(1, k + 1)[None, :]
+    discount = 1 / jnp.log2(ranks + 1.0)
+    gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
+    # The same sum as the gain of a perfect ranking, so that this has exactly 1.
+    possible = ranks <= jnp.maximum(labels.row_lengths(), 1)[:, None]
+    ideal = jnp.sum(possible * discount, axis=1)
+    return gain / ideal + _nan_where_broken(labels)
+
+
+def is_label(ids: Int[Array, "batch k_max"], labels: CSR) -> Bool[Array, "batch k_max"]:
+    """Whether each id is among the labels of its row; -1 never is.
+
+    A binary search in the row: `batch k_max log2(nse)` reads of `labels.indices`.
+    """
+    if labels.nse == 0:
+        return jnp.zeros(ids.shape, bool)
+    indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
+    ends = jnp.minimum(indptr[1:], labels.nse)[:, None]  # an overfull row ends early
+    low = jnp.broadcast_to(jnp.minimum(indptr[:-1, None], ends), ids.shape)
+    high = jnp.broadcast_to(ends, ids.shape)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2  # low + high may pass 2^31
+        before = indices[middle] < ids
+        searching = low < high
+        return (
+            jnp.where(searching & before, middle + 1, low),
+            jnp.where(searching & ~before, middle, high),
+        )
+
+    low, _ = lax.fori_loop(0, labels.nse.bit_length(), halve, (low, high))
+    return (ids >= 0) & (low < ends) & (indices[low] == ids)
+
+
+def _hits(ids, labels: CSR, k: int):
+    """`[batch]` number of labels among the first `k` ids; NaN for a broken row."""
+    # All ids are looked up and then cut, not the other way round: so XLA sees that the
+    # metrics of one ranking at several k look up the same, and does it once.
+    hits = jnp.sum(is_label(ids, labels)[:, :k], axis=1)
+    return hits.astype(jnp.float32) + _nan_where_broken(labels)
+
+
+def _nan_where_broken(labels: CSR):
+    """`[batch]`: NaN for a row with an index out of range or no room, else 0."""
+    if labels.nse == 0:
+        return jnp.where(labels.overfull_rows(), jnp.nan, 0.0)
+    indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
+    first, last = indices[indptr[:-1]], indices[indptr[1:] - 1]  # indices ascend
+    outside = (first < 0) | (last >= labels.num_cols)
+    outside &= labels.row_lengths() > 0
+    return jnp.where(outside | labels.overfull_rows(), jnp.nan, 0.0)
+
+
+def _check(ids, labels: CSR, k: int | None) -> int:
+    batch, k_max = ids.shape
+    if labels.num_rows != batch:
+        raise ValueError(f"ids has {batch:,} rows but labels has {labels.num_rows:,}")
+    if k is None:
+        k = k_max
+    if not 1 <= k <= k_max:
+        raise ValueError(f"k must be in [1, {k_max}], the columns of ids; got {k}")
+    return k

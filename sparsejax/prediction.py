@@ -1,0 +1,419 @@
+"""Recommendations by a trained model, and how good they are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax import metrics
+from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import as_names
+from sparsejax.ops.top_k import top_k
+from sparsejax.optimizers import Optimizer
+from sparsejax.sources import (
+    Source,
+    Table,
+    check_columns,
+    check_same_features,
+    find_rows,
+)
+from sparsejax.sparse import CSR
+
+_METRICS = {
+    "recall": metrics.recall_at_k,
+    "truncated_recall": metrics.truncated_recall_at_k,
+    "ndcg": metrics.ndcg_at_k,
+    "precision": metrics.precision_at_k,
+}
+
+
+@runtime_checkable
+class Recommender(Protocol):
+    """What `recommend` and `evaluate` need of a model: an `nnx.Module` with these.
+
+    `sparsejax.FeedForward` has them.
+    """
+
+    @property
+    def num_features(self) -> int:
+        """Number of input features."""
+        ...
+
+    @property
+    def num_items(self) -> int:
+        """Number of items that are scored."""
+        ...
+
+    def top_k(
+        self, x: CSR, k: int, *, exclude: CSR | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recommendations:
+    """The best items of each row.
+
+    Attributes:
+      ids: `[rows, k]` int32, item numbers from the best down; -1 where candidates ran
+        out.
+      scores: `[rows, k]` float32, the model's scores; -inf where candidates ran out.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def names(self, items: SparseDataset | Iterable[object]) -> list[list[str]]:
+        """The recommended items of each row by name; where they ran out, fewer than k.
+
+        Args:
+          items: the names of all items, or a data set whose features they are.
+
+        Raises:
+          ValueError: there are fewer names than items.
+        """
+        known = items.feature_names if isinstance(items, SparseDataset) else items
+        known = as_names(known)
+        highest = self.ids.max(initial=-1)
+        if highest >= len(known):
+            raise ValueError(
+                f"item {highest:,} is recommended but only {len(known):,} names were "
+                "given; give those of the features the model was trained on"
+            )
+        if highest < 0:
+            return [[] for _ in self.ids]
+        counts = np.sum(self.ids >= 0, axis=1)
+        rows = known[self.ids].tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def recommend(
+    model: Recommender,
+    inputs: Source,
+    k: int = 10,
+    *,
+    exclude: Source | None = None,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 512,
+) -> Recommendations:
+    """The `k` best of all items for each row of `inputs`.
+
+    A row without entries gets what the model says for an empty row. One program is
+    compiled for all batches; it also serves later calls with data of similar size.
+
+    >>> found = recommend(model, train, k=10, exclude=train)
+    >>> found.names(train)[0]
+    ['tea', 'milk', ...]
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
+      inputs: `[rows, features]`.
+      k: items per row. Where there are fewer candidates, ids end with -1.
+      exclude: `[rows, items]`, what not to recommend; `inputs` itself for what a row
+        already has. Two data sets are matched by row name, and a row that `exclude`
+        lacks has nothing excluded; otherwise row `i` belongs to row `i`.
+      optimizer: the model's, while rows of its weights may be behind (see
+        `Optimizer.flush`): they are read as if they were up to date.
+      batch_size: rows scored at a time.
+
+    Raises:
+      FloatingPointError: a score is NaN; names the row.
+      TypeError: `inputs` or `exclude` is nothing of the kind.
+      ValueError: `inputs` or `exclude` does not fit the model or the other.
+    """
+    _check_positive(k=k, batch_size=batch_size)
+    x = Table.of("inputs", inputs)
+    check_columns("inputs", x.matrix.num_cols, model.num_features, "features")
+    batch_size = min(batch_size, bucket(x.num_rows))
+    matrix = on_device(x.matrix)
+    batches = Batches.of(matrix, np.arange(x.num_rows), batch_size)
+    unwanted = None
+    if exclude is not None:
+        seen = Table.of("exclude", exclude)
+        check_columns("exclude", seen.matrix.num_cols, model.num_items, "items")
+        check_same_features(x, seen)
+        unwanted = _exclusion(x, np.arange(x.num_rows), matrix, seen, batch_size)
+
+    graphdef, state = nnx.split((model, optimizer))
+    results = (
+        _recommended(graphdef, state, *step, k)
+        for step in zip(batches, _each(unwanted), strict=False)
+    )
+    ids = np.empty((x.num_rows, k), np.int32)
+    scores = np.empty((x.num_rows, k), np.float32)
+    starts = range(0, x.num_rows, batch_size)
+    for start, result in zip(starts, _one_late(results), strict=True):
+        count = min(batch_size, x.num_rows - start)
+        part = slice(start, start + count)
+        ids[part], scores[part] = (np.asarray(array)[:count] for array in result)
+        _check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
+    return Recommendations(ids, scores)
+
+
+def evaluate(
+    model: Recommender,
+    inputs: Source,
+    heldout: Source,
+    *,
+    k: int | Sequence[int] = 20,
+    exclude: Source | Literal["inputs"] | None = "inputs",
+    popularity: bool = True,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 512,
+) -> dict[str, float]:
+    """How well the model finds held-out items, ranking all items for each row.
+
+    >>> evaluate(model, train, heldout, k=20)
+    {'recall@20': 0.31, 'truncated_recall@20': 0.33, 'ndcg@20': 0.27,
+     'precision@20': 0.08, 'popularity_recall@20': 0.19, ..., 'users': 6040}
+
+    Means over the rows with at least one held-out entry; for the metrics see
+    `sparsejax.metrics`. The baseline recommends to everyone what most rows of `inputs`
+    have, leaving out the same items as the model does.
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
+      inputs: `[rows, features]`, what the model is shown.
+      heldout: `[rows, items]`, what it should find. Two data sets are matched by row
+        name; otherwise row `i` belongs to row `i`.
+      k: cut-off, or several.
+      exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
+        what the row has in `inputs`.
+      popularity: also measure the baseline; `inputs` must have the items as columns.
+      optimizer: see `recommend`.
+      batch_size: rows scored at a time.
+
+    Raises:
+      FloatingPointError: a score is NaN; names the row.
+      TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind.
+      ValueError: nothing is held out, a held-out row is not in `inputs`, or one does
+        not fit the model or another.
+    """
+    evaluation = prepare(
+        inputs,
+        heldout,
+        k=k,
+        exclude=exclude,
+        popularity=popularity,
+        batch_size=batch_size,
+    )
+    return evaluation.run(model, optimizer=optimizer)
+
+
+def prepare(
+    inputs: Source,
+    heldout: Source,
+    *,
+    k: int | Sequence[int] = 20,
+    exclude: Source | Literal["inputs"] | None = "inputs",
+    popularity: bool = True,
+    batch_size: int = 512,
+) -> Evaluation:
+    """The part of `evaluate` that does not depend on the model, for repeated use.
+
+    Matches the rows, copies the data to the device and measures the baseline. Arguments
+    and errors: see `evaluate`.
+    """
+    ks = tuple(np.atleast_1d(k).tolist())
+    if not ks:
+        raise ValueError("k names no cut-off")
+    _check_positive(k=min(ks), batch_size=batch_size)
+    x, labels = Table.of("inputs", inputs), Table.of("heldout", heldout)
+    seen = None
+    if isinstance(exclude, str):
+        if exclude != "inputs":
+            raise ValueError(f'exclude is data, "inputs" or None, got {exclude!r}')
+        seen = x
+    elif exclude is not None:
+        seen = Table.of("exclude", exclude)
+    for table in (seen, x if popularity else None):
+        if table is not None:
+            _check_items(table, labels)
+    scored = np.flatnonzero(np.diff(np.asarray(labels.matrix.indptr)))
+    if not scored.size:
+        raise ValueError("no row of heldout has an entry, so there is nothing to find")
+    rows = find_rows(labels, x)[scored]
+    unknown = scored[rows < 0]
+    if unknown.size:
+        raise ValueError(
+            f"{unknown.size:,} of {scored.size:,} rows of heldout are not in inputs: "
+            f"{labels.labels(unknown)}; without inputs the model has nothing to go by"
+        )
+    batch_size = min(batch_size, bucket(scored.size))
+    matrix = on_device(x.matrix)
+    unwanted = None
+    if seen is not None:
+        unwanted = _exclusion(x, rows, matrix, seen, batch_size)
+    evaluation = Evaluation(
+        ks=ks,
+        heldout=labels,
+        rows=scored,
+        batches=Batches.of(matrix, rows, batch_size),
+        exclude=unwanted,
+        labels=Batches.of(on_device(_indicator(labels.matrix)), scored, batch_size),
+        popularity={},
+    )
+    if not popularity:
+        return evaluation
+    measured = evaluation.run(_Popularity(_column_counts(x.matrix)))
+    baseline = {f"popularity_{n}": v for n, v in measured.items() if n != "users"}
+    return dataclasses.replace(evaluation, popularity=baseline)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Evaluation:
+    """Data ready to measure models on; made by `prepare`.
+
+    Attributes:
+      ks: the cut-offs.
+      heldout: the held-out entries as they were given.
+      rows: `[users]` the rows of `heldout` that have entries.
+      batches: what the model is shown for these, on the device.
+      exclude: what is not to be recommended to them, on the device.
+      labels: what it should find, on the device.
+      popularity: metrics of the baseline, or empty.
+    """
+
+    ks: tuple[int, ...]
+    heldout: Table
+    rows: np.ndarray
+    batches: Batches
+    exclude: Batches | None
+    labels: Batches
+    popularity: dict[str, float]
+
+    def run(
+        self, model: Recommender, *, optimizer: Optimizer | None = None
+    ) -> dict[str, float]:
+        """The metrics of a model; see `evaluate`."""
+        features, items = self.batches.matrix.num_cols, self.labels.matrix.num_cols
+        check_columns("inputs", features, model.num_features, "features")
+        check_columns("heldout", items, model.num_items, "items")
+        graphdef, state = nnx.split((model, optimizer))
+        steps = zip(self.batches, _each(self.exclude), self.labels, strict=False)
+        parts = [_measured(graphdef, state, *step, self.ks) for step in steps]
+        values = np.concatenate([np.asarray(p) for p in parts], axis=1)
+        values = values[:, : self.rows.size].astype(np.float64)
+        _check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
+        names = (f"{name}@{k}" for k in self.ks for name in _METRICS)
+        means = values.mean(axis=1).tolist()
+        measured = dict(zip(names, means, strict=True))
+        return measured | self.popularity | {"users": self.rows.size}
+
+
+class _Popularity(nnx.Module):
+    """Scores every item by the number of rows that have it, whatever the input."""
+
+    def __init__(self, counts: np.ndarray):
+        # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
+        _, ranks = np.unique(counts, return_inverse=True)
+        self.scores = nnx.Variable(jnp.asarray(ranks, jnp.float32))
+        self.num_features = self.num_items = len(counts)
+
+    def top_k(self, x: CSR, k: int, *, exclude: CSR | None = None):
+        h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((self.num_items, 1))
+        return top_k(h, kernel, self.scores[...], k, exclude=exclude)
+
+
+def _column_counts(matrix: CSR) -> np.ndarray:
+    """`[num_cols]` number of entries in each column."""
+    used = np.asarray(matrix.indices)[: int(matrix.indptr[-1])]
+    return np.bincount(used, minlength=matrix.num_cols)
+
+
+def _ranked(graphdef, state, x: Batch, exclude: Batch | None, k: int):
+    model, optimizer = nnx.merge(graphdef, state)
+    current = contextlib.nullcontext()
+    if optimizer is not None:
+        current = optimizer.reading(model)
+    with current:
+        unwanted = None if exclude is None else exclude.take()
+        return model.top_k(x.take(), k, exclude=unwanted)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "k"))
+def _recommended(graphdef, state, x: Batch, exclude: Batch | None, k: int):
+    """Ids and scores, `[batch, k]`."""
+    return _ranked(graphdef, state, x, exclude, k)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "ks"))
+def _measured(graphdef, state, x: Batch, exclude: Batch | None, labels: Batch, ks):
+    """`[len(ks) * metrics, batch]`; NaN for a row with a NaN score."""
+    ids, scores = _ranked(graphdef, state, x, exclude, max(ks))
+    wanted = labels.take()
+    values = [metric(ids, wanted, k) for k in ks for metric in _METRICS.values()]
+    bad = jnp.isnan(scores).any(axis=1)
+    return jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
+
+
+def _one_late(results: Iterable) -> Iterable:
+    """The same, each after the next was asked for: so the device is never idle."""
+    pairs = itertools.pairwise(itertools.chain(results, [None]))
+    return (current for current, _ in pairs)
+
+
+def _each(batches: Batches | None) -> Iterable[Batch | None]:
+    return itertools.repeat(None) if batches is None else batches
+
+
+def _exclusion(
+    x: Table, rows: np.ndarray, matrix: CSR, seen: Table, batch_size: int
+) -> Batches:
+    """What `seen` has for some rows of `x`, whose matrix is on the device already."""
+    if seen.matrix is not x.matrix:
+        found = find_rows(x, seen)
+        if found.size and found.max() < 0:
+            ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
+            raise ValueError(
+                f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
+                f"among {seen.labels(theirs)}"
+            )
+        rows, matrix = found[rows], on_device(_indicator(seen.matrix))
+    return Batches.of(_indicator(matrix), rows, batch_size)
+
+
+def _indicator(matrix: CSR) -> CSR:
+    return dataclasses.replace(matrix, data=None)
+
+
+def _check_items(table: Table, heldout: Table) -> None:
+    """Raises ValueError unless both have the same columns."""
+    check_same_features(table, heldout)
+    ours, theirs = table.matrix.num_cols, heldout.matrix.num_cols
+    if ours != theirs:
+        raise ValueError(
+            f"{table.what} has {ours:,} columns but heldout has {theirs:,}; read both "
+            "with the same vocabulary (or, if inputs are no items, pass exclude=... or "
+            "exclude=None, and popularity=False)"
+        )
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_scores(bad: np.ndarray, table: Table, rows: np.ndarray) -> None:
+    """Raises if any is `bad`; `rows` are their numbers in `table`."""
+    if bad.any():
+        where = table.label(int(rows[np.argmax(bad)]))
+        raise FloatingPointError(
+            f"the model gives NaN for {where}; its weights or the values of the row are "
+            "not finite"
+        )
