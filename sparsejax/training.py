@@ -1,0 +1,444 @@
+"""Training on data that lives on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import ArrayLike
+from tqdm import tqdm
+
+from sparsejax import prediction
+from sparsejax.batching import bucket
+from sparsejax.checkpoint import Checkpoints, fingerprint
+from sparsejax.optimizers import Optimizer
+from sparsejax.sources import Source, Table, matched
+from sparsejax.sparse import CSR, take_rows
+
+# A row belongs to shard `row % 64` in every epoch, so that each device of a mesh finds
+# its part of a batch at home and the order is the same on any mesh.
+_SHARDS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Stop when a validation metric has not risen for some epochs.
+
+    Attributes:
+      metric: a key of the validation metrics, as "ndcg@20"; higher is better.
+      patience: epochs without a new best before training stops.
+    """
+
+    metric: str = "ndcg@20"
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise ValueError(f"patience must be at least 1, got {self.patience}")
+
+
+@runtime_checkable
+class Trainable(prediction.Recommender, Protocol):
+    """What `fit` needs of a model: an `nnx.Module` with these, as `FeedForward` is."""
+
+    def loss(
+        self, x: CSR, labels: CSR, *, weights: jax.Array | None = None
+    ) -> jax.Array:
+        """`sum_b weights_b loss_b`, a scalar."""
+        ...
+
+    def train(self) -> None:
+        """Switches noise on, as `nnx.Module.train` does."""
+        ...
+
+
+def fit(
+    model: Trainable,
+    optimizer: Optimizer,
+    inputs: Source,
+    targets: Source | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    batch_size: int = 512,
+    num_epochs: int = 20,
+    seed: int = 0,
+    validation: Source | None = None,
+    k: int = 20,
+    early_stopping: EarlyStopping | None = None,
+    checkpoint_dir: str | pathlib.Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    resume: bool = False,
+    log: Callable[[int, Mapping[str, float]], None] | None = None,
+) -> list[dict[str, float]]:
+    """Trains a model, in place, to predict `targets` from `inputs`.
+
+    The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
+    The data is copied to the device once; some steps at a time then run as one compiled
+    program that draws its rows there. The order of examples depends on `seed` and the
+    epoch only. At the end rows are brought up to date (`Optimizer.flush`).
+
+    While it runs on a terminal, a bar shows loss, examples per second and time left.
+
+    Args:
+      model: a `FeedForward`, or a module with the methods of `Trainable`.
+      optimizer: of this model.
+      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix.
+      targets: `[rows, items]`, its rows matched by name where both have names; the
+        inputs themselves by default (an autoencoder).
+      weights: `[rows]`, weight of each example; 1 by default.
+      batch_size: examples a step. The last batch of an epoch may be smaller.
+      num_epochs: passes over the data, those before a resume included.
+      seed: of the order of examples.
+      validation: held-out entries of the rows of `inputs`. After each epoch they are
+        ranked among all items that the row does not have in the targets.
+      k: cut-off of the validation metrics.
+      early_stopping: stop on a validation metric. The model is left as it is then;
+        with `checkpoint_dir` the best epoch's checkpoint is kept.
+      checkpoint_dir: where to save checkpoints.
+      checkpoint_seconds: save when this much time has passed since the last, and when
+        an epoch is the best so far, and at the end. 0 saves as often as possible.
+      resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
+        result has the same bits as an uninterrupted run's.
+      log: called after each epoch with the step number and that epoch's history entry.
+
+    Returns:
+      One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
+      validation metrics.
+
+    Raises:
+      FloatingPointError: the loss is not finite; names epoch and step. The last good
+        checkpoint stays.
+      ValueError: shapes, names or settings do not fit; a checkpoint of other data.
+      FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
+    """
+    data = _Resident.of(inputs, targets, weights)
+    if batch_size < 1 or num_epochs < 1:
+        raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
+    if early_stopping is not None and validation is None:
+        raise ValueError("early_stopping needs validation=... to measure its metric on")
+    evaluation = None
+    if validation is not None:
+        evaluation = prediction.prepare(
+            inputs,
+            validation,
+            k=k,
+            exclude="inputs" if targets is None else targets,
+            popularity=False,
+            batch_size=batch_size,
+        )
+    run = _Run(
+        settings={
+            "batch_size": batch_size,
+            "seed": seed,
+            "data": data.fingerprint() if checkpoint_dir is not None else "",
+        }
+    )
+    checkpoints = None
+    if checkpoint_dir is not None:
+        checkpoints = Checkpoints(checkpoint_dir)
+        run = _resumed(run, checkpoints, (model, optimizer), resume)
+    elif resume:
+        raise ValueError("resume=True needs checkpoint_dir=...")
+
+    model.train()
+    steps = math.ceil(data.num_rows / batch_size)
+    key = jax.random.key(seed)
+    saved = time.monotonic()
+
+    def save(score=None):
+        nonlocal saved
+        if checkpoints is not None:
+            nnx.update((model, optimizer), state)
+            progress = dataclasses.asdict(run)
+            checkpoints.save(run.step, (model, optimizer), progress, score=score)
+            saved = time.monotonic()
+
+    graphdef, state = nnx.split((model, optimizer))
+    bar = tqdm(
+        total=num_epochs * data.num_rows,
+        initial=run.epoch * data.num_rows + run.position * batch_size,
+        unit=" examples",
+        unit_scale=True,
+        disable=not sys.stderr.isatty(),
+    )
+    try:
+        with bar:
+            while run.epoch < num_epochs and not run.stopped:
+                order, needed = _epoch_order(key, run.epoch, data, batch_size)
+                capacities = tuple(bucket(int(n)) for n in needed)
+                began, first = time.monotonic(), run.position
+                while run.position < steps:
+                    count = min(_steps_per_dispatch(), steps - run.position)
+                    state, losses = _dispatch(
+                        graphdef,
+                        state,
+                        data,
+                        order,
+                        run.position,
+                        count,
+                        capacities,
+                        _steps_per_dispatch(),
+                    )
+                    done = _examples(run.position, count, batch_size, data.num_rows)
+                    run.add(_checked(losses[:count], run, checkpoints), done)
+                    bar.set_postfix(
+                        epoch=f"{run.epoch + 1}/{num_epochs}",
+                        loss=f"{run.loss_sum / run.examples:.4g}",
+                        refresh=False,
+                    )
+                    bar.update(int(done.sum()))
+                    waited = time.monotonic() - saved
+                    if run.position < steps and waited >= checkpoint_seconds:
+                        save()
+                seconds = time.monotonic() - began
+                examples = data.num_rows - first * batch_size
+                entry = run.end_epoch(examples / seconds)
+                score = None
+                if evaluation is not None:
+                    nnx.update((model, optimizer), state)
+                    measured = evaluation.run(model, optimizer=optimizer)
+                    entry.update({m: v for m, v in measured.items() if m != "users"})
+                    score = run.judge(entry, early_stopping, f"ndcg@{k}")
+                if log is not None:
+                    log(run.step, entry)
+                last = run.epoch == num_epochs or run.stopped
+                if last or score is not None:
+                    save(score)
+                elif time.monotonic() - saved >= checkpoint_seconds:
+                    save()
+    finally:
+        # Also after an interrupt: the arrays the model held were given to the program.
+        nnx.update((model, optimizer), state)
+    optimizer.flush(model)
+    return run.history
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Resident:
+    """A data set on the device; `targets` is None where the inputs are the targets."""
+
+    inputs: CSR
+    targets: CSR | None
+    weights: jax.Array | None
+
+    @classmethod
+    def of(cls, inputs, targets, weights) -> _Resident:
+        if targets is not None:
+            targets = matched(inputs, targets, "targets")
+        sources = {"inputs": inputs, "targets": targets}
+        matrices = [Table.of(n, s).matrix for n, s in sources.items() if s is not None]
+        rows = matrices[0].num_rows
+        if rows == 0:
+            raise ValueError("inputs has no rows")
+        if weights is not None:
+            weights = np.asarray(weights, np.float32)
+            if weights.shape != (rows,):
+                raise ValueError(
+                    f"weights has shape {weights.shape}, expected ({rows},)"
+                )
+            if not np.isfinite(weights).all():
+                bad = np.flatnonzero(~np.isfinite(weights))[0]
+                raise ValueError(f"weights[{bad}] is {weights[bad]}")
+        on_device = [jax.tree.map(jnp.asarray, m) for m in matrices]
+        return cls(
+            on_device[0],
+            on_device[1] if targets is not None else None,
+            None if weights is None else jnp.asarray(weights),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.inputs.num_rows
+
+    def matrices(self) -> list[CSR]:
+        return [m for m in (self.inputs, self.targets) if m is not None]
+
+    def fingerprint(self) -> str:
+        leaves = [] if self.weights is None else [self.weights]
+        return fingerprint(*self.matrices(), *leaves)
+
+
+@dataclasses.dataclass
+class _Run:
+    """How far training has come: what a checkpoint keeps beside the arrays."""
+
+    settings: dict[str, Any]
+    epoch: int = 0
+    position: int = 0  # steps done in this epoch
+    step: int = 0  # steps done in all
+    loss_sum: float = 0.0
+    examples: int = 0
+    best: float = -math.inf
+    waited: int = 0
+    stopped: bool = False
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def add(self, losses: np.ndarray, examples: np.ndarray) -> None:
+        self.loss_sum += float(np.dot(losses.astype(np.float64), examples))
+        self.examples += int(examples.sum())
+        self.position += len(losses)
+        self.step += len(losses)
+
+    def end_epoch(self, examples_per_second: float) -> dict[str, float]:
+        self.epoch += 1
+        entry = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "loss": self.loss_sum / self.examples,
+            "examples_per_second": examples_per_second,
+        }
+        self.history.append(entry)
+        self.position, self.loss_sum, self.examples = 0, 0.0, 0
+        return entry
+
+    def judge(self, entry, early_stopping, default_metric) -> float | None:
+        """The score if it is the best so far; decides whether to stop."""
+        metric = early_stopping.metric if early_stopping else default_metric
+        if metric not in entry:
+            known = ", ".join(name for name in entry if "@" in name)
+            raise ValueError(f"no validation metric {metric!r}; there are {known}")
+        if entry[metric] > self.best:
+            self.best, self.waited = entry[metric], 0
+            return self.best
+        self.waited += 1
+        if early_stopping is not None:
+            self.stopped = self.waited >= early_stopping.patience
+        return None
+
+
+def _resumed(run, checkpoints, modules, resume: bool) -> _Run:
+    if not resume:
+        if checkpoints.steps():
+            raise FileExistsError(
+                f"{checkpoints.directory} holds checkpoints; pass resume=True to "
+                "continue from them, or name another directory"
+            )
+        return run
+    progress = checkpoints.restore(modules)
+    if progress is None:
+        return run
+    before = _Run(**progress)
+    for name, value in run.settings.items():
+        if before.settings[name] != value:
+            what = "other data" if name == "data" else f"{name} {value!r}"
+            raise ValueError(
+                f"cannot resume with {what}: the run in {checkpoints.directory} has "
+                f"{name} {before.settings[name]!r}"
+            )
+    checkpoints.delete_after(before.step)
+    return before
+
+
+def _steps_per_dispatch() -> int:
+    """Enough to hide the launch; on a CPU few, since there a step may take seconds."""
+    return 16 if jax.default_backend() == "cpu" else 64
+
+
+def _examples(position: int, count: int, batch_size: int, num_rows: int) -> np.ndarray:
+    """Number of examples in each of `count` steps."""
+    starts = (position + np.arange(count)) * batch_size
+    return np.minimum(batch_size, num_rows - starts)
+
+
+def _checked(
+    losses: jax.Array, run: _Run, checkpoints: Checkpoints | None
+) -> np.ndarray:
+    host = np.asarray(losses)
+    bad = np.flatnonzero(~np.isfinite(host))
+    if bad.size:
+        kept = ""
+        if checkpoints is not None and checkpoints.steps():
+            kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
+        raise FloatingPointError(
+            f"the loss is {host[bad[0]]} in epoch {run.epoch + 1}, step "
+            f"{run.position + bad[0] + 1} of it{kept}. Lower the learning rate, or look "
+            "for extreme values in the data"
+        )
+    return host
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size",))
+def _epoch_order(key, epoch, data: _Resident, batch_size: int):
+    """Rows of each step of an epoch, and the entries that its largest batch holds.
+
+    Position p of the epoch is entry p // 64 of shard p % 64, which holds the rows
+    congruent to it and permutes them by a key of its own.
+
+    Returns:
+      order: `[steps, batch_size]`, -1 where the last batch has no row.
+      needed: for each matrix, the entries of its largest batch.
+    """
+    rows = data.num_rows
+    depth = -(-rows // _SHARDS)
+    epoch_key = jax.random.fold_in(key, epoch)
+
+    def permuted(shard):
+        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
+        entry = jnp.arange(depth, dtype=jnp.int32)
+        exists = entry * _SHARDS + shard < rows
+        # The sort is stable and only the last entry can be missing: it stays last.
+        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
+        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
+        return entry * _SHARDS + shard
+
+    shards = jax.vmap(permuted)(jnp.arange(_SHARDS, dtype=jnp.int32))
+    order = shards.T.reshape(-1)[:rows]
+    steps = -(-rows // batch_size)
+    order = jnp.pad(order, (0, steps * batch_size - rows), constant_values=-1)
+    order = order.reshape(steps, batch_size)
+
+    def largest(matrix):
+        lengths = matrix.row_lengths().at[order].get(mode="fill", fill_value=0)
+        return jnp.max(jnp.sum(jnp.where(order >= 0, lengths, 0), axis=1))
+
+    return order, [largest(matrix) for matrix in data.matrices()]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "capacities", "most"),
+    donate_argnames=("state",),
+)
+def _dispatch(graphdef, state, data, order, position, count, capacities, most):
+    """Runs steps `position .. position + count - 1` of an epoch, `count <= most`.
+
+    `count` is not static: one program serves every dispatch of an epoch.
+    """
+    steps = position + jnp.arange(most)
+    rows = order.at[steps].get(mode="fill", fill_value=-1)
+    batches = [
+        jax.vmap(lambda r, m=matrix, c=capacity: take_rows(m, r, c))(rows)
+        for matrix, capacity in zip(data.matrices(), capacities, strict=True)
+    ]
+
+    def step(i, carry):
+        state, losses = carry
+        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
+        x, labels = used[0], used[-1]
+        exists = rows[i] >= 0
+        weights = exists / jnp.sum(exists)
+        if data.weights is not None:
+            weights = weights * data.weights[rows[i]]
+        model, optimizer = nnx.merge(graphdef, state, copy=True)
+
+        def loss_fn(model):
+            return model.loss(x, labels, weights=weights)
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), losses.at[i].set(loss)
+
+    losses = jnp.zeros(most, jnp.float32)
+    return lax.fori_loop(0, count, step, (state, losses))

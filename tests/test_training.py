@@ -1,0 +1,341 @@
+"""fit: what it learns, in which order, and that it can be interrupted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+from sparsejax import optimizers, prediction, training
+from sparsejax.checkpoint import Checkpoints, CheckpointWarning, checksums
+from sparsejax.config import NetworkConfig
+from sparsejax.data import SparseDataset
+from sparsejax.models import FeedForward
+from sparsejax.sparse import CSR
+from sparsejax.training import EarlyStopping, fit
+
+
+def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
+    """Even rows like even items, odd rows odd ones; one entry of each row held out.
+
+    The only item of its colour that a row does not have is the held-out one.
+    """
+    row, item = np.indices((rows, items))
+    liked = row % 2 == item % 2
+    held = liked & (item // 2 == row // 2 % (items // 2))
+    names = [f"u{r}" for r in range(rows)], [f"i{i}" for i in range(items)]
+    parts = (scipy.sparse.csr_array(part) for part in (liked & ~held, held))
+    train, test = (
+        SparseDataset.from_scipy(part, row_names=names[0], feature_names=names[1])
+        for part in parts
+    )
+    return train, test
+
+
+def build(
+    features: int,
+    *,
+    hidden=(16,),
+    rule=None,
+    seed: int = 0,
+    **options,
+) -> tuple[FeedForward, optimizers.Optimizer]:
+    config = NetworkConfig.autoencoder(hidden, **options)
+    model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
+    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
+
+
+def parameters(model) -> dict[str, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+    return checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves})
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "l2_loss"])
+def test_learns_a_checkerboard(loss):
+    train, heldout = checkerboard(60, 20)
+    model, optimizer = build(20, loss=loss)
+    history = fit(model, optimizer, train, batch_size=16, num_epochs=40)
+    assert [entry["epoch"] for entry in history] == list(range(1, 41))
+    assert history[-1]["step"] == 40 * 4
+    assert history[-1]["loss"] < history[0]["loss"]
+    found = prediction.recommend(model, train, k=1, exclude=train)
+    expected = [row[0] for row in np.split(np.asarray(heldout.matrix.indices), 60)]
+    np.testing.assert_array_equal(found.ids[:, 0], expected)
+    measured = prediction.evaluate(model, train, heldout, k=1)
+    assert measured["recall@1"] == 1.0
+    assert measured["popularity_recall@1"] < 0.5
+
+
+def order(rows: int, epoch: int, batch_size: int, seed: int = 0) -> np.ndarray:
+    matrix = CSR(None, jnp.zeros(rows, int), jnp.arange(rows + 1), num_cols=3)
+    data = training._Resident(matrix, None, None)
+    key = jax.random.key(seed)
+    result, needed = training._epoch_order(key, epoch, data, batch_size)
+    assert [int(n) for n in needed] == [min(batch_size, rows)]
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
+def test_an_epoch_is_a_permutation_in_shards(rows):
+    drawn = order(rows, 0, 32).reshape(-1)
+    assert (drawn[rows:] == -1).all()
+    np.testing.assert_array_equal(np.sort(drawn[:rows]), np.arange(rows))
+    # Position p holds a row of shard p % 64, whatever the batch size.
+    np.testing.assert_array_equal(drawn[:rows] % 64, np.arange(rows) % 64)
+    np.testing.assert_array_equal(drawn[:rows], order(rows, 0, 50).reshape(-1)[:rows])
+    if rows == 1000:
+        assert (drawn[:rows] != order(rows, 1, 32).reshape(-1)[:rows]).mean() > 0.8
+        assert (drawn[:rows] != order(rows, 0, 32, seed=1).reshape(-1)[:rows]).any()
+
+
+def test_one_step_is_the_mean_gradient_of_the_batch():
+    train, _ = checkerboard(10, 8)
+    rate = 0.5
+    model, optimizer = build(8, rule=optimizers.sgd(rate), loss="l2_loss")
+    before = np.asarray(model.first.kernel[:8], np.float64)
+    out = np.asarray(model.output.kernel[:8], np.float64)
+    history = fit(model, optimizer, train, batch_size=32, num_epochs=1)
+    x = train.to_scipy().toarray()
+    hidden = np.maximum(x @ before, 0)
+    error = hidden @ out.T - x
+    np.testing.assert_allclose(history[0]["loss"], (error**2).sum() / 20, rtol=1e-5)
+    slope = x.T @ ((error @ out) * (hidden > 0)) / 10
+    np.testing.assert_allclose(
+        model.first.kernel[:8], before - rate * slope, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_last_batch_counts_its_own_examples():
+    # 10 rows in batches of 6: the second step has 4, and their mean is over 4.
+    train, _ = checkerboard(10, 8)
+    model, optimizer = build(8, rule=optimizers.sgd(0.0), loss="l2_loss")
+    whole = fit(model, optimizer, train, batch_size=10, num_epochs=1)
+    parts = fit(model, optimizer, train, batch_size=6, num_epochs=1)
+    np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
+
+
+def test_weights_of_examples():
+    train, _ = checkerboard(12, 8)
+    weights = np.zeros(12, np.float32)
+    weights[3] = 12
+    model, optimizer = build(8, loss="l2_loss")
+    history = fit(model, optimizer, train, weights=weights, num_epochs=1)
+    alone, other = build(8, loss="l2_loss")
+    only = SparseDataset.from_scipy(train.to_scipy()[[3]])
+    expected = fit(alone, other, only, num_epochs=1)
+    np.testing.assert_allclose(history[0]["loss"], expected[0]["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"weights has shape \(2,\), expected \(12,\)"):
+        fit(model, optimizer, train, weights=np.ones(2))
+    with pytest.raises(ValueError, match=r"weights\[1\] is nan"):
+        fit(model, optimizer, train, weights=np.where(np.arange(12) == 1, np.nan, 1))
+
+
+def test_targets_are_matched_by_name():
+    train, heldout = checkerboard(12, 8)
+    turned = SparseDataset.from_scipy(
+        heldout.to_scipy()[::-1],
+        row_names=heldout.row_names[::-1],
+        feature_names=heldout.feature_names,
+    )
+    results = []
+    for targets in (heldout, turned):
+        model, optimizer = build(8)
+        fit(model, optimizer, train, targets, num_epochs=2)
+        results.append(parameters(model))
+    assert results[0] == results[1]
+    short = SparseDataset.from_scipy(
+        heldout.to_scipy()[:5],
+        row_names=heldout.row_names[:5],
+        feature_names=heldout.feature_names,
+    )
+    with pytest.raises(ValueError, match="7 of 12 rows of inputs are not in targets"):
+        fit(model, optimizer, train, short)
+
+
+def test_validation_and_early_stopping():
+    train, heldout = checkerboard(60, 20)
+    model, optimizer = build(20)
+    logged = []
+    history = fit(
+        model,
+        optimizer,
+        train,
+        batch_size=16,
+        num_epochs=200,
+        validation=heldout,
+        k=1,
+        early_stopping=EarlyStopping(metric="recall@1", patience=3),
+        log=lambda step, entry: logged.append((step, dict(entry))),
+    )
+    scores = [entry["recall@1"] for entry in history]
+    best = int(np.argmax(scores))
+    assert len(history) == best + 1 + 3 < 200
+    assert [entry for _, entry in logged] == history
+    assert [step for step, _ in logged] == [entry["step"] for entry in history]
+    with pytest.raises(
+        ValueError, match="no validation metric 'auc'; there are recall"
+    ):
+        fit(
+            model,
+            optimizer,
+            train,
+            validation=heldout,
+            early_stopping=EarlyStopping(metric="auc"),
+        )
+    with pytest.raises(ValueError, match="early_stopping needs validation"):
+        fit(model, optimizer, train, early_stopping=EarlyStopping())
+
+
+def test_validation_does_not_alter_training():
+    train, heldout = checkerboard(60, 20)
+    results = []
+    for validation in (None, heldout):
+        model, optimizer = build(20, corruption=0.3, dropout=0.2)
+        fit(model, optimizer, train, num_epochs=3, validation=validation)
+        results.append(parameters(model))
+    assert results[0] == results[1]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
+    """`fit` that dies before dispatch number `at`."""
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    dispatch, calls = training._dispatch, iter(range(10**6))
+
+    def dying(*args):
+        if next(calls) == at:
+            raise Interrupted
+        return dispatch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_dispatch", dying)
+        with pytest.raises(Interrupted):
+            fit(model, optimizer, checkpoint_dir=checkpoint_dir, **options)
+
+
+def test_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
+    train, heldout = checkerboard(210, 20)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda: 3)
+    options = {
+        "inputs": train,
+        "batch_size": 16,
+        "num_epochs": 4,
+        "validation": heldout,
+        "early_stopping": EarlyStopping(patience=50),
+        "checkpoint_seconds": 0,
+    }
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    history = fit(model, optimizer, **options)
+    expected = parameters(model)
+
+    directory = tmp_path / "c"
+    options["resume"] = True
+    interrupted_fit(0, directory, monkeypatch, **options)  # before any checkpoint
+    for at in (3, 4, 7):
+        interrupted_fit(at, directory, monkeypatch, **options)
+    newest = Checkpoints(directory).steps()[-1]
+    assert 0 < newest < history[-1]["step"]
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=5)
+    resumed = fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+    def without_speed(entries):
+        return [
+            {k: v for k, v in e.items() if k != "examples_per_second"} for e in entries
+        ]
+
+    assert without_speed(resumed) == without_speed(history)
+    # Nothing is left to do, and the result is the same.
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=6)
+    fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+
+def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
+    train, _ = checkerboard(60, 20)
+    options = {"inputs": train, "batch_size": 16, "checkpoint_dir": tmp_path}
+    model, optimizer = build(20)
+    for epochs in (1, 2):
+        fit(model, optimizer, num_epochs=epochs, resume=epochs > 1, **options)
+    newest = Checkpoints(tmp_path).steps()[-1]
+    for path in (tmp_path / str(newest)).rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(b"")
+    again, optimizer = build(20, seed=3)
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        fit(again, optimizer, num_epochs=2, resume=True, **options)
+    assert Checkpoints(tmp_path).steps()[-1] == newest  # trained to there once more
+
+
+def test_refusals(tmp_path):
+    train, _ = checkerboard(20, 8)
+    model, optimizer = build(8)
+    options = {"num_epochs": 1, "checkpoint_dir": tmp_path}
+    fit(model, optimizer, train, **options)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        fit(model, optimizer, train, **options)
+    with pytest.raises(ValueError, match="cannot resume with batch_size 7"):
+        fit(model, optimizer, train, batch_size=7, resume=True, **options)
+    with pytest.raises(ValueError, match="cannot resume with seed 1"):
+        fit(model, optimizer, train, seed=1, resume=True, **options)
+    with pytest.raises(ValueError, match="cannot resume with other data"):
+        fit(model, optimizer, checkerboard(22, 8)[0], resume=True, **options)
+    with pytest.raises(ValueError, match="resume=True needs checkpoint_dir"):
+        fit(model, optimizer, train, resume=True)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        fit(model, optimizer, train, batch_size=0)
+    with pytest.raises(ValueError, match="x has 8 columns but the layer has 9"):
+        fit(*build(9), train)
+
+
+def test_a_loss_that_is_not_finite_stops(tmp_path):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20, rule=optimizers.sgd(1e30), loss="l2_loss")
+    with pytest.raises(
+        FloatingPointError, match=r"the loss is (nan|inf) in epoch 1, step [23] of it\."
+    ):
+        fit(model, optimizer, train, batch_size=16, checkpoint_dir=tmp_path / "a")
+    assert Checkpoints(tmp_path / "a").steps() == []
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(
+    tmp_path, monkeypatch
+):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20)
+    dispatch, calls = training._dispatch, iter(range(10**6))
+
+    def poisoned(*args):
+        state, losses = dispatch(*args)
+        return state, losses * (jnp.nan if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(training, "_dispatch", poisoned)
+    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1 of it; .* step 2\."):
+        fit(model, optimizer, train, checkpoint_dir=tmp_path, checkpoint_seconds=0)
+    assert Checkpoints(tmp_path).steps() == [1, 2]
+
+
+def test_model_survives_an_interrupt(monkeypatch):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20)
+
+    def stop(step, entry):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, optimizer, train, log=stop)
+    assert np.isfinite(np.asarray(model.first.kernel[...])).all()
+    fit(model, optimizer, train, num_epochs=1)
+
+
+def test_one_program_serves_all_epochs():
+    train, heldout = checkerboard(300, 20)
+    model, optimizer = build(20)
+    programs = getattr(training._dispatch, "_cache_size")  # noqa: B009
+    before = programs()
+    fit(model, optimizer, train, batch_size=32, num_epochs=5, validation=heldout)
+    assert programs() - before <= 2  # capacities: at most two buckets
