@@ -284,7 +284,9 @@ def test_vocabulary_of_a_file(write):
     ]
     dataset = read_text(write("\n".join(lines)))
     ranked = sorted(counts, key=lambda f: (-counts[f], f))
-    expected = sorted(range(300), key=lambda rank: (int(f"{rank % 256:08b}"[::-1], 2), rank))
+    expected = sorted(
+        range(300), key=lambda rank: (int(f"{rank % 256:08b}"[::-1], 2), rank)
+    )
     assert dataset.feature_names.tolist() == [ranked[rank] for rank in expected]
     assert dataset.row_names.tolist() == ["r2", "r0", "r1"]
 

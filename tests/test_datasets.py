@@ -75,7 +75,7 @@ def test_convert_msweb(tmp_path, monkeypatch):
     expected = ["/library", "/route", "/lib"]
     assert data.train.feature_names.tolist() == expected
     assert data.test.feature_names.tolist() == expected
-    assert data.train.to_scipy().toarray().tolist() == [[1, 1, 0], [0] * 3, [1, 0, 0]]
+    assert data.train.to_scipy().toarray().tolist() == [[1, 0, 1], [0] * 3, [1, 0, 0]]
     assert data.test.row_names.tolist() == ["test-10001", "test-10003"]
     assert data.titles["/lib"] == "library"
 
