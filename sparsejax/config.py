@@ -123,16 +123,19 @@ class NetworkConfig:
         cls,
         hidden: Sequence[int] = (256,),
         *,
-        activation: str = "relu",
-        normalize: bool = False,
-        corruption: float = 0.0,
+        activation: str = "tanh",
+        normalize: bool = True,
+        corruption: float = 0.5,
         dropout: float = 0.0,
-        temperature: float | None = None,
+        temperature: float | None = 0.1,
         tied: bool = False,
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
     ) -> NetworkConfig:
         """Layers `input -> hidden1 -> ... -> output`, alike in all hidden layers.
+
+        The defaults make a denoising autoencoder with cosine scores, the best of some
+        twenty settings on a held-out part of the Gowalla check-ins.
 
         >>> config = NetworkConfig.autoencoder((256, 128), activation="tanh")
         >>> [layer.name for layer in config.layers]

@@ -10,9 +10,16 @@ from matrices import oracle, random_csr
 from sparsejax.config import NetworkConfig
 from sparsejax.models import FeedForward
 
+PLAIN = {
+    "activation": "relu",
+    "normalize": False,
+    "corruption": 0.0,
+    "temperature": None,
+}
+
 
 def build(hidden=(6,), inputs=12, outputs=12, **options) -> FeedForward:
-    config = NetworkConfig.autoencoder(hidden, **options)
+    config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
     return FeedForward(config, inputs=inputs, outputs=outputs, rngs=nnx.Rngs(0))
 
 

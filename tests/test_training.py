@@ -33,6 +33,14 @@ def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
     return train, test
 
 
+PLAIN = {
+    "activation": "relu",
+    "normalize": False,
+    "corruption": 0.0,
+    "temperature": None,
+}
+
+
 def build(
     features: int,
     *,
@@ -41,7 +49,7 @@ def build(
     seed: int = 0,
     **options,
 ) -> tuple[FeedForward, optimizers.Optimizer]:
-    config = NetworkConfig.autoencoder(hidden, **options)
+    config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
     model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
     return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
 
