@@ -1,7 +1,7 @@
 """Loss rules: what `output_loss` and its gradient are generic over.
 
 An elementwise rule says what one score costs; its derivative is taken by `jax.jvp`, so
-a rule cannot disagree with its own gradient. Names are optax's where optax has the loss.
+a rule cannot disagree with its own gradient. Names are optax's where it has the loss.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ElementwiseLoss(abc.ABC):
         loss_b = sum of absent(score_bi)          over items i without a label
                + sum of listed(score_bi, label)   over the labels of row b
 
-    A rule is a frozen dataclass: it is hashed, because compiled programs are kept by it.
+    A rule is a frozen dataclass: compiled programs are kept by it, so it is hashed.
     Both methods work element by element, keep the dtype of `scores`, and are
     differentiated in `scores` with `jax.jvp`.
     """

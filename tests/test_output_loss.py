@@ -29,7 +29,7 @@ RULES = [
     losses.SoftmaxCrossEntropy(),
 ]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-# One that takes a single pass and the one that takes two; for what does not touch rules.
+# One that takes a single pass and the one that takes two, for what no rule changes.
 both_kinds = pytest.mark.parametrize(
     "rule", [RULES[0], RULES[3]], ids=lambda rule: rule.name
 )

@@ -100,7 +100,7 @@ def local_columns(
 
 
 def broken_rows(matrix: CSR) -> Bool[Array, "rows"]:
-    """Rows that must come out as NaN: overfull, or with an index outside the columns."""
+    """Rows that must come out as NaN: overfull, or with an index out of range."""
     outside = (matrix.indices < 0) | (matrix.indices >= matrix.num_cols)
     broken = matrix.overfull_rows()
     return broken.at[matrix.row_ids()].max(jnp.asarray(outside), mode="drop")

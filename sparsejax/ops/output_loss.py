@@ -47,7 +47,7 @@ def output_loss(
 
     Scores exist for a chunk of items at a time: memory beyond the gradients does not
     grow with the number of items. Operands are used as they are, products are summed
-    in float32 (float32 operands: at full precision), and losses are made in float32. With
+    in float32 (float32 operands: at full precision), losses are made in float32. With
     bfloat16 operands the derivative in the scores is rounded to bfloat16 before its two
     products. Gradients have the dtypes of what they belong to.
 
