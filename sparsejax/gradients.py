@@ -112,7 +112,7 @@ class RowGradient:
         values = self.values.astype(dense.dtype)
         return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
 
-    def __add__(self, other):
+    def __add__(self, other: Any) -> Any:
         if isinstance(other, RowGradient):
             return merge([self, other])
         if getattr(other, "shape", None) != self.shape:
@@ -121,7 +121,7 @@ class RowGradient:
 
     __radd__ = __add__
 
-    def __mul__(self, scalar):
+    def __mul__(self, scalar: Any) -> Any:
         if jnp.ndim(scalar) != 0:
             return NotImplemented
         return dataclasses.replace(self, values=self.values * scalar)

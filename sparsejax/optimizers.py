@@ -65,7 +65,9 @@ class Rule:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{field.name} must be a number, got {value!r}")
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name} must not be negative, got {value}")
+                raise ValueError(
+                    f"{field.name} must be finite and not negative, got {value}"
+                )
             object.__setattr__(self, field.name, float(value))
 
     def dense(self) -> optax.GradientTransformation:
@@ -445,6 +447,11 @@ class Optimizer(nnx.Pytree):
         return gradients.reading(model, readers)
 
     def _table(self, path: Path, w: jax.Array) -> Table:
+        if _key(path) not in self.rows:
+            raise ValueError(
+                "the optimizer was made for another model: it has no state of "
+                f"'{_key(path, '.')}'"
+            )
         variables = self.rows[_key(path)]
         arrays = {name: variable[...] for name, variable in variables.items()}
         return Table(w, arrays, arrays.pop("last_step", None))

@@ -150,14 +150,19 @@ def test_equals_nnx(batch, tied):
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_finite_differences(combiner):
     x = random_csr(6, FEATURES, 0.1, valued=True)
+    assert x.data is not None
     x = dataclasses.replace(x, data=jnp.abs(x.data) + 0.5)
+
+    class Weighted(Layer):
+        def __init__(self):
+            super().__init__()
+            self.data = nnx.Param(x.data)
 
     def loss_fn(model):
         values = dataclasses.replace(x, data=model.data[...])
         return jnp.sum(jnp.sin(model(values, combiner=combiner)))
 
-    model = Layer()
-    model.data = nnx.Param(x.data)
+    model = Weighted()
     grads = rows_of(loss_fn)(model)[1]
     count = int(x.indptr[-1])
     w = np.asarray(model.kernel[...], np.float64)
@@ -315,7 +320,7 @@ def test_a_teacher_is_not_differentiated(batch):
 
 def test_matrices_without_entries():
     layer = SparseLinear(20, 3, rngs=nnx.Rngs(0))
-    layer.bias[...] = jnp.ones(3)
+    layer.bias = nnx.Param(jnp.ones(3))
     for nse in (0, 5):
         x = CSR(None, np.zeros(nse, np.int32), np.zeros(5, np.int32), num_cols=20)
         value, grads = value_and_grad(linear_loss)(layer, x)
@@ -371,14 +376,14 @@ def test_derivatives_of_a_row_gradient_are_refused():
 
     for transform in (nnx.grad, value_and_grad):
         with pytest.raises(NotImplementedError, match="cannot be differentiated"):
-            transform(outer)(layer)
+            jax.eval_shape(transform(outer), layer)
 
     def with_other(layer):  # inside the loss, but about another model
         inner = SparseLinear(20, 3, rngs=nnx.Rngs(1))
         return linear_loss(layer, x) + 0 * value_and_grad(linear_loss)(inner, x)[0]
 
-    got = value_and_grad(with_other)(layer)[1]
-    assert_same(got, nnx.grad(linear_loss)(layer, x))
+    got = rows_of(with_other)(layer)[1]
+    assert_same(got, dense_of(linear_loss)(layer, x)[1])
 
 
 def make_rows(ids, num_rows=9, capacity=5, seed=0, current=False):
@@ -461,7 +466,6 @@ def test_memory_is_that_of_the_touched_rows(features):
 
     compiled = jax.jit(loss_and_rows).lower(state, x).compile()
     touched = x.nse * 64 * 4
-    extra = 16 * features  # ranks of all rows, where that is quicker than sorting
-    if features > 16 * x.nse:
-        extra = 0
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * touched + extra + 2**16
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 4 * touched + 2**16

@@ -154,7 +154,7 @@ def current_rows(
     """Copies of the rows `ids` as they are after `count` steps; writes nothing.
 
     Returns:
-      rows: in another order, in `w`'s dtype; zero for padding.
+      rows: in another order, in `w`'s dtype; arbitrary for padding.
       places: where the row of each id is in `rows`.
     """
 
@@ -282,7 +282,9 @@ def _in_blocks[Carry](
 
     def block(i, carry):
         positions = i * size + jnp.arange(size, dtype=jnp.int32)
-        return work(carry, lax.dynamic_slice(ids, (i * size,), (size,)), positions)
+        block_ids = lax.dynamic_slice(ids, (i * size,), (size,))
+        block_ids = jnp.where(positions < count, block_ids, padding)
+        return work(carry, block_ids, positions)
 
     return lax.fori_loop(0, -(-count // size), block, carry)
 

@@ -1,0 +1,78 @@
+"""Rows of a table, against NumPy. The rules themselves: test_optimizers.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from matrices import csrs
+
+from sparsejax import optimizers
+from sparsejax.ops import row_update
+from sparsejax.ops.row_update import Table
+from sparsejax.sparse import CSR
+
+
+@pytest.mark.parametrize("by", ["count", "sort"])
+@pytest.mark.parametrize("num_rows", [64, 3000])
+@given(x=csrs(rows=5, cols=40))
+def test_touched_rows(by, num_rows, x):
+    choice = {"count": 10**6, "sort": 0}[by]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_update, "_COUNTING_LIMIT", choice)
+        ids, slots = jax.jit(row_update.touched_rows, static_argnums=1)(x, num_rows)
+    count = int(x.indptr[-1])
+    used = np.asarray(x.indices)[:count]
+    capacity = min(x.nse, num_rows)
+    unique = np.unique(used)
+    padding = np.full(capacity - len(unique), num_rows)
+    np.testing.assert_array_equal(ids, np.r_[unique, padding])
+    np.testing.assert_array_equal(np.asarray(ids)[slots[:count]], used)
+    assert (np.asarray(slots)[count:] == capacity).all()
+
+
+@pytest.mark.parametrize("num_rows", [5, 100])
+def test_an_index_out_of_range_touches_nothing(num_rows):
+    indices = jnp.array([4, 3, -1, 5, 2**31 - 1, 3])
+    x = CSR(None, indices, jnp.array([0, 6]), num_cols=5)
+    ids, slots = row_update.touched_rows(x, num_rows)
+    capacity = min(6, num_rows)
+    np.testing.assert_array_equal(ids, [3, 4, *[num_rows] * (capacity - 2)])
+    np.testing.assert_array_equal(slots, [1, 0, *[capacity] * 3, 0])
+
+
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_blocks_do_not_change_what_is_done(block, monkeypatch):
+    """Rows that were behind are brought up to date, and only they are written."""
+    monkeypatch.setattr(row_update, "_CPU_BLOCK", block)
+    rule = optimizers.adam(0.1)
+    rng = np.random.default_rng(0)
+    arrays = jnp.asarray(rng.random((3, 20, 2)), jnp.float32)
+    last = np.array([0, 50, *rng.integers(1, 50, 18)], np.int32)
+    last[7] = 50
+    table = Table(arrays[0], {"mu": arrays[1], "nu": arrays[2]}, jnp.asarray(last))
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    count = jnp.int32(50)
+    lag = np.where(last > 0, 50 - last, 0)[:, None]
+    w, state = rule.catch_up(table.w, table.state, jnp.asarray(lag), count)
+    settled = row_update.settle(rule, table, count)
+    np.testing.assert_allclose(settled.w, w, **close)
+    np.testing.assert_allclose(settled.state["mu"], state["mu"], **close)
+    np.testing.assert_array_equal(settled.last, np.where(last > 0, 50, 0))
+
+    ids = jnp.array([1, 4, 7, 12, 19, 20, 20])
+    rows, places = row_update.current_rows(rule, table, ids, count)
+    used = np.asarray(ids)[:5]
+    np.testing.assert_allclose(rows[places[:5]], w[used], **close)
+
+    gradient = jnp.asarray(rng.random((7, 2)), jnp.float32)
+    after = row_update.step_rows(rule, table, ids, gradient, count)
+    moved, moments = rule.step(
+        w[used], jax.tree.map(lambda a: a[used], state), gradient[:5], count + 1
+    )
+    np.testing.assert_allclose(after.w, table.w.at[used].set(moved), **close)
+    for name, rows in moments.items():
+        expected = table.state[name].at[used].set(rows)
+        np.testing.assert_allclose(after.state[name], expected, **close)
+    last[used] = 51
+    np.testing.assert_array_equal(after.last, last)
