@@ -171,7 +171,7 @@ def evaluate(
     *,
     k: int | Sequence[int] = 20,
     exclude: Source | Literal["inputs"] | None = "inputs",
-    popularity: bool = True,
+    popularity: Source | Literal["inputs"] | None = "inputs",
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> dict[str, float]:
@@ -182,8 +182,8 @@ def evaluate(
      'precision@20': 0.08, 'popularity_recall@20': 0.19, ..., 'users': 6040}
 
     Means over the rows with at least one held-out entry; for the metrics see
-    `sparsejax.metrics`. The baseline recommends to everyone what most rows of `inputs`
-    have, leaving out the same items as the model does.
+    `sparsejax.metrics`. The baseline recommends to everyone what most rows of
+    `popularity` have, leaving out the same items as the model does.
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
@@ -193,7 +193,9 @@ def evaluate(
       k: cut-off, or several.
       exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
         what the row has in `inputs`.
-      popularity: also measure the baseline; `inputs` must have the items as columns.
+      popularity: `[any rows, items]`, what the baseline counts; by default `inputs`.
+        Where these are rows the model was not trained on, name the training data. None
+        leaves the baseline out.
       optimizer: see `recommend`.
       batch_size: rows scored at a time.
 
@@ -220,7 +222,7 @@ def prepare(
     *,
     k: int | Sequence[int] = 20,
     exclude: Source | Literal["inputs"] | None = "inputs",
-    popularity: bool = True,
+    popularity: Source | Literal["inputs"] | None = "inputs",
     batch_size: int = 512,
 ) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
@@ -233,14 +235,9 @@ def prepare(
         raise ValueError("k names no cut-off")
     _check_positive(k=min(ks), batch_size=batch_size)
     x, labels = Table.of("inputs", inputs), Table.of("heldout", heldout)
-    seen = None
-    if isinstance(exclude, str):
-        if exclude != "inputs":
-            raise ValueError(f'exclude is data, "inputs" or None, got {exclude!r}')
-        seen = x
-    elif exclude is not None:
-        seen = Table.of("exclude", exclude)
-    for table in (seen, x if popularity else None):
+    seen = _inputs_or("exclude", exclude, x)
+    counted = _inputs_or("popularity", popularity, x)
+    for table in (seen, counted):
         if table is not None:
             _check_items(table, labels)
     scored = np.flatnonzero(np.diff(np.asarray(labels.matrix.indptr)))
@@ -267,9 +264,10 @@ def prepare(
         labels=Batches.of(on_device(_indicator(labels.matrix)), scored, batch_size),
         popularity={},
     )
-    if not popularity:
+    if counted is None:
         return evaluation
-    measured = evaluation.run(_Popularity(_column_counts(x.matrix)))
+    baseline = _Popularity(_column_counts(counted.matrix), x.matrix.num_cols)
+    measured = evaluation.run(baseline)
     baseline = {f"popularity_{n}": v for n, v in measured.items() if n != "users"}
     return dataclasses.replace(evaluation, popularity=baseline)
 
@@ -318,15 +316,28 @@ class Evaluation:
 class _Popularity(nnx.Module):
     """Scores every item by the number of rows that have it, whatever the input."""
 
-    def __init__(self, counts: np.ndarray):
+    def __init__(self, counts: np.ndarray, num_features: int):
         # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
         _, ranks = np.unique(counts, return_inverse=True)
         self.scores = nnx.Variable(jnp.asarray(ranks, jnp.float32))
-        self.num_features = self.num_items = len(counts)
+        self.num_features, self.num_items = num_features, len(counts)
 
     def top_k(self, x: CSR, k: int, *, exclude: CSR | None = None):
         h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((self.num_items, 1))
         return top_k(h, kernel, self.scores[...], k, exclude=exclude)
+
+
+def _inputs_or(
+    what: str, source: Source | Literal["inputs"] | None, inputs: Table
+) -> Table | None:
+    """The source, or the inputs if it says so."""
+    if source is None:
+        return None
+    if isinstance(source, str):
+        if source != "inputs":
+            raise ValueError(f'{what} is data, "inputs" or None, got {source!r}')
+        return inputs
+    return Table.of(what, source)
 
 
 def _column_counts(matrix: CSR) -> np.ndarray:
@@ -398,8 +409,8 @@ def _check_items(table: Table, heldout: Table) -> None:
     if ours != theirs:
         raise ValueError(
             f"{table.what} has {ours:,} columns but heldout has {theirs:,}; read both "
-            "with the same vocabulary (or, if inputs are no items, pass exclude=... or "
-            "exclude=None, and popularity=False)"
+            "with the same vocabulary (or, if inputs are no items, pass exclude=... and "
+            "popularity=..., or None for either)"
         )
 
 

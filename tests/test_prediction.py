@@ -305,7 +305,8 @@ def test_held_out_rows_are_matched_by_name(problem, model):
 
 
 def test_popularity_of_counts_that_float32_cannot_tell_apart():
-    baseline = prediction._Popularity(np.array([0, 2**24 + 1, 2**24, 2**24 + 1]))
+    counts = np.array([0, 2**24 + 1, 2**24, 2**24 + 1])
+    baseline = prediction._Popularity(counts, num_features=4)
     assert baseline.scores[...].tolist() == [0, 2, 1, 2]
 
 
@@ -318,10 +319,24 @@ def test_other_items_than_features():
         ValueError, match="inputs has 4 columns but heldout has 9; read"
     ):
         evaluate(model, inputs, heldout)
-    measured = evaluate(model, inputs, heldout, k=3, exclude=None, popularity=False)
+    measured = evaluate(model, inputs, heldout, k=3, exclude=None, popularity=None)
     ids, _ = oracle(inputs.toarray() @ weights, 3)
     wanted = oracle_metrics(ids, heldout, 3) | {"users": 11}
     assert measured == pytest.approx(wanted, rel=1e-5)
+
+
+def test_popularity_of_other_rows():
+    """Rows the model was not trained on: what is popular is known from the others."""
+    weights = np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32)
+    inputs, heldout = random_matrix(11, 4, 0.5), random_matrix(11, 9, 0.5, seed=1)
+    trained_on = random_matrix(30, 9, 0.5, seed=2)
+    measured = evaluate(
+        Linear(weights), inputs, heldout, k=3, exclude=None, popularity=trained_on
+    )
+    counts = np.asarray(trained_on.toarray().sum(axis=0))
+    popular, _ = oracle(np.tile(counts, (11, 1)), 3)
+    for key, value in oracle_metrics(popular, heldout, 3).items():
+        assert measured[f"popularity_{key}"] == pytest.approx(value, rel=1e-5)
 
 
 def test_prepared_once_and_compiled_once(problem):
@@ -350,7 +365,7 @@ def test_feed_forward(problem):
     found = recommend(model, inputs, 6, exclude=inputs)
     ids, _ = oracle(scores, 6, inputs)
     np.testing.assert_array_equal(found.ids, ids)
-    measured = evaluate(model, inputs, heldout, k=6, popularity=False)
+    measured = evaluate(model, inputs, heldout, k=6, popularity=None)
     wanted = oracle_metrics(ids, heldout, 6) | {"users": measured["users"]}
     assert measured == pytest.approx(wanted, rel=1e-5)
 
