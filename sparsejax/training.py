@@ -125,6 +125,8 @@ def fit(
     data = _Resident.of(inputs, targets, weights)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
+    if not checkpoint_seconds >= 0:
+        raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
     evaluation = None
@@ -134,7 +136,7 @@ def fit(
             validation,
             k=k,
             exclude="inputs" if targets is None else targets,
-            popularity=False,
+            popularity=None,
             batch_size=batch_size,
         )
     run = _Run(
@@ -152,6 +154,7 @@ def fit(
         raise ValueError("resume=True needs checkpoint_dir=...")
 
     model.train()
+    batch_size = min(batch_size, data.num_rows)
     steps = math.ceil(data.num_rows / batch_size)
     key = jax.random.key(seed)
     saved = time.monotonic()

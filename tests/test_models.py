@@ -1,5 +1,7 @@
 """FeedForward: what a NetworkConfig becomes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from matrices import oracle, random_csr
 from sparsejax.config import NetworkConfig
 from sparsejax.models import FeedForward
 
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "activation": "relu",
     "normalize": False,
     "corruption": 0.0,

@@ -1,5 +1,7 @@
 """fit: what it learns, in which order, and that it can be interrupted."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,7 @@ def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
     return train, test
 
 
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "activation": "relu",
     "normalize": False,
     "corruption": 0.0,
@@ -120,6 +122,8 @@ def test_last_batch_counts_its_own_examples():
     model, optimizer = build(8, rule=optimizers.sgd(0.0), loss="l2_loss")
     whole = fit(model, optimizer, train, batch_size=10, num_epochs=1)
     parts = fit(model, optimizer, train, batch_size=6, num_epochs=1)
+    more = fit(model, optimizer, train, batch_size=10**9, num_epochs=1)
+    assert more[0]["loss"] == whole[0]["loss"]
     np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
 
 
@@ -296,6 +300,8 @@ def test_refusals(tmp_path):
         fit(model, optimizer, train, resume=True)
     with pytest.raises(ValueError, match="batch_size=0"):
         fit(model, optimizer, train, batch_size=0)
+    with pytest.raises(ValueError, match="checkpoint_seconds=nan"):
+        fit(model, optimizer, train, checkpoint_seconds=float("nan"))
     with pytest.raises(ValueError, match="x has 8 columns but the layer has 9"):
         fit(*build(9), train)
 
