@@ -1,0 +1,279 @@
+"""The command line: `sparsejax train | evaluate | predict | convert | demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+
+import sparsejax
+
+Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
+_Formats = arg(metavar="{text,pairs,adjacency,parquet}")
+_File = arg(metavar="FILE")
+_Folder = arg(metavar="DIR")
+Flag = Annotated[bool, FlagCreatePairsOff]  # off unless given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """Its input and its output are all features of the data.
+
+    Attributes:
+      hidden: Units of each hidden layer.
+      activation: A function of jax.nn, as relu, tanh or gelu, or linear.
+      loss: softmax_cross_entropy, sigmoid_binary_cross_entropy, l2_loss or
+        scaled_marginal_cross_entropy.
+      normalize: Divide each input row by its L2 norm.
+      corruption: Probability with which an input entry is dropped in training.
+      dropout: Probability with which a hidden unit is dropped in training.
+      temperature: Make scores cosines divided by this; None: dot products.
+      tied: Share one kernel between the first and the last layer.
+    """
+
+    hidden: tuple[int, ...] = (256,)
+    activation: str = "tanh"
+    loss: str = "softmax_cross_entropy"
+    normalize: bool = True
+    corruption: float = 0.5
+    dropout: float = 0.0
+    temperature: Annotated[float | None, arg(metavar="{FLOAT,None}")] = 0.1
+    tied: Flag = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Trains an autoencoder on a file of interactions.
+
+    Attributes:
+      data: The interactions to train on.
+      run: Folder for the model: settings, vocabulary, checkpoints. It must not exist.
+      format: Format of the files, where it is not clear from name and content.
+      indicator: Ignore values: every entry counts 1.
+      validation: Held-out interactions of the same rows. They are ranked after every
+        epoch, and the model of the best epoch is used later.
+      k: Cut-off of the validation metrics.
+      patience: Stop when ndcg@k of the validation has not risen for so many epochs.
+      config: The network as JSON, instead of the network options below.
+      optimizer: adam, adagrad, rmsprop or sgd.
+      learning_rate: Size of its steps.
+      batch_size: Rows a step.
+      epochs: Passes over the data, those before a resume included.
+      seed: Another seed, another model.
+      checkpoint_seconds: Time between checkpoints; 0 is as often as possible.
+      resume: Continue from the last checkpoint, if there is one. The other options must
+        be those that the run was begun with; only epochs may be raised.
+      network: The network.
+    """
+
+    data: Annotated[Positional[pathlib.Path], arg(metavar="DATA")]
+    run: Annotated[pathlib.Path, _Folder]
+    format: Annotated[Format | None, _Formats] = None
+    indicator: Flag = False
+    validation: Annotated[pathlib.Path | None, _File] = None
+    k: int = 20
+    patience: Annotated[int | None, arg(metavar="INT")] = None
+    config: Annotated[pathlib.Path | None, _File] = None
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    batch_size: int = 512
+    epochs: int = 20
+    seed: int = 0
+    checkpoint_seconds: float = 30.0
+    resume: Flag = False
+    network: Network = Network()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measures how well held-out interactions are found, beside mere popularity.
+
+    Prints a table and, as the last line, the same numbers as JSON.
+
+    Attributes:
+      run: Folder of the trained model.
+      train: What the model is shown of each row; never recommended.
+      test: What it should find; rows are matched by name.
+      k: Number of recommendations that count.
+      format: Format of both files, where it is not clear from name and content.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    train: Annotated[Positional[pathlib.Path], arg(metavar="TRAIN")]
+    test: Annotated[Positional[pathlib.Path], arg(metavar="TEST")]
+    k: int = 20
+    format: Annotated[Format | None, _Formats] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Writes the best items for each row: row<TAB>item,score:item,score...
+
+    Attributes:
+      run: Folder of the trained model.
+      data: The interactions to recommend from.
+      out: File to write, a line for each row of DATA. It is replaced if it exists.
+      k: Number of items for each row.
+      exclude_seen: Do not recommend what a row already has in DATA.
+      exclude: Do not recommend a row's interactions in this file; rows are matched by
+        name, and one that the file lacks has nothing excluded.
+      format: Format of the files, where it is not clear from name and content.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    data: Annotated[Positional[pathlib.Path], arg(metavar="DATA")]
+    out: Annotated[pathlib.Path, _File]
+    k: int = 10
+    exclude_seen: Flag = False
+    exclude: Annotated[pathlib.Path | None, _File] = None
+    format: Annotated[Format | None, _Formats] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Converts a file of interactions to another format.
+
+    Features without entries are kept by parquet only.
+
+    Attributes:
+      input: File to read; .gz and .xz are read, too.
+      output: File to write, compressed if it ends in .gz or .xz. It is replaced if it
+        exists.
+      from_: Format of IN, where it is not clear from name and content.
+      to: Format of OUT, where its name does not end in .parquet or .csv (pairs).
+      features: Keep only the features of this file, a run's vocabulary.parquet for
+        example, and in its order.
+      indicator: Leave out the values.
+    """
+
+    input: Annotated[Positional[pathlib.Path], arg(metavar="IN")]
+    output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
+    from_: Annotated[Format | None, arg(name="from"), _Formats] = None
+    to: Annotated[Format | None, _Formats] = None
+    features: Annotated[pathlib.Path | None, _File] = None
+    indicator: Flag = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Trains on the data that comes with the package and shows recommendations.
+
+    Takes less than two minutes on two cores and writes no files.
+    """
+
+
+Command = Train | Evaluate | Predict | Convert | Demo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    0: done; 1: a line on stderr says what is wrong; 2: wrong usage; 130: interrupted.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = None
+    try:
+        command = _parse(argv)
+        with _one_line_warnings():
+            _run(command, argv)
+        sys.stdout.flush()
+    except SystemExit as stopped:  # --help, --version or wrong usage
+        return int(stopped.code or 0)
+    except KeyboardInterrupt:
+        resumable = isinstance(command, Train)
+        how = "; to continue, repeat the command with --resume" if resumable else ""
+        _say(f"interrupted{how}")
+        return 130
+    except BrokenPipeError:  # whoever read the output has enough
+        # At exit Python flushes stdout once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if not _is_for_users(error):
+            raise
+        _say(f"error: {_message(error)}")
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> Command:
+    """The command; prints what is asked for, or what is wrong, and raises SystemExit."""
+    try:
+        if argv == ["--version"]:
+            print(f"sparsejax {sparsejax.__version__}")
+            raise SystemExit(0)
+        return tyro.cli(
+            Command,
+            prog="sparsejax",
+            description="Recommendations from sparse data. --version prints the version.",
+            args=argv,
+            config=(OmitArgPrefixes,),
+        )
+    finally:
+        sys.stdout.flush()
+
+
+def _run(command: Command, argv: Sequence[str]) -> None:
+    from sparsejax import commands, demo
+
+    match command:
+        case Train():
+            if command.config and (given := _given(Network, argv)):
+                raise ValueError(
+                    f"--config describes the whole network: leave out {given[0]}, or "
+                    "--config"
+                )
+            commands.train(command)
+        case Evaluate():
+            commands.evaluate(command)
+        case Predict():
+            commands.predict(command)
+        case Convert():
+            commands.convert(command)
+        case Demo():
+            demo.main()
+
+
+def _given(flags: type, argv: Sequence[str]) -> list[str]:
+    """Which flags of a dataclass are on the command line."""
+    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(flags)]
+    known = (f"--{prefix}{name}" for name in names for prefix in ("", "no-"))
+    return [flag for flag in known if flag in words]
+
+
+def _is_for_users(error: Exception) -> bool:
+    """Whether the message helps; any other error is a bug, which needs its traceback."""
+    kinds = (ValueError, OSError, ArithmeticError, MemoryError, NotImplementedError)
+    # For a network or a batch that is too large JAX has no class of its own.
+    return isinstance(error, kinds) or "Out of memory" in str(error)
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Generator[None]:
+    def show(message, category, filename, lineno, file=None, line=None) -> None:
+        _say(f"warning: {_message(message)}")
+
+    with warnings.catch_warnings():
+        # Each one, not the first from each place in the code.
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
+
+
+def _message(error: Exception | str) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split("\n")) or type(error).__name__
+
+
+def _say(line: str) -> None:
+    print(f"sparsejax: {line}", file=sys.stderr)

@@ -1,0 +1,211 @@
+"""What each command of the command line does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import sys
+import warnings
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import scipy.sparse
+from flax import nnx
+from tqdm import tqdm
+
+from sparsejax import cli, optimizers, prediction, run, training, writers
+from sparsejax.checkpoint import fingerprint
+from sparsejax.config import NetworkConfig
+from sparsejax.data import DataError, SparseDataset, read
+from sparsejax.data.names import examples, find_names
+from sparsejax.sparse import CSR
+
+
+def train(flags: cli.Train) -> None:
+    """`sparsejax train`."""
+    run.check_folder(flags.run, resume=flags.resume)
+    stopping = None
+    if flags.patience is not None:
+        if flags.validation is None:
+            raise ValueError("--patience needs --validation, the data to stop on")
+        stopping = training.EarlyStopping(
+            metric=f"ndcg@{flags.k}", patience=flags.patience
+        )
+    if flags.config is None:
+        network = NetworkConfig.autoencoder(**vars(flags.network))
+    else:
+        network = NetworkConfig.load(flags.config)
+    data = read(flags.data, format=flags.format, indicator=flags.indicator)
+    heldout = None
+    if flags.validation is not None:
+        heldout = _heldout(flags.validation, flags.format, data, flags.data)
+    settings = run.Run(
+        network=network,
+        optimizer=optimizers.get(flags.optimizer, learning_rate=flags.learning_rate),
+        num_features=data.num_features,
+        num_epochs=flags.epochs,
+        batch_size=flags.batch_size,
+        seed=flags.seed,
+        indicator=data.matrix.data is None,
+        validation=None if heldout is None else fingerprint(heldout.matrix),
+        k=flags.k,
+        patience=flags.patience,
+    )
+    model, optimizer = settings.build()
+    with run.begun(
+        flags.run, settings, data.feature_names, resume=flags.resume
+    ) as folder:
+        print_summary(data, model)
+        training.fit(
+            model,
+            optimizer,
+            data,
+            batch_size=flags.batch_size,
+            num_epochs=flags.epochs,
+            seed=flags.seed,
+            validation=heldout,
+            k=flags.k,
+            early_stopping=stopping,
+            checkpoint_dir=folder,
+            checkpoint_seconds=flags.checkpoint_seconds,
+            resume=flags.resume,
+            log=functools.partial(print_epoch, flags.epochs),
+        )
+    print(f"the model is in {flags.run}", file=sys.stderr)
+
+
+def evaluate(flags: cli.Evaluate) -> None:
+    """`sparsejax evaluate`."""
+    settings, _ = run.load_run(flags.run)
+    model, names = run.load_model(flags.run)
+    shown = read(
+        flags.train, format=flags.format, features=names, indicator=settings.indicator
+    )
+    heldout = _heldout(flags.test, flags.format, shown, flags.train)
+    measured = prediction.evaluate(model, shown, heldout, k=flags.k)
+    print(table(measured))
+    print(json.dumps(measured))
+
+
+def predict(flags: cli.Predict) -> None:
+    """`sparsejax predict`."""
+    settings, _ = run.load_run(flags.run)
+    model, names = run.load_model(flags.run)
+    with writers.whole_file(flags.out) as file:
+        data = read(
+            flags.data,
+            format=flags.format,
+            features=names,
+            indicator=settings.indicator,
+        )
+        writers.check_recommendation_names(data.row_names, names)
+        exclude = data if flags.exclude_seen else None
+        if flags.exclude is not None:
+            unwanted = read(
+                flags.exclude, format=flags.format, features=names, indicator=True
+            )
+            exclude = _union(data, unwanted) if flags.exclude_seen else unwanted
+        found = prediction.recommend(model, data, flags.k, exclude=exclude)
+        writers.write_recommendations(file, data.row_names, found, names)
+
+
+def convert(flags: cli.Convert) -> None:
+    """`sparsejax convert`."""
+    to = flags.to or _format_of(flags.output)
+    writers.check_writable(flags.output)
+    features = None if flags.features is None else read(flags.features)
+    data = read(
+        flags.input, format=flags.from_, features=features, indicator=flags.indicator
+    )
+    if to == "parquet":
+        data.save(flags.output)
+        return
+    with writers.whole_file(flags.output) as file:
+        match to:
+            case "text":
+                writers.write_text(file, data)
+            case "adjacency":
+                writers.write_adjacency(file, data)
+            case "pairs":
+                comma = ".csv" in flags.output.suffixes
+                writers.write_pairs(file, data, delimiter="," if comma else "\t")
+
+
+def print_summary(data: SparseDataset, model: nnx.Module) -> None:
+    """Says on stderr what is trained on what."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    parameters = sum(leaf.size for leaf in leaves)
+    print(
+        f"{data.num_rows:,} rows, {data.num_features:,} features, "
+        f"{data.num_entries:,} entries, {parameters:,} parameters",
+        file=sys.stderr,
+    )
+
+
+def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
+    """Says on stderr how an epoch went; `fit` calls it. A progress bar stays below."""
+    metrics = "".join(f"  {name} {entry[name]:.4f}" for name in entry if "@" in name)
+    tqdm.write(
+        f"epoch {entry['epoch']}/{num_epochs}  loss {entry['loss']:.5g}  "
+        f"{entry['examples_per_second']:,.0f} examples/s{metrics}",
+        file=sys.stderr,
+    )
+
+
+def table(measured: Mapping[str, float]) -> str:
+    """Metrics as text, the model's beside those of the popularity baseline."""
+    names = [name for name in measured if f"popularity_{name}" in measured]
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  {'model':>10}  {'popularity':>10}"]
+    for name in names:
+        model, popularity = measured[name], measured[f"popularity_{name}"]
+        lines.append(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
+    return "\n".join([*lines, f"means over {measured['users']:,} users"])
+
+
+def _heldout(
+    path: pathlib.Path,
+    format: cli.Format | None,
+    data: SparseDataset,
+    data_path: pathlib.Path,
+) -> SparseDataset:
+    """Held-out entries of rows of `data`; those of other rows are left out, aloud."""
+    heldout = read(path, format=format, features=data, indicator=True)
+    unknown = find_names(heldout.row_names, data.row_names) < 0
+    if unknown.any():
+        names = heldout.row_names[unknown]
+        text = (
+            f"{path}: {names.size:,} of {heldout.num_rows:,} rows are not in "
+            f"{data_path}: {examples(names)}"
+        )
+        if unknown.all():
+            raise DataError(text)
+        warnings.warn(f"{text}; they are left out", stacklevel=2)
+        heldout = heldout.align_rows(heldout.row_names[~unknown])
+    return heldout
+
+
+def _union(data: SparseDataset, other: SparseDataset) -> CSR:
+    """`[rows of data, features]`: entries of either, `other`'s rows found by name."""
+    ours, theirs = data.to_scipy().tocoo(), other.to_scipy().tocoo()
+    row = find_names(other.row_names, data.row_names)[theirs.row]
+    known = row >= 0
+    rows = np.concatenate([ours.row, row[known]])
+    columns = np.concatenate([ours.col, theirs.col[known]])
+    entries = (np.ones(len(rows), bool), (rows, columns))
+    return CSR.from_scipy(scipy.sparse.coo_array(entries, shape=ours.shape))
+
+
+def _format_of(path: pathlib.Path) -> cli.Format:
+    """The format that a file's name asks for."""
+    name = path.name.removesuffix(".gz").removesuffix(".xz")
+    if name.endswith(".parquet"):
+        return "parquet"
+    if name.endswith(".csv"):
+        return "pairs"
+    raise ValueError(
+        f"{path}: the name does not tell the format; pass --to text, pairs, adjacency "
+        "or parquet"
+    )

@@ -1,0 +1,279 @@
+"""A run folder: what training leaves behind for evaluation and recommendation.
+
+::
+
+    run.json              settings, so that model and optimizer can be made again
+    vocabulary.parquet    names of the features, in the model's order
+    checkpoints/          see `sparsejax.checkpoint`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.config import NetworkConfig
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import Names
+from sparsejax.models import FeedForward
+from sparsejax.optimizers import Optimizer
+from sparsejax.sparse import CSR
+from sparsejax.writers import whole_file
+
+VERSION = 1
+_SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is trained: what `run.json` holds.
+
+    Attributes:
+      network: the layers and the loss.
+      optimizer: the rule, with its parameters.
+      num_features: of the vocabulary, which are also the items.
+      num_epochs: passes over the data.
+      batch_size: examples a step.
+      seed: of the parameters' first values and of the order of examples.
+      indicator: whether the data has no values, or they are ignored.
+      validation: `checkpoint.fingerprint` of the held-out entries, if there are any.
+      k: cut-off of the validation metrics.
+      patience: of early stopping on `ndcg@k`, if training stops early.
+    """
+
+    network: NetworkConfig
+    optimizer: optimizers.Rule
+    num_features: int
+    num_epochs: int
+    batch_size: int
+    seed: int
+    indicator: bool
+    validation: str | None
+    k: int
+    patience: int | None
+
+    def build(self) -> tuple[FeedForward, Optimizer]:
+        """A new model and its optimizer.
+
+        Raises:
+          ValueError: the network cannot be made.
+        """
+        size = self.num_features
+        rngs = nnx.Rngs(self.seed)
+        model = FeedForward(self.network, inputs=size, outputs=size, rngs=rngs)
+        return model, Optimizer(model, self.optimizer)
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads."""
+        document = {"version": VERSION, **_shallow_dict(self)}
+        document["network"] = json.loads(self.network.to_json())
+        document["optimizer"] = optimizers.to_json(self.optimizer)
+        return json.dumps(document, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: it is something else, or of another version.
+        """
+        document = json.loads(text)
+        if not isinstance(document, dict) or "version" not in document:
+            raise ValueError("these are not the settings of a run")
+        version = document.pop("version")
+        if version != VERSION:
+            raise ValueError(
+                f"settings of version {version!r}; this release reads version {VERSION}"
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        if names != document.keys():
+            wrong = ", ".join(sorted(names ^ document.keys()))
+            raise ValueError(f"settings that are missing or unknown: {wrong}")
+        network = NetworkConfig.from_json(json.dumps(document.pop("network")))
+        optimizer = optimizers.from_json(document.pop("optimizer"))
+        return cls(network=network, optimizer=optimizer, **document)
+
+    def check_resumes(self, before: Run) -> None:
+        """Checks that these are the settings a run was begun with.
+
+        Only `num_epochs` may differ: it may be higher.
+
+        Raises:
+          ValueError: another setting differs; names it.
+        """
+        if self.num_epochs < before.num_epochs:
+            raise ValueError(
+                f"cannot resume with {self.num_epochs} epochs: the run was begun with "
+                f"{before.num_epochs}, which can only be raised"
+            )
+        if self.validation != before.validation:
+            raise ValueError("cannot resume with other validation data, or none")
+        ours, theirs = self._settings(), before._settings()
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"cannot resume with {name} {ours.get(name)}: the run was begun "
+                    f"with {theirs.get(name)}"
+                )
+
+    def _settings(self) -> dict[str, Any]:
+        """What must stay as it is, one plain value by each name."""
+        network, rule = self.network, optimizers.to_json(self.optimizer)
+        settings = {"loss": network.loss, **dict(network.loss_options)}
+        for layer in network.layers:
+            settings |= {
+                f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()
+            }
+        settings |= {"optimizer": rule.pop("name"), **rule}
+        plain = ("batch_size", "seed", "indicator", "k", "patience")
+        return settings | {name: getattr(self, name) for name in plain}
+
+
+def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
+    """The settings and the feature names of a run folder.
+
+    Raises:
+      ValueError: it is none, or it is damaged.
+    """
+    directory = pathlib.Path(directory)
+    path = directory / _SETTINGS
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: is not a run folder, it has no {_SETTINGS}; train a model "
+            "first"
+        )
+    try:
+        run = Run.from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    names = SparseDataset.load(directory / _VOCABULARY).feature_names
+    if len(names) != run.num_features:
+        raise ValueError(
+            f"{directory}: {_SETTINGS} has {run.num_features:,} features but "
+            f"{_VOCABULARY} has {len(names):,}"
+        )
+    return run, names
+
+
+def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
+    """The trained model of a run folder, ready for use, and its feature names.
+
+    If training had validation data, this is the model of the best epoch, otherwise the
+    newest. A damaged checkpoint is passed over with a `CheckpointWarning`.
+
+    >>> model, names = load_model("runs/first")
+    >>> data = read("new_users.tsv", features=names)
+    >>> recommend(model, data, k=10, exclude=data).names(names)
+
+    Raises:
+      ValueError: it is no run folder, or it holds no checkpoint that can be read.
+    """
+    run, names = load_run(directory)
+    model, optimizer = run.build()
+    checkpoints = checkpoints_of(directory)
+    if checkpoints.restore((model, optimizer), best=True) is None:
+        raise ValueError(
+            f"{directory}: holds no checkpoint yet; train it with --resume"
+        )
+    optimizer.flush(model)
+    model.eval()
+    return model, names
+
+
+def checkpoints_of(directory: str | pathlib.Path) -> Checkpoints:
+    """The checkpoints of a run folder."""
+    return Checkpoints(pathlib.Path(directory) / _CHECKPOINTS)
+
+
+@contextlib.contextmanager
+def begun(
+    directory: str | pathlib.Path, run: Run, features: Names, *, resume: bool
+) -> Generator[pathlib.Path]:
+    """The folder of a run while it is trained.
+
+    It is made if it is not there. If training fails before its first checkpoint, what
+    was made is removed again; after an interrupt it stays, for a resume.
+
+    Args:
+      directory: the folder.
+      run: the settings.
+      features: names of the features.
+      resume: go on if the folder is there. Without a checkpoint in it nothing was
+        done yet, so that the settings may be others.
+
+    Yields:
+      The folder for the checkpoints.
+
+    Raises:
+      FileExistsError: the folder is there and `resume` is False.
+      ValueError: it is no run folder, or of a run with other settings or features.
+    """
+    directory = pathlib.Path(directory)
+    check_folder(directory, resume=resume)
+    checkpoints = checkpoints_of(directory)
+    if checkpoints.steps():
+        before, names = load_run(directory)
+        run.check_resumes(before)
+        if not np.array_equal(features, names):
+            raise ValueError(
+                f"cannot resume with other data: {directory} has other features"
+            )
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _vocabulary(features).save(directory / _VOCABULARY)
+        with whole_file(directory / _SETTINGS) as file:
+            file.write(run.to_json())
+        yield directory / _CHECKPOINTS
+    except Exception:
+        if new and not checkpoints.steps():
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run may be in there by now
+                for parent in new[1:]:
+                    parent.rmdir()
+        raise
+
+
+def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
+    """Checks that a run can be begun in a folder, or resumed.
+
+    Raises:
+      FileExistsError: it is there and `resume` is False.
+      ValueError: it holds something else than a run.
+    """
+    directory = pathlib.Path(directory)
+    if directory.exists() and not resume:
+        raise FileExistsError(
+            f"{directory}: exists; to continue its training pass --resume, otherwise "
+            "name another folder"
+        )
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: is not a folder")
+    known = {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
+    # A killed process may have left files with temporary names, which start with a dot.
+    other = {path.name for path in directory.iterdir() if path.name[0] != "."} - known
+    if other and not (directory / _SETTINGS).exists():
+        raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
+
+
+def _vocabulary(features: Names) -> SparseDataset:
+    """A data set without rows."""
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    matrix = CSR(None, none, start, num_cols=len(features))
+    return SparseDataset(matrix, features[:0], features)
+
+
+def _shallow_dict(instance: Any) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}

@@ -1,0 +1,687 @@
+"""The command line, on a checkerboard: even users like even items, odd users odd ones."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+import typing
+
+import jax
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+from sparsejax import cli, commands, demo, optimizers, run
+from sparsejax.cli import main
+from sparsejax.config import NetworkConfig
+from sparsejax.data import SparseDataset, read, sniff
+
+USERS, ITEMS = 60, 20
+NETWORK = ["--hidden", "16"]
+FIT = ["--learning-rate", "0.01", "--batch-size", "16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """A trained run and the files it was made from.
+
+    Attributes:
+      folder: with `train.txt`, `heldout.txt` and `run`.
+      train: what is in `train.txt`.
+      heldout: two more items of each user, of its colour.
+      stderr: what training said.
+    """
+
+    folder: pathlib.Path
+    train: SparseDataset
+    heldout: SparseDataset
+    stderr: str
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / name) for name in ("train.txt", "heldout.txt")]
+
+    @property
+    def run(self) -> str:
+        return str(self.folder / "run")
+
+
+def checkerboard() -> tuple[SparseDataset, SparseDataset]:
+    """All items of its colour for each user: `(train, two held out for each)`."""
+    full = np.add.outer(np.arange(USERS), np.arange(ITEMS)) % 2 == 0
+    rng = np.random.default_rng(0)
+    order = np.argsort(rng.random(full.shape) + ~full, axis=1)  # its colour first
+    heldout = np.zeros_like(full)
+    np.put_along_axis(heldout, order[:, :2], True, axis=1)
+
+    def dataset(dense: np.ndarray) -> SparseDataset:
+        return SparseDataset.from_scipy(
+            scipy.sparse.csr_array(dense),
+            row_names=[f"user {u}" for u in range(USERS)],
+            feature_names=[f"item{i}" for i in range(ITEMS)],
+        )
+
+    return dataset(full & ~heldout), dataset(heldout)
+
+
+def write_lines(path: pathlib.Path, data: SparseDataset) -> str:
+    """The data set in the text form, written without the code under test."""
+    indptr, names = data.matrix.indptr, data.feature_names
+    lines = (
+        f"{row}\t{':'.join(names[data.matrix.indices[indptr[i] : indptr[i + 1]]])}\n"
+        for i, row in enumerate(data.row_names)
+    )
+    path.write_text("".join(lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory) -> Board:
+    folder = tmp_path_factory.mktemp("board")
+    train, heldout = checkerboard()
+    files = [write_lines(folder / "train.txt", train)]
+    files += [write_lines(folder / "heldout.txt", heldout)]
+    argv = ["train", files[0], "--run", str(folder / "run"), "--epochs", "25"]
+    argv += [*NETWORK, *FIT, "--validation", files[1], "--k", "2"]
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        assert main(argv) == 0, stderr.getvalue()
+    return Board(folder, train, heldout, stderr.getvalue())
+
+
+@pytest.fixture
+def small(tmp_path) -> list[str]:
+    """Arguments that train a tiny model for an epoch into `tmp_path / "run"`."""
+    path = write_lines(tmp_path / "small.txt", checkerboard()[0])
+    argv = ["train", path, "--run", str(tmp_path / "run"), *NETWORK, "--epochs", "1"]
+    return [*argv, "--optimizer", "sgd"]  # compiles fastest
+
+
+def _names(*names: str) -> np.ndarray:
+    return np.array(names, dtype=np.dtypes.StringDType())
+
+
+def recommendations(path: pathlib.Path) -> dict[str, dict[str, float]]:
+    """`{user: {item: score}}` of a file that `predict` wrote, in its order."""
+    found = {}
+    for line in path.read_text().splitlines():
+        user, _, rest = line.partition("\t")
+        entries = (entry.split(",") for entry in rest.split(":") if rest)
+        found[user] = {item: float(score) for item, score in entries}
+    return found
+
+
+def items_of(data: SparseDataset, row: int) -> set[str]:
+    start, end = data.matrix.indptr[row : row + 2]
+    return set(data.feature_names[data.matrix.indices[start:end]])
+
+
+def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
+    """Every parameter of a run's model, bit for bit."""
+    state = nnx.to_pure_dict(nnx.state(run.load_model(folder)[0], nnx.Param))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves
+    }
+
+
+def test_train_says_what_it_does(board):
+    lines = board.stderr.splitlines()
+    entries = board.train.num_entries
+    count = sum(len(bits) // 4 for bits in parameters(board.run).values())
+    assert lines[0] == (
+        f"60 rows, 20 features, {entries} entries, {count:,} parameters"
+    )
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert len(epochs) == 25
+    assert re.match(r"epoch 1/25  loss \d.*examples/s.*ndcg@2 \d", epochs[0])
+    assert "Traceback" not in board.stderr
+
+
+def test_evaluate_finds_what_was_held_out(board, capsys):
+    assert main(["evaluate", board.run, *board.files, "--k", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    measured = json.loads(lines[-1])
+    assert measured["users"] == USERS
+    # Everything of the user's colour that it does not have yet is held out.
+    assert measured["recall@2"] > 0.95
+    assert measured["popularity_recall@2"] < 0.6
+    assert {"ndcg@2", "precision@2", "truncated_recall@2"} < measured.keys()
+    row = next(line for line in lines if line.startswith("recall@2 ")).split()
+    expected = [measured["recall@2"], measured["popularity_recall@2"]]
+    assert [float(cell) for cell in row[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_predict_recommends_the_users_colour(board, tmp_path):
+    out = tmp_path / "recs.tsv"
+    argv = ["predict", board.run, board.files[0], "--out", str(out)]
+    assert main([*argv, "--k", "2", "--exclude-seen"]) == 0
+    found = recommendations(out)
+    assert list(found) == board.train.row_names.tolist()
+    right = [
+        set(found[f"user {u}"]) == items_of(board.heldout, u) for u in range(USERS)
+    ]
+    assert np.mean(right) > 0.95
+    for scores in found.values():
+        assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    # Written again, without an exclusion, it is replaced.
+    assert main([*argv, "--k", "8"]) == 0
+    for user, items in recommendations(out).items():
+        assert {int(item[4:]) % 2 for item in items} == {int(user[5:]) % 2}
+    assert sorted(os.listdir(tmp_path)) == ["recs.tsv"]
+
+
+def test_predict_excludes_what_a_file_says(board, tmp_path):
+    some = board.heldout.align_rows(["user 1", "user 0"])
+    unwanted = write_lines(tmp_path / "unwanted.txt", some)
+    argv = ["predict", board.run, board.files[0], "--out", str(tmp_path / "recs.tsv")]
+    argv += ["--exclude", unwanted, "--k", str(ITEMS)]
+    assert main(argv) == 0
+    found = recommendations(tmp_path / "recs.tsv")
+    for u in range(USERS):
+        missing = set(board.train.feature_names) - set(found[f"user {u}"])
+        assert missing == (items_of(board.heldout, u) if u < 2 else set())
+    assert main([*argv, "--exclude-seen"]) == 0
+    found = recommendations(tmp_path / "recs.tsv")
+    for u in range(USERS):
+        missing = set(board.train.feature_names) - set(found[f"user {u}"])
+        expected = items_of(board.train, u)
+        assert missing == expected | (items_of(board.heldout, u) if u < 2 else set())
+
+
+def test_files_are_read_against_the_vocabulary_of_the_run(board, tmp_path, capsys):
+    data = tmp_path / "new.txt"
+    data.write_text("new\titem4:unheard of:item2\nempty\t\n")
+    out = tmp_path / "recs.tsv"
+    argv = ["predict", board.run, str(data), "--out", str(out), "--exclude-seen"]
+    assert main([*argv, "--k", "3"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sparsejax: warning: {data}: 1 of 3 entries are left out")
+    assert "'unheard of'" in line
+    found = recommendations(out)
+    assert {int(item[4:]) % 2 for item in found["new"]} == {0}
+    assert len(found["empty"]) == 3
+
+
+def test_rows_that_are_only_held_out_are_reported(board, tmp_path, capsys):
+    test = tmp_path / "test.txt"
+    test.write_text("nobody\titem1\nuser 0\titem2\n")
+    assert main(["evaluate", board.run, board.files[0], str(test)]) == 0
+    captured = capsys.readouterr()
+    assert "warning: " in captured.err and "'nobody'" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["users"] == 1
+
+
+def test_load_model_takes_the_best_checkpoint_else_the_newest(board, tmp_path):
+    settings, names = run.load_run(board.run)
+    assert names.tolist() == read(board.files[0]).feature_names.tolist()
+    with run.begun(tmp_path / "run", settings, names, resume=False):
+        pass
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        run.load_model(tmp_path / "run")
+    checkpoints = run.checkpoints_of(tmp_path / "run")
+
+    def saved(step: int, score: float | None) -> bytes:
+        modules = dataclasses.replace(settings, seed=step).build()
+        checkpoints.save(step, modules, {}, score=score)
+        return np.asarray(modules[0].output.kernel[...]).tobytes()
+
+    def loaded() -> bytes:
+        model, found = run.load_model(tmp_path / "run")
+        assert found.tolist() == names.tolist()
+        return np.asarray(model.output.kernel[...]).tobytes()
+
+    saved(1, None)
+    newest = saved(2, None)
+    assert loaded() == newest
+    best = saved(3, 0.5)
+    saved(4, 0.4)
+    assert loaded() == best
+
+
+def test_network_from_a_file(small, tmp_path, capsys):
+    config = NetworkConfig.autoencoder((4, 3), activation="tanh", tied=False)
+    (tmp_path / "net.json").write_text(config.to_json())
+    argv = [word for word in small if word not in NETWORK]
+    argv += ["--config", str(tmp_path / "net.json")]
+    # Also a flag that repeats its own default.
+    assert main([*argv, "--activation=relu"]) == 1
+    assert "leave out --activation, or --config" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(argv) == 0
+    assert run.load_run(tmp_path / "run")[0].network == config
+
+
+def test_every_setting_is_kept(small, tmp_path):
+    heldout = write_lines(tmp_path / "heldout.txt", checkerboard()[1])
+    argv = ["--optimizer", "adagrad", "--activation", "tanh", "--normalize", "--tied"]
+    argv += ["--corruption", "0.25", "--dropout", "0.5", "--temperature", "0.2"]
+    argv += ["--seed", "7", "--loss", "sigmoid_binary_cross_entropy"]
+    argv += ["--validation", heldout, "--k", "3", "--patience", "2"]
+    assert main([*small, *argv]) == 0
+    settings = run.load_run(tmp_path / "run")[0]
+    assert settings.network == NetworkConfig.autoencoder(
+        (16,),
+        activation="tanh",
+        normalize=True,
+        corruption=0.25,
+        dropout=0.5,
+        temperature=0.2,
+        tied=True,
+        loss="sigmoid_binary_cross_entropy",
+    )
+    assert settings.optimizer == optimizers.adagrad(1e-3)
+    assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
+    assert settings.indicator
+    assert run.Run.from_json(settings.to_json()) == settings
+
+
+def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
+    data, ones = tmp_path / "data.tsv", tmp_path / "ones.tsv"
+    data.write_text("a\tx\t1\na\ty\t5\nb\tx\t2\n")
+    ones.write_text("a\tx\na\ty\nb\tx\n")
+    folder = tmp_path / "run"
+    argv = ["train", str(data), "--run", str(folder), *NETWORK, "--epochs", "1"]
+    argv += ["--temperature", "None", "--no-normalize"]  # the values stay visible
+    assert main([*argv, "--optimizer", "sgd", "--indicator"]) == 0
+
+    def predicted(path: pathlib.Path) -> str:
+        out = tmp_path / "recs"
+        assert main(["predict", str(folder), str(path), "--out", str(out)]) == 0
+        return out.read_text()
+
+    assert predicted(data) == predicted(ones)
+    settings = folder / "run.json"
+    settings.write_text(
+        settings.read_text().replace('"indicator": true', '"indicator": false')
+    )
+    assert predicted(data) != predicted(ones)
+
+
+# Resuming
+
+
+def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
+    assert main([*small, "--resume"]) == 0  # nothing there yet: begins
+    assert main(small) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("sparsejax: error: ") and "--resume" in error
+    assert main([*small, "--resume", "--epochs", "3"]) == 0
+    epochs = re.findall(r"epoch \d/\d", capsys.readouterr().err)
+    assert epochs == ["epoch 2/3", "epoch 3/3"]
+    whole = [*small, "--run", str(tmp_path / "whole"), "--epochs", "3"]
+    assert main(whole) == 0
+    assert parameters(tmp_path / "run") == parameters(tmp_path / "whole")
+    assert main([*small, "--resume", "--epochs", "2"]) == 1
+    assert "begun with 3, which can only be raised" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (["--hidden", "8"], "hidden1 size 8: the run was begun with 16"),
+        (["--hidden", "16", "4"], "hidden2"),
+        (["--activation", "elu"], "hidden1 activation elu"),
+        (["--tied"], "output tied"),
+        (["--corruption", "0.25"], "corruption 0.25"),
+        (["--loss", "l2_loss"], "loss l2_loss"),
+        (["--optimizer", "sgd"], "optimizer sgd: the run was begun with adam"),
+        (["--learning-rate", "0.5"], "learning_rate 0.5"),
+        (["--batch-size", "7"], "batch_size 7"),
+        (["--seed", "3"], "seed 3"),
+        (["--k", "9"], "k 9"),
+        (["--validation", "heldout.txt"], "other validation data"),
+    ],
+)
+def test_resume_refuses_other_settings(
+    board, tmp_path, monkeypatch, capsys, other, name
+):
+    monkeypatch.chdir(board.folder)
+    argv = ["train", "train.txt", "--run", "run", "--epochs", "25", "--resume"]
+    argv += [*NETWORK, *FIT, "--k", "2"]
+    if "--validation" not in other:
+        argv += ["--validation", "heldout.txt"]
+    else:
+        argv += ["--validation", write_lines(tmp_path / "other.txt", board.train)]
+        other = []
+    before = (board.folder / "run" / "run.json").read_bytes()
+    assert main([*argv, *other]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("sparsejax: error: cannot resume with ") and name in error
+    assert (board.folder / "run" / "run.json").read_bytes() == before
+
+
+def test_resume_refuses_other_data(small, tmp_path, capsys):
+    assert main(small) == 0
+    path = pathlib.Path(small[1])
+    text = path.read_text()
+    path.write_text(text.replace("item3", "item three"))
+    assert main([*small, "--resume"]) == 1
+    assert "other features" in capsys.readouterr().err
+    path.write_text("".join(text.splitlines(keepends=True)[::-1]))
+    assert main([*small, "--resume"]) == 1
+    assert "other data" in capsys.readouterr().err
+
+
+def test_resume_where_no_checkpoint_is_begins(small, tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.training, "fit", interrupted)
+        assert main([*small, "--seed", "4"]) == 130
+    assert (tmp_path / "run" / "run.json").exists()
+    (tmp_path / "run" / "run.json").unlink()  # killed before that was written
+    (tmp_path / "run" / ".1f.tmp").touch()
+    assert main([*small, "--resume"]) == 0
+    assert run.load_run(tmp_path / "run")[0].seed == 0
+
+
+def test_an_interrupt_says_how_to_go_on(small, tmp_path, monkeypatch, capsys):
+    def interrupted(flags):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "train", interrupted)
+    assert main(small) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line == "sparsejax: interrupted; to continue, repeat the command with --resume"
+    )
+    monkeypatch.setattr(commands, "convert", interrupted)
+    assert main(["convert", "a", "b"]) == 130
+    assert capsys.readouterr().err == "sparsejax: interrupted\n"
+
+
+def test_a_bug_is_not_hidden(small, monkeypatch):
+    def broken(flags):
+        raise KeyError("oops")
+
+    monkeypatch.setattr(commands, "train", broken)
+    with pytest.raises(KeyError):
+        main(small)
+
+
+def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "deep" / "er" / "run"
+    argv = [*small, "--run", str(folder), "--learning-rate", "1e30"]
+    argv += ["--optimizer", "sgd", "--loss", "l2_loss", "--epochs", "3"]
+    before = sorted(os.listdir(tmp_path))
+    assert main([*argv, "--activation", "linear"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search("^sparsejax: error: the loss is (inf|nan) in epoch", error)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+# Converting
+
+
+@pytest.fixture
+def valued() -> SparseDataset:
+    """A data set with values, in the order in which a reader numbers its features."""
+    dense = np.array([[0, 1.5, 0], [1, 0, -0.1], [0.3, 1e-30, 16777217]])
+    return SparseDataset.from_scipy(
+        scipy.sparse.csr_array(dense),
+        row_names=["ä b", "c:,", '"'],
+        feature_names=list("xyz"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "indicator"),
+    [
+        ("out.txt", "text", False),
+        ("out.txt.gz", "text", True),
+        ("out.tsv.xz", "pairs", False),
+        ("out.tsv", "pairs", True),
+        ("out.csv", None, False),
+        ("out.csv.gz", None, True),
+        ("out.parquet", None, False),
+        ("out", "parquet", True),
+        ("out.txt", "adjacency", True),
+    ],
+)
+def test_convert_keeps_everything(valued, tmp_path, monkeypatch, name, to, indicator):
+    monkeypatch.chdir(tmp_path)
+    if to == "adjacency":
+        valued = dataclasses.replace(valued, row_names=_names("a", "b", "c"))
+    valued.save("in.parquet")
+    argv = ["convert", "in.parquet", name] + (["--to", to] if to else [])
+    assert main(argv + ["--indicator"] * indicator) == 0
+    found = read(name, format=to, features=valued)
+    expected = valued.without_values() if indicator else valued
+    assert found.row_names.tolist() == expected.row_names.tolist()
+    np.testing.assert_array_equal(found.matrix.indptr, expected.matrix.indptr)
+    np.testing.assert_array_equal(found.matrix.indices, expected.matrix.indices)
+    np.testing.assert_array_equal(found.matrix.data, expected.matrix.data)
+    magic = {".gz": b"\x1f\x8b", ".xz": b"\xfd7z"}.get(pathlib.Path(name).suffix, b"")
+    assert pathlib.Path(name).read_bytes().startswith(magic)
+    assert sorted(os.listdir()) == sorted(["in.parquet", name])
+
+
+def test_convert_reads_any_format_and_a_vocabulary(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("in").write_text("a x y\nb\nc z\n")
+    pathlib.Path("wanted").write_text("q\tz:x:new\n")
+    argv = ["convert", "in", "out.csv", "--from", "adjacency", "--features", "wanted"]
+    assert main(argv) == 0
+    assert pathlib.Path("out.csv").read_text() == "user,item\na,x\nc,z\n"
+    warnings = capsys.readouterr().err
+    assert "1 of 3 entries are left out" in warnings
+    assert "1 of 3 rows have no entries and are left out" in warnings
+
+
+def test_names_with_quotes_and_separators(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("in.csv").write_text('user,item\n"a,""b""\tc","1, 2: 3"\n')
+    assert main(["convert", "in.csv", "out.csv"]) == 0
+    assert pathlib.Path("out.csv").read_text() == pathlib.Path("in.csv").read_text()
+    data = read("out.csv")
+    assert data.row_names.tolist() == ['a,"b"\tc']
+    assert data.feature_names.tolist() == ["1, 2: 3"]
+
+
+# Errors: one line, status 1, nothing left behind
+
+
+@pytest.fixture
+def errors_folder(board, tmp_path, monkeypatch) -> pathlib.Path:
+    """A folder with whatever the wrong commands below name."""
+    monkeypatch.chdir(tmp_path)
+    write = {
+        "data": "a\tx:y\nb\tx\n",
+        "bad": "a\tx:y\nno tab here\n",
+        "number": "a\tx,1\nb\tx,one\n",
+        "valued": "a\tx,1\nb\tx,2\n",
+        "unknown": "a\tfoo:bar\n",
+        "board": "user 0\titem1:item2\n",
+        "spaces": "a b\tx:y\n",
+        "empty": "",
+        "none.json": "{",
+        "wrong.json": '{"version": 1, "layers": [{"kind": "magic"}]}',
+        "a folder/file": "",
+        "damaged/run.json": "[1]",
+        "newer/run.json": '{"version": 2}',
+    }
+    for name, text in write.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    board.train.align_rows(["user 1"]).save("user.parquet")
+    tabs = _names(*(f"{name}\tx" for name in board.train.row_names))
+    dataclasses.replace(board.train, row_names=tabs).save("tabs.parquet")
+    os.symlink(board.run, "run")
+    return tmp_path
+
+
+TRAIN = "train data --run new --format text "
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train missing --run new", "missing: no such file"),
+        ("train 'a folder' --run new", "is a directory"),
+        ("train empty --run new", "empty"),
+        ("train bad --run new --format text", "bad:2: no TAB"),
+        (
+            "train number --run new --format text",
+            "number:2: value 'one' is not a number",
+        ),
+        (TRAIN + "--validation missing", "missing: no such file"),
+        (TRAIN + "--validation unknown", "unknown: all 2 entries are of features"),
+        (TRAIN + "--validation board", "board: "),
+        (TRAIN + "--patience 3", "--patience needs --validation"),
+        (TRAIN + "--validation data --patience 0", "patience must be at least 1"),
+        (TRAIN + "--config missing.json", "missing.json: No such file"),
+        (TRAIN + "--config none.json", "none.json: not JSON"),
+        (TRAIN + "--config wrong.json", "wrong.json: layer 0"),
+        (TRAIN + "--config none.json --tied", "leave out --tied, or --config"),
+        (TRAIN + "--activation magic", "unknown activation 'magic'"),
+        (TRAIN + "--loss magic", "magic"),
+        (TRAIN + "--optimizer magic", "magic"),
+        (TRAIN + "--learning-rate -1", "learning_rate"),
+        (TRAIN + "--hidden", "hidden"),
+        (TRAIN + "--hidden 10000000000000", "Out of memory"),
+        (TRAIN + "--hidden 0", "'hidden1': size 0"),
+        (TRAIN + "--corruption 1", "corruption"),
+        (TRAIN + "--dropout -0.5", "dropout"),
+        (TRAIN + "--temperature 0", "temperature"),
+        (TRAIN + "--hidden 3 4 --tied", "must have 3 units"),
+        (TRAIN + "--batch-size 0", "batch_size"),
+        (TRAIN + "--epochs 0", "epochs"),
+        (TRAIN + "--validation data --k 0", "k must be"),
+        ("train data --run 'a folder'", "a folder: exists"),
+        ("train data --run 'a folder' --resume", "a folder: is not a run folder"),
+        ("train data --run data --resume", "data: is not a folder"),
+        ("evaluate missing data data", "missing: is not a run folder"),
+        ("evaluate damaged data data", "run.json: these are not the settings"),
+        ("evaluate newer data data", "run.json: settings of version 2"),
+        ("evaluate run unknown board --format text", "unknown: all 2 entries"),
+        ("evaluate run board missing --format text", "missing: no such file"),
+        ("evaluate run user.parquet board", "board: "),
+        ("evaluate run board board --format text --k 0", "k must be"),
+        ("predict run missing --out out", "missing: no such file"),
+        ("predict run board --format text --out no/out", "there is no folder"),
+        ("predict run board --format text --out 'a folder'", "a folder: is not a file"),
+        ("predict run board --format text --out out --k 0", "k must be"),
+        ("predict run unknown --format text --out out", "unknown: all 2 entries"),
+        ("predict run tabs.parquet --out out", r"row name 'user 0\tx' contains '\t'"),
+        ("predict run user.parquet --out out --exclude board", "'user 1'"),
+        ("convert missing out.csv", "missing: no such file"),
+        ("convert data out.txt --from text", "pass --to text, pairs, adjacency"),
+        ("convert bad out.csv --from text", "bad:2: no TAB"),
+        ("convert valued out.txt --from text --to adjacency", "--indicator"),
+        ("convert spaces out.txt --from text --to adjacency", "'a b' contains ' '"),
+        ("convert data no/out.csv --from text", "there is no folder"),
+        ("convert data no/out.parquet --from text", "there is no folder"),
+        ("convert data 'a folder' --from text --to parquet", "a folder: is not a file"),
+    ],
+)
+def test_errors(errors_folder, capsys, command, message):
+    before = sorted(str(path) for path in errors_folder.rglob("*"))
+    argv = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", command)]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if " features, " not in line]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sparsejax: error: ")
+    assert message in lines[0]
+    assert captured.out == ""
+    assert sorted(str(path) for path in errors_folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "magic", "train", "train data", "train data --run new --epochs many"]
+    + ["train data --run new --format magic", "predict run data", "convert one"],
+)
+def test_wrong_usage(capsys, command):
+    assert main(command.split()) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["", "train", "evaluate", "predict", "convert", "demo"]
+)
+def test_help(capsys, command):
+    assert main([*command.split(), "--help"]) == 0
+    assert f"usage: sparsejax {command}".strip() in capsys.readouterr().out
+
+
+def test_formats_are_those_of_the_readers():
+    assert typing.get_args(cli.Format) == typing.get_args(sniff.Format)
+
+
+def test_a_missing_name_is_refused_in_recommendations(valued):
+    writers = commands.writers
+    with pytest.raises(ValueError, match="item name 'a,b' contains ','"):
+        writers.check_recommendation_names(valued.row_names, _names("x", "a,b"))
+    with pytest.raises(ValueError, match="a row has an empty name"):
+        writers.check_recommendation_names(_names(""), valued.feature_names)
+
+
+# The demo, and real processes
+
+
+def test_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setattr(demo, "OPTIMIZER", "sgd")  # compiles fastest
+    assert main(["demo"]) == 0
+    captured = capsys.readouterr()
+    assert "epoch 1/1" in captured.err
+    assert re.search(r"ndcg@10 +0\.\d+ +0\.\d+\n", captured.out)
+    assert captured.out.count("  recommended") == demo.SHOWN_VISITORS
+    assert os.listdir() == []
+
+
+def sparsejax(*argv: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "sparsejax", *argv]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_reader_that_stops_is_no_error():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, "-m", "sparsejax", "--version"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        check=False,
+    )
+    os.close(write_end)
+    assert process.stderr == b""
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_the_same_as_unbroken(board, tmp_path):
+    argv = ["train", board.files[0], *NETWORK, "--epochs", "6", "--batch-size", "2"]
+    argv += ["--checkpoint-seconds", "0", "--corruption", "0.2", "--dropout", "0.1"]
+    whole = sparsejax(*argv, "--run", str(tmp_path / "whole"))
+    argv += ["--run", str(tmp_path / "broken"), "--resume"]
+    checkpoints = run.checkpoints_of(tmp_path / "broken")
+    reached = 0
+    for how, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        broken = sparsejax(*argv)
+        while max(checkpoints.steps(), default=0) <= reached and broken.poll() is None:
+            time.sleep(0.01)
+        broken.send_signal(how)
+        _, said = broken.communicate()
+        assert broken.returncode == status, said
+        assert "Traceback" not in said
+        assert how != signal.SIGINT or "repeat the command with --resume" in said
+        reached = checkpoints.steps()[-1]
+    assert reached < 6 * 30
+    for process in (whole, sparsejax(*argv)):
+        _, said = process.communicate()
+        assert process.returncode == 0, said
+    assert checkpoints.steps()[-1] == 6 * 30
+    assert parameters(tmp_path / "broken") == parameters(tmp_path / "whole")
