@@ -1,0 +1,77 @@
+"""Kernel and call time on a GPU, the same way for JAX and for torch.
+
+Kernel time is the sum over the kernels of a call as CUPTI records them; call time is
+wall clock over calls that follow each other. Both cycle through several inputs, so no
+call finds exactly its own data in the cache. Times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+_ROUNDS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Time:
+    """Medians, and the fastest kernel time, in microseconds."""
+
+    kernel: float
+    kernel_best: float
+    call: float
+
+
+def time_jax(function: Callable, inputs: Sequence[tuple]) -> Time:
+    """Times a jitted function over the inputs, which have equal shapes."""
+    import jax
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.measure(function)
+    kernel = []
+    for _ in range(_ROUNDS):
+        for arguments in inputs:
+            _, milliseconds = measured(*arguments)
+            if milliseconds is None:
+                raise RuntimeError("the function launched no kernel")
+            kernel.append(1e3 * milliseconds)
+
+    def call():
+        jax.block_until_ready([function(*arguments) for arguments in inputs])
+
+    return Time(statistics.median(kernel), min(kernel), _wall(call) / len(inputs))
+
+
+def time_torch(function: Callable, inputs: Sequence[tuple]) -> Time:
+    """Times a function of CUDA tensors over the inputs."""
+    import torch  # pyrefly: ignore[missing-import]
+    from torch.profiler import (  # pyrefly: ignore[missing-import]
+        ProfilerActivity,
+        profile,
+    )
+
+    def call():
+        for arguments in inputs:
+            function(*arguments)
+        torch.cuda.synchronize()
+
+    call()
+    kernel = []
+    for _ in range(_ROUNDS):
+        with profile(activities=[ProfilerActivity.CUDA]) as events:
+            call()
+        total = sum(event.self_device_time_total for event in events.key_averages())
+        kernel.append(total / len(inputs))
+    return Time(statistics.median(kernel), min(kernel), _wall(call) / len(inputs))
+
+
+def _wall(call: Callable[[], object]) -> float:
+    call()
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)

@@ -1,0 +1,147 @@
+"""The named workloads: their shapes are stated here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Sparse rows for a gather-matmul with a `[features, hidden]` matrix.
+
+    Attributes:
+      name: how tables and results call it.
+      about: what it stands for.
+      batch: rows.
+      features: rows of the dense matrix.
+      hidden: its columns.
+      entries: entries of a batch.
+      spread: sigma of the lognormal row lengths; 0 for equal lengths.
+      skew: exponent of the features' zipf popularity; 0 for uniform.
+      long_rows: lengths of rows that stand before the others.
+      transposed: the rows are the columns of such a batch, as the gradient needs them:
+        only columns that occur, then empty rows up to the capacity.
+    """
+
+    name: str
+    about: str
+    batch: int
+    features: int
+    hidden: int
+    entries: int
+    spread: float = 1.0
+    skew: float = 0.0
+    long_rows: tuple[int, ...] = ()
+    transposed: bool = False
+
+    @property
+    def num_cols(self) -> int:
+        """Rows of the dense matrix that the product reads."""
+        return self.batch if self.transposed else self.features
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the result."""
+        if self.transposed:
+            return min(self.entries, self.features)
+        return self.batch
+
+    def bytes_moved(self, itemsize: int) -> int:
+        """Gathered rows and the result, each once and without any reuse."""
+        return (self.entries + self.num_rows) * self.hidden * itemsize
+
+
+ML20M = Workload(
+    "ml20m",
+    "MovieLens-20M's shape: an autoencoder's input layer",
+    batch=1024,
+    features=26_744,
+    hidden=1024,
+    entries=135_000,
+    skew=0.8,
+)
+BIG = Workload(
+    "big",
+    "a table far larger than any cache, features uniform",
+    batch=8192,
+    features=4_000_000,
+    hidden=256,
+    entries=518_000,
+)
+H128 = Workload(
+    "h128",
+    "short weight rows",
+    batch=8192,
+    features=1_000_000,
+    hidden=128,
+    entries=518_000,
+)
+LONG = Workload(
+    "long",
+    "rows of 100,000 and 2,600 entries beside rows of about 20",
+    batch=8192,
+    features=1_000_000,
+    hidden=256,
+    entries=300_000,
+    spread=0.5,
+    long_rows=(100_000,) + 8 * (2_600,),
+)
+WORKLOADS = (
+    ML20M,
+    BIG,
+    H128,
+    LONG,
+    dataclasses.replace(ML20M, name="ml20m_t", about="its gradient", transposed=True),
+    dataclasses.replace(BIG, name="big_t", about="its gradient", transposed=True),
+)
+
+
+def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """A fresh random batch.
+
+    Returns:
+      indices: `[entries]` int32, ascending and unique within a row.
+      indptr: `[num_rows + 1]` int32.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = _lengths(workload, rng)
+    rows = np.repeat(np.arange(workload.batch), lengths)
+    columns = _columns(workload, lengths, rng)
+    if not workload.transposed:
+        indptr = np.concatenate([[0], np.cumsum(lengths)])
+        return columns.astype(np.int32), indptr.astype(np.int32)
+    order = np.argsort(columns, kind="stable")
+    counts = np.unique(columns, return_counts=True)[1]
+    indptr = np.full(workload.num_rows + 1, workload.entries)
+    indptr[: counts.size + 1] = np.concatenate([[0], np.cumsum(counts)])
+    return rows[order].astype(np.int32), indptr.astype(np.int32)
+
+
+def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
+    """Row lengths that sum to `entries`."""
+    rest = workload.entries - sum(workload.long_rows)
+    wish = rng.lognormal(0, workload.spread, workload.batch - len(workload.long_rows))
+    # Cumulative rounding keeps the sum exact.
+    ends = np.rint(np.cumsum(wish) / wish.sum() * rest).astype(np.int64)
+    return np.concatenate([workload.long_rows, np.diff(ends, prepend=0)]).astype(int)
+
+
+def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if workload.skew == 0:
+        # Uniform: one in a stratum of its own, so ascending and without duplicates.
+        place = np.arange(lengths.sum()) - np.repeat(
+            np.cumsum(lengths) - lengths, lengths
+        )
+        width = workload.features // np.repeat(lengths, lengths)
+        return place * width + rng.integers(0, width)
+    # The largest of log weight + Gumbel noise are a sample without replacement.
+    popularity = -workload.skew * np.log(np.arange(1, workload.features + 1))
+    popularity = rng.permutation(popularity)
+    chosen = []
+    for length in lengths:
+        key = popularity + rng.gumbel(size=workload.features)
+        top = np.argpartition(-key, length)[:length] if length else np.zeros(0, int)
+        chosen.append(np.sort(top))
+    return np.concatenate(chosen)

@@ -1,0 +1,401 @@
+"""Sparse rows times a dense matrix, by gathering rows: a Mosaic GPU kernel.
+
+::
+
+    entries    0          T          2T         3T         4T         nse
+               |----------|----------|----------|----------|----------|
+    rows       [a ][b][  c  ][ d ][           e             ][ f  ]  padding
+    programs   0: a b c   1: d e'    2: e'      3: e'  (e'' in 4)    4: e'' f
+
+A program takes `T` consecutive entries, so rows of any length make equal work. It sums
+whole rows where it can: a row that ends in the range after the one it starts in belongs
+to the program of its start. Only a longer row (`e`) is cut, at the ends of the ranges;
+its pieces go to `partial`, and a second kernel adds them in order. There are no
+atomics: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+_LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
+_FILL_ROWS = 64  # rows that a program looks through for empty ones
+_WAYS = 8  # a search splits the rows into so many parts at each step
+_REDUCE_CHUNK = 512  # and 8 pieces at once: 6.6 us on ml20m; 256 and 16: 10 us
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut; `default_config` picks one.
+
+    Attributes:
+      entries: entries of a program, `T`.
+      unroll: weight rows that are loaded before the first is added.
+      chunk: most elements of a weight row that a program takes. Programs of one chunk
+        run before those of the next, so that less of `w` has to fit in the L2 cache.
+    """
+
+    entries: int
+    unroll: int
+    chunk: int
+
+
+def default_config(hidden: int, itemsize: int) -> Config:
+    """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/README.md).
+
+    Long weight rows want small programs (less work left over at the end), short ones
+    want few (less to begin). There, more float32 rows at once win 3 %.
+    """
+    chunk = 2048 // itemsize  # 16 bytes a thread
+    if hidden * itemsize >= 2048:
+        return Config(entries=64, unroll=8, chunk=chunk)
+    return Config(entries=128, unroll=4 * itemsize, chunk=chunk)
+
+
+def gather_matmul(
+    data: Float[Array, "nse"] | None,
+    indices: Int[Array, "nse"],
+    indptr: Int[Array, "rows_plus_1"],
+    w: Float[Array, "features hidden"],
+    num_cols: int,
+    *,
+    config: Config | None = None,
+) -> Float[Array, "rows hidden"]:
+    """`y[b] = sum_j data_j w[indices_j]` over the entries j of CSR row b.
+
+    Sums are made in float32, in the order of the entries (pieces of a row longer than
+    `T` first by themselves), and rounded once to `w`'s dtype. Reads `nse * hidden`
+    elements of `w` and writes `rows * hidden`; rows longer than `T` add some
+    `2 hidden / T` float32 numbers an entry.
+
+    Fast where `hidden` is a multiple of 128. Any other is padded, which copies `w`.
+
+    Args:
+      data: values, or None if every entry is 1. Not finite in a row: nor is the result.
+      indices: int32 columns. One outside `[0, num_cols)` makes its row NaN and is
+        never read.
+      indptr: int32, ascending from 0. Entries from `indptr[-1]` on are never looked at;
+        a row that ends beyond `nse` is NaN.
+      w: float32 or bfloat16, at least `num_cols` rows; no more of them are read.
+      num_cols: number of columns.
+      config: how the work is cut; by default what is fast for the shape.
+
+    Raises:
+      ValueError: shapes or dtypes that the kernel does not take.
+    """
+    num_rows, nse = indptr.shape[0] - 1, indices.shape[0]
+    if w.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"w must be float32 or bfloat16, got {w.dtype}")
+    if indices.dtype != jnp.int32 or indptr.dtype != jnp.int32:
+        raise ValueError(
+            f"indices and indptr must be int32, got {indices.dtype}, {indptr.dtype}"
+        )
+    if not 0 <= num_cols <= w.shape[0]:
+        raise ValueError(f"num_cols is {num_cols:,} but w has {w.shape[0]:,} rows")
+    if nse > 2**31 - 2**20 or num_rows > 2**27:
+        raise ValueError(
+            f"{num_rows:,} rows and {nse:,} entries: more than 2^27 rows or 2^31 - 2^20 "
+            "entries; split the rows"
+        )
+    if nse == 0 or num_rows == 0 or num_cols == 0 or w.shape[1] == 0:
+        # Nothing can be read. A row is NaN if it has entries all the same.
+        filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(w.dtype)
+        return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
+    padding = -w.shape[1] % _LANES
+    if padding:
+        w_padded = jnp.pad(w, ((0, 0), (0, padding)))
+        y = gather_matmul(data, indices, indptr, w_padded, num_cols, config=config)
+        return y[:, :-padding]
+
+    hidden = w.shape[1]
+    config = config or default_config(hidden, w.dtype.itemsize)
+    chunk, vec = _chunk(hidden, config.chunk, w.dtype.itemsize)
+    programs = pl.cdiv(nse, config.entries)
+    params = plgpu.CompilerParams(
+        # No program reads what it writes.
+        unsafe_no_auto_barriers=True,
+        # With the default semantics inferring the layouts takes half a minute.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+
+    def gather_matmul_sum(*refs):
+        _sum_body(*refs, num_cols=num_cols, chunk=chunk, vec=vec, config=config)
+
+    values = [] if data is None else [data]
+    out, partial, cut_rows = plgpu.kernel(
+        gather_matmul_sum,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, hidden), w.dtype),
+            jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((programs,), jnp.int32),
+        ],
+        grid=(hidden // chunk, programs + pl.cdiv(num_rows, _FILL_ROWS)),
+        grid_names=("chunk", "program"),
+        compiler_params=params,
+    )(indices, indptr, w, *values)
+    if programs == 1:
+        return out
+    chunk, vec = _chunk(hidden, _REDUCE_CHUNK, 4)
+
+    def gather_matmul_reduce(*refs):
+        _reduce_body(*refs, chunk=chunk, vec=vec, entries=config.entries)
+
+    out_ref = jax.new_ref(out)  # written in place
+    plgpu.kernel(
+        gather_matmul_reduce,
+        out_type=[],
+        grid=(hidden // chunk, programs),
+        grid_names=("chunk", "program"),
+        compiler_params=params,
+    )(indptr, partial, cut_rows, out_ref)
+    return jax.freeze(out_ref)
+
+
+def _chunk(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
+    """Elements of a program, which divide `hidden`, and those of a thread's access."""
+    units = hidden // _LANES
+    width = max(u for u in range(1, most // _LANES + 1) if units % u == 0)
+    return width * _LANES, min(width & -width, 16 // itemsize)
+
+
+def _sum_body(
+    indices_gmem, indptr_gmem, w_gmem, *refs, num_cols, chunk, vec, config: Config
+):
+    *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
+    num_rows, nse = out_gmem.shape[0], indices_gmem.shape[0]
+    programs = cut_rows_gmem.shape[0]
+    t, unroll = config.entries, config.unroll
+    p, c = lax.axis_index("program"), lax.axis_index("chunk")
+    columns = pl.ds(c * chunk, chunk)
+    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+
+    def splat(value):
+        full = jnp.full((chunk,), value, jnp.float32)
+        return plgpu.layout_cast(full, layout)
+
+    @pl.when(p >= programs)
+    def _fill():
+        """Rows without entries are 0, rows that do not fit are NaN."""
+        first = (p - programs) * _FILL_ROWS
+
+        @pl.loop(0, _FILL_ROWS // 8)
+        def _(i):
+            row = first + i * 8
+            ends = [indptr_gmem[jnp.minimum(row + u, num_rows)] for u in range(9)]
+            for u in range(8):
+                start, end = ends[u], ends[u + 1]
+
+                @pl.when(((start == end) | (end > nse)) & (row + u < num_rows))
+                def _(row=row + u, end=end):
+                    value = jnp.where(end > nse, jnp.float32(jnp.nan), jnp.float32(0))
+                    out_gmem[row, columns] = splat(value).astype(out_gmem.dtype)
+
+    count = jnp.minimum(indptr_gmem[num_rows], nse)
+    begin = p * t
+    stop = jnp.minimum(begin + t, count)
+
+    @pl.when((p < programs) & (stop <= begin) & (c == 0))
+    def _no_entries():
+        cut_rows_gmem[p] = -1
+
+    def rows_of(entries):
+        """The rows that hold the entries: eight parts a step, so few trips to memory."""
+        width, steps = 1, 0
+        while width < num_rows:
+            width, steps = width * _WAYS, steps + 1
+
+        def narrow(_, carry):
+            width, *lows = carry
+            width = width // _WAYS
+            new = []
+            probes = [
+                [
+                    indptr_gmem[jnp.minimum(low + width * k, num_rows)]
+                    for k in range(1, _WAYS)
+                ]
+                for low in lows
+            ]
+            for low, entry, probe in zip(lows, entries, probes, strict=True):
+                right = jnp.int32(0)
+                for value in probe:
+                    right = right + jnp.where(value <= entry, 1, 0)
+                new.append(low + width * right)
+            return width, *new
+
+        start = jnp.int32(width), *([jnp.int32(0)] * len(entries))
+        return lax.fori_loop(0, steps, narrow, start)[1:]
+
+    def row_of(entry, low, high):
+        """The row in [low, high) that holds the entry; little code, for rare use."""
+
+        def halve(bounds):
+            low, high = bounds
+            middle = (low + high) // 2
+            right = indptr_gmem[middle] <= entry
+            return jnp.where(right, middle, low), jnp.where(right, high, middle)
+
+        return lax.while_loop(lambda b: b[1] - b[0] > 1, halve, (low, high))[0]
+
+    @pl.when((p < programs) & (begin < stop))
+    def _entries():
+        # Row a holds the first entry of the range, row b the last. What is summed here
+        # are the entries [first, last).
+        row_a, row_b = rows_of([begin, stop - 1])
+        start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
+        start_b, end_b = indptr_gmem[row_b], indptr_gmem[row_b + 1]
+        earlier = start_a < begin
+        theirs = earlier & (end_a <= (start_a // t + 2) * t)
+        head = earlier & ~theirs
+        first = jnp.where(theirs, end_a, begin)
+        mine = (start_b >= begin) & (end_b <= begin + 2 * t)
+        tail = (start_b >= begin) & ~mine & (end_b <= nse)
+        last = jnp.where(mine, end_b, stop)
+        last = jnp.where(end_b > nse, jnp.maximum(start_b, begin), last)
+
+        @pl.when(c == 0)
+        def _():
+            cut_rows_gmem[p] = jnp.where(tail, row_b, -1)
+
+        def flush(row, acc, bad):
+            acc = acc + bad
+            is_head = head & (row == row_a)
+            is_tail = tail & (row == row_b)
+
+            @pl.when(is_head | is_tail)
+            def _():
+                partial_gmem[is_tail.astype(jnp.int32), p, columns] = acc
+
+            @pl.when(~(is_head | is_tail))
+            def _():
+                out_gmem[row, columns] = acc.astype(out_gmem.dtype)
+
+        def end_of(row):
+            return indptr_gmem[jnp.minimum(row + 1, num_rows)]
+
+        # `end` is where the row, or its piece in here, ends; `following` where the next
+        # does, read ahead; `bad` is NaN if an entry of the row is out of bounds.
+        def end_row(position, row, end, following, bad, acc):
+            def search():
+                found = row_of(position, row, row_b + 1)
+                return found, end_of(found), end_of(found + 1)
+
+            def ended():
+                flush(row, acc, bad)
+                empty = (following <= position) & (position < last)
+                after = row + 1, following, end_of(row + 2)
+                new, end, further = lax.cond(empty, search, lambda: after)
+                end = jnp.minimum(end, last)
+                return new, end, further, jnp.float32(0), splat(0.0)
+
+            same = row, end, following, bad, acc
+            return lax.cond(position == end, ended, lambda: same)
+
+        def load_entries(position):
+            def whole():
+                block = pl.ds(position, unroll)
+                ids = indices_gmem.at[block]
+                values = [ref.at[block] for ref in data_gmem]
+                return [[ref[u] for u in range(unroll)] for ref in (ids, *values)]
+
+            def clipped():
+                places = [jnp.minimum(position + u, last - 1) for u in range(unroll)]
+                return [[ref[i] for i in places] for ref in (indices_gmem, *data_gmem)]
+
+            return lax.cond(position + unroll <= last, whole, clipped)
+
+        w_columns = w_gmem.at[:, columns]
+
+        def block(carry):
+            position, row, end, following, bad, acc, entries = carry
+            ids = [i.astype(jnp.uint32) for i in entries[0]]
+            safe = [jnp.minimum(i, num_cols - 1).astype(jnp.int32) for i in ids]
+            terms = [
+                plgpu.load(w_columns.at[i], layout=layout, optimized=False)
+                for i in safe
+            ]
+            # Read ahead: an index is as far away as a row.
+            upcoming = lax.cond(
+                position + unroll < last,
+                lambda: load_entries(position + unroll),
+                lambda: entries,
+            )
+            largest = functools.reduce(jnp.maximum, ids)
+
+            def term(u):
+                term = terms[u].astype(jnp.float32)
+                return term * entries[1][u].astype(jnp.float32) if data_gmem else term
+
+            def one_row():
+                total = acc
+                for u in range(unroll):
+                    total = total + term(u)
+                return row, end, following, bad, total
+
+            def several_rows():
+                # Entries past the last are copies of it: added after the last row
+                # ended, they reach no result.
+                state = row, end, following, bad, acc
+                for u in range(unroll):
+                    *place, worst, total = state
+                    worst = jnp.where(ids[u] < num_cols, worst, jnp.float32(jnp.nan))
+                    state = *place, worst, total + term(u)
+                    if u < unroll - 1:
+                        state = end_row(position + u + 1, *state)
+                return state
+
+            plain = (position + unroll <= end) & (largest < num_cols)
+            state = lax.cond(plain, one_row, several_rows)
+            position = position + unroll
+            return position, *end_row(position, *state), upcoming
+
+        @pl.when(first < last)
+        def _():
+            row = lax.cond(
+                theirs, lambda: row_of(first, row_a, row_b + 1), lambda: row_a
+            )
+            end, following = end_of(row), end_of(row + 1)
+            state = first, row, jnp.minimum(end, last), following
+            zero = jnp.float32(0), splat(0.0)
+            carry = *state, *zero, load_entries(first)
+            lax.while_loop(lambda carry: carry[0] < last, block, carry)
+
+
+def _reduce_body(
+    indptr_gmem, partial_gmem, cut_rows_gmem, out_gmem, *, chunk, vec, entries
+):
+    """out[row] = partial[1, p] + sum of partial[0, q] over the ranges q after p."""
+    p, c = lax.axis_index("program"), lax.axis_index("chunk")
+    columns = pl.ds(c * chunk, chunk)
+    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+
+    def load(which, q):
+        ref = partial_gmem.at[which, q, columns]
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    row = cut_rows_gmem[p]
+
+    @pl.when(row >= 0)
+    def _():
+        last = (indptr_gmem[row + 1] - 1) // entries
+        carry = p + 1, load(1, p)
+        for unroll in (8, 1):
+
+            def block(carry, unroll=unroll):
+                q, acc = carry
+                for term in [load(0, q + u) for u in range(unroll)]:
+                    acc = acc + term
+                return q + unroll, acc
+
+            def more(carry, unroll=unroll):
+                return carry[0] + unroll <= last + 1
+
+            carry = lax.while_loop(more, block, carry)
+        out_gmem[row, columns] = carry[1].astype(out_gmem.dtype)
