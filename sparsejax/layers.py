@@ -142,7 +142,7 @@ class SparseOutput(nnx.Module):
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,
         kernel: nnx.Param | None = None,
-        implementation: gather.Implementation = None,
+        implementation: output.Implementation = None,
         rngs: nnx.Rngs,
     ):
         if temperature is not None and not temperature > 0:
@@ -151,7 +151,7 @@ class SparseOutput(nnx.Module):
         self.num_items = num_items
         self.temperature = temperature
         self.dtype = dtype
-        self.implementation: gather.Implementation = implementation
+        self.implementation: output.Implementation = implementation
         if kernel is None:
             shape = (num_items, in_features)
             kernel = nnx.Param(_padded(kernel_init, rngs.params(), shape, param_dtype))

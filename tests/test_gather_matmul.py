@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from matrices import csrs, oracle, random_csr, sizes
 from memory import temporary_bytes
 from tolerances import assert_close
@@ -186,6 +187,43 @@ def test_lowers_for_cuda():
 
     traced = jax.jit(value_and_gradient).trace(x, w)
     assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("valued", [False, True])
+def test_kernel_with_its_gradients(valued):
+    """The same function and gradients from the GPU kernel, interpreted."""
+    x = random_csr(5, 7, 0.4, valued=valued)
+    w = jnp.asarray(weights(9, 128))
+    dy = jnp.asarray(weights(5, 128, seed=2))
+
+    def run(implementation):
+        def loss(x, w):
+            y = gather_matmul(x, w, combiner="sqrtn", implementation=implementation)
+            return jnp.sum(y * dy), y
+
+        differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+        (gx, gw), y = jax.jit(differentiate)(x, w)
+        return [y, gw] + ([] if gx.data is None else [gx.data[: x.indptr[-1]]])
+
+    with plgpu.force_gpu_interpret_mode():
+        results = run("mosaic_gpu")
+    for result, expected in zip(results, run("xla"), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kernel_with_its_gradients_lowers_for_cuda():
+    x, w = random_csr(5, 7, 0.4), jnp.asarray(weights(9, 128))
+
+    def value_and_gradient(x, w):
+        def loss(w):
+            return gather_matmul(x, w, implementation="mosaic_gpu").sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    lowered = (
+        jax.jit(value_and_gradient).trace(x, w).lower(lowering_platforms=("cuda",))
+    )
+    assert lowered.as_text().count("mosaic_gpu") >= 4  # two kernels, twice
 
 
 def test_errors():

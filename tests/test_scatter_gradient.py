@@ -70,7 +70,11 @@ def test_equals_scipy(x, hidden, extra_rows):
     check(jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows), [x], [dy])
 
 
-@pytest.mark.parametrize("form", [module._rows_by_sort, module._rows_by_count])
+def rows_by_sort(column, row, value, dy, num_rows):
+    return module._rows_by_sort(column, row, value, dy, num_rows, None)
+
+
+@pytest.mark.parametrize("form", [rows_by_sort, module._rows_by_count])
 @given(x=csrs())
 def test_forms_agree(form, x):
     dy = slopes(x.num_rows, 4)

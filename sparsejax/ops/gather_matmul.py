@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import gather_matmul as kernel
 from sparsejax.ops import scatter_gradient
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]
-Implementation = Literal["xla"] | None
+Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
 # fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
@@ -49,7 +51,8 @@ def gather_matmul(
         fit in an overfull CSR, makes its row NaN.
       w: at least `x.num_cols` rows; further rows are never read.
       combiner: how the rows of a bag are put together.
-      implementation: None picks the best there is; "xla" is the reference.
+      implementation: "mosaic_gpu" is the GPU kernel (Hopper or newer), "xla" the
+        reference. None picks what is fastest here.
 
     Raises:
       ValueError: shapes do not match, or an unknown combiner or implementation.
@@ -59,9 +62,11 @@ def gather_matmul(
             f"x has {x.num_cols:,} columns but w has shape {w.shape}; "
             "w needs a row for each column"
         )
-    if implementation not in (None, "xla"):
-        raise ValueError(f'implementation is None or "xla", got {implementation!r}')
-    y = _gather_sum(x, w)
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(
+            f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
+        )
+    y = _gather_sum(x, w, implementation)
     if combiner == "sum":
         return y
     return y * combiner_scale(x, combiner)[:, None].astype(y.dtype)
@@ -87,9 +92,27 @@ def combiner_scale(x: CSR, combiner: Combiner) -> Float[Array, "batch"]:
     return jnp.where(inside, scale, 0)
 
 
-def gather_sum_xla(x: CSR, w: Float[Array, "features hidden"]) -> Float[Array, "b h"]:
-    """`gather_matmul` with combiner "sum", no derivative: the XLA implementation."""
+def gather_sum(
+    x: CSR, w: Float[Array, "features hidden"], implementation: Implementation
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul` with combiner "sum", no derivative: picks the implementation."""
+    if implementation is None and _kernel_is_fastest(w):
+        implementation = "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
+        data = None if x.data is None else jnp.asarray(x.data)
+        return kernel.gather_matmul(data, indices, indptr, w, x.num_cols)
     return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
+
+
+def _kernel_is_fastest(w: jax.Array) -> bool:
+    """Whether the kernel is, as at every shape in benchmarks/README.md."""
+    # Other widths are padded, which copies `w`. With several devices `w` may be spread
+    # over them, which the partitioner cannot do with a kernel.
+    shape_fits = w.dtype in (jnp.float32, jnp.bfloat16) and w.shape[1] % 128 == 0
+    if not shape_fits or jax.default_backend() != "gpu" or jax.device_count() > 1:
+        return False
+    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0
 
 
 def _loop(x: CSR, w: jax.Array) -> jax.Array:
@@ -142,18 +165,20 @@ def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
     return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
 
 
-@jax.custom_vjp
-def _gather_sum(x: CSR, w: jax.Array) -> jax.Array:
-    return gather_sum_xla(x, w)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_sum(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
+    return gather_sum(x, w, implementation)
 
 
-def _forward(x, w):
-    return gather_sum_xla(x, w), (x, w)
+def _forward(x, w, implementation):
+    return gather_sum(x, w, implementation), (x, w)
 
 
-def _backward(residuals, dy):
+def _backward(implementation, residuals, dy):
     x, w = residuals
-    dw = scatter_gradient.dense_gradient(x, dy, w.shape[0]).astype(w.dtype)
+    dw = scatter_gradient.dense_gradient(
+        x, dy, w.shape[0], implementation=implementation
+    ).astype(w.dtype)
     data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
     # None stands for "no derivative" of the integer leaves only: for the whole CSR it
     # would silently mean a zero gradient of data too.

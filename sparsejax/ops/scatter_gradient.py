@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +12,8 @@ from jaxtyping import Array, Float, Int
 from sparsejax.ops import gather_matmul
 from sparsejax.sparse import CSR
 
+Implementation = Literal["xla", "mosaic_gpu"] | None
+
 # On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries
 # up to about this many rows an entry (67 k entries: .4 ms for 27 k rows and 5 for a
 # million, a sort takes 5; 8 million rows take 60).
@@ -18,7 +21,11 @@ _COUNTING_LIMIT = 16
 
 
 def row_gradient(
-    xs: Sequence[CSR], dys: Sequence[Float[Array, "_ hidden"]], num_rows: int
+    xs: Sequence[CSR],
+    dys: Sequence[Float[Array, "_ hidden"]],
+    num_rows: int,
+    *,
+    implementation: Implementation = None,
 ) -> tuple[Int[Array, "capacity"], Float[Array, "capacity hidden"]]:
     """The rows of `sum_k xs[k]^T dys[k]` that any entry touches.
 
@@ -33,6 +40,7 @@ def row_gradient(
       xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
       dys: the gradient of each `xs[k] @ w`.
       num_rows: number of rows of `w`.
+      implementation: see `gather_matmul`.
 
     Returns:
       ids: unique and ascending, padded with `num_rows`.
@@ -53,18 +61,23 @@ def row_gradient(
     dy = jnp.concatenate(dys)
 
     def sort(column, row, value, dy):
-        return _rows_by_sort(column, row, value, dy, num_rows)
+        return _rows_by_sort(column, row, value, dy, num_rows, implementation)
 
     def count(column, row, value, dy):
         return _rows_by_count(column, row, value, dy, num_rows)
 
-    if num_rows > _COUNTING_LIMIT * column.shape[0]:
+    large = num_rows > _COUNTING_LIMIT * column.shape[0]
+    if large or implementation == "mosaic_gpu":
         return sort(column, row, value, dy)
     return lax.platform_dependent(column, row, value, dy, cpu=count, default=sort)
 
 
 def dense_gradient(
-    x: CSR, dy: Float[Array, "batch hidden"], num_rows: int
+    x: CSR,
+    dy: Float[Array, "batch hidden"],
+    num_rows: int,
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "rows hidden"]:
     """`x^T dy` in float32 with a row for every row of the kernel.
 
@@ -79,12 +92,14 @@ def dense_gradient(
     def scatter(column, row, value, dy):
         # The touched rows are summed first: XLA's scatter of rows is slow where it has
         # duplicates to add.
-        ids, values = _rows_by_sort(column, row, value, dy, num_rows)
+        ids, values = _rows_by_sort(column, row, value, dy, num_rows, implementation)
         zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
         return zeros.at[ids].set(
             values, mode="drop", unique_indices=True, indices_are_sorted=True
         )
 
+    if implementation == "mosaic_gpu":
+        return scatter(column, row, value, dy)
     return lax.platform_dependent(column, row, value, dy, cpu=add, default=scatter)
 
 
@@ -97,7 +112,7 @@ def _entries(x: CSR, num_rows: int):
     return column, jnp.minimum(row, x.num_rows - 1), value
 
 
-def _rows_by_sort(column, row, value, dy, num_rows):
+def _rows_by_sort(column, row, value, dy, num_rows, implementation):
     """A stable sort by column is the compact transpose: one more gather-matmul."""
     nse = column.shape[0]
     capacity = min(nse, num_rows)
@@ -112,7 +127,8 @@ def _rows_by_sort(column, row, value, dy, num_rows):
     indptr = jnp.full(capacity + 1, count).at[slot].set(positions, mode="drop")
     value = None if value is None else value[order]
     transposed = CSR(value, row[order], indptr, num_cols=dy.shape[0])
-    return ids, gather_matmul.gather_sum_xla(transposed, dy.astype(jnp.float32))
+    dy = dy.astype(jnp.float32)
+    return ids, gather_matmul.gather_sum(transposed, dy, implementation)
 
 
 def _rows_by_count(column, row, value, dy, num_rows):
