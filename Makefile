@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/sparsejax demo
 
 test: $(VENV)/.installed
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest --numprocesses 2
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check
@@ -32,7 +32,7 @@ lint: $(VENV)/.installed
 # Every operation has its tests under its own name.
 OPS := $(wildcard $(patsubst sparsejax/ops/%.py,tests/test_%.py,$(wildcard sparsejax/ops/*.py)))
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest $(OPS) tests/test_sparse.py tests/test_training.py
+	$(OLDEST)/bin/pytest --numprocesses 2 $(OPS) tests/test_sparse.py tests/test_training.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache

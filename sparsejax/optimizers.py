@@ -377,8 +377,10 @@ class Optimizer(nnx.Pytree):
     ) -> Callable[..., Any]:
         """`sparsejax.value_and_grad` that reads rows as the dense rule would have them.
 
-        Rows are brought up to date on the fly and not written, except in a kernel that
-        is updated as a whole (a dense gradient, or a batch that touches a large part).
+        Rows are brought up to date on the fly and not written. If they drift and the
+        batch may touch a large part of a kernel, an update of the whole kernel is
+        quicker: it is brought up to date in place, and its gradient is a dense array.
+        So is that of a kernel the loss also reads elsewhere (`dense="allow"`).
         """
         return gradients.value_and_grad_with(
             self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense

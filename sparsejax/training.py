@@ -109,7 +109,8 @@ def fit(
       checkpoint_seconds: save when this much time has passed since the last, and when
         an epoch is the best so far, and at the end. 0 saves as often as possible.
       resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
-        result has the same bits as an uninterrupted run's.
+        result has the same bits as an uninterrupted run's; on a GPU only under
+        `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which costs time.
       log: called after each epoch with the step number and that epoch's history entry.
 
     Returns:

@@ -1,0 +1,72 @@
+"""What the README shows is run."""
+
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from sparsejax import cli
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_python_runs_as_pasted(capsys):
+    code = "\n".join(blocks(README, "python"))
+    exec(compile(code, "README.md", "exec"), {})  # noqa: S102
+    printed = capsys.readouterr().out
+    assert "'recall@20'" in printed and "popularity_ndcg@20" in printed
+    assert len(printed.splitlines()[-1].split(", ")) == 3
+
+
+def test_commands_run_as_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = range(40)
+    lines = [
+        f"u{r}\t" + ":".join(f"i{i}" for i in rows if i % 4 == r % 4) for r in rows
+    ]
+    pathlib.Path("purchases.tsv").write_text("\n".join(lines))
+    pathlib.Path("later.tsv").write_text("u0\ti1\nu1\ti2:i3\n")
+    commands = [
+        shlex.split(line)[1:]
+        for block in blocks(README, "")
+        for line in block.splitlines()
+        if line.startswith("sparsejax ")
+    ]
+    assert [command[0] for command in commands] == ["train", "evaluate", "predict"]
+    for command in commands:
+        assert cli.main(command) == 0
+    recommended = pathlib.Path("recs.tsv").read_text().splitlines()
+    assert len(recommended) == 40 and recommended[0].startswith("u0\ti")
+
+
+def test_network_of_the_docs_is_the_default():
+    from sparsejax.config import NetworkConfig
+
+    (text,) = blocks((ROOT / "docs" / "network.md").read_text(), "json")
+    written, default = NetworkConfig.from_json(text), NetworkConfig.autoencoder()
+    assert (written.loss, written.input) == (default.loss, default.input)
+    assert written.output.temperature == default.output.temperature
+
+
+def test_loss_of_the_docs():
+    import jax.numpy as jnp
+
+    (code,) = blocks((ROOT / "docs" / "losses.md").read_text(), "python")
+    names: dict = {}
+    exec(compile(code, "losses.md", "exec"), names)  # noqa: S102
+    huber = names["HuberLoss"]()
+    scores, labels = jnp.array([0.5, 3.0]), jnp.array([0.0, 1.0])
+    assert huber.listed(scores, labels).tolist() == pytest.approx([0.125, 1.5])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/data.md", "docs/network.md"])
+def test_links_lead_somewhere(page):
+    path = ROOT / page
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target
