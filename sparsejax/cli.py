@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import sys
@@ -179,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done; 1: a line on stderr says what is wrong; 2: wrong usage; 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    # Orbax logs what a killed process left behind; what matters is a warning of ours.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     command = None
     try:
         command = _parse(argv)

@@ -117,9 +117,9 @@ def kernel(model):
     return np.asarray(model.first.kernel[...])
 
 
-# Rounding differs from the twin's in each step, by some eps of the step or the weight;
-# the steps are up to the learning rate, times 200.
-CLOSE = {"rtol": 1e-6, "atol": 2e-6}
+# Gradients of about 0.1 are rounded differently from the twin's, by some 1e-8. Where one
+# is near zero, rmsprop and adam multiply that by up to 100 (learning_rate / sqrt(eps)).
+CLOSE = {"rtol": 1e-6, "atol": 5e-6}
 
 
 @by_name
@@ -135,7 +135,7 @@ def test_equals_its_dense_twin(rule):
     assert moved > 0.05, "the test would see nothing"
     assert (stale > 1e-3) == rule.drifts
     np.testing.assert_allclose(kernel(model), kernel(twin[0]), **CLOSE)
-    np.testing.assert_allclose(model.out.kernel, twin[0].out.kernel, rtol=1e-5)
+    np.testing.assert_allclose(model.out.kernel, twin[0].out.kernel, **CLOSE)
     assert int(optimizer.step[...]) == 200
     assert not kernel(model)[FEATURES:].any()
     for array in optimizer.rows["first/kernel"].values():

@@ -13,7 +13,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def test_python_runs_as_pasted(capsys):
