@@ -226,6 +226,24 @@ def test_kernel_with_its_gradients_lowers_for_cuda():
     assert lowered.as_text().count("mosaic_gpu") >= 4  # two kernels, twice
 
 
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_sharded_over_features_is_the_same():
+    x, dy = random_csr(6, 30, 0.3), jnp.asarray(weights(6, 5, seed=2))
+    w = jnp.asarray(weights(32, 5))
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("model"))
+
+    @jax.jit
+    def forward_and_backward(x, w):
+        y, backward = jax.vjp(lambda w: gather_matmul(x, w), w)
+        return y, backward(dy)[0]
+
+    expected = forward_and_backward(x, w)
+    sharded = forward_and_backward(x, jax.device_put(w, rows))
+    for result, alone in zip(sharded, expected, strict=True):
+        np.testing.assert_allclose(result, alone, rtol=1e-6, atol=1e-6)
+
+
 def test_errors():
     x = random_csr(3, 5)
     with pytest.raises(ValueError, match=r"x has 5 columns but w has shape \(4, 2\)"):

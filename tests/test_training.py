@@ -353,3 +353,26 @@ def test_one_program_serves_all_epochs():
     before = programs()
     fit(model, optimizer, train, batch_size=32, num_epochs=5, validation=heldout)
     assert programs() - before <= 2  # capacities: at most two buckets
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_sharded_parameters_train_the_same():
+    train, heldout = checkerboard(60, 20)
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("model"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def spread(leaf):
+        return jax.device_put(leaf, rows if leaf.shape[:1] == (256,) else everywhere)
+
+    kernels, histories = [], []
+    for place in (lambda leaf: leaf, spread):
+        model, optimizer = build(20, corruption=0.3)
+        nnx.update(
+            (model, optimizer), jax.tree.map(place, nnx.state((model, optimizer)))
+        )
+        history = fit(model, optimizer, train, num_epochs=3, validation=heldout)
+        histories.append([[e["loss"], e["recall@20"]] for e in history])
+        kernels.append(np.asarray(model.first.kernel[...]))
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-4)
+    np.testing.assert_allclose(kernels[1], kernels[0], rtol=1e-3, atol=1e-4)
