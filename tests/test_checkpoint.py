@@ -20,11 +20,6 @@ from sparsejax.checkpoint import (
 )
 from sparsejax.sparse import CSR
 
-# A read that fails inside orbax leaves a coroutine behind that complains in passing.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
 
 def modules(seed: int, width: int = 8):
     rngs = nnx.Rngs(seed)

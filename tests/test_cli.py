@@ -643,7 +643,12 @@ def test_demo(tmp_path, monkeypatch, capsys):
 
 
 def sparsejax(*argv: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "sparsejax", *argv]
+    # A process started in the background of a shell ignores SIGINT, as its children do.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        "; runpy.run_module('sparsejax', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, *argv]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
