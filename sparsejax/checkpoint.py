@@ -147,11 +147,9 @@ class Checkpoints:
 
     def delete_after(self, step: int) -> None:
         """Removes checkpoints later than `step`: damaged ones that were passed over."""
-        later = [s for s in self.steps() if s > step]
-        if later:
-            with ocp.training.Checkpointer(self.directory) as checkpointer:
-                for s in later:
-                    checkpointer.delete(s)
+        for later in self.steps():
+            if later > step:
+                (self.directory / str(later)).rmtree()
 
 
 class _OtherModel(Exception):
