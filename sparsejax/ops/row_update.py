@@ -15,13 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, rank_by_count
 from sparsejax.sparse import CSR
 
 State = dict[str, jax.Array]
-
-# On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries
-# up to about this many rows an entry.
-_COUNTING_LIMIT = 16
 
 # Rows that are worked on together. On a CPU 64 to 256 rows of 256 floats, which stay in
 # the cache, are alike; elsewhere a block has to be worth the launch of its kernels.
@@ -190,21 +187,11 @@ def touched_rows(
     used = (position < jnp.asarray(x.indptr)[-1]) & (column >= 0)
     column = jnp.where(used & (column < x.num_cols), column, num_rows)
     column = column.astype(jnp.int32)
-    by_count = functools.partial(_touched_by_count, num_rows=num_rows)
+    by_count = functools.partial(rank_by_count, num_rows=num_rows)
     by_sort = functools.partial(_touched_by_sort, num_rows=num_rows)
-    if num_rows > _COUNTING_LIMIT * x.nse:
+    if num_rows > COUNTING_LIMIT * x.nse:
         return by_sort(column)
     return lax.platform_dependent(column, cpu=by_count, default=by_sort)
-
-
-def _touched_by_count(column, num_rows):
-    capacity = min(column.shape[0], num_rows)
-    touched = jnp.zeros(num_rows, jnp.int32).at[column].set(1, mode="drop")
-    slot = jnp.cumsum(touched) - 1
-    place = jnp.where(touched > 0, slot, capacity)
-    every = jnp.arange(num_rows, dtype=jnp.int32)
-    ids = jnp.full(capacity, num_rows, jnp.int32).at[place].set(every, mode="drop")
-    return ids, slot.at[column].get(mode="fill", fill_value=capacity)
 
 
 def _touched_by_sort(column, num_rows):

@@ -17,7 +17,7 @@ Implementation = Literal["xla", "mosaic_gpu"] | None
 # On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries
 # up to about this many rows an entry (67 k entries: .4 ms for 27 k rows and 5 for a
 # million, a sort takes 5; 8 million rows take 60).
-_COUNTING_LIMIT = 16
+COUNTING_LIMIT = 16
 
 
 def row_gradient(
@@ -66,7 +66,7 @@ def row_gradient(
     def count(column, row, value, dy):
         return _rows_by_count(column, row, value, dy, num_rows)
 
-    large = num_rows > _COUNTING_LIMIT * column.shape[0]
+    large = num_rows > COUNTING_LIMIT * column.shape[0]
     if large or implementation == "mosaic_gpu":
         return sort(column, row, value, dy)
     return lax.platform_dependent(column, row, value, dy, cpu=count, default=sort)
@@ -132,16 +132,32 @@ def _rows_by_sort(column, row, value, dy, num_rows, implementation):
 
 
 def _rows_by_count(column, row, value, dy, num_rows):
-    """Ranks the touched rows by a pass over all rows, then adds entry by entry."""
-    nse = column.shape[0]
-    capacity = min(nse, num_rows)
+    """Ranks the touched rows, then adds entry by entry."""
+    ids, slot = rank_by_count(column, num_rows)
+    return ids, _add_rows(ids.shape[0], slot, row, value, dy, column.shape[0])
+
+
+def rank_by_count(
+    column: Int[Array, "nse"], num_rows: int
+) -> tuple[Int[Array, "capacity"], Int[Array, "nse"]]:
+    """The distinct columns, and which of them each entry has, by a pass over all rows.
+
+    Args:
+      column: of each entry; `num_rows` for one that does not count.
+      num_rows: number of rows that there are.
+
+    Returns:
+      ids: unique and ascending, padded with `num_rows`; `capacity` is the smaller of
+        `nse` and `num_rows`.
+      slots: the place of each entry's column in `ids`; `capacity` if it does not count.
+    """
+    capacity = min(column.shape[0], num_rows)
     touched = jnp.zeros(num_rows, jnp.int32).at[column].set(1, mode="drop")
     slot = jnp.cumsum(touched) - 1
     place = jnp.where(touched > 0, slot, capacity)
     every = jnp.arange(num_rows, dtype=jnp.int32)
     ids = jnp.full(capacity, num_rows, jnp.int32).at[place].set(every, mode="drop")
-    slot = slot.at[column].get(mode="fill", fill_value=capacity)
-    return ids, _add_rows(capacity, slot, row, value, dy, nse)
+    return ids, slot.at[column].get(mode="fill", fill_value=capacity)
 
 
 def _add_rows(num_slots, slot, row, value, dy, count):
