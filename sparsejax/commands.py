@@ -78,8 +78,8 @@ def train(flags: cli.Train) -> None:
 
 def evaluate(flags: cli.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    settings, _ = run.load_run(flags.run)
-    model, names = run.load_model(flags.run)
+    settings, names = run.load_run(flags.run)
+    model = run.restored_model(flags.run, settings)
     shown = read(
         flags.train, format=flags.format, features=names, indicator=settings.indicator
     )
@@ -91,8 +91,8 @@ def evaluate(flags: cli.Evaluate) -> None:
 
 def predict(flags: cli.Predict) -> None:
     """`sparsejax predict`."""
-    settings, _ = run.load_run(flags.run)
-    model, names = run.load_model(flags.run)
+    settings, names = run.load_run(flags.run)
+    model = run.restored_model(flags.run, settings)
     with writers.whole_file(flags.out) as file:
         data = read(
             flags.data,

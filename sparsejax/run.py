@@ -179,6 +179,11 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
       ValueError: it is no run folder, or it holds no checkpoint that can be read.
     """
     run, names = load_run(directory)
+    return restored_model(directory, run), names
+
+
+def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
+    """`load_model` where the settings have been read already."""
     model, optimizer = run.build()
     checkpoints = checkpoints_of(directory)
     if checkpoints.restore((model, optimizer), best=True) is None:
@@ -187,7 +192,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
         )
     optimizer.flush(model)
     model.eval()
-    return model, names
+    return model
 
 
 def checkpoints_of(directory: str | pathlib.Path) -> Checkpoints:
