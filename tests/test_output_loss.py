@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from memory import temporary_bytes
 from tolerances import assert_close
 
 from sparsejax import losses
@@ -154,13 +155,6 @@ def run(rule, problem) -> tuple[jax.Array, dict[str, jax.Array]]:
     operands = {name: getattr(problem, name) for name in OPERANDS}
     loss, gradients = compiled(rule, module._CHUNK_ELEMENTS)(operands, problem.labels)
     return loss, {name: g for name, g in gradients.items() if g is not None}
-
-
-def temporary_bytes(function, *arguments) -> int:
-    """What a compiled function needs beside its arguments and results."""
-    memory = jax.jit(function).lower(*arguments).compile().memory_analysis()
-    assert memory is not None
-    return memory.temp_size_in_bytes
 
 
 def check(rule, problem):
