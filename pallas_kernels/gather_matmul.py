@@ -29,7 +29,14 @@ from jaxtyping import Array, Float, Int
 _LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
 _WAYS = 8  # a search splits the rows into so many parts at each step
-_REDUCE_CHUNK = 512  # and 8 pieces at once: 6.6 us on ml20m; 256 and 16: 10 us
+REDUCE_CHUNK = 512  # and 8 pieces at once: 6.6 us on ml20m; 256 and 16: 10 us
+
+PARAMS = plgpu.CompilerParams(
+    # No program reads what another, or itself, has written.
+    unsafe_no_auto_barriers=True,
+    # With the default semantics inferring the layouts takes half a minute.
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +124,30 @@ def gather_matmul(
 
     hidden = w.shape[1]
     config = config or default_config(hidden, w.dtype.itemsize)
-    chunk, vec = _chunk(hidden, config.chunk, w.dtype.itemsize)
+    chunk, vec = chunk_of(hidden, config.chunk, w.dtype.itemsize)
     programs = pl.cdiv(nse, config.entries)
-    params = plgpu.CompilerParams(
-        # No program reads what it writes.
-        unsafe_no_auto_barriers=True,
-        # With the default semantics inferring the layouts takes half a minute.
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-    )
 
-    def gather_matmul_sum(*refs):
-        _sum_body(*refs, num_cols=num_cols, chunk=chunk, vec=vec, config=config)
+    def store(out_gmem, row, columns, acc):
+        out_gmem[row, columns] = acc.astype(out_gmem.dtype)
+
+    def gather_matmul_sum(indices_gmem, indptr_gmem, w_gmem, *refs):
+        *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
+        _fill_body(
+            indptr_gmem, out_gmem, nse=nse, programs=programs, chunk=chunk, vec=vec
+        )
+        sum_body(
+            (indices_gmem, *data_gmem),
+            indptr_gmem,
+            w_gmem,
+            partial_gmem,
+            cut_rows_gmem,
+            lambda row, columns, acc, *_: store(out_gmem, row, columns, acc),
+            valued=data is not None,
+            num_cols=num_cols,
+            chunk=chunk,
+            vec=vec,
+            config=config,
+        )
 
     values = [] if data is None else [data]
     out, partial, cut_rows = plgpu.kernel(
@@ -139,51 +159,50 @@ def gather_matmul(
         ],
         grid=(hidden // chunk, programs + pl.cdiv(num_rows, _FILL_ROWS)),
         grid_names=("chunk", "program"),
-        compiler_params=params,
+        compiler_params=PARAMS,
     )(indices, indptr, w, *values)
     if programs == 1:
         return out
-    chunk, vec = _chunk(hidden, _REDUCE_CHUNK, 4)
-
-    def gather_matmul_reduce(*refs):
-        _reduce_body(*refs, chunk=chunk, vec=vec, entries=config.entries)
-
     out_ref = jax.new_ref(out)  # written in place
+    chunk, vec = chunk_of(hidden, REDUCE_CHUNK, 4)
+
+    def gather_matmul_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, out_gmem):
+        reduce_body(
+            indptr_gmem,
+            partial_gmem,
+            cut_rows_gmem,
+            functools.partial(store, out_gmem),
+            chunk=chunk,
+            vec=vec,
+            entries=config.entries,
+        )
+
     plgpu.kernel(
         gather_matmul_reduce,
         out_type=[],
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
-        compiler_params=params,
+        compiler_params=PARAMS,
     )(indptr, partial, cut_rows, out_ref)
     return jax.freeze(out_ref)
 
 
-def _chunk(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
+def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
     """Elements of a program, which divide `hidden`, and those of a thread's access."""
     units = hidden // _LANES
     width = max(u for u in range(1, most // _LANES + 1) if units % u == 0)
     return width * _LANES, min(width & -width, 16 // itemsize)
 
 
-def _sum_body(
-    indices_gmem, indptr_gmem, w_gmem, *refs, num_cols, chunk, vec, config: Config
-):
-    *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
-    num_rows, nse = out_gmem.shape[0], indices_gmem.shape[0]
-    programs = cut_rows_gmem.shape[0]
-    t, unroll = config.entries, config.unroll
+def _fill_body(indptr_gmem, out_gmem, *, nse, programs, chunk, vec):
+    """Rows without entries are 0, rows that do not fit are NaN."""
+    num_rows = out_gmem.shape[0]
     p, c = lax.axis_index("program"), lax.axis_index("chunk")
     columns = pl.ds(c * chunk, chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
-    def splat(value):
-        full = jnp.full((chunk,), value, jnp.float32)
-        return plgpu.layout_cast(full, layout)
-
     @pl.when(p >= programs)
-    def _fill():
-        """Rows without entries are 0, rows that do not fit are NaN."""
+    def _():
         first = (p - programs) * _FILL_ROWS
 
         @pl.loop(0, _FILL_ROWS // 8)
@@ -196,7 +215,46 @@ def _sum_body(
                 @pl.when(((start == end) | (end > nse)) & (row + u < num_rows))
                 def _(row=row + u, end=end):
                     value = jnp.where(end > nse, jnp.float32(jnp.nan), jnp.float32(0))
-                    out_gmem[row, columns] = splat(value).astype(out_gmem.dtype)
+                    full = jnp.full((chunk,), value, jnp.float32)
+                    full = plgpu.layout_cast(full, layout)
+                    out_gmem[row, columns] = full.astype(out_gmem.dtype)
+
+
+def sum_body(
+    entries_gmem,
+    indptr_gmem,
+    w_gmem,
+    partial_gmem,
+    cut_rows_gmem,
+    store,
+    read_ahead=lambda columns, layout, entry: (),
+    *,
+    valued,
+    num_cols,
+    chunk,
+    vec,
+    config: Config,
+):
+    """Sums the rows that belong to a program, and the pieces of those that are cut.
+
+    Args:
+      entries_gmem: arrays `[nse]` of which an entry has one value each: the index of
+        its row of `w`; its factor, if `valued`; any others.
+      store: called with a row, the columns, its sum, and the values of the row's last
+        entry with what `read_ahead` had for it.
+      read_ahead: called with the columns, the layout and the values of each entry, when
+        its row of `w` is loaded.
+    """
+    nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
+    programs = cut_rows_gmem.shape[0]
+    t, unroll = config.entries, config.unroll
+    p, c = lax.axis_index("program"), lax.axis_index("chunk")
+    columns = pl.ds(c * chunk, chunk)
+    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+
+    def splat(value):
+        full = jnp.full((chunk,), value, jnp.float32)
+        return plgpu.layout_cast(full, layout)
 
     count = jnp.minimum(indptr_gmem[num_rows], nse)
     begin = p * t
@@ -264,7 +322,7 @@ def _sum_body(
         def _():
             cut_rows_gmem[p] = jnp.where(tail, row_b, -1)
 
-        def flush(row, acc, bad):
+        def flush(row, acc, bad, entry, ahead):
             acc = acc + bad
             is_head = head & (row == row_a)
             is_tail = tail & (row == row_b)
@@ -275,20 +333,20 @@ def _sum_body(
 
             @pl.when(~(is_head | is_tail))
             def _():
-                out_gmem[row, columns] = acc.astype(out_gmem.dtype)
+                store(row, columns, acc, entry, ahead)
 
         def end_of(row):
             return indptr_gmem[jnp.minimum(row + 1, num_rows)]
 
         # `end` is where the row, or its piece in here, ends; `following` where the next
         # does, read ahead; `bad` is NaN if an entry of the row is out of bounds.
-        def end_row(position, row, end, following, bad, acc):
+        def end_row(position, last_entry, row, end, following, bad, acc):
             def search():
                 found = row_of(position, row, row_b + 1)
                 return found, end_of(found), end_of(found + 1)
 
             def ended():
-                flush(row, acc, bad)
+                flush(row, acc, bad, *last_entry)
                 empty = (following <= position) & (position < last)
                 after = row + 1, following, end_of(row + 2)
                 new, end, further = lax.cond(empty, search, lambda: after)
@@ -300,14 +358,12 @@ def _sum_body(
 
         def load_entries(position):
             def whole():
-                block = pl.ds(position, unroll)
-                ids = indices_gmem.at[block]
-                values = [ref.at[block] for ref in data_gmem]
-                return [[ref[u] for u in range(unroll)] for ref in (ids, *values)]
+                blocks = [ref.at[pl.ds(position, unroll)] for ref in entries_gmem]
+                return [[ref[u] for u in range(unroll)] for ref in blocks]
 
             def clipped():
                 places = [jnp.minimum(position + u, last - 1) for u in range(unroll)]
-                return [[ref[i] for i in places] for ref in (indices_gmem, *data_gmem)]
+                return [[ref[i] for i in places] for ref in entries_gmem]
 
             return lax.cond(position + unroll <= last, whole, clipped)
 
@@ -321,6 +377,8 @@ def _sum_body(
                 plgpu.load(w_columns.at[i], layout=layout, optimized=False)
                 for i in safe
             ]
+            each = [tuple(values[u] for values in entries) for u in range(unroll)]
+            ahead = [read_ahead(columns, layout, entry) for entry in each]
             # Read ahead: an index is as far away as a row.
             upcoming = lax.cond(
                 position + unroll < last,
@@ -331,7 +389,7 @@ def _sum_body(
 
             def term(u):
                 term = terms[u].astype(jnp.float32)
-                return term * entries[1][u].astype(jnp.float32) if data_gmem else term
+                return term * entries[1][u].astype(jnp.float32) if valued else term
 
             def one_row():
                 total = acc
@@ -348,13 +406,13 @@ def _sum_body(
                     worst = jnp.where(ids[u] < num_cols, worst, jnp.float32(jnp.nan))
                     state = *place, worst, total + term(u)
                     if u < unroll - 1:
-                        state = end_row(position + u + 1, *state)
+                        state = end_row(position + u + 1, (each[u], ahead[u]), *state)
                 return state
 
             plain = (position + unroll <= end) & (largest < num_cols)
             state = lax.cond(plain, one_row, several_rows)
             position = position + unroll
-            return position, *end_row(position, *state), upcoming
+            return position, *end_row(position, (each[-1], ahead[-1]), *state), upcoming
 
         @pl.when(first < last)
         def _():
@@ -368,10 +426,13 @@ def _sum_body(
             lax.while_loop(lambda carry: carry[0] < last, block, carry)
 
 
-def _reduce_body(
-    indptr_gmem, partial_gmem, cut_rows_gmem, out_gmem, *, chunk, vec, entries
+def reduce_body(
+    indptr_gmem, partial_gmem, cut_rows_gmem, store, *, chunk, vec, entries
 ):
-    """out[row] = partial[1, p] + sum of partial[0, q] over the ranges q after p."""
+    """Sum of a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
+
+    Calls `store` with the row, the columns and the sum.
+    """
     p, c = lax.axis_index("program"), lax.axis_index("chunk")
     columns = pl.ds(c * chunk, chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
@@ -386,7 +447,7 @@ def _reduce_body(
     def _():
         last = (indptr_gmem[row + 1] - 1) // entries
         carry = p + 1, load(1, p)
-        for unroll in (8, 1):
+        for unroll in (32, 8, 1) if chunk <= 256 else (8, 1):
 
             def block(carry, unroll=unroll):
                 q, acc = carry
@@ -398,4 +459,4 @@ def _reduce_body(
                 return carry[0] + unroll <= last + 1
 
             carry = lax.while_loop(more, block, carry)
-        out_gmem[row, columns] = carry[1].astype(out_gmem.dtype)
+        store(row, columns, carry[1])

@@ -45,7 +45,6 @@ class RowParam(nnx.Param):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
     """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
 
@@ -65,39 +64,65 @@ class RowGradient:
       num_rows: rows of the kernel (static).
       current: whether the loss has read rows that were up to date, so that an optimizer
         whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
+      terms: what the values are the sums of, as long as nothing has asked for them: an
+        optimizer may sum them where it uses them. Lost by any operation.
     """
-
-    ids: Int[Array, "capacity"]
-    values: Float[Array, "capacity hidden"]
-    num_rows: int
-    current: bool = False
 
     __array_ufunc__ = None  # NumPy arrays leave + and * to this class
 
+    def __init__(
+        self,
+        ids: Int[Array, "capacity"],
+        values: Float[Array, "capacity hidden"],
+        num_rows: int,
+        current: bool = False,
+    ):
+        self.ids, self._values = ids, values
+        self.num_rows, self.current = num_rows, current
+        self.terms: scatter_gradient.Terms | None = None
+
+    @classmethod
+    def of_terms(cls, terms: scatter_gradient.Terms, current: bool) -> RowGradient:
+        """The sums of `terms`, made when they are asked for."""
+        self = cls(terms.ids(), jnp.zeros((0, 0)), terms.num_rows, current)
+        self.terms = terms
+        return self
+
+    @property
+    def values(self) -> Float[Array, "... hidden"]:
+        """`[capacity, hidden]`, zero in padding."""
+        return self._values if self.terms is None else self.terms.values()
+
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
-        leaves = [(key(name), getattr(self, name)) for name in ("ids", "values")]
+        # Past the property: without terms it may be anything tree.map returned.
+        values = self._values if self.terms is None else self.values
+        leaves = [(key("ids"), self.ids), (key("values"), values)]
         return leaves, (self.num_rows, self.current)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowGradient:
         # Past the constructor: leaves may be shapes, or anything tree.map returned.
         self = object.__new__(cls)
-        for field, value in zip(
-            dataclasses.fields(cls), (*leaves, *static), strict=True
-        ):
-            object.__setattr__(self, field.name, value)
+        self.ids, self._values = leaves
+        self.num_rows, self.current = static
+        self.terms = None
         return self
 
     @property
     def shape(self) -> tuple[int, int]:
         """`(num_rows, hidden)`."""
-        return self.num_rows, self.values.shape[-1]
+        hidden = (self._values if self.terms is None else self.terms.dy).shape[-1]
+        return self.num_rows, hidden
 
     @property
     def dtype(self) -> jnp.dtype:
         """That of the values."""
-        return self.values.dtype
+        return self._values.dtype
+
+    def __repr__(self) -> str:
+        num_rows, hidden = self.shape
+        return f"RowGradient(ids={self.ids!r}, shape=({num_rows}, {hidden}))"
 
     def __getitem__(self, index) -> RowGradient:
         if index is not ...:
@@ -124,7 +149,7 @@ class RowGradient:
     def __mul__(self, scalar: Any) -> Any:
         if jnp.ndim(scalar) != 0:
             return NotImplemented
-        return dataclasses.replace(self, values=self.values * scalar)
+        return RowGradient(self.ids, self.values * scalar, self.num_rows, self.current)
 
     __rmul__ = __mul__
 
@@ -397,6 +422,9 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     num_rows, hidden = kernel.shape
     if sum(x.nse for x in xs) == 0:
         ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden))
+    elif gather.kernel_is_fastest(dys[0]):
+        terms = scatter_gradient.row_terms(xs, dys, num_rows)
+        return RowGradient.of_terms(terms, current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
     return RowGradient(ids, values, num_rows, current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -273,7 +274,7 @@ class SparseDropout(nnx.Module):
         data = jnp.where(keep, 1 / (1 - self.rate), 0)
         if x.data is not None:
             data = data * x.data
-        return CSR(data, x.indices, x.indptr, num_cols=x.num_cols)
+        return dataclasses.replace(x, data=data)
 
 
 def normalize_rows(x: CSR) -> CSR:
@@ -282,7 +283,7 @@ def normalize_rows(x: CSR) -> CSR:
     data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
     if x.data is not None:
         data = data * x.data
-    return CSR(data, x.indices, x.indptr, num_cols=x.num_cols)
+    return dataclasses.replace(x, data=data)
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from tolerances import assert_close
 
 from sparsejax.ops import scatter_gradient as module
 from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, Transposed
 
 entries = jax.jit(module._entries, static_argnums=1)
 
@@ -71,7 +71,10 @@ def test_equals_scipy(x, hidden, extra_rows):
 
 
 def rows_by_sort(column, row, value, dy, num_rows):
-    return module._rows_by_sort(column, row, value, dy, num_rows, None)
+    by_column = Transposed.of(column, row, num_rows)
+    value = None if value is None else value[by_column.order]
+    terms = module.Terms(by_column, value, dy, num_rows)
+    return terms.ids(), terms.values()
 
 
 @pytest.mark.parametrize("form", [rows_by_sort, module._rows_by_count])
@@ -83,6 +86,16 @@ def test_forms_agree(form, x):
     ids, values = compiled(column, row, value, dy, x.num_cols)
     check_ids(ids, x, x.num_cols)
     check(dense_of(ids, values, x.num_cols), [x], [dy])
+
+
+@given(x=csrs())
+def test_transposed_ahead_of_time(x):
+    dy = slopes(x.num_rows, 4)
+    x = jax.jit(CSR.with_transposed)(x)
+    ids, values = rows_of(x, dy, x.num_cols + 3)
+    check_ids(ids, x, x.num_cols + 3)
+    check(dense_of(ids, values, x.num_cols + 3), [x], [dy])
+    check(jax.jit(dense_gradient, static_argnums=2)(x, dy, x.num_cols), [x], [dy])
 
 
 def test_uses_of_one_kernel_are_summed():

@@ -128,6 +128,40 @@ def test_out_of_range_index_is_nan_not_wrong():
     assert not nan[1].any()
 
 
+def check_transposed(matrix: CSR) -> None:
+    by_column = jax.tree.map(np.asarray, matrix.transposed)
+    used = by_column.indptr[-1]
+    count, indices = int(matrix.indptr[-1]), np.asarray(matrix.indices)
+    order = np.argsort(indices[:count], kind="stable")
+    assert used == count
+    np.testing.assert_array_equal(by_column.order[:used], order)
+    np.testing.assert_array_equal(by_column.columns[:used], indices[order])
+    np.testing.assert_array_equal(by_column.columns[used:], matrix.num_cols)
+    rows = np.repeat(np.arange(matrix.num_rows), np.diff(matrix.indptr))
+    np.testing.assert_array_equal(by_column.rows[:used], rows[order])
+    counts = np.unique(indices[:count], return_counts=True)[1]
+    expected = np.full(min(matrix.nse, matrix.num_cols) + 1, count)
+    expected[: len(counts)] = np.cumsum(counts) - counts
+    np.testing.assert_array_equal(by_column.indptr, expected)
+
+
+@given(csrs())
+def test_with_transposed(matrix):
+    check_transposed(jax.jit(CSR.with_transposed)(matrix))
+
+
+@pytest.mark.parametrize("num_cols", [9, 2**31 - 1])  # in one sort, and one for each
+def test_with_transposed_of_a_stack(num_cols):
+    parts = [random_csr(4, 9, density, extra=40) for density in (0.1, 0.5, 0.0)]
+    parts = [
+        CSR(None, part.indices[:40], part.indptr, num_cols=num_cols) for part in parts
+    ]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    stack = jax.jit(CSR.with_transposed)(stack)
+    for i in range(3):
+        check_transposed(jax.tree.map(lambda leaf, i=i: leaf[i], stack))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

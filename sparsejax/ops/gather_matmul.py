@@ -96,7 +96,7 @@ def gather_sum(
     x: CSR, w: Float[Array, "features hidden"], implementation: Implementation
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` with combiner "sum", no derivative: picks the implementation."""
-    if implementation is None and _kernel_is_fastest(w):
+    if implementation is None and kernel_is_fastest(w):
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
@@ -105,7 +105,7 @@ def gather_sum(
     return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
 
 
-def _kernel_is_fastest(w: jax.Array) -> bool:
+def kernel_is_fastest(w: jax.Array) -> bool:
     """Whether the kernel is, as at every shape in benchmarks/README.md."""
     # Other widths are padded, which copies `w`. With several devices `w` may be spread
     # over them, which the partitioner cannot do with a kernel.
@@ -182,7 +182,7 @@ def _backward(implementation, residuals, dy):
     data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
     # None stands for "no derivative" of the integer leaves only: for the whole CSR it
     # would silently mean a zero gradient of data too.
-    return CSR.tree_unflatten(x.num_cols, (data, None, None)), dw
+    return CSR.tree_unflatten(x.num_cols, (data, None, None, None)), dw
 
 
 _gather_sum.defvjp(_forward, _backward)

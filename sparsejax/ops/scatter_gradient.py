@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import gather_matmul
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, Transposed
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -34,7 +36,7 @@ def row_gradient(
         values[u] = sum over the entries j with column ids[u] of  v_j dy[row of j]
 
     Terms of a row are added in the order of the batch, so the sum is deterministic.
-    `capacity` is the smaller of all entries and `num_rows`: nothing can overflow.
+    `capacity` is the smaller of all entries and all columns: nothing can overflow.
 
     Args:
       xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
@@ -48,28 +50,74 @@ def row_gradient(
     """
     if len(xs) != len(dys) or not xs:
         raise ValueError(f"{len(xs)} matrices but {len(dys)} gradients")
-    parts = [_entries(x, num_rows) for x in xs]
-    firsts = [0]
-    for x in xs[:-1]:
-        firsts.append(firsts[-1] + x.num_rows)
-    column = jnp.concatenate([part[0] for part in parts])
-    row = jnp.concatenate([part[1] + f for part, f in zip(parts, firsts, strict=True)])
-    value = None
-    if any(part[2] is not None for part in parts):
-        ones = [jnp.ones_like(p[0], float) if p[2] is None else p[2] for p in parts]
-        value = jnp.concatenate(ones)
-    dy = jnp.concatenate(dys)
 
-    def sort(column, row, value, dy):
-        return _rows_by_sort(column, row, value, dy, num_rows, implementation)
+    def sort(xs, dys):
+        terms = row_terms(xs, dys, num_rows)
+        return terms.ids(), terms.values(implementation)
 
-    def count(column, row, value, dy):
-        return _rows_by_count(column, row, value, dy, num_rows)
+    def count(xs, dys):
+        num_cols = max(x.num_cols for x in xs)
+        column, row, value = _concatenated(xs, num_cols)
+        dy = jnp.concatenate(dys)
+        ids, values = _rows_by_count(column, row, value, dy, num_cols)
+        return jnp.where(ids < num_cols, ids, num_rows), values
 
-    large = num_rows > COUNTING_LIMIT * column.shape[0]
-    if large or implementation == "mosaic_gpu":
-        return sort(column, row, value, dy)
-    return lax.platform_dependent(column, row, value, dy, cpu=count, default=sort)
+    sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
+    large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
+    if sorted_ahead or large or implementation == "mosaic_gpu":
+        return sort(xs, dys)
+    return lax.platform_dependent(xs, dys, cpu=count, default=sort)
+
+
+class Terms(NamedTuple):
+    """A row gradient that is not summed yet.
+
+    ::
+
+        values[u] = sum over the entries j of the u-th touched row of  data_j dy[rows_j]
+
+    Attributes:
+      by_column: rows and order of the entries.
+      data: `[nse]` values in that order, or None if they are all 1.
+      dy: `[batch, hidden]`.
+      num_rows: rows of the kernel.
+    """
+
+    by_column: Transposed
+    data: jax.Array | None
+    dy: jax.Array
+    num_rows: int
+
+    def ids(self) -> Int[Array, "capacity"]:
+        """The touched rows, unique and ascending, padded with `num_rows`."""
+        starts = self.by_column.indptr[:-1]
+        ids = self.by_column.columns.at[starts].get(mode="clip")
+        return jnp.where(starts < self.by_column.indptr[-1], ids, self.num_rows)
+
+    def values(
+        self, implementation: Implementation = None
+    ) -> Float[Array, "capacity hidden"]:
+        """The sums in float32: with the entries by column, one more gather-matmul."""
+        by_column, dy = self.by_column, self.dy.astype(jnp.float32)
+        x = CSR(self.data, by_column.rows, by_column.indptr, num_cols=dy.shape[0])
+        return gather_matmul.gather_sum(x, dy, implementation)
+
+
+def row_terms(
+    xs: Sequence[CSR], dys: Sequence[Float[Array, "_ hidden"]], num_rows: int
+) -> Terms:
+    """What `row_gradient` sums, by a stable sort of the entries by column."""
+    if len(xs) == 1:
+        x = xs[0] if xs[0].transposed is not None else xs[0].with_transposed()
+        assert x.transposed is not None
+        by_column = x.transposed
+        data = None if x.data is None else jnp.asarray(x.data, jnp.float32)
+    else:
+        num_cols = max(x.num_cols for x in xs)
+        column, row, data = _concatenated(xs, num_cols)
+        by_column = Transposed.of(column, row, num_cols)
+    data = None if data is None else data[by_column.order]
+    return Terms(by_column, data, jnp.concatenate(dys), num_rows)
 
 
 def dense_gradient(
@@ -83,52 +131,45 @@ def dense_gradient(
 
     Writes `num_rows * hidden` elements even where a batch touches few rows.
     """
-    column, row, value = _entries(x, num_rows)
 
-    def add(column, row, value, dy):
+    def add(x, dy):
         count = jnp.minimum(jnp.asarray(x.indptr)[-1], x.nse)
-        return _add_rows(num_rows, column, row, value, dy, count)
+        return _add_rows(num_rows, *_entries(x, num_rows), dy, count)
 
-    def scatter(column, row, value, dy):
+    def scatter(x, dy):
         # The touched rows are summed first: XLA's scatter of rows is slow where it has
         # duplicates to add.
-        ids, values = _rows_by_sort(column, row, value, dy, num_rows, implementation)
+        terms = row_terms([x], [dy], num_rows)
+        ids, values = terms.ids(), terms.values(implementation)
         zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
         return zeros.at[ids].set(
             values, mode="drop", unique_indices=True, indices_are_sorted=True
         )
 
-    if implementation == "mosaic_gpu":
-        return scatter(column, row, value, dy)
-    return lax.platform_dependent(column, row, value, dy, cpu=add, default=scatter)
+    if x.transposed is not None or implementation == "mosaic_gpu":
+        return scatter(x, dy)
+    return lax.platform_dependent(x, dy, cpu=add, default=scatter)
 
 
-def _entries(x: CSR, num_rows: int):
-    """Column (`num_rows` where there is nothing to add), row and value of each entry."""
+def _entries(x: CSR, padding: int):
+    """Column (`padding` where there is nothing to add), row and value of each entry."""
     row, column = x.row_ids(), jnp.asarray(x.indices)
     used = (row < x.num_rows) & (column >= 0) & (column < x.num_cols)
-    column = jnp.where(used, column, num_rows).astype(jnp.int32)
+    column = jnp.where(used, column, padding).astype(jnp.int32)
     value = None if x.data is None else jnp.asarray(x.data, jnp.float32)
     return column, jnp.minimum(row, x.num_rows - 1), value
 
 
-def _rows_by_sort(column, row, value, dy, num_rows, implementation):
-    """A stable sort by column is the compact transpose: one more gather-matmul."""
-    nse = column.shape[0]
-    capacity = min(nse, num_rows)
-    positions = jnp.arange(nse, dtype=jnp.int32)
-    column, order = lax.sort_key_val(column, positions, is_stable=True)
-    first = jnp.concatenate([jnp.ones(1, bool), column[1:] != column[:-1]])[:nse]
-    used = column < num_rows
-    nowhere = capacity + 1  # outside of both arrays below
-    slot = jnp.where(first & used, jnp.cumsum(first) - 1, nowhere)
-    ids = jnp.full(capacity, num_rows, jnp.int32).at[slot].set(column, mode="drop")
-    count = jnp.sum(used, dtype=jnp.int32)
-    indptr = jnp.full(capacity + 1, count).at[slot].set(positions, mode="drop")
-    value = None if value is None else value[order]
-    transposed = CSR(value, row[order], indptr, num_cols=dy.shape[0])
-    dy = dy.astype(jnp.float32)
-    return ids, gather_matmul.gather_sum(transposed, dy, implementation)
+def _concatenated(xs: Sequence[CSR], padding: int):
+    """`_entries` of the matrices below each other."""
+    parts = [_entries(x, padding) for x in xs]
+    firsts = itertools.accumulate([0, *(x.num_rows for x in xs[:-1])])
+    column = jnp.concatenate([part[0] for part in parts])
+    row = jnp.concatenate([part[1] + f for part, f in zip(parts, firsts, strict=True)])
+    if all(part[2] is None for part in parts):
+        return column, row, None
+    ones = [jnp.ones_like(p[0], float) if p[2] is None else p[2] for p in parts]
+    return column, row, jnp.concatenate(ones)
 
 
 def _rows_by_count(column, row, value, dy, num_rows):

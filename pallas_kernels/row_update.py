@@ -1,0 +1,195 @@
+"""An optimizer's step on the rows of a table that a batch has touched: Mosaic GPU.
+
+The gradient of a row is the sum of the rows of `dy` that its entries name, as in
+`gather_matmul`. Where such a sum is complete, the row and its state are read, moved and
+written back, so the gradient itself never gets to memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gather_matmul import (
+    PARAMS,
+    REDUCE_CHUNK,
+    Config,
+    chunk_of,
+    reduce_body,
+    sum_body,
+)
+
+# What moves a row: (arrays of it, gradient, missed steps, scalars) -> its new arrays.
+Update = Callable[
+    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array]], Sequence[jax.Array]
+]
+
+
+def default_config(hidden: int) -> Config:
+    """As fast as any tried on an H200, jax 0.11.2 (benchmarks/README.md)."""
+    return Config(entries=64, unroll=4, chunk=256 if hidden <= 256 else 512)
+
+
+def row_update(
+    update: Update,
+    tables: Sequence[Float[Array, "num_rows hidden"]],
+    data: Float[Array, "nse"] | None,
+    rows: Int[Array, "nse"],
+    indptr: Int[Array, "capacity_plus_1"],
+    targets: Int[Array, "nse"],
+    lags: Int[Array, "nse"] | None,
+    dy: Float[Array, "batch hidden"],
+    scalars: Sequence[Float[Array, ""]] = (),
+    *,
+    config: Config | None = None,
+) -> list[Float[Array, "num_rows hidden"]]:
+    """Moves rows of tables, in place if they are donated.
+
+    ::
+
+        gradient_u = sum_j data_j dy[rows_j]      entries j = indptr[u] .. indptr[u + 1] - 1
+        tables[:][target_u] = update(tables[:][target_u], gradient_u, lag_u, scalars)
+
+    Gradients are summed in float32 in the order of the entries. Reads `nse * hidden`
+    elements of `dy`, and reads and writes the touched rows of each table once.
+
+    Args:
+      update: elementwise, in float32, on pieces of a row. Arrays it makes itself must be
+        scalars.
+      tables: weights and state, float32 or bfloat16; `hidden` is a multiple of 128.
+      data: values, or None if every entry is 1.
+      rows: int32, each in `[0, batch)`.
+      indptr: int32, where the entries of each touched row start; the last is their
+        number, and those beyond are never looked at.
+      targets: int32; at the last entry of each touched row, which row of the tables it
+        is, and -1 elsewhere. A target occurs once.
+      lags: what `update` gets as float32 for the row, at its last entry.
+      dy: float32 or bfloat16.
+      scalars: what else it gets, for all rows.
+      config: how the work is cut; see `gather_matmul`.
+
+    Raises:
+      ValueError: shapes or dtypes that the kernel does not take.
+    """
+    hidden, nse = dy.shape[1], rows.shape[0]
+    for array in (dy, *tables):
+        if array.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"float32 or bfloat16 arrays only, got {array.dtype}")
+        if array.shape[1] != hidden or hidden % 128:
+            raise ValueError(
+                f"dy and the tables must have one width, a multiple of 128; got {hidden} "
+                f"and {array.shape[1]}"
+            )
+    if nse == 0 or dy.shape[0] == 0:
+        return list(tables)
+    config = config or default_config(hidden)
+    chunk, vec = chunk_of(hidden, config.chunk, 4)
+    programs = pl.cdiv(nse, config.entries)
+    extras = [targets] if lags is None else [targets, lags]
+    entries = [rows, *([] if data is None else [data]), *extras]
+    scalars = [jnp.reshape(scalar, 1).astype(jnp.float32) for scalar in scalars]
+
+    def read_row(tables_gmem, target, columns, layout):
+        return [
+            plgpu.load(ref.at[target, columns], layout=layout, optimized=False)
+            for ref in tables_gmem
+        ]
+
+    def move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra):
+        def splat(value):
+            full = jnp.full(gradient.shape, value, jnp.float32)
+            return plgpu.layout_cast(full, layout)
+
+        target, *lag = extra
+        lag = splat(lag[0].astype(jnp.float32)) if lag else None
+        old = [row.astype(jnp.float32) for row in old]
+        new = update(old, gradient, lag, [splat(ref[0]) for ref in scalars_gmem])
+        for ref, row in zip(tables_gmem, new, strict=True):
+            ref[target, columns] = row.astype(ref.dtype)
+
+    def row_update_sum(indptr_gmem, dy_gmem, *refs):
+        refs = list(refs)
+        take = lambda n: [refs.pop(0) for _ in range(n)]
+        entries_gmem, scalars_gmem = take(len(entries)), take(len(scalars))
+        tables_gmem = take(len(tables))
+        partial_gmem, cut_rows_gmem = refs
+        layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+
+        def read_ahead(columns, layout, entry):
+            """The row itself, with the last entry of its gradient."""
+            target = entry[-len(extras)]
+            zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
+            return jax.lax.cond(
+                target >= 0,
+                lambda: read_row(tables_gmem, target, columns, layout),
+                lambda: [zero.astype(ref.dtype) for ref in tables_gmem],
+            )
+
+        def store(row, columns, gradient, entry, old):
+            extra = entry[-len(extras) :]
+            move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+
+        sum_body(
+            tuple(entries_gmem),
+            indptr_gmem,
+            dy_gmem,
+            partial_gmem,
+            cut_rows_gmem,
+            store,
+            read_ahead,
+            valued=data is not None,
+            num_cols=dy.shape[0],
+            chunk=chunk,
+            vec=vec,
+            config=config,
+        )
+
+    table_refs = [jax.new_ref(table) for table in tables]
+    partial, cut_rows = plgpu.kernel(
+        row_update_sum,
+        out_type=[
+            jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
+            jax.ShapeDtypeStruct((programs,), jnp.int32),
+        ],
+        grid=(hidden // chunk, programs),
+        grid_names=("chunk", "program"),
+        compiler_params=PARAMS,
+    )(indptr, dy, *entries, *scalars, *table_refs)
+    if programs > 1:
+        reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
+        layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
+
+        def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
+            refs = list(refs)
+            take = lambda n: [refs.pop(0) for _ in range(n)]
+            extras_gmem, scalars_gmem = take(len(extras)), take(len(scalars))
+
+            def store(row, columns, gradient):
+                last = indptr_gmem[row + 1] - 1
+                extra = [ref[last] for ref in extras_gmem]
+                old = read_row(refs, extra[0], columns, layout)
+                move(refs, scalars_gmem, columns, layout, old, gradient, extra)
+
+            reduce_body(
+                indptr_gmem,
+                partial_gmem,
+                cut_rows_gmem,
+                store,
+                chunk=reduce_chunk,
+                vec=reduce_vec,
+                entries=config.entries,
+            )
+
+        plgpu.kernel(
+            row_update_reduce,
+            out_type=[],
+            grid=(hidden // reduce_chunk, programs),
+            grid_names=("chunk", "program"),
+            compiler_params=PARAMS,
+        )(indptr, partial, cut_rows, *extras, *scalars, *table_refs)
+    return [jax.freeze(ref) for ref in table_refs]
