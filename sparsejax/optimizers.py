@@ -1,317 +1,45 @@
 """Optimizers that write only the rows a step touches, and equal their dense twins.
 
 With a dense rule every step also changes the rows whose gradient is zero. Here a row
-that is not touched is left as it is, and what it missed is made up for later::
+that is not touched is left as it is, and what it missed is made up for later: its state
+when the row is next written; its weights, under rules that move them, also whenever
+they are read. After `Optimizer.flush` all weights are those of the dense rule, up to
+rounding.
 
-    rule              an untouched row's    made up for
-    sgd, adagrad      nothing changes       -
-    rmsprop           state decays          when the row is next written
-    adam              weights drift too     also whenever the row is read
-
-After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
+>>> rate = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=10_000)
+>>> optimizer = Optimizer(model, adamw(rate, weight_decay=1e-2))
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float
 
-from sparsejax import gradients
+from sparsejax import gradients, rules, schedules
 from sparsejax.gradients import Path, RowGradient, RowParam
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
-from sparsejax.ops.row_update import State, Table
+from sparsejax.ops.row_update import Table
 from sparsejax.sparse import CSR
+
+sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov
+adagrad, rowwise_adagrad = rules.Adagrad, rules.RowwiseAdagrad
+rmsprop, adadelta = rules.RmsProp, rules.Adadelta
+adam, adamw, lazy_adam = rules.Adam, rules.AdamW, rules.LazyAdam
+Rule, get, to_json, from_json = rules.Rule, rules.get, rules.to_json, rules.from_json
+schedule = schedules.schedule
 
 # A kernel of at most this many rows for each that a batch may touch is updated as a
 # whole, if its rows drift: reading a row up to date and writing it costs about ten
 # times as much as a row of a pass over the table (on a CPU, 256 floats a row: 3.6 us
 # against .36), and the batch touches somewhat fewer rows than it may.
 _LARGE_PART = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How parameters move: a dense optax rule and the same rule for single rows.
-
-    The functions below see some rows of a kernel, `[rows, hidden]` in float32, and of
-    each state array of it. Another rule is a subclass.
-
-    Attributes:
-      learning_rate: step size.
-      decays: whether the state of a row changes in steps that do not touch it.
-      drifts: whether its weights change too.
-    """
-
-    name: ClassVar[str]
-    decays: ClassVar[bool] = False
-    drifts: ClassVar[bool] = False
-
-    learning_rate: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{field.name} must be a number, got {value!r}")
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"{field.name} must be finite and not negative, got {value}"
-                )
-            object.__setattr__(self, field.name, float(value))
-
-    def dense(self) -> optax.GradientTransformation:
-        """The rule for ordinary parameters."""
-        raise NotImplementedError
-
-    def init(self) -> dict[str, float]:
-        """The state arrays of a kernel: the first value of each."""
-        return {}
-
-    def catch_up(
-        self, w: Float[Array, "rows hidden"], state: State, lag: jax.Array, count: Any
-    ) -> tuple[jax.Array, State]:
-        """Rows after `lag` steps without a gradient.
-
-        Args:
-          w: weights.
-          state: state arrays.
-          lag: `[rows, 1]` int32, the number of steps that each row has missed.
-          count: steps done so far, those included.
-        """
-        return w, state
-
-    def step(
-        self,
-        w: Float[Array, "rows hidden"],
-        state: State,
-        gradient: Float[Array, "rows hidden"],
-        count: Any,
-    ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step: number `count`, from 1."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Sgd(Rule):
-    """See `sgd`."""
-
-    name = "sgd"
-
-    def dense(self):
-        return optax.sgd(self.learning_rate)
-
-    def step(self, w, state, gradient, count):
-        return w - self.learning_rate * gradient, state
-
-
-@dataclasses.dataclass(frozen=True)
-class Adagrad(Rule):
-    """See `adagrad`."""
-
-    name = "adagrad"
-    initial_accumulator_value: float = 0.1
-    eps: float = 1e-7
-
-    def dense(self):
-        return optax.adagrad(**dataclasses.asdict(self))
-
-    def init(self):
-        return {"sum_of_squares": self.initial_accumulator_value}
-
-    def step(self, w, state, gradient, count):
-        total = jnp.square(gradient) + state["sum_of_squares"]
-        scale = jnp.where(total > 0, lax.rsqrt(total + self.eps), 0)
-        w = w - self.learning_rate * (scale * gradient)
-        return w, {"sum_of_squares": total}
-
-
-@dataclasses.dataclass(frozen=True)
-class RmsProp(Rule):
-    """See `rmsprop`."""
-
-    name = "rmsprop"
-    decays = True
-    decay: float = 0.9
-    eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_below_one(decay=self.decay)
-        _check_positive(eps=self.eps)
-
-    def dense(self):
-        return optax.rmsprop(**dataclasses.asdict(self), eps_in_sqrt=True)
-
-    def init(self):
-        return {"nu": 0.0}
-
-    def catch_up(self, w, state, lag, count):
-        return w, {"nu": state["nu"] * self.decay**lag}
-
-    def step(self, w, state, gradient, count):
-        nu = (1 - self.decay) * jnp.square(gradient) + self.decay * state["nu"]
-        w = w - self.learning_rate * (lax.rsqrt(nu + self.eps) * gradient)
-        return w, {"nu": nu}
-
-
-@dataclasses.dataclass(frozen=True)
-class Adam(Rule):
-    """See `adam`."""
-
-    name = "adam"
-    decays = True
-    drifts = True
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        _check_below_one(b1=self.b1, b2=self.b2)
-        _check_positive(eps=self.eps)
-        if self.b1**2 >= self.b2:
-            raise ValueError(
-                f"b1 must be below sqrt(b2), got b1={self.b1}, b2={self.b2}: rows that "
-                "are not touched would drift ever faster"
-            )
-
-    @property
-    def max_replay(self) -> int:
-        """Missed steps that are replayed; what further ones add is lost in rounding.
-
-        A missed step moves a weight by about `(b1 / sqrt(b2))^k` of the first one, as
-        the first moment shrinks with b1 and the root of the second with sqrt(b2). So
-        this share of the whole movement is left after k steps, and it falls below
-        float32's half eps, 2^-24, after 159 steps at the defaults.
-        """
-        if self.b1 == 0:
-            return 0
-        ratio = self.b1 / math.sqrt(self.b2)
-        return math.ceil(math.log(2**-24) / math.log(ratio))
-
-    def dense(self):
-        return optax.adam(**dataclasses.asdict(self))
-
-    def init(self):
-        return {"mu": 0.0, "nu": 0.0}
-
-    def catch_up(self, w, state, lag, count):
-        mu, root = state["mu"], jnp.sqrt(state["nu"])
-        start = count - lag
-        owed = jnp.minimum(lag, self.max_replay)
-
-        # In the k-th missed step, number start + k, the moments are mu b1^k and
-        # nu b2^k, so all of them take one root, and one division each.
-        def missed(k, total):
-            k = k + 1
-            factor = self.b1**k / (1 - self.b1 ** (start + k))
-            factor = jnp.where(k <= owed, factor, 0)
-            shrink = jnp.sqrt(self.b2**k / (1 - self.b2 ** (start + k)))
-            return total + factor / (root * shrink + self.eps)
-
-        total = lax.fori_loop(0, jnp.max(owed), missed, jnp.zeros_like(w))
-        state = {"mu": mu * self.b1**lag, "nu": state["nu"] * self.b2**lag}
-        return w - self.learning_rate * (mu * total), state
-
-    def step(self, w, state, gradient, count):
-        mu = (1 - self.b1) * gradient + self.b1 * state["mu"]
-        nu = (1 - self.b2) * jnp.square(gradient) + self.b2 * state["nu"]
-        mean = mu / (1 - self.b1**count)
-        root = jnp.sqrt(nu / (1 - self.b2**count))
-        w = w - self.learning_rate * (mean / (root + self.eps))
-        return w, {"mu": mu, "nu": nu}
-
-
-def sgd(learning_rate: float) -> Rule:
-    """`w -= learning_rate g`"""
-    return Sgd(learning_rate)
-
-
-def adagrad(
-    learning_rate: float, initial_accumulator_value: float = 0.1, eps: float = 1e-7
-) -> Rule:
-    """::
-
-    v += g^2                        v starts at initial_accumulator_value
-    w -= learning_rate g / sqrt(v + eps)
-    """
-    return Adagrad(learning_rate, initial_accumulator_value, eps)
-
-
-def rmsprop(learning_rate: float, decay: float = 0.9, eps: float = 1e-8) -> Rule:
-    """::
-
-    v = decay v + (1 - decay) g^2
-    w -= learning_rate g / sqrt(v + eps)
-    """
-    return RmsProp(learning_rate, decay, eps)
-
-
-def adam(
-    learning_rate: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
-) -> Rule:
-    """::
-
-    m = b1 m + (1 - b1) g
-    v = b2 v + (1 - b2) g^2
-    w -= learning_rate (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)    in step t
-
-    Raises:
-      ValueError: b1 is not below sqrt(b2).
-    """
-    return Adam(learning_rate, b1, b2, eps)
-
-
-_RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (Sgd, Adagrad, RmsProp, Adam)
-}
-
-
-def get(name: str, **options: float) -> Rule:
-    """The rule called `name`: `get("adam", learning_rate=1e-3)`.
-
-    Raises:
-      ValueError: there is none, or it has no such option.
-    """
-    if name not in _RULES:
-        known = ", ".join(sorted(_RULES))
-        raise ValueError(f"unknown optimizer {name!r}; known: {known}")
-    options_of = [field.name for field in dataclasses.fields(_RULES[name])]
-    unknown = [option for option in options if option not in options_of]
-    if unknown or "learning_rate" not in options:
-        raise ValueError(
-            f"{name} takes the options {', '.join(options_of)}, of which learning_rate "
-            f"is needed; got {', '.join(options) or 'none'}"
-        )
-    return _RULES[name](**options)
-
-
-def to_json(rule: Rule) -> dict[str, Any]:
-    """Name and options of a rule, as a JSON object."""
-    return {"name": rule.name, **dataclasses.asdict(rule)}
-
-
-def from_json(document: Mapping[str, Any]) -> Rule:
-    """Reads what `to_json` made.
-
-    Raises:
-      ValueError: an unknown name or option.
-      TypeError: an option is not a number.
-    """
-    if not isinstance(document, Mapping) or "name" not in document:
-        raise ValueError(f'expected an object with a "name", got {document!r}')
-    return get(**document)
 
 
 class Optimizer(nnx.Pytree):
@@ -349,7 +77,7 @@ class Optimizer(nnx.Pytree):
     ):
         if not isinstance(rule, Rule):
             raise TypeError(
-                f"rule must be one of sparsejax.optimizers ({', '.join(_RULES)}), got "
+                f"rule must be one of sparsejax.optimizers ({', '.join(rules.NAMES)}), got "
                 f"{type(rule).__name__}; for an optax rule use nnx.Optimizer and "
                 "nnx.value_and_grad"
             )
@@ -560,20 +288,10 @@ def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> ja
 
 
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
-    shape = kernel.shape
-    arrays = {n: jnp.full(shape, v, jnp.float32) for n, v in rule.init().items()}
+    num_rows, hidden = kernel.shape
+    arrays = rule.init((num_rows, hidden))
     if rule.decays:
-        arrays["last_step"] = jnp.zeros(shape[0], jnp.int32)
+        # Weight decay moves a row from the first step on, others when it is touched.
+        first = 0 if rule.weight_decay else row_update.NEVER
+        arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
     return {name: nnx.OptState(array) for name, array in arrays.items()}
-
-
-def _check_below_one(**options: float) -> None:
-    for name, value in options.items():
-        if value >= 1:
-            raise ValueError(f"{name} must be below 1, got {value}")
-
-
-def _check_positive(**options: float) -> None:
-    for name, value in options.items():
-        if value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")

@@ -1,7 +1,6 @@
 """Row-sparse optimizers against their dense twins in optax."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,25 @@ from sparsejax.optimizers import Optimizer
 from sparsejax.sparse import CSR
 
 FEATURES, HIDDEN, BATCH = 1000, 4, 8
+
+
+def cosine(rate):
+    return optimizers.schedule(
+        "cosine_decay_schedule", init_value=rate, decay_steps=300
+    )
+
+
 RULES = [
     optimizers.sgd(0.1),
+    optimizers.sgd(cosine(0.05), weight_decay=0.1),
+    optimizers.momentum(0.02, weight_decay=0.1),
+    optimizers.nesterov(cosine(0.05)),
     optimizers.adagrad(0.1),
+    optimizers.rowwise_adagrad(0.1),
     optimizers.rmsprop(0.01),
+    optimizers.adadelta(1.0, eps=1e-4),
     optimizers.adam(0.01),
+    optimizers.adamw(cosine(0.01), weight_decay=0.1),
 ]
 by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
@@ -142,8 +155,8 @@ def test_equals_its_dense_twin(rule):
         assert array.dtype in (jnp.float32, jnp.int32)
 
 
-def test_rows_that_were_idle_for_long():
-    rule = optimizers.adam(0.01)
+@pytest.mark.parametrize("rule", RULES[-2:], ids=lambda rule: rule.name)
+def test_rows_that_were_idle_for_long(rule):
     often, once = np.arange(6), np.arange(6, 30)
     full, few = (matrix(np.r_[ids, often]) for ids in (once, np.resize(often, 24)))
     x = stack([full, *[few] * 330, full])
@@ -153,44 +166,13 @@ def test_rows_that_were_idle_for_long():
     expected = train(twin, dense_step, (x, x, labels))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     last = np.asarray(optimizer.rows["first/kernel"]["last_step"][...])
-    assert set(last) == {0, 332}
+    # Decay moves a row from the start on, others from the first touch.
+    assert set(last) == {0 if rule.weight_decay else -1, 332}
     optimizer.flush(model)
     np.testing.assert_allclose(kernel(model), kernel(twin[0]), **CLOSE)
 
 
-def test_replay_goes_on_while_it_matters():
-    assert optimizers.Adam(0.01).max_replay == 159
-    assert optimizers.Adam(0.01, b1=0.0).max_replay == 0
-    for b1, b2 in ((0.9, 0.999), (0.5, 0.9), (0.8, 0.99)):
-        rule = optimizers.Adam(1.0, b1=b1, b2=b2)
-        k = np.arange(1, 2000)
-        for start in (1, 20, 10_000):
-            correction = np.sqrt(1 - b2 ** (start + k)) / (1 - b1 ** (start + k))
-            moves = (b1 / b2**0.5) ** k * correction
-            left = moves[rule.max_replay :].sum() / moves.sum()
-            assert left < 16 * 2**-24, (b1, b2, start)
-
-
-def test_catch_up_of_adam_is_what_dense_steps_do():
-    rule = optimizers.Adam(0.01, b1=0.8, b2=0.99, eps=1e-3)
-    rng = np.random.default_rng(0)
-    lags = np.array([0, 1, 2, 5, 60, 140, 400])
-    w, mu = (rng.normal(size=(7, 3)) for _ in range(2))
-    nu, count = rng.random((7, 3)), 405
-    state = {"mu": jnp.float32(mu), "nu": jnp.float32(nu)}
-    lag = jnp.asarray(lags)[:, None]
-    got, after = rule.catch_up(jnp.float32(w), state, lag, jnp.asarray(count))
-    for i, lag in enumerate(lags):
-        for t in range(count - lag + 1, count + 1):
-            mu[i], nu[i] = 0.8 * mu[i], 0.99 * nu[i]
-            root = np.sqrt(nu[i] / (1 - 0.99**t)) + 1e-3
-            w[i] -= 0.01 * mu[i] / (1 - 0.8**t) / root
-    np.testing.assert_allclose(got, w, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(after["mu"], mu, rtol=1e-4, atol=1e-37)
-    np.testing.assert_allclose(after["nu"], nu, rtol=1e-4)
-
-
-@pytest.mark.parametrize("rule", RULES[2:], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [RULES[6], RULES[-1]], ids=lambda rule: rule.name)
 def test_dense_gradients_and_large_batches(rule):
     """A kernel is updated by rows and as a whole in turn, as a batch's size has it."""
 
@@ -230,7 +212,7 @@ def test_a_whole_kernel_has_a_dense_gradient_only_if_its_rows_drift():
     def gradients_of(model, optimizer):
         return optimizer.value_and_grad(loss_fn)(model, *batch)[1]
 
-    for rule in RULES:
+    for rule in (RULES[0], RULES[1], RULES[6], RULES[-1]):
         grads = nnx.eval_shape(gradients_of, *make(rule))
         is_rows = isinstance(grads["first"]["kernel"].get_value(), RowGradient)
         assert is_rows != rule.drifts
@@ -326,6 +308,37 @@ def test_clipped_and_accumulated_gradients():
     np.testing.assert_allclose(kernel(model), kernel(twin_model), **CLOSE)
 
 
+def test_lazy_adam_leaves_untouched_rows_alone():
+    """Against NumPy: moments and weights of a row change in its own steps only."""
+    rule = optimizers.lazy_adam(0.01)
+    model, optimizer = make(rule)
+    w = kernel(model).astype(np.float64)
+    mu, nu = np.zeros_like(w), np.zeros_like(w)
+
+    @nnx.jit
+    def step(model, optimizer, x, slope):
+        def loss_fn(model):
+            return jnp.sum(slope * model.first(x))
+
+        _, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+
+    for t in range(1, 8):
+        x = matrix(random_ids(t, 9, features=40), t)
+        slope = np.random.default_rng(t).normal(size=(BATCH, HIDDEN))
+        step(model, optimizer, x, jnp.float32(slope))
+        g = np.asarray(x.todense(), np.float64).T @ slope
+        rows = np.unique(np.asarray(x.indices)[: int(x.indptr[-1])])
+        mu[rows] = 0.9 * mu[rows] + 0.1 * g[rows]
+        nu[rows] = 0.999 * nu[rows] + 0.001 * g[rows] ** 2
+        root = np.sqrt(nu[rows] / (1 - 0.999**t)) + 1e-8
+        w[rows] -= 0.01 * mu[rows] / (1 - 0.9**t) / root
+    optimizer.flush(model)
+    np.testing.assert_allclose(kernel(model), w, rtol=1e-4, atol=1e-5)
+    assert np.abs(kernel(model) - kernel(Net())).max() > 0.03
+    assert "last_step" not in optimizer.rows["first/kernel"]
+
+
 def test_state_is_complete():
     """A run that is stopped, stored and gone on with ends with the same bits."""
     rule = optimizers.adam(0.01)
@@ -366,10 +379,16 @@ def test_under_nnx_jit_with_donation():
 
 
 @pytest.mark.parametrize(
-    ("name", "features"), [("adagrad", 30_000), ("adam", 30_000), ("adam", 120_000)]
+    ("rule", "features"),
+    [
+        (optimizers.adagrad(0.1), 30_000),
+        (optimizers.momentum(cosine(0.05), weight_decay=0.1), 30_000),
+        (optimizers.adam(0.1), 30_000),
+        (optimizers.adam(0.1), 120_000),
+    ],
+    ids=["adagrad", "momentum", "adam", "adam, large"],
 )
-def test_updates_are_in_place(name, features):
-    rule = optimizers.get(name, learning_rate=0.1)
+def test_updates_are_in_place(rule, features):
 
     def both():
         model = Net(features, 64)
@@ -387,7 +406,7 @@ def test_updates_are_in_place(name, features):
     memory = run.lower(state).compile().memory_analysis()
     assert memory is not None
     table = -(-features // 256) * 256 * 64 * 4
-    tables = 1 + len(rule.init())
+    tables = 1 + len(rule.init((1, 1)))
     assert memory.alias_size_in_bytes >= tables * table
     touched = 2 * x.nse * 64 * 4
     ranks = 5 * 4 * features  # some [num_rows] integers at most
@@ -420,32 +439,3 @@ def test_errors_of_update():
         optimizer.update(model, dense)
     update(model, optimizer, dense)
     assert np.isnan(kernel(model)).any()
-
-
-def test_errors_of_options():
-    with pytest.raises(TypeError, match="learning_rate must be a number, got True"):
-        optimizers.sgd(True)
-    for options, message in (
-        ({"learning_rate": -1}, "must be finite and not negative, got -1"),
-        ({"learning_rate": float("nan")}, "learning_rate must be finite"),
-        ({"learning_rate": 1, "b1": 1}, "b1 must be below 1, got 1"),
-        ({"learning_rate": 1, "eps": 0}, "eps must be positive, got 0"),
-        ({"learning_rate": 1, "b1": 0.999, "b2": 0.99}, r"b1 must be below sqrt\(b2\)"),
-        ({"learning_rate": 1, "momentum": 1}, "options learning_rate, b1, b2, eps"),
-        ({}, "of which learning_rate is needed; got none"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizers.get("adam", **options)
-    with pytest.raises(ValueError, match="known: adagrad, adam, rmsprop, sgd"):
-        optimizers.get("adamw", learning_rate=1)
-    with pytest.raises(ValueError, match='expected an object with a "name"'):
-        optimizers.from_json({"learning_rate": 1})
-
-
-@by_name
-def test_json(rule):
-    document = json.loads(json.dumps(optimizers.to_json(rule)))
-    again = optimizers.from_json(document)
-    assert again == rule and hash(again) == hash(rule)
-    assert optimizers.get(**document) == rule
-    assert type(rule)(0.5) != rule

@@ -49,17 +49,17 @@ def test_blocks_do_not_change_what_is_done(block, monkeypatch):
     rule = optimizers.adam(0.1)
     rng = np.random.default_rng(0)
     arrays = jnp.asarray(rng.random((3, 20, 2)), jnp.float32)
-    last = np.array([0, 50, *rng.integers(1, 50, 18)], np.int32)
+    last = np.array([-1, 50, *rng.integers(0, 50, 18)], np.int32)
     last[7] = 50
     table = Table(arrays[0], {"mu": arrays[1], "nu": arrays[2]}, jnp.asarray(last))
     close = {"rtol": 1e-5, "atol": 1e-6}
     count = jnp.int32(50)
-    lag = np.where(last > 0, 50 - last, 0)[:, None]
+    lag = np.where(last >= 0, 50 - last, 0)[:, None]
     w, state = rule.catch_up(table.w, table.state, jnp.asarray(lag), count)
     settled = row_update.settle(rule, table, count)
     np.testing.assert_allclose(settled.w, w, **close)
     np.testing.assert_allclose(settled.state["mu"], state["mu"], **close)
-    np.testing.assert_array_equal(settled.last, np.where(last > 0, 50, 0))
+    np.testing.assert_array_equal(settled.last, np.where(last >= 0, 50, -1))
 
     ids = jnp.array([1, 4, 7, 12, 19, 20, 20])
     rows, places = row_update.current_rows(rule, table, ids, count)
@@ -69,7 +69,11 @@ def test_blocks_do_not_change_what_is_done(block, monkeypatch):
     gradient = jnp.asarray(rng.random((7, 2)), jnp.float32)
     after = row_update.step_rows(rule, table, ids, gradient, count)
     moved, moments = rule.step(
-        w[used], jax.tree.map(lambda a: a[used], state), gradient[:5], count + 1
+        w[used],
+        jax.tree.map(lambda a: a[used], state),
+        gradient[:5],
+        count + 1,
+        0.1,
     )
     np.testing.assert_allclose(after.w, table.w.at[used].set(moved), **close)
     for name, rows in moments.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +23,21 @@ State = dict[str, jax.Array]
 # Rows that are worked on together. On a CPU 64 to 256 rows of 256 floats, which stay in
 # the cache, are alike; elsewhere a block has to be worth the launch of its kernels.
 _CPU_BLOCK, _BLOCK = 128, 8192
+NEVER = -1
 
 
 @runtime_checkable
 class RowRule(Protocol):
     """A rule on some rows: `w [rows, hidden]` in float32, and of each state array."""
 
-    decays: ClassVar[
-        bool
-    ]  # whether the state of a row changes in steps that do not touch it
-    drifts: ClassVar[bool]  # whether its weights do, too
+    @property
+    def drifts(self) -> bool:
+        """Whether the weights of a row change in steps that do not touch it."""
+        ...
+
+    def rate(self, count: jax.Array) -> Any:
+        """The learning rate of step `count`, a scalar."""
+        ...
 
     def catch_up(
         self, w: jax.Array, state: State, lag: jax.Array, count: jax.Array
@@ -41,9 +46,14 @@ class RowRule(Protocol):
         ...
 
     def step(
-        self, w: jax.Array, state: State, gradient: jax.Array, count: jax.Array
+        self,
+        w: jax.Array,
+        state: State,
+        gradient: jax.Array,
+        count: jax.Array,
+        rate: Any,
     ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step, number `count`."""
+        """Rows, up to date, after one more step, number `count`, of this learning rate."""
         ...
 
 
@@ -52,10 +62,10 @@ class Table(NamedTuple):
 
     Attributes:
       w: `[num_rows, hidden]`.
-      state: arrays like `w`, in float32.
-      last: `[num_rows]` int32, the step after which each row was last up to date; 0 if
-        it never was touched, so that it has missed nothing. None if the rule does not
-        decay.
+      state: arrays like `w`, or `[num_rows, 1]`, in float32.
+      last: `[num_rows]` int32, the step after which each row was last up to date;
+        `NEVER` if it has missed nothing, as no step has touched it. None if under the
+        rule rows miss nothing.
     """
 
     w: Float[Array, "num_rows hidden"]
@@ -88,12 +98,13 @@ def step_rows(
 
     def step(table, ids, gradient, count, block):
         order = _longest_lag_first(rule, table, ids, count)
+        rate = rule.rate(count + 1)
 
         def work(table, block_ids, positions):
             source = order.at[positions].get(mode="clip")
             w, state = _caught_up(rule, table, block_ids, count)
             slope = gradient.at[source].get(mode="clip").astype(jnp.float32)
-            w, state = rule.step(w, state, slope, count + 1)
+            w, state = rule.step(w, state, slope, count + 1, rate)
             return _written(table, block_ids, w, state, count + 1)
 
         used = jnp.sum(ids < table.num_rows)
@@ -113,7 +124,8 @@ def step_whole(
     if not rule.drifts and table.last is not None:
         lag = _lag(table.last, count)[:, None]
         w, state = rule.catch_up(w, state, lag, count)
-    w, state = rule.step(w, state, gradient.astype(jnp.float32), count + 1)
+    slope, rate = gradient.astype(jnp.float32), rule.rate(count + 1)
+    w, state = rule.step(w, state, slope, count + 1, rate)
     last = None if table.last is None else jnp.full_like(table.last, count + 1)
     return Table(w.astype(table.w.dtype), state, last)
 
@@ -125,7 +137,7 @@ def settle(rule: RowRule, table: Table, count: jax.Array) -> Table:
     if not rule.drifts:  # the weights stay, the state changes in one pass
         lag = _lag(table.last, count)[:, None]
         _, state = rule.catch_up(table.w, table.state, lag, count)
-        return Table(table.w, state, jnp.where(table.last > 0, count, 0))
+        return Table(table.w, state, jnp.where(table.last == NEVER, NEVER, count))
 
     def catch_up(table, count, block):
         every = jnp.arange(table.num_rows, dtype=jnp.int32)
@@ -208,7 +220,7 @@ def _touched_by_sort(column, num_rows):
 
 def _lag(last, count):
     """How many of `count` steps rows have missed."""
-    return jnp.where(last > 0, count - last, 0)
+    return jnp.where(last == NEVER, 0, count - last)
 
 
 def _longest_lag_first(rule, table, ids, count):

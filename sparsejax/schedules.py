@@ -1,0 +1,85 @@
+"""Learning-rate schedules that a run folder can hold: optax's, by their names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+# Those of optax's that numbers describe.
+NAMES = (
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "cosine_onecycle_schedule",
+    "exponential_decay",
+    "linear_onecycle_schedule",
+    "linear_schedule",
+    "polynomial_schedule",
+    "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule",
+    "warmup_exponential_decay_schedule",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """See `schedule`."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            known = ", ".join(NAMES)
+            raise ValueError(f"unknown schedule {self.name!r}; known: {known}")
+        for name, value in self.options:
+            if not isinstance(value, int | float):
+                raise TypeError(f"{self.name}: {name} must be a number, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"{self.name}: {name} must be finite, got {value}")
+        signature = inspect.signature(getattr(optax.schedules, self.name))
+        try:
+            signature.bind(**dict(self.options))
+        except TypeError as error:
+            known = ", ".join(signature.parameters)
+            raise ValueError(
+                f"{self.name}: {error}; its options are {known}"
+            ) from error
+
+    def __call__(self, count: Any) -> Any:
+        """The rate of the step before which `count` steps were done."""
+        return getattr(optax.schedules, self.name)(**dict(self.options))(count)
+
+
+def schedule(name: str, **options: Any) -> Schedule:
+    """The schedule that optax has under a name, in a form that JSON can hold.
+
+    >>> schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=1000)
+
+    Raises:
+      ValueError: there is none, or it has other options.
+      TypeError: an option is not a number.
+    """
+    return Schedule(name, tuple(sorted(options.items())))
+
+
+def to_json(schedule: Schedule) -> dict[str, Any]:
+    """Name and options of a schedule, as a JSON object."""
+    return {"schedule": schedule.name, **dict(schedule.options)}
+
+
+def from_json(document: Mapping[str, Any]) -> Schedule:
+    """Reads what `to_json` made.
+
+    Raises:
+      ValueError: it has no name, or an unknown name or option.
+      TypeError: an option is not a number.
+    """
+    options = dict(document)
+    if "schedule" not in options:
+        raise ValueError(f'expected an object with a "schedule", got {document!r}')
+    return schedule(options.pop("schedule"), **options)
