@@ -92,7 +92,7 @@ def row_update(
     programs = pl.cdiv(nse, config.entries)
     extras = [targets] if lags is None else [targets, lags]
     entries = [rows, *([] if data is None else [data]), *extras]
-    scalars = [jnp.reshape(scalar, 1).astype(jnp.float32) for scalar in scalars]
+    scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
 
     def read_row(tables_gmem, target, columns, layout):
         return [
@@ -113,11 +113,10 @@ def row_update(
             ref[target, columns] = row.astype(ref.dtype)
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
-        refs = list(refs)
-        take = lambda n: [refs.pop(0) for _ in range(n)]
-        entries_gmem, scalars_gmem = take(len(entries)), take(len(scalars))
-        tables_gmem = take(len(tables))
-        partial_gmem, cut_rows_gmem = refs
+        *refs, partial_gmem, cut_rows_gmem = refs
+        entries_gmem, scalars_gmem, tables_gmem = _split(
+            refs, len(entries), len(scalars)
+        )
         layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
         def read_ahead(columns, layout, entry):
@@ -135,7 +134,7 @@ def row_update(
             move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
 
         sum_body(
-            tuple(entries_gmem),
+            entries_gmem,
             indptr_gmem,
             dy_gmem,
             partial_gmem,
@@ -165,15 +164,15 @@ def row_update(
         layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
-            refs = list(refs)
-            take = lambda n: [refs.pop(0) for _ in range(n)]
-            extras_gmem, scalars_gmem = take(len(extras)), take(len(scalars))
+            extras_gmem, scalars_gmem, tables_gmem = _split(
+                refs, len(extras), len(scalars)
+            )
 
             def store(row, columns, gradient):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
-                old = read_row(refs, extra[0], columns, layout)
-                move(refs, scalars_gmem, columns, layout, old, gradient, extra)
+                old = read_row(tables_gmem, extra[0], columns, layout)
+                move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
 
             reduce_body(
                 indptr_gmem,
@@ -193,3 +192,12 @@ def row_update(
             compiler_params=PARAMS,
         )(indptr, partial, cut_rows, *extras, *scalars, *table_refs)
     return [jax.freeze(ref) for ref in table_refs]
+
+
+def _split(refs, *counts):
+    """The first `counts[0]` refs, the next `counts[1]`, and the rest."""
+    parts = []
+    for count in counts:
+        parts.append(refs[:count])
+        refs = refs[count:]
+    return *parts, refs

@@ -256,6 +256,8 @@ class Optimizer(nnx.Pytree):
                 )
             if g.ids.shape[0] == 0:
                 return table
+            if g.terms is not None:
+                return row_update.step_terms(rule, table, g.terms, step)
             return row_update.step_rows(rule, table, g.ids, g.values, step)
         if rule.drifts:
             g = _refuse_stale(path, table, g, step)

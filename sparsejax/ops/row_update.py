@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, rank_by_count
+from pallas_kernels import row_update as kernel
+from sparsejax.ops.gather_matmul import Implementation, kernel_is_fastest
+from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
 from sparsejax.sparse import CSR
 
 State = dict[str, jax.Array]
@@ -29,6 +31,10 @@ NEVER = -1
 @runtime_checkable
 class RowRule(Protocol):
     """A rule on some rows: `w [rows, hidden]` in float32, and of each state array."""
+
+    # Whether `catch_up` and `step` work element by element, by operations that Pallas
+    # has on GPUs; then the arrays they see may be pieces of a row.
+    elementwise: ClassVar[bool]
 
     @property
     def drifts(self) -> bool:
@@ -111,6 +117,63 @@ def step_rows(
         return _in_blocks(block, used, ids[order], table.num_rows, work, table)
 
     return _for_platform(step, table, ids, gradient, count, rows=ids.shape[0])
+
+
+def step_terms(
+    rule: RowRule,
+    table: Table,
+    terms: Terms,
+    count: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> Table:
+    """`step_rows` with gradients that are not summed yet: a kernel may do both.
+
+    It takes rules that work element by element under which weights do not drift, and
+    kernels whose width is a multiple of 128. Then gradients never get to memory.
+    """
+    fits = rule.elementwise and not rule.drifts
+    fits &= all(array.shape == table.w.shape for array in table.state.values())
+    if implementation is None and fits and kernel_is_fastest(terms.dy):
+        implementation = "mosaic_gpu"
+    if implementation != "mosaic_gpu":
+        return step_rows(rule, table, terms.ids(), terms.values(), count)
+    by_column, names = terms.by_column, list(table.state)
+    column = by_column.columns
+    position = jnp.arange(column.shape[0], dtype=jnp.int32)
+    following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
+    used = position < by_column.indptr[-1]
+    is_last = used & ((column != following) | (position + 1 == by_column.indptr[-1]))
+    lags, last = None, table.last
+    if last is not None:
+        lags = _lag(_read(last, column), count)
+        done = jnp.where(is_last, column, table.num_rows)
+        # Not `unique_indices`, as entries that are not the last of a row are alike.
+        last = last.at[done].set(count + 1, mode="drop")
+
+    def update(arrays, gradient, lag, scalars):
+        w, state = arrays[0], dict(zip(names, arrays[1:], strict=True))
+        rate, count = scalars
+        if lag is not None:
+            w, state = rule.catch_up(w, state, lag, count - 1)
+        w, state = rule.step(w, state, gradient, count, rate)
+        return [w, *(state[name] for name in names)]
+
+    w, *state = kernel.row_update(
+        update,
+        [table.w, *table.state.values()],
+        terms.data,
+        by_column.rows,
+        by_column.indptr,
+        jnp.where(is_last, column, -1),
+        lags,
+        terms.dy,
+        [
+            jnp.asarray(value, jnp.float32)
+            for value in (rule.rate(count + 1), count + 1)
+        ],
+    )
+    return Table(w, dict(zip(names, state, strict=True)), last)
 
 
 def step_whole(

@@ -21,6 +21,7 @@ class Adagrad(Adaptive):
     """
 
     name = "adagrad"
+    elementwise = True
     initial_accumulator_value: float = 0.1
     eps: float = 1e-7
 
@@ -101,6 +102,7 @@ class RmsProp(Adaptive):
     """
 
     name = "rmsprop"
+    elementwise = True
     shrinks_state = True
     decay: float = 0.9
     eps: float = 1e-8
@@ -135,6 +137,7 @@ class Adadelta(Adaptive):
     """
 
     name = "adadelta"
+    elementwise = True
     shrinks_state = True
     rho: float = 0.9
     eps: float = 1e-6

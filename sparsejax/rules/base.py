@@ -35,6 +35,9 @@ class Rule:
     # What a step does to rows that it does not touch, weight decay apart.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
+    # Whether `catch_up` and `step` work element by element, by operations that Pallas
+    # has on GPUs. A kernel gives them pieces of rows.
+    elementwise: ClassVar[bool] = False
 
     learning_rate: float | optax.Schedule
     weight_decay: float = dataclasses.field(default=0.0, kw_only=True)

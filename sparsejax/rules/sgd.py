@@ -22,6 +22,7 @@ class Sgd(Rule):
     """
 
     name = "sgd"
+    elementwise = True
 
     def dense(self):
         decay = optax.add_decayed_weights(self.weight_decay)
