@@ -64,8 +64,14 @@ class Train:
       k: Cut-off of the validation metrics.
       patience: Stop when ndcg@k of the validation has not risen for so many epochs.
       config: The network as JSON, instead of the network options below.
-      optimizer: adam, adagrad, rmsprop or sgd.
+      optimizer: adam, adamw, lazy_adam, rmsprop, adadelta, adagrad, rowwise_adagrad, sgd,
+        momentum or nesterov.
       learning_rate: Size of its steps.
+      weight_decay: Share of each weight that a step takes off, times the learning rate.
+        For adamw (.0001 unless given), sgd, momentum and nesterov.
+      warmup_epochs: Raise the learning rate from 0 over so many epochs, or parts of one.
+      cosine_decay: Lower the learning rate to 0 along a cosine, until the last epoch. More
+        epochs are another schedule then, so that a resume cannot raise them.
       batch_size: Rows a step.
       epochs: Passes over the data, those before a resume included.
       seed: Another seed, another model.
@@ -85,6 +91,9 @@ class Train:
     config: Annotated[pathlib.Path | None, _File] = None
     optimizer: str = "adam"
     learning_rate: float = 1e-3
+    weight_decay: Annotated[float | None, arg(metavar="FLOAT")] = None
+    warmup_epochs: float = 0.0
+    cosine_decay: Flag = False
     batch_size: int = 512
     epochs: int = 20
     seed: int = 0

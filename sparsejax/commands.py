@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 import sys
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +45,7 @@ def train(flags: cli.Train) -> None:
         heldout = _heldout(flags.validation, flags.format, data, flags.data)
     settings = run.Run(
         network=network,
-        optimizer=optimizers.get(flags.optimizer, learning_rate=flags.learning_rate),
+        optimizer=_rule(flags, data.num_rows),
         num_features=data.num_features,
         num_epochs=flags.epochs,
         batch_size=flags.batch_size,
@@ -163,6 +165,43 @@ def table(measured: Mapping[str, float]) -> str:
         model, popularity = measured[name], measured[f"popularity_{name}"]
         lines.append(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
     return "\n".join([*lines, f"means over {measured['users']:,} users"])
+
+
+def _rule(flags: cli.Train, num_rows: int) -> optimizers.Rule:
+    """The optimizer's rule; a schedule counts steps, of which `fit` does so many."""
+    options: dict[str, Any] = {"learning_rate": flags.learning_rate}
+    if flags.weight_decay is not None:
+        options["weight_decay"] = flags.weight_decay
+    optimizers.get(flags.optimizer, **options)  # checks them
+    epoch = math.ceil(num_rows / max(flags.batch_size, 1))
+    peak, decay = flags.learning_rate, flags.epochs * epoch
+    warmup = round(flags.warmup_epochs * epoch)
+    if flags.warmup_epochs < 0 or (flags.cosine_decay and warmup >= decay):
+        raise ValueError(
+            f"warmup_epochs is {flags.warmup_epochs}; it must be 0 or more, and with "
+            f"--cosine-decay below the {flags.epochs} epochs"
+        )
+    match warmup > 0, flags.cosine_decay:
+        case True, True:
+            options["learning_rate"] = optimizers.schedule(
+                "warmup_cosine_decay_schedule",
+                init_value=0.0,
+                peak_value=peak,
+                warmup_steps=warmup,
+                decay_steps=decay,
+            )
+        case True, False:
+            options["learning_rate"] = optimizers.schedule(
+                "warmup_constant_schedule",
+                init_value=0.0,
+                peak_value=peak,
+                warmup_steps=warmup,
+            )
+        case False, True:
+            options["learning_rate"] = optimizers.schedule(
+                "cosine_decay_schedule", init_value=peak, decay_steps=decay
+            )
+    return optimizers.get(flags.optimizer, **options)
 
 
 def _heldout(

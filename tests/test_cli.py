@@ -283,6 +283,55 @@ def test_every_setting_is_kept(small, tmp_path):
     assert run.Run.from_json(settings.to_json()) == settings
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            "--optimizer adamw --weight-decay 0.1 --warmup-epochs 0.5",
+            optimizers.adamw(
+                optimizers.schedule(
+                    "warmup_constant_schedule",
+                    init_value=0.0,
+                    peak_value=0.01,
+                    warmup_steps=3,
+                ),
+                weight_decay=0.1,
+            ),
+        ),
+        (
+            "--optimizer momentum --cosine-decay",
+            optimizers.momentum(
+                optimizers.schedule(
+                    "cosine_decay_schedule", init_value=0.01, decay_steps=12
+                )
+            ),
+        ),
+        (
+            "--optimizer nesterov --cosine-decay --warmup-epochs 1",
+            optimizers.nesterov(
+                optimizers.schedule(
+                    "warmup_cosine_decay_schedule",
+                    init_value=0.0,
+                    peak_value=0.01,
+                    warmup_steps=6,
+                    decay_steps=12,
+                )
+            ),
+        ),
+    ],
+    ids=["warmup", "decay", "both"],
+)
+def test_schedules_and_weight_decay(small, tmp_path, options, expected):
+    """60 rows in batches of 10 are 6 steps an epoch."""
+    argv = [*small, "--epochs", "2", "--batch-size", "10", "--learning-rate", "0.01"]
+    assert main([*argv, *options.split()]) == 0
+    settings = run.load_run(tmp_path / "run")[0]
+    assert settings.optimizer == expected
+    progress = run.checkpoints_of(tmp_path / "run").steps()
+    assert progress[-1] == 12
+    assert main([*argv, *options.split(), "--resume"]) == 0
+
+
 def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     data, ones = tmp_path / "data.tsv", tmp_path / "ones.tsv"
     data.write_text("a\tx\t1\na\ty\t5\nb\tx\t2\n")
@@ -334,6 +383,7 @@ def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
         (["--loss", "l2_loss"], "loss l2_loss"),
         (["--optimizer", "sgd"], "optimizer sgd: the run was begun with adam"),
         (["--learning-rate", "0.5"], "learning_rate 0.5"),
+        (["--cosine-decay"], "'schedule': 'cosine_decay_schedule', 'decay_steps': "),
         (["--batch-size", "7"], "batch_size 7"),
         (["--seed", "3"], "seed 3"),
         (["--k", "9"], "k 9"),
@@ -547,6 +597,9 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--loss magic", "magic"),
         (TRAIN + "--optimizer magic", "magic"),
         (TRAIN + "--learning-rate -1", "learning_rate"),
+        (TRAIN + "--weight-decay 0.1", "weight_decay of adam would be an L2 penalty"),
+        (TRAIN + "--warmup-epochs -1", "warmup_epochs is -1.0; it must be 0 or more"),
+        (TRAIN + "--warmup-epochs 30 --cosine-decay", "below the 20 epochs"),
         (TRAIN + "--hidden", "hidden"),
         (TRAIN + "--hidden 10000000000000", "Out of memory"),
         (TRAIN + "--hidden 0", "'hidden1': size 0"),

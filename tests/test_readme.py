@@ -67,7 +67,23 @@ def test_loss_of_the_docs():
     assert huber.listed(scores, labels).tolist() == pytest.approx([0.125, 1.5])
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/data.md", "docs/network.md"])
+def test_rules_of_the_docs():
+    import jax.numpy as jnp
+
+    named, own = blocks((ROOT / "docs" / "optimizers.md").read_text(), "python")
+    names: dict = {}
+    exec(compile(named, "optimizers.md", "exec"), names)  # noqa: S102
+    assert names["rule"].weight_decay == 0.01
+    exec(compile(own, "optimizers.md", "exec"), names)  # noqa: S102
+    w, slope = jnp.ones((1, 2)), jnp.array([[5.0, -1.0]])
+    moved, _ = names["rule"].step(w, {}, slope, 1, 0.25)
+    assert moved.tolist() == [[0.75, 1.25]]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/data.md", "docs/network.md", "docs/optimizers.md"],
+)
 def test_links_lead_somewhere(page):
     path = ROOT / page
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):

@@ -10,11 +10,11 @@ import optax
 from jax import lax
 
 from sparsejax.rules.base import (
-    Adaptive,
     Rule,
     check_below_one,
     check_positive,
     penalised,
+    power,
 )
 from sparsejax.rules.missed_steps import Linear
 
@@ -93,7 +93,10 @@ class _Moments(Rule):
         if self.weight_decay:
             total = total + self.all_missed(lag - owed, count).ww * total
             w = w + self.all_missed(lag, count).ww * w
-        state = {"mu": mu * self.b1**lag, "nu": state["nu"] * self.b2**lag}
+        state = {
+            "mu": mu * power(self.b1, lag),
+            "nu": state["nu"] * power(self.b2, lag),
+        }
         return w - mu * total, state
 
     def step(self, w, state, gradient, count, rate):
@@ -109,7 +112,7 @@ class _Moments(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(_Moments, Adaptive):
+class Adam(_Moments):
     """::
 
         m = b1 m + (1 - b1) g
@@ -131,6 +134,7 @@ class AdamW(_Moments):
     """
 
     name = "adamw"
+    takes_weight_decay = True
     weight_decay: float = dataclasses.field(default=1e-4, kw_only=True)
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.rules.base import Adaptive, check_below_one, check_positive
+from sparsejax.rules.base import Rule, check_below_one, check_positive, power
 
 
 @dataclasses.dataclass(frozen=True)
-class Adagrad(Adaptive):
+class Adagrad(Rule):
     """::
 
     v += g^2                        v starts at initial_accumulator_value
@@ -41,7 +41,7 @@ class Adagrad(Adaptive):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowwiseAdagrad(Adaptive):
+class RowwiseAdagrad(Rule):
     """Adagrad with one number a row, the exact row-wise Adagrad of FBGEMM and TorchRec.
 
     ::
@@ -65,7 +65,7 @@ class RowwiseAdagrad(Adaptive):
         def init(params):
             def first(p):
                 shape = p.shape[:1] + (1,) * (p.ndim - 1)
-                return jnp.full(shape, self.initial_accumulator_value, jnp.float32)
+                return jnp.full(shape, self.initial_accumulator_value, p.dtype)
 
             return optax.ScaleByRssState(jax.tree.map(first, params))
 
@@ -94,7 +94,7 @@ class RowwiseAdagrad(Adaptive):
 
 
 @dataclasses.dataclass(frozen=True)
-class RmsProp(Adaptive):
+class RmsProp(Rule):
     """::
 
     v = decay v + (1 - decay) g^2
@@ -119,7 +119,7 @@ class RmsProp(Adaptive):
         return {"nu": jnp.zeros(shape, jnp.float32)}
 
     def catch_up(self, w, state, lag, count):
-        return w, {"nu": state["nu"] * self.decay**lag}
+        return w, {"nu": state["nu"] * power(self.decay, lag)}
 
     def step(self, w, state, gradient, count, rate):
         nu = (1 - self.decay) * jnp.square(gradient) + self.decay * state["nu"]
@@ -127,7 +127,7 @@ class RmsProp(Adaptive):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adadelta(Adaptive):
+class Adadelta(Rule):
     """::
 
     v = rho v + (1 - rho) g^2
@@ -157,7 +157,7 @@ class Adadelta(Adaptive):
         }
 
     def catch_up(self, w, state, lag, count):
-        factor = self.rho**lag
+        factor = power(self.rho, lag)
         return w, {name: value * factor for name, value in state.items()}
 
     def step(self, w, state, gradient, count, rate):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
@@ -38,6 +39,8 @@ class Rule:
     # Whether `catch_up` and `step` work element by element, by operations that Pallas
     # has on GPUs. A kernel gives them pieces of rows.
     elementwise: ClassVar[bool] = False
+    # Whether `step` and `catch_up` know of it.
+    takes_weight_decay: ClassVar[bool] = False
 
     learning_rate: float | optax.Schedule
     weight_decay: float = dataclasses.field(default=0.0, kw_only=True)
@@ -52,6 +55,14 @@ class Rule:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
             object.__setattr__(self, name, float(value))
+        if self.weight_decay and not self.takes_weight_decay:
+            raise NotImplementedError(
+                f"weight_decay of {self.name} would be an L2 penalty within the "
+                "gradient, which also changes the state of every row in every step: "
+                "that cannot be made up for later without replaying all of it. Use "
+                "adamw, which decays weights beside the gradient, or sgd, momentum or "
+                "nesterov; for a model without sparse kernels, optax"
+            )
 
     @property
     def drifts(self) -> bool:
@@ -121,22 +132,6 @@ class Rule:
         return missed_steps.constant(self.missed(self.learning_rate), lag)
 
 
-@dataclasses.dataclass(frozen=True)
-class Adaptive(Rule):
-    """A rule that divides by what it has seen of the gradients."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.weight_decay:
-            raise NotImplementedError(
-                f"weight_decay of {self.name} would be an L2 penalty within the "
-                "gradient, which also changes the state of every row in every step: "
-                "that cannot be made up for later without replaying all of it. Use "
-                "adamw, which decays weights beside the gradient, or sgd, momentum or "
-                "nesterov; for a model without sparse kernels, optax"
-            )
-
-
 def penalised(update, w, weight_decay: float):
     return update + weight_decay * w if weight_decay else update
 
@@ -148,6 +143,14 @@ def _check_schedule(schedule: optax.Schedule) -> None:
             "as a function, learning_rate must map the number of steps done to a "
             f"number; it returns {rate}"
         )
+
+
+def power(base: float, exponent: jax.Array) -> jax.Array:
+    """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
+    if base == 0:
+        return jnp.where(exponent > 0, 0.0, 1.0)
+    # The dense rule multiplies by the float32 number, again and again.
+    return jnp.exp2(exponent * math.log2(np.float32(base)))
 
 
 def check_below_one(**options: float) -> None:

@@ -23,6 +23,7 @@ class Sgd(Rule):
 
     name = "sgd"
     elementwise = True
+    takes_weight_decay = True
 
     def dense(self):
         decay = optax.add_decayed_weights(self.weight_decay)
@@ -51,6 +52,7 @@ class Momentum(Rule):
     """
 
     name = "momentum"
+    takes_weight_decay = True
     shrinks_state = True
     moves_weights = True
     nesterov: ClassVar[bool] = False
