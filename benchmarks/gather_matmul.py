@@ -11,13 +11,9 @@ float64 on fresh random inputs before it is timed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import json
-import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -26,13 +22,21 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
+from report import (
+    RESULTS,
+    emit,
+    origin,
+    reported,
+    run_parts,
+    table,
+    write_section,
+)
 from timing import Time, time_jax, time_torch
 from workloads import WORKLOADS, Workload, make_rows
 
-_RESULTS = _HERE / "results" / "gather_matmul.json"
+_RESULTS = RESULTS / "gather_matmul.json"
 _BATCHES = 3
-# A copy on the device reads and writes this many bytes a second on an H200.
-_CEILING = 4.3e12
+_PARTS = {"jax": {}, "cusparse": {"JAX_BCOO_CUSPARSE_LOWERING": "true"}, "torch": {}}
 _DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
 
 
@@ -45,42 +49,17 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
     if arguments.action == "run":
-        _run(arguments.output, arguments.commit, [w.name for w in chosen])
+        names = [workload.name for workload in chosen]
+        run_parts(
+            __file__, _PARTS, ["--only", *names], arguments.output, arguments.commit
+        )
     elif arguments.action == "table":
         _write_table(json.loads(_RESULTS.read_text()))
     else:
         measure = _measure_torch if arguments.action == "torch" else _measure_jax
         for workload in chosen:
             for result in measure(workload, arguments.action):
-                print("RESULT " + json.dumps(result), flush=True)
-
-
-def _run(output: pathlib.Path, commit: str, names: list[str]) -> None:
-    results, versions = [], {}
-    for part in ("jax", "cusparse", "torch"):
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if part == "cusparse":
-            environment["JAX_BCOO_CUSPARSE_LOWERING"] = "true"
-        command = [sys.executable, __file__, part, "--only", *names]
-        done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
-        for line in done.stdout.splitlines():
-            if line.startswith("RESULT "):
-                result = json.loads(line.removeprefix("RESULT "))
-                versions |= result.pop("versions")
-                results.append(result)
-        if done.returncode:
-            print(f"part {part} ended with code {done.returncode}", file=sys.stderr)
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "command": "python benchmarks/gather_matmul.py run",
-            "versions": versions,
-            "ceiling_bytes_per_second": _CEILING,
-            "results": results,
-        }
-        output.write_text(json.dumps(report, indent=1) + "\n")
+                emit(result)
 
 
 def _weights(workload: Workload) -> np.ndarray:
@@ -118,17 +97,6 @@ def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
         "error": error,
         "versions": versions,
     }
-
-
-@contextlib.contextmanager
-def _reported(workload: Workload, dtype: str, name: str) -> Iterator[None]:
-    """A peer that fails is named, and the others go on."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001
-        line = str(error).strip().splitlines()[:1]
-        where = f"{workload.name} {dtype} {name}"
-        print(f"{where}: {type(error).__name__} {line}", file=sys.stderr)
 
 
 def _measure_jax(workload: Workload, part: str) -> Iterator[dict]:
@@ -173,7 +141,7 @@ def _measure_jax(workload: Workload, part: str) -> Iterator[dict]:
         for name, function in candidates.items():
             if dtype == "bfloat16" and name not in ("mosaic_gpu", "xla"):
                 continue
-            with _reported(workload, dtype, name):
+            with reported(workload.name, dtype, name):
                 jitted = jax.jit(function)
                 error = _error(jitted(*inputs[0]), batches[0], host)
                 time = time_jax(jitted, inputs)
@@ -215,7 +183,7 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
         elif 6 * cells < _DENSE_LIMIT:
             candidates["torch dense matmul"] = dense
         for name, function in candidates.items():
-            with _reported(workload, dtype, name):
+            with reported(workload.name, dtype, name):
                 y = function(*inputs[0]).float().cpu().numpy()
                 error = _error(y, batches[0], host)
                 time = time_torch(function, inputs)
@@ -232,7 +200,7 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
             def multiply(matrix, w):
                 return matrix @ w
 
-            with _reported(workload, dtype, "CuPy"):
+            with reported(workload.name, dtype, "CuPy"):
                 error = _error(cupy.asnumpy(multiply(*pairs[0])), batches[0], host)
                 time = time_torch(multiply, pairs)
                 yield _result(workload, dtype, "CuPy", time, error, versions)
@@ -241,19 +209,13 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
 
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
-    rows = report["results"]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    lines = [
-        f"{versions}; {report['date']}, commit {report['commit']}.",
-        "",
-        "| workload | dtype | ceiling | " + " | ".join(names) + " | share of ceiling |",
-        "|" + " --- |" * (len(names) + 4),
-    ]
-    for workload, dtype in dict.fromkeys((r["workload"], r["dtype"]) for r in rows):
+    results = report["results"]
+    names = list(dict.fromkeys(row["implementation"] for row in results))
+    rows = []
+    for workload, dtype in dict.fromkeys((r["workload"], r["dtype"]) for r in results):
         cells = {
             r["implementation"]: r
-            for r in rows
+            for r in results
             if (r["workload"], r["dtype"]) == (workload, dtype)
         }
         some = next(iter(cells.values()))
@@ -269,16 +231,10 @@ def _write_table(report: dict) -> None:
             else:
                 texts.append(f"{time:.0f} ({time / ours:.1f}x)")
         share = "-" if ours is None else f"{100 * floor / ours:.0f} %"
-        lines.append(
-            f"| {workload} | {dtype} | {floor:.0f} | "
-            + " | ".join(texts)
-            + f" | {share} |"
-        )
-    readme = _HERE / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- gather_matmul -->\n")
-    _, _, after = rest.partition("<!-- end -->")
-    marked = "<!-- gather_matmul -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    readme.write_text(before + marked + after)
+        rows.append([workload, dtype, f"{floor:.0f}", *texts, share])
+    columns = ["workload", "dtype", "ceiling", *names, "share of ceiling"]
+    lines = [origin(report), "", *table(columns, rows)]
+    write_section("gather_matmul", lines)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,18 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from report import RESULTS, origin, table, write_section
 
 import sparsejax as sj
 from sparsejax.optimizers import Rule
 
-_HERE = pathlib.Path(__file__).resolve().parent
-_RESULTS = _HERE / "results" / "optimizers.json"
+_RESULTS = RESULTS / "optimizers.json"
 _FEATURES, _HIDDEN, _OUT, _BATCH, _LENGTH = 3_000, 16, 3, 16, 8
 _BUSY, _IDLE, _BACK = 200, 1_000, 20
 _STEPS = _BUSY + _IDLE + _BACK
@@ -188,26 +187,20 @@ def _compare(rule: Rule, batches) -> dict:
 
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
-    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    lines = [
-        f"{versions}; {report['date']}.",
-        "",
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " --- |" * len(_COLUMNS),
+    rows = [
+        [
+            row["name"],
+            f"{row['weight_decay']:g}",
+            "schedule" if row["schedule"] else "constant",
+            f"{row['largest_movement']:.2f}",
+            f"{row['largest_difference']:.1e}",
+            f"{row['relative_difference']:.1e}",
+            f"{row['ours_from_float64']:.1e}",
+            f"{row['twin_from_float64']:.1e}",
+        ]
+        for row in report["results"]
     ]
-    for row in report["results"]:
-        rate = "schedule" if row["schedule"] else "constant"
-        lines.append(
-            f"| {row['name']} | {row['weight_decay']:g} | {rate} "
-            f"| {row['largest_movement']:.2f} | {row['largest_difference']:.1e} "
-            f"| {row['relative_difference']:.1e} | {row['ours_from_float64']:.1e} "
-            f"| {row['twin_from_float64']:.1e} |"
-        )
-    readme = _HERE / "README.md"
-    before, _, rest = readme.read_text().partition("<!-- optimizers -->\n")
-    _, _, after = rest.partition("<!-- end -->")
-    marked = "<!-- optimizers -->\n" + "\n".join(lines) + "\n<!-- end -->"
-    readme.write_text(before + marked + after)
+    write_section("optimizers", [origin(report), "", *table(_COLUMNS, rows)])
 
 
 if __name__ == "__main__":

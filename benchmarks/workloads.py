@@ -62,6 +62,9 @@ ML20M = Workload(
     entries=135_000,
     skew=0.8,
 )
+ML20M_256 = dataclasses.replace(
+    ML20M, name="ml20m_256", about="its batch of 256", batch=256, entries=37_000
+)
 BIG = Workload(
     "big",
     "a table far larger than any cache, features uniform",

@@ -155,7 +155,7 @@ def gather_matmul(
         out_type=[
             jax.ShapeDtypeStruct((num_rows, hidden), w.dtype),
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((programs,), jnp.int32),
+            jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
         grid=(hidden // chunk, programs + pl.cdiv(num_rows, _FILL_ROWS)),
         grid_names=("chunk", "program"),
@@ -166,16 +166,9 @@ def gather_matmul(
     out_ref = jax.new_ref(out)  # written in place
     chunk, vec = chunk_of(hidden, REDUCE_CHUNK, 4)
 
-    def gather_matmul_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, out_gmem):
-        reduce_body(
-            indptr_gmem,
-            partial_gmem,
-            cut_rows_gmem,
-            functools.partial(store, out_gmem),
-            chunk=chunk,
-            vec=vec,
-            entries=config.entries,
-        )
+    def gather_matmul_reduce(partial_gmem, cut_rows_gmem, out_gmem):
+        put = functools.partial(store, out_gmem)
+        reduce_body(partial_gmem, cut_rows_gmem, put, chunk=chunk, vec=vec)
 
     plgpu.kernel(
         gather_matmul_reduce,
@@ -183,7 +176,7 @@ def gather_matmul(
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
-    )(indptr, partial, cut_rows, out_ref)
+    )(partial, cut_rows, out_ref)
     return jax.freeze(out_ref)
 
 
@@ -240,13 +233,15 @@ def sum_body(
     Args:
       entries_gmem: arrays `[nse]` of which an entry has one value each: the index of
         its row of `w`; its factor, if `valued`; any others.
+      cut_rows_gmem: `[2, programs]`: the row that begins in each range and is cut, or -1;
+        the range it ends in.
       store: called with a row, the columns, its sum, and the values of the row's last
         entry with what `read_ahead` had for it.
       read_ahead: called with the columns, the layout and the values of each entry, when
         its row of `w` is loaded.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
-    programs = cut_rows_gmem.shape[0]
+    programs = cut_rows_gmem.shape[1]
     t, unroll = config.entries, config.unroll
     p, c = lax.axis_index("program"), lax.axis_index("chunk")
     columns = pl.ds(c * chunk, chunk)
@@ -262,7 +257,7 @@ def sum_body(
 
     @pl.when((p < programs) & (stop <= begin) & (c == 0))
     def _no_entries():
-        cut_rows_gmem[p] = -1
+        cut_rows_gmem[0, p] = -1
 
     def rows_of(entries):
         """The rows that hold the entries: eight parts a step, so few trips to memory."""
@@ -320,7 +315,8 @@ def sum_body(
 
         @pl.when(c == 0)
         def _():
-            cut_rows_gmem[p] = jnp.where(tail, row_b, -1)
+            cut_rows_gmem[0, p] = jnp.where(tail, row_b, -1)
+            cut_rows_gmem[1, p] = (end_b - 1) // t
 
         def flush(row, acc, bad, entry, ahead):
             acc = acc + bad
@@ -426,9 +422,7 @@ def sum_body(
             lax.while_loop(lambda carry: carry[0] < last, block, carry)
 
 
-def reduce_body(
-    indptr_gmem, partial_gmem, cut_rows_gmem, store, *, chunk, vec, entries
-):
+def reduce_body(partial_gmem, cut_rows_gmem, store, *, chunk, vec):
     """Sum of a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
 
     Calls `store` with the row, the columns and the sum.
@@ -441,11 +435,10 @@ def reduce_body(
         ref = partial_gmem.at[which, q, columns]
         return plgpu.load(ref, layout=layout, optimized=False)
 
-    row = cut_rows_gmem[p]
+    row, last = cut_rows_gmem[0, p], cut_rows_gmem[1, p]
 
     @pl.when(row >= 0)
     def _():
-        last = (indptr_gmem[row + 1] - 1) // entries
         carry = p + 1, load(1, p)
         for unroll in (32, 8, 1) if chunk <= 256 else (8, 1):
 

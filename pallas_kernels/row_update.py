@@ -153,7 +153,7 @@ def row_update(
         row_update_sum,
         out_type=[
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((programs,), jnp.int32),
+            jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
@@ -175,13 +175,7 @@ def row_update(
                 move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
 
             reduce_body(
-                indptr_gmem,
-                partial_gmem,
-                cut_rows_gmem,
-                store,
-                chunk=reduce_chunk,
-                vec=reduce_vec,
-                entries=config.entries,
+                partial_gmem, cut_rows_gmem, store, chunk=reduce_chunk, vec=reduce_vec
             )
 
         plgpu.kernel(

@@ -1,0 +1,100 @@
+"""What the benchmarks share: parts in processes of their own, results, tables."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+_HERE = pathlib.Path(__file__).resolve().parent
+RESULTS = _HERE / "results"
+
+# A copy on the device reads and writes this many bytes a second on an H200.
+COPY_BYTES_PER_SECOND = 4.3e12
+
+
+def emit(result: dict) -> None:
+    """Hands a result to the process that called this part; "versions" of it apart."""
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def run_parts(
+    script: str,
+    parts: Mapping[str, Mapping[str, str]],
+    arguments: Sequence[str],
+    output: pathlib.Path,
+    commit: str,
+) -> None:
+    """Runs `script PART arguments` for each part and collects what they emit.
+
+    JAX and torch do not share a GPU's memory well, and some flags hold for a whole
+    process.
+
+    Args:
+      parts: the environment variables of each.
+      output: written anew after each part, so that an interrupted run leaves something.
+    """
+    results, versions = [], {}
+    for part, environment in parts.items():
+        done = subprocess.run(
+            [sys.executable, script, part, *arguments],
+            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        for line in done.stdout.splitlines():
+            if line.startswith("RESULT "):
+                result = json.loads(line.removeprefix("RESULT "))
+                versions |= result.pop("versions")
+                results.append(result)
+        if done.returncode:
+            print(f"part {part} ended with code {done.returncode}", file=sys.stderr)
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit,
+            "command": f"python benchmarks/{pathlib.Path(script).name} run",
+            "versions": versions,
+            "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
+            "results": results,
+        }
+        output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def reported(*names: str) -> Iterator[None]:
+    """A peer that fails is named, and the others go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        line = str(error).strip().splitlines()[:1]
+        print(f"{' '.join(names)}: {type(error).__name__} {line}", file=sys.stderr)
+
+
+def origin(report: Mapping) -> str:
+    """A line that says what was measured, on what and when."""
+    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    commit = f", commit {report['commit']}" if "commit" in report else ""
+    return f"{versions}; {report['date']}{commit}."
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+def write_section(name: str, lines: Sequence[str]) -> None:
+    """Puts lines between the marks of that name in README.md."""
+    readme = _HERE / "README.md"
+    mark = f"<!-- {name} -->\n"
+    before, found, rest = readme.read_text().partition(mark)
+    if not found:
+        raise ValueError(f"{readme} has no line {mark!r}")
+    _, end, after = rest.partition("<!-- end -->")
+    readme.write_text(before + mark + "\n".join(lines) + "\n" + end + after)
