@@ -341,7 +341,7 @@ def test_lazy_adam_leaves_untouched_rows_alone():
 
 def test_state_is_complete():
     """A run that is stopped, stored and gone on with ends with the same bits."""
-    rule = optimizers.adam(0.01)
+    rule = RULES[-1]
     batches = make_batches(12)
     first, second = (
         jax.tree.map(lambda leaf, h=half: leaf[h], batches)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from matrices import csrs
 
 from sparsejax import optimizers
@@ -81,3 +83,33 @@ def test_blocks_do_not_change_what_is_done(block, monkeypatch):
         np.testing.assert_allclose(after.state[name], expected, **close)
     last[used] = 51
     np.testing.assert_array_equal(after.last, last)
+
+
+@pytest.mark.parametrize("name", ["rowwise_adagrad", "adamw"])
+def test_on_a_mesh(name):
+    """Rows spread over eight devices give the same numbers."""
+    rule = optimizers.get(name, learning_rate=0.1)
+    rng = np.random.default_rng(0)
+    shape = 40, 3
+    state = {
+        n: jnp.asarray(rng.random(a.shape, np.float32))
+        for n, a in rule.init(shape).items()
+    }
+    last = jnp.asarray(rng.integers(0, 30, 40, np.int32)) if rule.decays else None
+    table = Table(jnp.asarray(rng.random(shape, np.float32)), state, last)
+    ids = jnp.array([0, 4, 5, 17, 38, 39, 40, 40])
+    gradient = jnp.asarray(rng.random((8, 3), np.float32))
+
+    def run(table):
+        rows, places = row_update.current_rows(rule, table, ids, jnp.int32(30))
+        after = row_update.step_rows(rule, table, ids, gradient, jnp.int32(30))
+        return rows[places[:6]], after, row_update.settle(rule, after, jnp.int32(31))
+
+    expected = jax.jit(run)(table)
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    by_rows = NamedSharding(mesh, P("model"))
+    spread = jax.jit(run, out_shardings=(None, by_rows, by_rows))(
+        jax.device_put(table, by_rows)
+    )
+    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

@@ -84,9 +84,8 @@ class _Moments(Rule):
             factor = jnp.where(k <= owed, factor, 0)
             shrink = jnp.sqrt(self.b2**k / (1 - self.b2 ** (start + k)))
             if self.weight_decay:
-                total = (
-                    total - jnp.where(k <= owed, rate * self.weight_decay, 0) * total
-                )
+                decay = jnp.where(k <= owed, rate * self.weight_decay, 0)
+                total = total - decay * total
             return total + factor / (root * shrink + self.eps)
 
         total = lax.fori_loop(0, jnp.max(owed), missed, jnp.zeros_like(w))
