@@ -283,53 +283,49 @@ def test_every_setting_is_kept(small, tmp_path):
     assert run.Run.from_json(settings.to_json()) == settings
 
 
+def test_schedule_and_weight_decay(small, tmp_path):
+    """60 rows in batches of 10 are 6 steps an epoch."""
+    argv = [*small, "--batch-size", "10", "--learning-rate", "0.01"]
+    argv += ["--optimizer", "adamw", "--weight-decay", "0.1", "--warmup-epochs", "0.5"]
+    assert main(argv) == 0
+    rate = optimizers.schedule(
+        "warmup_constant_schedule", init_value=0.0, peak_value=0.01, warmup_steps=3
+    )
+    rule = optimizers.adamw(rate, weight_decay=0.1)
+    assert run.load_run(tmp_path / "run")[0].optimizer == rule
+    assert main([*argv, "--resume", "--epochs", "2"]) == 0
+    assert run.checkpoints_of(tmp_path / "run").steps()[-1] == 12
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("warmup", "name", "options"),
     [
+        (0.0, "cosine_decay_schedule", {"init_value": 0.01, "decay_steps": 18}),
         (
-            "--optimizer adamw --weight-decay 0.1 --warmup-epochs 0.5",
-            optimizers.adamw(
-                optimizers.schedule(
-                    "warmup_constant_schedule",
-                    init_value=0.0,
-                    peak_value=0.01,
-                    warmup_steps=3,
-                ),
-                weight_decay=0.1,
-            ),
-        ),
-        (
-            "--optimizer momentum --cosine-decay",
-            optimizers.momentum(
-                optimizers.schedule(
-                    "cosine_decay_schedule", init_value=0.01, decay_steps=12
-                )
-            ),
-        ),
-        (
-            "--optimizer nesterov --cosine-decay --warmup-epochs 1",
-            optimizers.nesterov(
-                optimizers.schedule(
-                    "warmup_cosine_decay_schedule",
-                    init_value=0.0,
-                    peak_value=0.01,
-                    warmup_steps=6,
-                    decay_steps=12,
-                )
-            ),
+            1.0,
+            "warmup_cosine_decay_schedule",
+            {
+                "init_value": 0.0,
+                "peak_value": 0.01,
+                "warmup_steps": 6,
+                "decay_steps": 18,
+            },
         ),
     ],
-    ids=["warmup", "decay", "both"],
 )
-def test_schedules_and_weight_decay(small, tmp_path, options, expected):
-    """60 rows in batches of 10 are 6 steps an epoch."""
-    argv = [*small, "--epochs", "2", "--batch-size", "10", "--learning-rate", "0.01"]
-    assert main([*argv, *options.split()]) == 0
-    settings = run.load_run(tmp_path / "run")[0]
-    assert settings.optimizer == expected
-    progress = run.checkpoints_of(tmp_path / "run").steps()
-    assert progress[-1] == 12
-    assert main([*argv, *options.split(), "--resume"]) == 0
+def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
+    flags = cli.Train(
+        data=pathlib.Path("data"),
+        run=pathlib.Path("run"),
+        optimizer="momentum",
+        learning_rate=0.01,
+        warmup_epochs=warmup,
+        cosine_decay=True,
+        batch_size=10,
+        epochs=3,
+    )
+    rate = optimizers.schedule(name, **options)
+    assert commands._rule(flags, num_rows=51) == optimizers.momentum(rate)
 
 
 def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
