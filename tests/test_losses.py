@@ -27,6 +27,21 @@ def squared(s, t):
     return (s - t) ** 2 / 2, s - t
 
 
+def absolute(s, t):
+    return np.abs(s - t), np.sign(s - t)
+
+
+def hinge(s, t):
+    return np.maximum(0, 1 - t * s), np.where(t * s < 1, -t, 0)
+
+
+def squared_hinge(s, t):
+    """DSSTNE's formulas."""
+    d = s - np.abs(t)
+    d = np.where(t > 0, np.minimum(0, d), np.maximum(0, d))
+    return d**2 / 2, d
+
+
 def marginal(s, t, *, one_target, zero_target, one_scale, zero_scale):
     """DSSTNE's formulas, on the probability; t says only whether there is a label."""
     a = sigmoid(s)
@@ -38,22 +53,27 @@ def marginal(s, t, *, one_target, zero_target, one_scale, zero_scale):
     return np.where(on, value, 0), np.where(on, slope, 0)
 
 
-MARGINAL = losses.ScaledMarginalCrossEntropy(
-    one_target=0.8, zero_target=0.15, one_scale=30.0, zero_scale=2.0
-)
+MARGINAL_OPTIONS = {"one_target": 0.8, "zero_target": 0.15} | {
+    "one_scale": 30.0,
+    "zero_scale": 2.0,
+}
+MARGINAL = losses.ScaledMarginalCrossEntropy(**MARGINAL_OPTIONS)
 
 
 def marginal_listed(s, t):
-    return marginal(s, np.full_like(s, True), **dataclasses.asdict(MARGINAL))
+    return marginal(s, np.full_like(s, True), **MARGINAL_OPTIONS)
 
 
 def marginal_absent(s):
-    return marginal(s, np.full_like(s, False), **dataclasses.asdict(MARGINAL))
+    return marginal(s, np.full_like(s, False), **MARGINAL_OPTIONS)
 
 
 CASES = [
     (losses.SigmoidBinaryCrossEntropy(), cross_entropy, lambda s: cross_entropy(s, 0)),
     (losses.L2Loss(), squared, lambda s: squared(s, 0)),
+    (losses.L1Loss(), absolute, lambda s: absolute(s, 0)),
+    (losses.HingeLoss(), hinge, lambda s: hinge(s, -1)),
+    (losses.L2HingeLoss(), squared_hinge, lambda s: squared_hinge(s, 0)),
     (MARGINAL, marginal_listed, marginal_absent),
 ]
 
@@ -102,6 +122,9 @@ def test_rules_equal_optax():
     want = optax.sigmoid_binary_cross_entropy(s, jnp.zeros_like(t))
     np.testing.assert_allclose(rule.absent(s), want, rtol=2e-6)
     np.testing.assert_array_equal(losses.L2Loss().listed(s, t), optax.l2_loss(s, t))
+    sign = jnp.where(t > 0.5, 1.0, -1.0)
+    want = optax.hinge_loss(s, sign)
+    np.testing.assert_array_equal(losses.HingeLoss().listed(s, sign), want)
 
 
 def test_marginal_targets_are_where_training_stops():
@@ -134,9 +157,20 @@ def test_nan_scores_cost_nan(rule):
 
 
 def test_denied_items_cost_nothing():
-    for rule in (losses.SigmoidBinaryCrossEntropy(), MARGINAL):
+    for rule in (losses.SigmoidBinaryCrossEntropy(), MARGINAL, losses.HingeLoss()):
         got = jax.jvp(rule.absent, (jnp.float32(-jnp.inf),), (jnp.float32(1),))
         assert got == (0, 0)
+
+
+@pytest.mark.parametrize("rule", [case[0] for case in CASES])
+def test_ignored_zeros_cost_nothing(rule):
+    scores, labels = jnp.float32(SCORES), jnp.float32(LABELS)
+    listed = jnp.resize(jnp.array([True, False, False]), scores.shape)
+    want = jnp.where(listed, rule.listed(scores, labels), rule.absent(scores))
+    np.testing.assert_array_equal(rule(scores, labels, listed), want)
+    ignoring = dataclasses.replace(rule, ignore_zeros=True)
+    got = ignoring(scores, labels, listed)
+    np.testing.assert_array_equal(got, jnp.where(listed, want, 0))
 
 
 RULES = [*(case[0] for case in CASES), losses.SoftmaxCrossEntropy()]
@@ -159,6 +193,7 @@ def test_marginal_as_json():
         "zero_target": 0.1,
         "one_scale": 30.0,
         "zero_scale": 1.0,
+        "ignore_zeros": False,
     }
 
 
@@ -168,7 +203,8 @@ def test_unknown_names_list_what_there_is():
     with pytest.raises(ValueError, match="no option 'margin'.*'one_target'"):
         losses.get("scaled_marginal_cross_entropy", margin=1.0)
     with pytest.raises(ValueError, match="no option 'margin'; it has none"):
-        losses.get("l2_loss", margin=1.0)
+        losses.get("softmax_cross_entropy", margin=1.0)
+    assert losses.get("l2_loss", ignore_zeros=True).ignore_zeros
     with pytest.raises(TypeError, match="has its options already"):
         losses.get(losses.L2Loss(), margin=1.0)
     with pytest.raises(ValueError, match='needs a "name"'):

@@ -28,12 +28,16 @@ RULES = [
     losses.L2Loss(),
     losses.ScaledMarginalCrossEntropy(one_target=0.8, one_scale=3.0),
     losses.SoftmaxCrossEntropy(),
+    losses.L1Loss(),
+    losses.HingeLoss(),
+    losses.L2HingeLoss(),
+    losses.SigmoidBinaryCrossEntropy(ignore_zeros=True),
 ]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+# Without those whose form is that of another.
+main_rules = pytest.mark.parametrize("rule", RULES[:4], ids=str)
 # One that takes a single pass and the one that takes two, for what no rule changes.
-both_kinds = pytest.mark.parametrize(
-    "rule", [RULES[0], RULES[3]], ids=lambda rule: rule.name
-)
+both_kinds = pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
 OPERANDS = ("h", "kernel", "bias", "scale", "weights")
 
 
@@ -46,21 +50,41 @@ def sigmoid(s):
 
 def loss_and_slopes(rule, s, t, listed):
     """Losses `[batch]` and their derivatives in the scores, `[batch, items]`."""
+    if getattr(rule, "ignore_zeros", False):
+        all_items = dataclasses.replace(rule, ignore_zeros=False)
+        value, slopes = values_and_slopes(all_items, s, t, listed)
+        value, slopes = np.where(listed, value, 0), np.where(listed, slopes, 0)
+    else:
+        value, slopes = values_and_slopes(rule, s, t, listed)
+    return value.sum(1), slopes
+
+
+def values_and_slopes(rule, s, t, listed):
+    """The same, with values `[batch, items]`."""
     if isinstance(rule, losses.SigmoidBinaryCrossEntropy):
-        return (np.logaddexp(0, s) - t * s).sum(1), sigmoid(s) - t
+        return np.logaddexp(0, s) - t * s, sigmoid(s) - t
     if isinstance(rule, losses.L2Loss):
-        return ((s - t) ** 2 / 2).sum(1), s - t
+        return (s - t) ** 2 / 2, s - t
+    if isinstance(rule, losses.L1Loss):
+        return np.abs(s - t), np.sign(s - t)
+    if isinstance(rule, losses.HingeLoss):
+        t = np.where(listed, t, -1)
+        return np.maximum(0, 1 - t * s), np.where(t * s < 1, -t, 0)
+    if isinstance(rule, losses.L2HingeLoss):
+        d = s - np.abs(t)
+        d = np.where(t > 0, np.minimum(0, d), np.maximum(0, d))
+        return d**2 / 2, d
     if isinstance(rule, losses.SoftmaxCrossEntropy):
         total = t.sum(1, keepdims=True)
         lse = np.logaddexp.reduce(s, axis=1, keepdims=True)
-        return (t * (lse - s)).sum(1), total * np.exp(s - lse) - t
+        return t * (lse - s), total * np.exp(s - lse) - t
     logit = {p: np.log(p / (1 - p)) for p in (rule.one_target, rule.zero_target)}
     edges = np.abs(np.stack([s - logit[p] for p in logit]))
     assert edges.min() > 1e-5, "a score is so near a threshold that rounding decides"
     one = np.where(s < logit[rule.one_target], rule.one_scale, 0)
     zero = np.where(s > logit[rule.zero_target], rule.zero_scale, 0)
     value = np.where(listed, one * np.logaddexp(0, -s), zero * np.logaddexp(0, s))
-    return value.sum(1), np.where(listed, -one * sigmoid(-s), zero * sigmoid(s))
+    return value, np.where(listed, -one * sigmoid(-s), zero * sigmoid(s))
 
 
 def oracle(rule, problem):
@@ -107,6 +131,12 @@ def oracle(rule, problem):
         size=float(np.abs(weights) @ size),
         per_example_size=size,
     )
+
+
+def use_chunks(monkeypatch, elements):
+    """Chunks of so many scores."""
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    module._compiled.clear_cache()
 
 
 def make_problem(
@@ -189,10 +219,11 @@ def check(rule, problem):
 
 
 @every_rule
-@pytest.mark.parametrize("valued", [False, True])
-@pytest.mark.parametrize("budget", [2**20, 128], ids=["one_chunk", "chunks"])
+@pytest.mark.parametrize(
+    ("valued", "budget"), [(False, 128), (True, 2**20)], ids=["chunks", "one_chunk"]
+)
 def test_equals_the_oracle(rule, valued, budget, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
+    use_chunks(monkeypatch, budget)
     problem = make_problem(matrices.random_csr(6, 300, valued=valued))
     check(rule, problem)
     got = output_loss_per_example(
@@ -221,10 +252,9 @@ def test_awkward_labels(rule, matrix, seed):
     check(rule, make_problem(matrix, extra_rows=2, seed=seed))
 
 
-@every_rule
-@pytest.mark.parametrize("budget", [2**20, 128], ids=["one_chunk", "chunks"])
-def test_bfloat16(rule, budget, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
+@main_rules
+def test_bfloat16(rule, monkeypatch):
+    use_chunks(monkeypatch, 128)
     labels = matrices.random_csr(6, 300)
     check(rule, make_problem(labels, hidden=16, dtype=jnp.bfloat16, seed=1))
 
@@ -254,7 +284,7 @@ def test_oracle_gradients_are_finite_differences(rule):
             )
 
 
-@every_rule
+@main_rules
 def test_equals_optax_on_dense_labels(rule):
     name = getattr(rule, "name", "")
     if not hasattr(optax, name):
@@ -280,7 +310,7 @@ def test_equals_optax_on_dense_labels(rule):
 # Edges
 
 
-@every_rule
+@main_rules
 def test_extreme_scores_are_finite(rule):
     labels = matrices.random_csr(4, 60)
     problem = make_problem(labels, options=("bias",))
@@ -337,7 +367,7 @@ def test_broken_labels_are_nan(rule, kind):
     assert (gradients["kernel"][6:] == 0).all()
 
 
-@every_rule
+@main_rules
 def test_weight_zero_silences_a_row_whatever_is_in_it(rule):
     problem = make_problem(broken_labels("negative"))
     problem.weights = jnp.float32([1, 0, 2])
@@ -521,7 +551,7 @@ def test_memory_does_not_grow_with_the_number_of_items(rule, differentiate):
 
 
 def test_a_frozen_kernel_has_no_gradient_in_memory(monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 2**14)
+    use_chunks(monkeypatch, 2**14)
     batch, hidden, items = 64, 64, 2**15
     labels = matrices.random_csr(batch, items, 0.0)
     operands = make_problem(labels, hidden=hidden)
@@ -535,22 +565,134 @@ def test_a_frozen_kernel_has_no_gradient_in_memory(monkeypatch):
     assert temporary < 4 * items * hidden
 
 
-@both_kinds
-def test_sharded_by_items_equals_unsharded(rule, monkeypatch):
+def on_mesh(shape, axes=("data", "model")):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 8 * 128)
-    problem = make_problem(matrices.random_csr(8, 500), extra_rows=12)
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+@both_kinds
+@pytest.mark.parametrize("with_spec", [True, False], ids=["shard_map", "partitioner"])
+def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
+    mesh = on_mesh((2, 4))
+    use_chunks(monkeypatch, 8 * 128)
+    # The last device has padding only in its last 12 rows.
+    problem = make_problem(matrices.random_csr(8, 1000), extra_rows=24)
     want = run(rule, problem)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    for name in OPERANDS:
-        axis = "data" if name in ("h", "weights") else "model"
-        value = jax.device_put(getattr(problem, name), NamedSharding(mesh, P(axis)))
-        setattr(problem, name, value)
-    got = run(rule, problem)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want
+    spec = P("model") if with_spec else None
+
+    def loss(operands, labels):
+        h, kernel, bias, scale, weights = operands
+        options = {"scale": scale, "weights": weights, "kernel_spec": spec}
+        return output_loss(h, kernel, bias, labels, loss=rule, **options)
+
+    placed = [
+        jax.device_put(
+            getattr(problem, name),
+            NamedSharding(mesh, P("data" if name in ("h", "weights") else "model")),
+        )
+        for name in OPERANDS
+    ]
+    with jax.set_mesh(mesh):
+        value, gradients = jax.jit(jax.value_and_grad(loss))(placed, problem.labels)
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    for name, gradient in zip(OPERANDS, gradients, strict=True):
+        np.testing.assert_allclose(gradient, want[1][name], rtol=1e-5, atol=1e-4)
+    if with_spec:
+        assert gradients[1].sharding.spec == P("model")
+        assert gradients[0].sharding.spec == P("data")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "batch"),
+    [((8,), ("model",), 3), ((2, 4), ("data", "model"), 3), ((8,), ("data",), 8)],
+    ids=str,
+)
+def test_other_meshes(shape, axes, batch):
+    rule = losses.SoftmaxCrossEntropy()
+    mesh = on_mesh(shape, axes)
+    problem = make_problem(matrices.random_csr(batch, 60), extra_rows=4)
+    want = run(rule, problem)
+    spec = P("model") if "model" in axes else P()
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    weights = operands.pop("weights")
+
+    def loss(operands):
+        options = {"loss": rule, "weights": weights, "kernel_spec": spec}
+        return output_loss(labels=problem.labels, **operands, **options)
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(loss))(operands)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    for name, gradient in got[1].items():
+        np.testing.assert_allclose(gradient, want[1][name], rtol=1e-5, atol=1e-5)
+
+
+def test_broken_labels_are_nan_on_a_mesh():
+    problem = make_problem(broken_labels("num_cols"), extra_rows=2)
+    with jax.set_mesh(on_mesh((4,), ("model",))):
+        got = output_loss_per_example(
+            problem.h,
+            problem.kernel,
+            problem.bias,
+            problem.labels,
+            kernel_spec=P("model"),
+        )
+    assert list(jnp.isnan(got)) == [False, True, False]
+
+
+# Updates where the gradients are made
+
+
+def fused_sgd(rule, problem, rate):
+    """The layer after a step of SGD in each chunk, the gradient of h, the losses."""
+
+    def update(start, gradients, layer):
+        def descend(array, gradient):
+            rows = jax.lax.dynamic_slice_in_dim(array, start, len(gradient))
+            rows = rows - rate * gradient
+            return jax.lax.dynamic_update_slice_in_dim(array, rows, start, 0)
+
+        return jax.tree.map(descend, layer, gradients)
+
+    return module.loss_and_updates(
+        rule,
+        problem.h,
+        problem.labels,
+        problem.weights,
+        module.Layer(problem.kernel, problem.bias, problem.scale),
+        layer=lambda layer: layer,
+        update=update,
     )
+
+
+@both_kinds
+def test_updates_in_chunks_equal_a_step_with_the_gradient(rule, monkeypatch):
+    use_chunks(monkeypatch, 128)
+    problem = make_problem(matrices.random_csr(6, 300, valued=True))
+    _, gradients = run(rule, problem)
+    losses_, dh, layer = jax.jit(lambda: fused_sgd(rule, problem, 0.1))()
+    np.testing.assert_allclose(losses_, gradients["weights"], rtol=1e-6)
+    np.testing.assert_allclose(dh, gradients["h"], rtol=1e-5, atol=1e-5)
+    for name, new in layer._asdict().items():
+        want = getattr(problem, name) - 0.1 * gradients[name]
+        np.testing.assert_allclose(new, want, rtol=1e-5, atol=1e-5)
+
+
+@both_kinds
+def test_updates_in_chunks_need_no_gradient_in_memory(rule, monkeypatch):
+    use_chunks(monkeypatch, 2**14)
+    batch, hidden, items = 64, 64, 2**15
+    problem = make_problem(matrices.random_csr(batch, items, 0.0), hidden=hidden)
+    constants = {"h": problem.h, "weights": problem.weights, "labels": problem.labels}
+
+    def step(kernel, bias, scale):
+        new = SimpleNamespace(kernel=kernel, bias=bias, scale=scale, **constants)
+        return fused_sgd(rule, new, 0.1)
+
+    operands = problem.kernel, problem.bias, problem.scale
+    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*operands).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < items * hidden
 
 
 # Errors
@@ -579,7 +721,11 @@ def test_wrong_arguments_are_refused():
         loss(h, kernel, bias, labels, weights=bias)
     with pytest.raises(TypeError, match="h is bfloat16 and kernel float32; cast"):
         loss(h.astype(jnp.bfloat16), kernel, bias, labels)
-    with pytest.raises(ValueError, match='None or "xla"'):
+    with pytest.raises(ValueError, match='None, "xla" or "mosaic_gpu"'):
         loss(h, kernel, bias, labels, implementation="triton")
+    with pytest.raises(NotImplementedError, match="takes bfloat16 operands, not flo"):
+        loss(h, kernel, bias, labels, implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="kernel_spec needs a mesh"):
+        loss(h, kernel, bias, labels, kernel_spec=P("model"))
     with pytest.raises(ValueError, match="there is no loss"):
         loss(h, kernel, bias, labels, loss="l3_loss")

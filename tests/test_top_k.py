@@ -54,16 +54,22 @@ def check(scores, k, **options):
     assert got_ids.dtype == jnp.int32 and got.dtype == jnp.float32
 
 
-# (budget, group): one chunk or many, with groups or without
-SPLITS = [(2**21, 32), (2**21, 4), (256, 4), (256, 1000), (1, 4)]
+# Scores in a chunk, and how the best are found: one chunk or many, without groups, with
+# them, and with groups of groups.
+SPLITS = [
+    (2**21, module._CPU_CUT),
+    (2**21, module._GPU_CUT),
+    (256, module._Cut(group=4, small=4, many=0, direct=8)),
+    (256, module._Cut(group=4, small=4, many=0, direct=1000)),
+    (1, module._Cut(group=5, small=3, many=10, direct=6)),
+]
 every_split = pytest.mark.parametrize("split", SPLITS, ids=str)
 
 
 def use(monkeypatch, split):
-    budget, group = split
+    budget, cut = split
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
-    monkeypatch.setattr(module, "_GROUP", group)
-    monkeypatch.setattr(module, "_GROUPS_PER_K", 1)
+    monkeypatch.setattr(module, "_CPU_CUT", cut)
     monkeypatch.setattr(module, "_CHUNK_PER_K", 1)
 
 
@@ -135,30 +141,20 @@ def test_nan_of_either_sign_comes_first():
 
 
 @given(
-    items=st.sampled_from([1, 3, 127, 128, 129, 300]),
+    items=st.sampled_from([1, 3, 127, 129, 300, 1000]),
     levels=st.sampled_from([1, 2, 10, 10**6]),
     k=st.sampled_from([1, 4, 131]),
-    group=st.sampled_from([1, 3, 32]),
+    cut=st.sampled_from([cut for _, cut in SPLITS]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_adversarial_sizes(items, levels, k, group, seed):
+def test_adversarial_sizes(items, levels, k, cut, seed):
+    # The selection itself, as compiling `top_k` for each example is slow.
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, levels, (2, items)).astype(np.float32)
-    ids = np.full((2, k), -1, np.int32)
-    best = np.full((2, k), -np.inf, np.float32)
-    # `_merge` itself, in two chunks, as compiling `top_k` for each example is slow.
-    half = items // 2
-    for start, stop in ((0, half), (half, items)):
-        if start < stop:
-            ids, best = module._merge(
-                (jnp.asarray(ids), jnp.asarray(best)),
-                jnp.asarray(scores[:, start:stop]),
-                start,
-                group=group,
-            )
+    ids, best = module._select(jnp.asarray(scores), k, cut)
     want_ids, want = full_sort(scores, k)
-    np.testing.assert_array_equal(best, want)
-    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(best, want[:, :items])
+    np.testing.assert_array_equal(ids, want_ids[:, :items])
 
 
 def layer(batch=6, items=500, hidden=8, extra_rows=12, dtype=jnp.float32, seed=0):
@@ -256,25 +252,41 @@ def test_memory_does_not_grow_with_the_number_of_items():
     assert many - few < 8 * (2**17 - 2**14) * 4
 
 
-def test_sharded_by_items_equals_unsharded(monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "axes", "batch"),
+    [
+        ((2, 4), ("data", "model"), 8),
+        ((2, 4), ("data", "model"), 3),
+        ((8,), ("model",), 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_spec", [True, False], ids=["shard_map", "partitioner"])
+def test_sharded_by_items_equals_unsharded(shape, axes, batch, with_spec, monkeypatch):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
-    use(monkeypatch, (8 * 128, 4))
-    operands = layer(8, 500)
-    exclude = matrices.random_csr(8, 500, 0.3)
+    use(monkeypatch, (8 * 128, SPLITS[2][1]))
+    # Ties, and more padding than a device has rows.
+    operands = layer(batch, 900, hidden=2, extra_rows=124)
+    exclude = matrices.random_csr(batch, 900, 0.3)
+    spec = P("model") if with_spec else None
+    options = {"k": 130, "exclude": exclude}
 
     @jax.jit
     def function(h, kernel, bias, scale):
-        return top_k(h, kernel, bias, 7, scale=scale, exclude=exclude)
+        return top_k(h, kernel, bias, scale=scale, kernel_spec=spec, **options)
 
-    want = function(*operands)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    axes = ["data", "model", "model", "model"]
+    h, kernel, bias, scale = operands
+    want = top_k(h, kernel, bias, scale=scale, **options)
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+    rows = "data" if "data" in axes and batch % 2 == 0 else None
     sharded = [
         jax.device_put(x, NamedSharding(mesh, P(axis)))
-        for x, axis in zip(operands, axes, strict=True)
+        for x, axis in zip(operands, [rows, *["model"] * 3], strict=True)
     ]
-    jax.tree.map(np.testing.assert_array_equal, function(*sharded), want)
+    with jax.set_mesh(mesh):
+        got = function(*sharded)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_wrong_arguments_are_refused():

@@ -5,17 +5,79 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Which part of the batch and of the items a device of a mesh has.
+
+    Attributes:
+      rows: mesh axis over which the rows of the batch lie; None if each device has all.
+      items: mesh axis over which the items lie; None if each device has all.
+    """
+
+    rows: str | None = None
+    items: str | None = None
+
+    def first_row(self, batch: int) -> jax.typing.ArrayLike:
+        """Number, in the whole batch, of the first of this device's `batch` rows."""
+        return 0 if self.rows is None else lax.axis_index(self.rows) * batch
+
+    def first_item(self, items: int) -> jax.typing.ArrayLike:
+        """Number, among all, of the first of this device's `items` items."""
+        return 0 if self.items is None else lax.axis_index(self.items) * items
+
+    def sum_over_rows[Tree](self, values: Tree) -> Tree:
+        """Sums what each part of the batch contributes."""
+        return values if self.rows is None else lax.psum(values, self.rows)
+
+    def sum_over_items[Tree](self, values: Tree) -> Tree:
+        """Sums what each part of the items contributes."""
+        return values if self.items is None else lax.psum(values, self.items)
+
+
+def shard_of(
+    kernel_spec: PartitionSpec | None, batch: int
+) -> tuple[jax.sharding.AbstractMesh | None, Shard]:
+    """The mesh that is set and what each of its devices has; (None, all) without spec.
+
+    Items lie as `kernel_spec` says; the batch over "data", if that divides it.
+
+    Raises:
+      ValueError: no mesh is set, or the spec names no axis of it or divides `hidden`.
+    """
+    if kernel_spec is None:
+        return None, Shard()
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError("kernel_spec needs a mesh: use `with jax.set_mesh(mesh):`")
+    items, *rest = (*kernel_spec, None)
+    if any(axis is not None for axis in rest):
+        raise ValueError(
+            f"kernel_spec is {kernel_spec}; only the first axis, the items, can be "
+            "divided"
+        )
+    if items is not None and items not in mesh.shape:
+        raise ValueError(
+            f"kernel_spec names {items!r}; the mesh has {tuple(mesh.axis_names)}"
+        )
+    rows = "data" if "data" in mesh.shape and items != "data" else None
+    if rows is not None and batch % mesh.shape[rows]:
+        rows = None
+    return mesh, Shard(rows, items)
 
 
 def chunk_size(batch: int, num_items: int, budget: int) -> int:
@@ -60,14 +122,35 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Matrix product over the two named axes: operands as given, sums in float32."""
-    return lax.dot_general(
+def dot(
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[int, int],
+    dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Matrix product over the two named axes: operands as given, sums in float32.
+
+    The result is rounded to `dtype`, if one is given: on a GPU by the product itself.
+    """
+
+    sums = accumulator(a.dtype)
+
+    def product(a, b, dtype=sums):
+        return lax.dot_general(
+            a,
+            b,
+            (((contract[0],), (contract[1],)), ((), ())),
+            precision=None if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+            preferred_element_type=dtype,
+        )
+
+    if dtype is None or dtype == sums:
+        return product(a, b)
+    return lax.platform_dependent(
         a,
         b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=accumulator(a.dtype),
+        cuda=lambda a, b: product(a, b, dtype),
+        default=lambda a, b: product(a, b).astype(dtype),
     )
 
 
@@ -88,15 +171,42 @@ def scores(
     return result
 
 
-def local_columns(
-    matrix: CSR, start: jax.typing.ArrayLike, size: int
-) -> Int[Array, "nse"]:
-    """Column of each entry within a chunk; `size` (to be dropped) if it is elsewhere.
+def local_places(
+    matrix: CSR,
+    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
+    shape: tuple[int, int],
+) -> tuple[Int[Array, "nse"], Int[Array, "nse"]]:
+    """Row and column of each entry in the block at `corner`.
 
-    Not negative, which an index update would take for a count from the end.
+    Those of entries elsewhere are beyond it, to be dropped, and all different.
     """
-    columns = jnp.asarray(matrix.indices) - start
-    return jnp.where((columns >= 0) & (columns < size), columns, size)
+    rows = matrix.row_ids() - corner[0]
+    columns = jnp.asarray(matrix.indices) - corner[1]
+    inside = (rows >= 0) & (rows < shape[0]) & (rows + corner[0] < matrix.num_rows)
+    inside &= (columns >= 0) & (columns < shape[1])
+    beyond = shape[1] + jnp.arange(matrix.nse, dtype=jnp.int32)
+    return jnp.where(inside, rows, 0), jnp.where(inside, columns, beyond)
+
+
+def dense_chunk(
+    matrix: CSR,
+    values: Shaped[Array, "nse"] | bool,
+    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
+    shape: tuple[int, int],
+) -> Shaped[Array, "batch size"]:
+    """`values` of the entries in a block, dense; 0 (False) where there is no entry.
+
+    Targets are unique, as the indices of a row are, so nothing depends on an order.
+
+    Args:
+      matrix: of all rows and all columns.
+      values: of the entries, or True.
+      corner: first row and first column of the block.
+      shape: rows and columns of the block.
+    """
+    place = local_places(matrix, corner, shape)
+    block = jnp.zeros(shape, jnp.result_type(values))
+    return block.at[place].set(values, mode="drop", unique_indices=True)
 
 
 def broken_rows(matrix: CSR) -> Bool[Array, "rows"]:
@@ -108,8 +218,10 @@ def broken_rows(matrix: CSR) -> Bool[Array, "rows"]:
 
 def check_implementation(implementation: str | None) -> None:
     """Raises ValueError for an implementation that does not exist."""
-    if implementation not in (None, "xla"):
-        raise ValueError(f'implementation is None or "xla", got {implementation!r}')
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(
+            f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
+        )
 
 
 def check_layer(

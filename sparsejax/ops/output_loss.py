@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from pallas_kernels import output_loss as kernels
+from pallas_kernels import score_tiles as tiles
 from sparsejax import losses
 from sparsejax.ops import item_chunks
+from sparsejax.ops.item_chunks import Shard
 from sparsejax.sparse import CSR
 
-Implementation = Literal["xla"] | None
+Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Scores in a chunk, which a step reads and writes several times: 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
 _CHUNK_ELEMENTS = 2**20
+# On a GPU a chunk has to be large enough for its products to be fast. With the kernel
+# it takes two bytes a score, without it about ten.
+_GPU_CHUNK_ELEMENTS = 2**25
+_KERNEL_CHUNK_ELEMENTS = 2**26
 
 
 def output_loss(
@@ -30,6 +39,7 @@ def output_loss(
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
     weights: Float[Array, "batch"] | None = None,
+    kernel_spec: P | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, ""]:
     """Loss of an output layer over all items against sparse labels.
@@ -64,11 +74,18 @@ def output_loss(
       loss: name of a rule in `sparsejax.losses`, or a rule.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: of the examples. None is 1.
-      implementation: None picks the best there is; "xla" is the reference.
+      kernel_spec: how the kernel lies on the mesh that is set: `P("model")` divides the
+        items over the mesh's axis "model". Then each device works on its own items, and
+        on its own examples where the mesh has an axis "data".
+      implementation: "mosaic_gpu" is the Hopper kernel, for bfloat16 operands, labels
+        without values, and the rules of `sparsejax.losses`; "xla" the reference. None
+        picks what is fastest here.
 
     Raises:
-      ValueError: shapes do not match, or an unknown loss or implementation.
+      ValueError: shapes do not match, an unknown loss or implementation, or a spec that
+        does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
+      NotImplementedError: the kernel is asked for what it cannot do.
     """
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
@@ -76,7 +93,8 @@ def output_loss(
         raise ValueError(
             f"weights has shape {weights.shape}; one for each of {h.shape[0]:,} rows"
         )
-    return _weighted(rule, h, kernel, bias, scale, weights, labels)
+    how = _How(rule, kernel_spec, implementation)
+    return _weighted(how, h, kernel, bias, scale, weights, labels)
 
 
 def output_loss_per_example(
@@ -87,6 +105,7 @@ def output_loss_per_example(
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
+    kernel_spec: P | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch"]:
     """`loss_b` of `output_loss`, for evaluation; the arguments are the same.
@@ -96,7 +115,8 @@ def output_loss_per_example(
     """
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
-    return _per_example(rule, h, kernel, bias, scale, labels)
+    how = _How(rule, kernel_spec, implementation)
+    return _per_example(how, h, kernel, bias, scale, labels)
 
 
 def _check(h, kernel, bias, labels, scale, implementation) -> None:
@@ -105,240 +125,355 @@ def _check(h, kernel, bias, labels, scale, implementation) -> None:
     item_chunks.check_matrix("labels", labels, h, kernel)
 
 
-# XLA implementation
+# A chunk of items at a time
 
 
-class _Gradients(NamedTuple):
-    """Of the weighted loss, in the order of `_Problem`'s operands."""
+class Layer(NamedTuple):
+    """What scores are made of, for all items or a chunk; or gradients of these."""
 
-    h: jax.Array
     kernel: jax.Array
     bias: jax.Array | None
     scale: jax.Array | None
 
 
-class _Problem(NamedTuple):
-    """Operands, and what is derived from them once for all chunks."""
+def loss_and_updates[Carry](
+    rule: losses.LossRule,
+    h: Float[Array, "batch hidden"],
+    labels: CSR,
+    weights: Float[Array, "batch"] | None,
+    carry: Carry,
+    *,
+    layer: Callable[[Carry], Layer],
+    update: Callable[[jax.typing.ArrayLike, Layer, Carry], Carry] | None,
+    gradient_dtype: jnp.dtype | None = None,
+    shard: Shard | None = None,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
+    """The losses, and the gradient of each chunk of items where it is made.
 
-    h: jax.Array
-    kernel: jax.Array
-    bias: jax.Array | None
-    scale: jax.Array | None
-    weights: jax.Array  # NaN where the labels are broken
-    labels: CSR
-    rows: jax.Array  # [nse], batch for padding
-    values: jax.Array  # [nse]
-    size: int
+    ::
 
-    def fold(self, step, carry):
-        return item_chunks.fold(step, carry, self.labels.num_cols, self.size)
+        for each chunk of items, start .. start + size - 1:
+            read rows start .. start + size - 1 of layer(carry)
+            gradients = of sum_b weights_b loss_b in these rows      (a `Layer`)
+            carry = update(start, gradients, carry)
 
-    def scores(self, start, size):
-        """Scores of a chunk, and where in it the labels are."""
-        scores = item_chunks.scores(
-            self.h, self.kernel, self.bias, self.scale, start, size
+    So `update` can write a gradient into an array, or apply an optimizer's rule to the
+    rows of parameters and state in the carry, and then no gradient of the size of the
+    kernel ever exists. A chunk's rows are read before they are updated; each row is in
+    one chunk. Softmax reads all rows once before the first update. Padding rows may be
+    in a chunk and have a gradient of 0; those in none are never updated.
+
+    Not differentiable. Under `jax.shard_map` with a `shard`, operands are what the
+    device has, but for `labels`: they are of all rows and all columns. Gradients are
+    summed over the parts of the batch before they reach `update`.
+
+    Args:
+      rule: the loss.
+      h: hidden vectors.
+      labels: `[batch, items]`.
+      weights: of the examples. None is 1.
+      carry: what `update` changes: a tree of arrays, or an empty one.
+      layer: what of the carry (or of what is constant) makes the scores.
+      update: None if only the losses are wanted.
+      gradient_dtype: of the kernel's gradient as `update` gets it; by default, and for
+        bias and scale always, that in which products are summed.
+      shard: which part of a mesh's work this is.
+      implementation: see `output_loss`.
+
+    Returns:
+      The unweighted losses; the gradient of `h`, None without `update`; the carry.
+    """
+    whole, shard = layer(carry), shard or Shard()
+    if implementation is None:
+        fast = type(rule).__module__ == losses.__name__ and _kernel_is_fastest()
+        fast = fast and not _unsupported(h, whole, labels)
+        implementation = "mosaic_gpu" if fast else "xla"
+    elif implementation == "mosaic_gpu" and (why := _unsupported(h, whole, labels)):
+        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
+
+    batch, rows = len(h), len(whole.kernel)
+    dtype = item_chunks.accumulator(h.dtype)
+    corner = shard.first_row(batch), shard.first_item(rows)
+    broken = item_chunks.broken_rows(labels)
+    broken = lax.dynamic_slice_in_dim(broken, corner[0], batch)
+    weights = jnp.ones(batch, dtype) if weights is None else weights.astype(dtype)
+    weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
+    if implementation == "mosaic_gpu":
+        chunks: _Chunks = _KernelChunks(h, labels, corner, rule)
+    else:
+        chunks = _Chunks(h, labels, corner, rule)
+    num_items = labels.num_cols if shard.items is None else rows
+    num_items, size = chunks.split(num_items)
+
+    def fold(step, carry):
+        return item_chunks.fold(step, carry, num_items, size)
+
+    h_live = jnp.where((weights != 0)[:, None], h, 0)  # 0 * inf would be NaN
+
+    def gradients(chunk: Layer, delta) -> tuple[Layer, jax.Array]:
+        out = (
+            dtype
+            if gradient_dtype is None or chunk.scale is not None
+            else gradient_dtype
         )
-        return scores, item_chunks.local_columns(self.labels, start, size)
-
-    def at_labels(self, scores, columns):
-        """`[nse]` scores of the labels; 0 for those that are not in this chunk."""
-        return scores.at[self.rows, columns].get(mode="fill", fill_value=0)
-
-    def sum_labels(self, values):
-        """`[nse]` values summed over the labels of each row."""
-        return jax.ops.segment_sum(values, self.rows, num_segments=len(self.weights))
-
-    def of_row(self, values):
-        """`[nse]` the value of each label's row; 0 for padding."""
-        return values.at[self.rows].get(mode="fill", fill_value=0)
-
-    def no_gradients(self) -> _Gradients:
-        return _Gradients(
-            jnp.zeros(self.h.shape, self.weights.dtype),
-            jnp.zeros_like(self.kernel),
-            None if self.bias is None else jnp.zeros_like(self.bias),
-            None if self.scale is None else jnp.zeros_like(self.scale),
-        )
-
-    def add_chunk(self, gradients, start, columns, slopes, label_slopes) -> _Gradients:
-        """Gradients so far and those of a chunk, from its loss's slopes in the scores.
-
-        `slopes [batch, size]` are right but for the labels, which have theirs in
-        `label_slopes [nse]`.
-        """
-        dtype = self.h.dtype
-        size = slopes.shape[1]
-        live = self.weights != 0
-        weights = self.weights[:, None]
-        delta = jnp.where(live[:, None], weights * slopes, 0).astype(dtype)
-        label_weights = self.of_row(self.weights)
-        label_delta = jnp.where(label_weights != 0, label_weights * label_slopes, 0)
-        delta = delta.at[self.rows, columns].set(label_delta.astype(dtype), mode="drop")
-
-        kernel = item_chunks.slice_rows(self.kernel, start, size)
-        h = jnp.where(live[:, None], self.h, 0)  # 0 * inf would be NaN
-        dkernel = item_chunks.dot(delta, h, (0, 0))
-        dbias, dscale = gradients.bias, gradients.scale
-        if dbias is not None:
-            chunk = jnp.sum(delta, axis=0, dtype=self.weights.dtype)
-            dbias = _write(dbias, chunk, start)
-        if self.scale is not None:
+        dkernel = item_chunks.dot(delta, h_live, (0, 0), out)
+        dbias = dscale = None
+        kernel = chunk.kernel
+        if chunk.bias is not None:
+            dbias = jnp.sum(delta, axis=0, dtype=dtype)
+        if chunk.scale is not None:
             # d score_bi / d scale_i = h_b . kernel_i: summed over b, a row of `dkernel`
             # before scaling times a row of `kernel`.
-            dscale = _write(dscale, jnp.sum(dkernel * kernel, axis=1), start)
-            scale = item_chunks.slice_rows(self.scale, start, size)[:, None]
-            kernel = (kernel * scale).astype(dtype)
-            dkernel = dkernel * scale
-        dh = gradients.h + item_chunks.dot(delta, kernel, (1, 0))
-        return _Gradients(dh, _write(gradients.kernel, dkernel, start), dbias, dscale)
+            dscale = jnp.sum(dkernel * kernel, axis=1)
+            scale = chunk.scale[:, None]
+            kernel = (kernel * scale).astype(h.dtype)
+            dkernel = (dkernel * scale).astype(gradient_dtype or dtype)
+        made = shard.sum_over_rows(Layer(dkernel, dbias, dscale))
+        return made, item_chunks.dot(delta, kernel, (1, 0))
 
+    def finish(per_example, dh, carry):
+        per_example = jnp.where(broken, jnp.nan, per_example)
+        return per_example, None if dh is None else shard.sum_over_items(dh), carry
 
-def _write(array: jax.Array, chunk: jax.Array, start) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(array, chunk.astype(array.dtype), start, 0)
-
-
-def _elementwise(
-    rule: losses.ElementwiseLoss, problem: _Problem, gradients: _Gradients | None
-) -> tuple[jax.Array, _Gradients | None]:
-    """One pass: as if no item had a label, then put right where one has."""
-
-    def step(start, size, carry):
-        total, found, gradients = carry
-        scores, columns = problem.scores(start, size)
-        label_scores = problem.at_labels(scores, columns)
-        found = jnp.where(columns < size, label_scores, found)
-        values, slopes = _derivative(rule.absent, scores)
-        if gradients is not None:
-            _, label_slopes = _derivative(listed, label_scores)
-            gradients = problem.add_chunk(
-                gradients, start, columns, slopes, label_slopes
-            )
-        return total + jnp.sum(values, axis=1), found, gradients
-
-    def listed(scores):
-        return rule.listed(scores, problem.values)
-
-    zeros = jnp.zeros_like(problem.weights)
-    carry = zeros, jnp.zeros_like(problem.values), gradients
-    total, found, gradients = problem.fold(step, carry)
-    total += problem.sum_labels(listed(found) - rule.absent(found))
-    return total, gradients
-
-
-def _softmax(
-    problem: _Problem, gradients: _Gradients | None
-) -> tuple[jax.Array, _Gradients | None]:
-    """A pass for the log-sum-exp and one for the gradients.
-
-    Each makes the scores; where one chunk holds all items XLA makes them once.
-    """
-
-    def log_sum_exp_step(start, size, carry):
-        largest, total, found = carry
-        scores, columns = problem.scores(start, size)
-        found = jnp.where(columns < size, problem.at_labels(scores, columns), found)
-        new = jnp.maximum(largest, jnp.max(scores, axis=1))
-        shift = jnp.where(new == -jnp.inf, 0, new)  # -inf - -inf would be NaN
-        total *= jnp.exp(largest - shift)
-        total += jnp.sum(jnp.exp(scores - shift[:, None]), axis=1)
-        return new, total, found
-
-    zeros = jnp.zeros_like(problem.weights)
-    carry = zeros - jnp.inf, zeros, jnp.zeros_like(problem.values)
-    largest, total, found = problem.fold(log_sum_exp_step, carry)
-    log_sum_exp = jnp.where(largest == -jnp.inf, 0, largest) + jnp.log(total)
-    label_sum = problem.sum_labels(problem.values)
-    # A row without labels costs nothing, even where all its items are denied.
-    nothing = (label_sum == 0) & jnp.isinf(log_sum_exp)
-    log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
-    result = label_sum * log_sum_exp - problem.sum_labels(problem.values * found)
-    if gradients is None:
-        return result, None
-
-    def slopes(scores, log_sum_exp, label_sum):
-        return label_sum * jnp.exp(scores - log_sum_exp)
-
-    def gradient_step(start, size, gradients):
-        scores, columns = problem.scores(start, size)
-        dense = slopes(scores, log_sum_exp[:, None], label_sum[:, None])
-        at_labels = (
-            slopes(
-                problem.at_labels(scores, columns),
-                problem.of_row(log_sum_exp),
-                problem.of_row(label_sum),
-            )
-            - problem.values
-        )
-        return problem.add_chunk(gradients, start, columns, dense, at_labels)
-
-    return result, problem.fold(gradient_step, gradients)
-
-
-def _derivative(function, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Value and derivative of a function that works element by element."""
-    return jax.jvp(function, (x,), (jnp.ones_like(x),))
-
-
-@functools.partial(jax.jit, static_argnames=("rule", "size", "differentiate"))
-def _xla(
-    h: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    scale: jax.Array | None,
-    weights: jax.Array | None,
-    labels: CSR,
-    *,
-    rule: losses.LossRule,
-    size: int,
-    differentiate: bool,
-) -> tuple[jax.Array, _Gradients | None]:
-    """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
-    dtype = item_chunks.accumulator(h.dtype)
-    broken = item_chunks.broken_rows(labels)
-    weights = jnp.ones(len(h), dtype) if weights is None else weights.astype(dtype)
-    if labels.data is None:
-        values = jnp.ones(labels.nse, dtype)
-    else:
-        values = jnp.asarray(labels.data, dtype)
-    problem = _Problem(
-        h,
-        kernel,
-        bias,
-        scale,
-        jnp.where(broken & (weights != 0), jnp.nan, weights),
-        labels,
-        labels.row_ids(),
-        values,
-        size,
-    )
-    gradients = problem.no_gradients() if differentiate else None
+    zeros = jnp.zeros(batch, dtype)
+    dh = None if update is None else jnp.zeros(h.shape, dtype)
     if isinstance(rule, losses.SoftmaxCrossEntropy):
-        result, gradients = _softmax(problem, gradients)
+        found = fold(
+            lambda start, size, found: chunks.normalise(start, size, whole, found),
+            _Normaliser(zeros - jnp.inf, zeros, zeros, zeros),
+        )
+        per_example, log_sum_exp, label_sum = _softmax_loss(found, shard)
+        if update is None:
+            return finish(per_example, None, carry)
+        vectors = weights, log_sum_exp, label_sum
+        function = _softmax_slopes
     else:
-        result, gradients = _elementwise(rule, problem, gradients)
-    return jnp.where(broken, jnp.nan, result), gradients
+        vectors = (weights,)
+        function = functools.partial(_elementwise, rule)
+        per_example = zeros
+
+    def step(start, size, state):
+        total, dh, carry = state
+        current = layer(carry)
+        values, delta = chunks.slopes(start, size, current, function, vectors)
+        if values is not None:
+            total += values
+        if update is not None:
+            chunk = jax.tree.map(
+                lambda x: item_chunks.slice_rows(x, start, size), current
+            )
+            made, more = gradients(chunk, delta)
+            # All reads of these rows come first: so they can be updated in place.
+            made, dh = lax.optimization_barrier((made, dh + more))
+            carry = update(start, made, carry)
+        return total, dh, carry
+
+    total, dh, carry = fold(step, (zeros, dh, carry))
+    return finish(per_example + shard.sum_over_items(total), dh, carry)
+
+
+def _elementwise(rule, scores, labels, listed, weights):
+    """Values, and the weighted derivatives in the scores."""
+    values, slopes = jax.jvp(
+        lambda scores: rule(scores, labels, listed), (scores,), (jnp.ones_like(scores),)
+    )
+    return values, jnp.where(weights != 0, weights * slopes, 0)
+
+
+def _softmax_slopes(scores, labels, listed, weights, log_sum_exp, label_sum):
+    labels = jnp.where(listed, labels, 0)
+    slopes = label_sum * jnp.exp(scores - log_sum_exp) - labels
+    return None, jnp.where(weights != 0, weights * slopes, 0)
+
+
+class _Normaliser(NamedTuple):
+    """Of softmax, `[batch]`, for the items that were seen so far."""
+
+    largest: jax.Array
+    total: jax.Array  # sum of exp(score - largest)
+    label_sum: jax.Array
+    label_scores: jax.Array  # sum of label times score
+
+    @classmethod
+    def merge(cls, parts: _Normaliser) -> _Normaliser:
+        """Of parts of the items, `[parts, batch]`."""
+        largest = jnp.max(parts.largest, axis=0)
+        shift = _finite(largest)  # -inf - -inf would be NaN
+        total = parts.total * jnp.exp(parts.largest - shift[None])
+        sums = (
+            jnp.sum(x, axis=0) for x in (total, parts.label_sum, parts.label_scores)
+        )
+        return cls(largest, *sums)
+
+
+def _finite(largest):
+    return jnp.where(largest == -jnp.inf, 0, largest)
+
+
+def _softmax_loss(found: _Normaliser, shard: Shard):
+    """Losses, log-sum-exp and sum of the labels of each row."""
+    if shard.items is not None:
+        found = _Normaliser.merge(
+            _Normaliser(*lax.all_gather(tuple(found), shard.items))
+        )
+    log_sum_exp = _finite(found.largest) + jnp.log(found.total)
+    # A row without labels costs nothing, even where all its items are denied.
+    nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
+    log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
+    per_example = found.label_sum * log_sum_exp - found.label_scores
+    return per_example, log_sum_exp, found.label_sum
+
+
+class _Chunks(NamedTuple):
+    """What is done with the scores of a chunk, by XLA."""
+
+    h: jax.Array
+    labels: CSR
+    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]  # this device's part
+    rule: losses.LossRule
+
+    def split(self, num_items: int) -> tuple[int, int]:
+        """How many items are gone through, in chunks of how many."""
+        on_gpu = jax.default_backend() == "gpu"
+        budget = _GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS
+        return num_items, item_chunks.chunk_size(len(self.h), num_items, budget)
+
+    def scores(self, start, size, layer: Layer):
+        """Scores, labels, where there is one, and where there is an item."""
+        scores = item_chunks.scores(self.h, *layer, start, size)
+        corner, shape = (self.corner[0], self.corner[1] + start), scores.shape
+        data = self.labels.data
+        listed = item_chunks.dense_chunk(self.labels, True, corner, shape)
+        labels = jnp.ones_like(scores)
+        if data is not None:
+            data = jnp.asarray(data, scores.dtype)
+            labels = item_chunks.dense_chunk(self.labels, data, corner, shape)
+        items = corner[1] + jnp.arange(size, dtype=jnp.int32)
+        return scores, labels, listed, (items < self.labels.num_cols)[None]
+
+    def slopes(self, start, size, layer: Layer, function, vectors):
+        """Values summed over the items, and slopes, of a function of scores.
+
+        The function gets the `vectors [batch]` as columns.
+        """
+        scores, labels, listed, inside = self.scores(start, size, layer)
+        columns = [vector[:, None] for vector in vectors]
+        values, slopes = function(scores, labels, listed, *columns)
+        if values is not None:
+            values = jnp.sum(jnp.where(inside, values, 0), axis=1)
+        return values, jnp.where(inside, slopes, 0).astype(self.h.dtype)
+
+    def normalise(self, start, size, layer: Layer, found: _Normaliser) -> _Normaliser:
+        scores, labels, listed, inside = self.scores(start, size, layer)
+        scores = jnp.where(inside, scores, -jnp.inf)
+        largest = jnp.max(scores, axis=1)
+        new = _Normaliser(
+            largest,
+            jnp.sum(jnp.exp(scores - _finite(largest)[:, None]), axis=1),
+            jnp.sum(jnp.where(listed, labels, 0), axis=1),
+            jnp.sum(jnp.where(listed, labels * scores, 0), axis=1),
+        )
+        parts = zip(found, new, strict=True)
+        return _Normaliser.merge(_Normaliser(*(jnp.stack(pair) for pair in parts)))
+
+
+class _KernelChunks(_Chunks):
+    """The same by the kernels; rows are padded to whole tiles."""
+
+    def split(self, num_items):
+        batch = -(-len(self.h) // tiles.TILE_ROWS) * tiles.TILE_ROWS
+        num_items = -(-num_items // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
+        size = item_chunks.chunk_size(batch, num_items, _KERNEL_CHUNK_ELEMENTS)
+        return num_items, min(
+            num_items, -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
+        )
+
+    def _pad(self, array):
+        extra = -len(array) % tiles.TILE_ROWS
+        return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
+
+    def _arguments(self, start, size, layer: Layer):
+        """The first arguments of the kernels, and their keywords."""
+        h = self._pad(self.h)
+        rows = self.labels.row_ids() - self.corner[0]
+        # Padding, and what is in other devices' rows.
+        outside = (rows < 0) | (rows >= len(self.h))
+        outside |= rows + self.corner[0] >= self.labels.num_rows
+        columns = jnp.asarray(self.labels.indices) - self.corner[1] - start
+        columns = jnp.where(outside, -1, columns)
+        words = kernels.label_words(rows, columns, len(h), size)
+        vectors = (None if x is None else x.astype(jnp.float32) for x in layer[1:])
+        limit = self.labels.num_cols - self.corner[1]
+        keywords = {"start": start, "size": size, "limit": limit}
+        return (h, layer.kernel, *vectors, words), keywords
+
+    def slopes(self, start, size, layer, function, vectors):
+        arguments, keywords = self._arguments(start, size, layer)
+        vectors = [self._pad(vector) for vector in vectors]
+        keywords["with_values"] = not isinstance(self.rule, losses.SoftmaxCrossEntropy)
+        values, slopes = kernels.slopes(function, *arguments, vectors, **keywords)
+        batch = len(self.h)
+        values = None if values is None else jnp.sum(values, axis=0)[:batch]
+        return values, slopes[:batch]
+
+    def normalise(self, start, size, layer, found):
+        arguments, keywords = self._arguments(start, size, layer)
+        parts = kernels.normalise(*arguments, **keywords)
+        batch = len(self.h)
+        joined = (
+            jnp.concatenate([old[None], new[:, :batch]])
+            for old, new in zip(found, parts, strict=True)
+        )
+        return _Normaliser.merge(_Normaliser(*joined))
+
+
+def _unsupported(h, layer: Layer, labels: CSR) -> str | None:
+    """Why the kernel cannot be used, if so."""
+    if labels.data is not None:
+        return "takes labels without values"
+    return tiles.unsupported(h.shape[1], len(layer.kernel), h.dtype)
+
+
+def _kernel_is_fastest() -> bool:
+    """Whether there is a GPU for it, and none beside it but under `shard_map`."""
+    if jax.default_backend() != "gpu":
+        return False
+    # Without `shard_map` the partitioner would have to divide the kernel's work.
+    divided = (
+        jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    )
+    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
+    return capability == 9.0 and not divided
 
 
 # Derivatives, and the choice of the implementation
 
 
+class _How(NamedTuple):
+    """What of the arguments is static."""
+
+    rule: losses.LossRule
+    kernel_spec: P | None
+    implementation: Implementation
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted(rule, h, kernel, bias, scale, weights, labels):
-    per_example, _ = _run(rule, h, kernel, bias, scale, weights, labels, False)
+def _weighted(how, h, kernel, bias, scale, weights, labels):
+    per_example, _ = _run(how, h, kernel, bias, scale, weights, labels, False)
     return _weighted_sum(per_example, weights)
 
 
-def _weighted_forward(rule, h, kernel, bias, scale, weights, labels):
-    per_example, gradients = _run(rule, h, kernel, bias, scale, weights, labels, True)
+def _weighted_forward(how, h, kernel, bias, scale, weights, labels):
+    per_example, gradients = _run(how, h, kernel, bias, scale, weights, labels, True)
     if weights is None:
         dweights = None
     else:
         dweights = per_example.astype(weights.dtype)
-    gradients = _cast(gradients, (h, kernel, bias, scale))
     return _weighted_sum(per_example, weights), (*gradients, dweights)
 
 
-def _weighted_backward(rule, gradients, cotangent):
+def _weighted_backward(how, gradients, cotangent):
     scaled = jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients)
     return *scaled, None
 
@@ -347,36 +482,81 @@ _weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _per_example(rule, h, kernel, bias, scale, labels):
-    return _run(rule, h, kernel, bias, scale, None, labels, False)[0]
+def _per_example(how, h, kernel, bias, scale, labels):
+    return _run(how, h, kernel, bias, scale, None, labels, False)[0]
 
 
-def _per_example_forward(rule, *operands):
-    return _per_example(rule, *operands), operands
+def _per_example_forward(how, *operands):
+    return _per_example(how, *operands), operands
 
 
-def _per_example_backward(rule, operands, cotangents):
+def _per_example_backward(how, operands, cotangents):
     h, kernel, bias, scale, labels = operands
-    _, gradients = _run(rule, h, kernel, bias, scale, cotangents, labels, True)
-    return *_cast(gradients, (h, kernel, bias, scale)), None
+    _, gradients = _run(how, h, kernel, bias, scale, cotangents, labels, True)
+    return *gradients, None
 
 
 _per_example.defvjp(_per_example_forward, _per_example_backward)
 
 
-def _run(rule, h, kernel, bias, scale, weights, labels, differentiate):
-    """The only implementation there is so far, with its chunk size."""
-    size = item_chunks.chunk_size(len(h), labels.num_cols, _CHUNK_ELEMENTS)
-    return _xla(
+@functools.partial(jax.jit, static_argnames=("how", "differentiate", "budgets"))
+def _compiled(
+    h, kernel, bias, scale, weights, labels, *, how: _How, differentiate: bool, budgets
+):
+    """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
+    del budgets  # part of the key, as `loss_and_updates` reads them
+    mesh, shard = item_chunks.shard_of(how.kernel_spec, len(h))
+
+    def local(h, whole, weights, labels):
+        def write(start, chunk, gradients):
+            return jax.tree.map(
+                lambda array, x: lax.dynamic_update_slice_in_dim(
+                    array, x.astype(array.dtype), start, 0
+                ),
+                gradients,
+                chunk,
+            )
+
+        per_example, dh, gradients = loss_and_updates(
+            how.rule,
+            h,
+            labels,
+            weights,
+            jax.tree.map(jnp.zeros_like, whole) if differentiate else None,
+            layer=lambda _: whole,
+            update=write if differentiate else None,
+            gradient_dtype=kernel.dtype,
+            shard=shard,
+            implementation=how.implementation,
+        )
+        if not differentiate:
+            return per_example, None
+        return per_example, (dh.astype(h.dtype), *gradients)
+
+    whole = Layer(kernel, bias, scale)
+    if mesh is None:
+        return local(h, whole, weights, labels)
+    rows, items = P(shard.rows), P(shard.items)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(rows, items, rows, P()),
+        out_specs=(rows, (rows, items, items, items) if differentiate else None),
+        check_vma=False,
+    )(h, whole, weights, labels)
+
+
+def _run(how, h, kernel, bias, scale, weights, labels, differentiate):
+    return _compiled(
         h,
         kernel,
         bias,
         scale,
         weights,
         labels,
-        rule=rule,
-        size=size,
+        how=how,
         differentiate=differentiate,
+        budgets=(_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS, _KERNEL_CHUNK_ELEMENTS),
     )
 
 
@@ -384,7 +564,3 @@ def _weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Arra
     if weights is None:
         return jnp.sum(per_example)
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
-
-
-def _cast(gradients, operands):
-    return jax.tree.map(lambda g, x: g.astype(x.dtype), tuple(gradients), operands)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import item_chunks
@@ -16,15 +17,36 @@ from sparsejax.sparse import CSR
 
 Implementation = Literal["xla"] | None
 
-# Measured on two CPU cores, batch 512, hidden 256, 40,960 items.
-# Scores in a chunk: at k 20, 2^19 takes 1.3 times as long, 2^20 and 2^22 1.1 times.
+# Scores in a chunk: on a CPU, at k 20, 2^19 takes 1.3 times as long, 2^20 and 2^22 1.1
+# times (two cores, batch 512, hidden 256, 40,960 items). On a GPU choosing the best
+# takes as long for a large chunk as for a small one, so 1 GiB of scores.
 _CHUNK_ELEMENTS = 2**21
+_GPU_CHUNK_ELEMENTS = 2**28
 # Items in a chunk for each of the k old candidates that are sorted with it.
 _CHUNK_PER_K = 16
-# Items in a group, see `_merge`: 16 to 64 differ little.
-_GROUP = 32
-# Groups in a chunk for each of the k chosen; with as few as 1, grouping loses at k 100.
-_GROUPS_PER_K = 4
+
+
+class _Cut(NamedTuple):
+    """How the best of many scores are found, see `_select`.
+
+    Attributes:
+      group: scores in a group, where there are many.
+      small: the same where there are fewer than `many` for each of the k.
+      many: see there.
+      direct: with no more than this many scores for each of the k all are sorted.
+    """
+
+    group: int
+    small: int
+    many: int
+    direct: int
+
+
+# On a CPU sorting is cheap: groups of 16 to 64 differ little, and with fewer than four
+# groups for each of the k they lose. On a GPU a sort of 512 numbers takes 25 us, of
+# 2,048 five times that (H200, batch 1,024).
+_CPU_CUT = _Cut(group=32, small=32, many=0, direct=127)
+_GPU_CUT = _Cut(group=16, small=4, many=64, direct=8)
 
 
 def top_k(
@@ -36,6 +58,7 @@ def top_k(
     scale: Float[Array, "items"] | None = None,
     exclude: CSR | None = None,
     num_items: int | None = None,
+    kernel_spec: P | None = None,
     implementation: Implementation = None,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """Ids and scores of the `k` best items of each row, best first.
@@ -52,7 +75,7 @@ def top_k(
     where its score would be NaN.
 
     Scores exist for a chunk of items at a time: memory does not grow with the number of
-    items; it is some 16 times the result, or the chunk.
+    items; it is some 16 times the result, or the chunk (on a GPU up to 1 GiB).
 
     Args:
       h: hidden vectors.
@@ -66,23 +89,23 @@ def top_k(
         gets scores of NaN; its ids mean nothing.
       num_items: how many of the kernel's rows are items; by default as many as
         `exclude` has columns, or all.
+      kernel_spec: how the kernel lies on the mesh that is set, see
+        `sparsejax.output_loss`; the best of each part are put together.
       implementation: None picks the best there is; "xla" is the reference.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
-        implementation.
+        implementation, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
     """
-    item_chunks.check_implementation(implementation)
+    if implementation not in (None, "xla"):
+        raise ValueError(f'implementation is None or "xla", got {implementation!r}')
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
     k = int(k)
     num_items = _num_items(h, kernel, exclude, num_items)
-    batch = h.shape[0]
-    budget = max(_CHUNK_ELEMENTS, batch * k * _CHUNK_PER_K)
-    size = item_chunks.chunk_size(batch, num_items, budget)
-    group = _GROUP if size >= k * _GROUP * _GROUPS_PER_K else size
+    on_gpu = jax.default_backend() == "gpu"
     return _xla(
         h,
         kernel,
@@ -91,8 +114,9 @@ def top_k(
         exclude,
         k=k,
         num_items=num_items,
-        size=size,
-        group=group,
+        kernel_spec=kernel_spec,
+        elements=_GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS,
+        cut=_GPU_CUT if on_gpu else _CPU_CUT,
     )
 
 
@@ -120,7 +144,9 @@ def _num_items(
 # XLA implementation
 
 
-@functools.partial(jax.jit, static_argnames=("k", "num_items", "size", "group"))
+@functools.partial(
+    jax.jit, static_argnames=("k", "num_items", "kernel_spec", "elements", "cut")
+)
 def _xla(
     h: jax.Array,
     kernel: jax.Array,
@@ -130,65 +156,103 @@ def _xla(
     *,
     k: int,
     num_items: int,
-    size: int,
-    group: int,
+    kernel_spec: P | None,
+    elements: int,
+    cut: _Cut,
 ) -> tuple[jax.Array, jax.Array]:
-    rows = None if exclude is None else exclude.row_ids()
+    mesh, shard = item_chunks.shard_of(kernel_spec, len(h))
+    sizes = {"k": k, "num_items": num_items, "elements": elements, "cut": cut}
+    best = functools.partial(_best, shard=shard, **sizes)
+    if mesh is None:
+        return best(h, kernel, bias, scale, exclude)
+    rows, items = P(shard.rows), P(shard.items)
+    return jax.shard_map(
+        best,
+        mesh=mesh,
+        in_specs=(rows, items, items, items, P()),
+        out_specs=(rows, rows),
+        check_vma=False,
+    )(h, kernel, bias, scale, exclude)
+
+
+def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut):
+    """The best of all items for a device's part of the batch."""
+    batch = len(h)
+    here = num_items if shard.items is None else len(kernel)
+    size = item_chunks.chunk_size(batch, here, max(elements, batch * k * _CHUNK_PER_K))
+    corner = shard.first_row(batch), shard.first_item(len(kernel))
 
     def step(start, size, best):
         scores = item_chunks.scores(h, kernel, bias, scale, start, size)
-        # The sort below is by bits: one NaN and one zero are wanted, not two.
+        first = corner[1] + start
+        if exclude is not None:
+            place = item_chunks.local_places(exclude, (corner[0], first), scores.shape)
+            scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
+        # `lax.top_k` goes by bits: one NaN and one zero are wanted, not two.
         scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
         scores = jnp.where(scores == 0, 0, scores)
         if bias is not None:
             denied = item_chunks.slice_rows(bias, start, size) == -jnp.inf
             scores = jnp.where(denied[None], -jnp.inf, scores)
-        if exclude is not None:
-            columns = item_chunks.local_columns(exclude, start, size)
-            scores = scores.at[rows, columns].set(-jnp.inf, mode="drop")
-        return _merge(best, scores, start, group)
+        if shard.items is not None:
+            inside = first + jnp.arange(size, dtype=jnp.int32) < num_items
+            scores = jnp.where(inside[None], scores, -jnp.inf)
+        places, scores = _select(scores, k, cut)
+        return _join(best, (places + first, scores), k)
 
     nothing = (
-        jnp.full((h.shape[0], k), -1, jnp.int32),
-        jnp.full((h.shape[0], k), -jnp.inf, item_chunks.accumulator(h.dtype)),
+        jnp.full((batch, k), -1, jnp.int32),
+        jnp.full((batch, k), -jnp.inf, item_chunks.accumulator(h.dtype)),
     )
-    ids, scores = item_chunks.fold(step, nothing, num_items, size)
+    ids, scores = item_chunks.fold(step, nothing, here, size)
+    if shard.items is not None:
+        ids, scores = (
+            jnp.moveaxis(lax.all_gather(x, shard.items), 0, 1).reshape(batch, -1)
+            for x in (ids, scores)
+        )
+        ids, scores = _join((ids[:, :0], scores[:, :0]), (ids, scores), k)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
     if exclude is not None:
         broken = item_chunks.broken_rows(exclude)
+        broken = lax.dynamic_slice_in_dim(broken, corner[0], batch)
         scores = jnp.where(broken[:, None], jnp.nan, scores)
     return ids, scores
 
 
-def _merge(
-    best: tuple[jax.Array, jax.Array],
-    scores: jax.Array,
-    start: jax.typing.ArrayLike,
-    group: int,
-) -> tuple[jax.Array, jax.Array]:
-    """The k best of `best`, whose ids are all below `start`, and of a chunk's scores.
-
-    Where the chunk has more than k groups of `group` items, only the k groups with the
-    largest maxima, ties to the lower group, are looked into. They hold the k best: let
-    x be in another group. Each of the k has a maximum that is larger than that of x's
-    group, or equal to it and of a lower id. So k elements come before x.
-    """
-    best_ids, best_scores = best
-    batch, k = best_ids.shape
-    size = scores.shape[1]
-    ids = jnp.arange(size, dtype=jnp.int32)[None] + start
-    if size // group > k:
-        split = size // group * group
-        grouped = scores[:, :split].reshape(batch, -1, group)
-        _, chosen = lax.top_k(jnp.max(grouped, axis=2), k)
-        # In order of id, because `lax.top_k` breaks ties by position.
-        chosen = jnp.sort(chosen, axis=1)[:, :, None]
-        inside = jnp.take_along_axis(grouped, chosen, axis=1)
-        scores = jnp.concatenate([inside.reshape(batch, -1), scores[:, split:]], axis=1)
-        inside = chosen * group + ids[:, None, :group]
-        rest = jnp.broadcast_to(ids[:, split:], (batch, size - split))
-        ids = jnp.concatenate([inside.reshape(batch, -1), rest], axis=1)
-    ids = jnp.concatenate([best_ids, jnp.broadcast_to(ids, scores.shape)], axis=1)
-    scores = jnp.concatenate([best_scores, scores], axis=1)
+def _join(best, more, k: int):
+    """The k best of two lists (ids, scores), if `more` has the higher ids in a tie."""
+    ids, scores = (
+        jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True)
+    )
     scores, places = lax.top_k(scores, k)
     return jnp.take_along_axis(ids, places, axis=1), scores
+
+
+def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]:
+    """Places and scores of the k best of each row, or of all where there are fewer.
+
+    Where there are many, only the k groups of neighbours with the largest maxima, ties
+    to the lower group, are looked into, and these are found in the same way. They hold
+    the k best: let x be in another group. Each of the k has a maximum that is larger
+    than that of x's group, or equal to it and at a lower place. So k elements come
+    before x.
+    """
+    batch, size = scores.shape
+    if size <= cut.direct * k:
+        scores, places = lax.top_k(scores, min(k, size))
+        return places, scores
+    group = cut.group if size >= cut.many * k else cut.small
+    split = size // group * group
+    grouped = scores[:, :split].reshape(batch, -1, group)
+    chosen, _ = _select(jnp.max(grouped, axis=2), k, cut)
+    # In order of place, because `lax.top_k` breaks ties by it.
+    chosen = jnp.sort(chosen, axis=1)[:, :, None]
+    inside = jnp.take_along_axis(grouped, chosen, axis=1).reshape(batch, -1)
+    inside = jnp.concatenate([inside, scores[:, split:]], axis=1)
+    within = jnp.arange(group, dtype=jnp.int32)[None, None]
+    places = (chosen * group + within).reshape(batch, -1)
+    rest = jnp.arange(split, size, dtype=jnp.int32)[None]
+    rest = jnp.broadcast_to(rest, (batch, size - split))
+    places = jnp.concatenate([places, rest], axis=1)
+    found, scores = _select(inside, k, cut)
+    return jnp.take_along_axis(places, found, axis=1), scores
