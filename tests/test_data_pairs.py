@@ -6,23 +6,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from contents import contents
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsejax.data import DataError, SparseDataset, pairs, read_pairs
-
-
-def contents(dataset: SparseDataset) -> dict[str, dict[str, float]]:
-    """`{row name: {feature name: value}}`."""
-    matrix = dataset.matrix
-    data = np.ones(matrix.nse) if matrix.data is None else matrix.data
-    return {
-        str(name): {
-            str(dataset.feature_names[matrix.indices[at]]): float(data[at])
-            for at in range(matrix.indptr[row], matrix.indptr[row + 1])
-        }
-        for row, name in enumerate(dataset.row_names)
-    }
+from sparsejax.data import DataError, pairs, read_pairs
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pytest
+from contents import Contents, contents
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,21 +31,6 @@ from sparsejax.data import (
     vocabulary_order,
 )
 from sparsejax.data.values import parse_values, value_problem
-
-Contents = dict[str, dict[str, float]]
-
-
-def contents(dataset: SparseDataset) -> Contents:
-    """`{row name: {feature name: value}}`, rows in order."""
-    matrix = dataset.matrix
-    data = np.ones(matrix.nse) if matrix.data is None else matrix.data
-    return {
-        str(name): {
-            str(dataset.feature_names[matrix.indices[at]]): float(data[at])
-            for at in range(matrix.indptr[row], matrix.indptr[row + 1])
-        }
-        for row, name in enumerate(dataset.row_names)
-    }
 
 
 def merged(rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> Contents:

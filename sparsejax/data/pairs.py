@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.csv
 
 from sparsejax.data.assemble import Block
+from sparsejax.data.columns import Column, find_columns, is_header
 from sparsejax.data.files import (
     BLOCK_BYTES,
     ByteStream,
@@ -22,19 +23,7 @@ from sparsejax.data.files import (
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.values import lengths, parse_values, trim, value_problem
 
-Column = int | str | None
-
 DELIMITERS = "\t,;|"
-
-# Compared without case, spaces, "_" and "-".
-_USER_WORDS = {"user", "userid", "uid", "visitor", "visitorid", "customer"}
-_USER_WORDS |= {"customerid", "session", "sessionid", "reviewerid", "row"}
-_ITEM_WORDS = {"item", "itemid", "iid", "movie", "movieid", "product", "productid"}
-_ITEM_WORDS |= {"sku", "article", "articleid", "artist", "artistid", "track", "trackid"}
-_ITEM_WORDS |= {"song", "songid", "book", "bookid", "isbn", "asin", "feature"}
-_VALUE_WORDS = {"value", "rating", "score", "weight", "count", "plays", "playcount"}
-_VALUE_WORDS |= {"quantity", "clicks", "views", "overall"}
-_TIME_WORDS = {"timestamp", "time", "date", "datetime", "ts", "unixreviewtime"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,34 +138,21 @@ def find_layout(
             f"{first[0][:40]!r}",
             line=1,
         )
-    words = [_word(cell) for cell in first]
     if header is None:
         header = (
             any(isinstance(column, str) for column in (user, item, value))
-            or not (_USER_WORDS | _ITEM_WORDS).isdisjoint(words)
+            or is_header(first)
             or _is_number_under_text(first, second)
         )
-    names = first if header else None
-    known = words if header else [""] * len(first)
-    user_at = _place(path, "user", user, names, len(first))
-    item_at = _place(path, "item", item, names, len(first))
-    if user_at is None:
-        free = [at for at in range(len(first)) if at != item_at]
-        user_at = _first_with(known, _USER_WORDS, free, free[0])
-    if item_at is None:
-        free = [at for at in range(len(first)) if at != user_at]
-        item_at = _first_with(known, _ITEM_WORDS, free, free[0])
-    value_at = _place(path, "value", value, names, len(first))
-    if value is None:
-        free = [at for at in range(len(first)) if at not in (user_at, item_at)]
-        free = [at for at in free if known[at] not in _TIME_WORDS]
-        default = free[0] if free else None
-        value_at = _first_with(known, _VALUE_WORDS, free, default)
-    if len({user_at, item_at, value_at}) < 3:
-        raise ValueError(
-            "user, item and value must be three different columns, got "
-            f"{user_at}, {item_at} and {value_at}"
-        )
+    user_at, item_at, value_at = find_columns(
+        path,
+        len(first),
+        first if header else None,
+        user=user,
+        item=item,
+        value=value,
+        line=1,
+    )
     return Layout(
         delimiter,
         header,
@@ -187,49 +163,11 @@ def find_layout(
     )
 
 
-def header_words(cells: Sequence[str]) -> bool:
-    """Whether cells look like the header of a file of pairs."""
-    return not (_USER_WORDS | _ITEM_WORDS).isdisjoint(map(_word, cells))
-
-
-def _word(cell: str) -> str:
-    return cell.strip().lower().translate(str.maketrans("", "", " _-"))
-
-
 def _is_number_under_text(first: list[str], second: list[str]) -> bool:
     """Whether the third column, a value, has text above its first number."""
     if min(len(first), len(second)) < 3 or not first[2].strip():
         return False
     return bool(value_problem(first[2])) and not value_problem(second[2])
-
-
-def _first_with(words, wanted, among, default):
-    return next((at for at in among if words[at] in wanted), default)
-
-
-def _place(
-    path: Path, role: str, column: Column, names: list[str] | None, count: int
-) -> int | None:
-    """The position of a column given by name or number; None if it is not given."""
-    if column is None:
-        return None
-    if isinstance(column, str):
-        if names is None:
-            raise ValueError(f"{role}={column!r} is a name but header=False")
-        if column not in names:
-            raise DataError.at(
-                path,
-                f"no column {column!r} for {role}=; the header has {', '.join(names)}",
-                line=1,
-            )
-        return names.index(column)
-    if not 0 <= column < count:
-        raise DataError.at(
-            path,
-            f"no column {column} for {role}=; there are {count}, counted from 0",
-            line=1,
-        )
-    return column
 
 
 def _guess_delimiter(path: Path) -> str:

@@ -6,8 +6,9 @@ import os
 import re
 from typing import Literal
 
+from sparsejax.data.columns import is_header
 from sparsejax.data.files import DataError, Path, line_blocks, open_data
-from sparsejax.data.pairs import DELIMITERS, header_words
+from sparsejax.data.pairs import DELIMITERS
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
 
@@ -47,7 +48,7 @@ def guess_format(path: Path) -> Format:
 
 def _guess(lines: list[str]) -> Format | None:
     if max(line.count("\t") for line in lines) == 1:
-        if header_words(lines[0].split("\t")):
+        if is_header(lines[0].split("\t")):
             return "pairs"
         behind = [line.partition("\t")[2] for line in lines]
         if any(":" in rest for rest in behind):
