@@ -26,6 +26,7 @@ from sparsejax.data import DataError as DataError
 from sparsejax.data import SparseDataset as SparseDataset
 from sparsejax.data import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data import datasets as datasets
+from sparsejax.data import from_arrow as from_arrow
 from sparsejax.data import read as read
 from sparsejax.data import read_adjacency as read_adjacency
 from sparsejax.data import read_pairs as read_pairs

@@ -10,13 +10,13 @@ import lzma
 import os
 import pathlib
 import re
-import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import numpy as np
 
 from sparsejax.data import SparseDataset
+from sparsejax.data.files import replacing
 from sparsejax.data.names import Names
 from sparsejax.prediction import Recommendations
 
@@ -27,25 +27,20 @@ _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 def whole_file(path: str | os.PathLike[str]) -> Generator[io.TextIOWrapper]:
     """Opens a UTF-8 text file that appears at `path` when the block is done.
 
-    It is written under another name in the same folder and then renamed, which replaces
-    a file that was there; if the block fails, it is removed and nothing has changed. A
-    name that ends in `.gz` or `.xz` gives a compressed file.
+    It replaces a file that was there; if the block fails, nothing has changed. A name
+    that ends in `.gz` or `.xz` gives a compressed file.
 
     Raises:
       OSError: the file cannot be written.
       ValueError: see `check_writable`.
     """
     check_writable(path)
-    path = pathlib.Path(path).resolve()  # a link stays a link
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp{path.suffix}")
-    opener = _OPENERS.get(path.suffix, open)
-    try:
-        with opener(temporary, "xt", encoding="utf-8", newline="\n") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    opener = _OPENERS.get(pathlib.Path(path).suffix, open)
+    with (
+        replacing(path) as temporary,
+        opener(temporary, "xt", encoding="utf-8", newline="\n") as file,
+    ):
+        yield file
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -370,6 +370,19 @@ def test_failing_save_leaves_nothing(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
+def test_what_a_killed_save_left_is_removed_when_it_is_old(tmp_path):
+    old, new, other = (
+        tmp_path / name for name in (".sparsejax-1.tmp", ".sparsejax-2.tmp", "a.tmp")
+    )
+    for path in (old, new, other):
+        path.write_bytes(b"half")
+    for path in (old, other):
+        os.utime(path, (0, 0))
+    make().save(tmp_path / "d.parquet")
+    # What is new may be somebody else's, who is still writing.
+    assert sorted(os.listdir(tmp_path)) == [new.name, "a.tmp", "d.parquet"]
+
+
 def test_save_to_impossible_places(tmp_path):
     with pytest.raises(FileNotFoundError):
         make().save(tmp_path / "missing" / "d.parquet")

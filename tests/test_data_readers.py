@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import io
 import lzma
 import os
 import pathlib
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tqdm
 from contents import Contents, contents
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,6 +214,29 @@ def test_truncated_after_the_first_block(write, monkeypatch):
     for reader in (read_text, read_pairs):
         with pytest.raises(DataError, match="truncated"):
             reader(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress])
+def test_a_bar_follows_the_file(write, monkeypatch, pack):
+    text = "".join(f"row {i}\tfeature {i * 7919 % 997}\n" for i in range(20_000))
+    path = write(pack(text.encode()), "d.txt")
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **options):
+            assert options["delay"] == 1  # seconds
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(files, "tqdm", Bar)
+    read_text(path)
+    read_pairs(path)
+    for bar in (bars[0], bars[-1]):
+        assert (bar.n, bar.desc) == (bar.total, "d.txt")
+    bars.clear()
+    pq.write_table(pa.table({"user": ["a"] * 999, "item": range(999)}), path)
+    read_parquet(path)
+    assert bars[0].n == pytest.approx(bars[0].total) == path.stat().st_size
 
 
 @pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.txt.xz", "no suffix"])

@@ -3,6 +3,7 @@
 from sparsejax.data.dataset import SparseDataset as SparseDataset
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.files import DataError as DataError
+from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read
 from sparsejax.data.readers import read_adjacency as read_adjacency
 from sparsejax.data.readers import read_pairs as read_pairs

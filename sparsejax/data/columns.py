@@ -85,7 +85,11 @@ def find_columns(
     if item_at is None:
         item_at = chosen(_ITEM_WORDS, items, user_at)
     if user_at is None or item_at is None:
-        raise DataError.at(path, "has no user and item columns", line=line)
+        known = ", ".join(names or [])
+        message = (
+            f"expected a user and an item column, of text or integers, got {known}"
+        )
+        raise DataError.at(path, message, line=line)
     if value is None:
         among = range(count) if values is None else values
         among = [at for at in among if words[at] not in _TIME_WORDS]

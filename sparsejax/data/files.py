@@ -1,4 +1,4 @@
-"""Opening data files: plain, gzip or xz, with one clear error for whatever goes wrong."""
+"""Data files: plain, gzip or xz, with one clear error for whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import gzip
 import io
 import lzma
 import os
+import pathlib
+import re
 import stat
+import time
+import uuid
 import zlib
 from collections.abc import Generator, Iterator
+
+from tqdm import tqdm
 
 Path = str | os.PathLike[str]
 ByteStream = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile
@@ -18,6 +24,9 @@ ByteStream = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile
 # Large enough that NumPy's cost per call vanishes, small enough that the temporaries of
 # a block (some ten times its size) stay out of the way.
 BLOCK_BYTES = 8 * 2**20
+
+# A file under construction that nothing was written to for so long has no writer.
+_ABANDONED_SECONDS = 3600
 
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
 
@@ -32,7 +41,10 @@ class DataError(ValueError):
     @classmethod
     def at(cls, path: Path, message: str, *, line: int | None = None) -> DataError:
         """The error for a file, or for a line of it."""
-        place = os.fspath(path) if line is None else f"{os.fspath(path)}:{line}"
+        # The address of an object store may hold a password.
+        place = re.sub("(?<=://)[^/@]*@", "", os.fspath(path))
+        if line is not None:
+            place = f"{place}:{line}"
         return cls(f"{place}: {message}")
 
 
@@ -59,14 +71,19 @@ def open_data(path: Path) -> Generator[ByteStream]:
 
     Compression is recognised by the file's first bytes, not by its name. Whatever fails
     while the file is open (it is missing, a directory, truncated, damaged) is raised as
-    `DataError`.
+    `DataError`. If it takes long, a bar shows how much of the file has been read.
     """
+    if is_address(path):
+        raise DataError.at(
+            path, "only Parquet is read from an address; make a copy of the file first"
+        )
     check_regular(path)
     try:
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(path, "rb"))
-            first = file.read(6)
-            file.seek(0)
+            raw = stack.enter_context(open(path, "rb", buffering=0))
+            bar = stack.enter_context(progress_bar(path, os.path.getsize(path)))
+            file = stack.enter_context(_Watched(raw, bar))
+            first = file.peek(6)
             stream: ByteStream = file
             if first.startswith(_GZIP):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=file))
@@ -81,6 +98,59 @@ def open_data(path: Path) -> Generator[ByteStream]:
         raise DataError.at(
             path, f"cannot be read: {error.strerror or error}"
         ) from error
+
+
+class _Watched(io.BufferedReader):
+    """Tells a bar how much has been read."""
+
+    def __init__(self, raw: io.RawIOBase, bar: tqdm):
+        super().__init__(raw)
+        self._bar = bar
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self._bar.update(len(data))
+        return data
+
+
+def progress_bar(path: Path, size: int) -> tqdm:
+    """A bar for `size` bytes, on a terminal, if they take more than a second."""
+    return tqdm(
+        total=size,
+        desc=os.path.basename(os.fspath(path).partition("?")[0]),
+        unit="B",
+        unit_scale=True,
+        delay=1,
+        leave=False,
+        disable=None,  # unless stderr is a terminal
+    )
+
+
+def is_address(path: Path) -> bool:
+    """Whether this is an address, as `s3://bucket/folder`."""
+    return bool(re.match("[a-z][a-z0-9+.-]*://", os.fspath(path)))
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[pathlib.Path]:
+    """A name to write a file under, which becomes `path` when the block is done.
+
+    So the file appears at once and whole, and replaces one that was there; if the block
+    fails, nothing has changed. What a killed process left behind in the folder
+    (`.sparsejax-*.tmp`) is removed when nobody has written to it for an hour.
+    """
+    path = pathlib.Path(path).resolve()  # a link stays a link
+    for other in path.parent.glob(".sparsejax-*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+                other.unlink()
+    temporary = path.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @dataclasses.dataclass(frozen=True)

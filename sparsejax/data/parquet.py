@@ -1,4 +1,6 @@
-"""A data set as one Parquet file.
+"""Parquet files: a data set as one of them, and opening any.
+
+The form that `SparseDataset.save` writes:
 
 Row `i` of the table holds the `i`-th row and, beside it, the name of the `i`-th feature;
 the shorter of the two is filled up with nulls, which cost nothing::
@@ -14,15 +16,17 @@ gives the version of this form.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-import pathlib
-import uuid
+from collections.abc import Generator
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 
-from sparsejax.data.files import DataError, Path, check_regular
+from sparsejax.data.files import DataError, Path, check_regular, is_address, replacing
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
 
@@ -41,8 +45,7 @@ def write_parquet(
 ) -> None:
     """Writes a host CSR without padding, and its names.
 
-    The file appears at once and whole: it is written under another name in the same
-    folder and then renamed, and removed again if anything fails.
+    The file appears at once and whole, or not at all.
 
     Raises:
       OSError: the file cannot be written.
@@ -64,17 +67,10 @@ def write_parquet(
         }
     ).replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
 
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_parquet(path: Path) -> tuple[CSR, Names, Names]:
@@ -83,14 +79,100 @@ def read_parquet(path: Path) -> tuple[CSR, Names, Names]:
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
     """
-    check_regular(path)
+    files = parquet_files(path)
+    if files[0].path != path:
+        raise DataError.at(path, "is a directory; expected a file")
+    with files[0].open() as file:
+        _check_schema(path, file.schema_arrow)
+        return _read_table(path, file)
+
+
+def is_dataset(schema: pa.Schema) -> bool:
+    """Whether a file of this schema was made by `write_parquet`."""
+    return _VERSION_KEY in (schema.metadata or {})
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetPath:
+    """Where a Parquet file is.
+
+    Attributes:
+      path: what messages call it.
+      filesystem: where it is.
+      inner: its path there.
+      size: in bytes.
+    """
+
+    path: Path
+    filesystem: pa.fs.FileSystem
+    inner: str
+    size: int
+
+    @contextlib.contextmanager
+    def open(self) -> Generator[pq.ParquetFile]:
+        """The file, opened. What fails in the block is raised as `DataError`."""
+        try:
+            with (
+                self.filesystem.open_input_file(self.inner) as stream,
+                pq.ParquetFile(stream, page_checksum_verification=True) as file,
+            ):
+                yield file
+        except (pa.ArrowException, OSError) as error:
+            message = f"is not a Parquet file, or is damaged: {_first_line(error)}"
+            raise DataError.at(self.path, message) from error
+
+
+def parquet_files(path: Path) -> list[ParquetPath]:
+    """A Parquet file, or those in a folder and its folders, in the order of their names.
+
+    Files and folders whose names start with `_` or `.` are passed over, as Spark does.
+
+    Args:
+      path: local, or an address that pyarrow knows, as `s3://bucket/folder`.
+
+    Raises:
+      DataError: there is none, or the store cannot be reached.
+    """
+    if not is_address(path) and not os.path.isdir(path):
+        check_regular(path)
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_schema(path, file.schema_arrow)
-            return _read_table(path, file)
+        if is_address(path):
+            filesystem, inner = pa.fs.FileSystem.from_uri(os.fspath(path))
+        else:
+            filesystem, inner = pa.fs.LocalFileSystem(), os.fspath(path)
+        info = filesystem.get_file_info(inner)
+        if info.type == pa.fs.FileType.File:
+            return [ParquetPath(path, filesystem, inner, info.size)]
+        if info.type == pa.fs.FileType.NotFound:
+            raise DataError.at(path, "no such file")
+        selector = pa.fs.FileSelector(inner, recursive=True)
+        found = filesystem.get_file_info(selector)
     except (pa.ArrowException, OSError) as error:
-        message = f"is not a Parquet file, or is damaged: {error}"
-        raise DataError.at(path, message) from error
+        raise DataError.at(path, f"cannot be read: {_first_line(error)}") from error
+    folder = os.fspath(path)
+    if is_address(path):
+        folder = folder.partition("?")[0]
+    files = []
+    for info in sorted(found, key=lambda info: info.path):
+        below = os.path.relpath(info.path, inner)
+        hidden = any(part[0] in "_." for part in below.split("/"))
+        if (
+            info.type == pa.fs.FileType.File
+            and not hidden
+            and info.path.endswith(".parquet")
+        ):
+            files.append(
+                ParquetPath(
+                    os.path.join(folder, below), filesystem, info.path, info.size
+                )
+            )
+    if not files:
+        raise DataError.at(path, "is a directory without a .parquet file")
+    return files
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _check_schema(path: Path, schema: pa.Schema) -> None:

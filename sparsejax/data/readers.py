@@ -22,11 +22,17 @@ What is wrong with a file is raised as `DataError`, with the line's number.
 
 from __future__ import annotations
 
-from sparsejax.data import lines, pairs, sniff
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from sparsejax.data import lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Features, align_to, assemble
+from sparsejax.data.columns import Column
 from sparsejax.data.dataset import SparseDataset
-from sparsejax.data.files import Path, open_data
-from sparsejax.data.pairs import Column
+from sparsejax.data.files import DataError, Path, open_data, progress_bar
 
 
 def read(
@@ -39,7 +45,7 @@ def read(
     """Reads a data file in any of the formats.
 
     Args:
-      path: the file.
+      path: the file, or a folder or address of Parquet files.
       format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; by default what the
         file's name or its first lines say, see `guess_format`.
       features: vocabulary to read against.
@@ -164,19 +170,137 @@ def read_pairs(
 
 
 def read_parquet(
-    path: Path, *, features: Features = None, indicator: bool = False
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    features: Features = None,
+    indicator: bool = False,
 ) -> SparseDataset:
-    """Reads a file made by `SparseDataset.save`.
+    """Reads Parquet: a table as for `from_arrow`, or what `SparseDataset.save` wrote.
 
     Args:
-      path: the file.
-      features: vocabulary to read against; the file's own by default.
+      path: a file; a folder, whose `.parquet` files are read in the order of their
+        names, those in its folders too; or an address of either that pyarrow's file
+        systems know, as `s3://bucket/purchases/`. Credentials and region come from the
+        environment, as `AWS_ACCESS_KEY_ID`; `?region=` and, for a store other than
+        Amazon's, `?endpoint_override=` may be added to the address.
+      user: the column with the row's name.
+      item: the column with the feature's name, or a list of them.
+      value: the column with the value, or a list of them.
+      features: vocabulary to read against; a saved data set's own by default.
       indicator: ignore values.
 
     Raises:
       DataError: the file cannot be read.
+      ValueError: the columns make no sense.
     """
-    dataset = SparseDataset.load(path)
-    if indicator:
-        dataset = dataset.without_values()
-    return dataset if features is None else align_to(dataset, features, path)
+    files = parquet.parquet_files(path)
+    with files[0].open() as file:
+        schema = file.schema_arrow
+    if len(files) == 1 and parquet.is_dataset(schema):
+        if (user, item, value) != (None, None, None):
+            raise ValueError(
+                f"{path}: is a saved data set, so it has no columns to name"
+            )
+        dataset = SparseDataset.load(path)
+        if indicator:
+            dataset = dataset.without_values()
+        return dataset if features is None else align_to(dataset, features, path)
+    layout = tables.find_table_layout(
+        files[0].path,
+        schema,
+        user=user,
+        item=item,
+        value=value,
+        indicator=indicator,
+    )
+    with progress_bar(path, sum(file.size for file in files)) as bar:
+        each = ((file.path, _batches(file, layout, bar)) for file in files)
+        return assemble(tables.table_blocks(each, layout), path, features=features)
+
+
+def from_arrow(
+    table: Any,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Takes a table in memory: of polars, pandas, pyarrow, DuckDB or the like.
+
+    Anything with Arrow's PyCapsule interface (`__arrow_c_stream__`) will do. A row of
+    the table is a pair of user and item, perhaps with a value, or a user with a list of
+    items, perhaps with a list of values. Names are text or integers, which become
+    decimal. Columns are given by number, from 0, or by name. By default:
+
+    * the user and item columns are those with names like user, userId, item_ids or
+      movie, otherwise the first two; if there are lists, the item column is one;
+    * the value column is one called rating, value, count or the like, otherwise the
+      next column of numbers (or of lists of them) that is not called timestamp, date or
+      the like, otherwise there is none.
+
+    A null in place of a list is a row without entries; other nulls are errors, except
+    where there is no value at all.
+
+    >>> from_arrow(polars.read_csv("ratings.csv"), value="rating")
+
+    Args:
+      table: the table.
+      user: the column with the row's name.
+      item: the column with the feature's name, or a list of them.
+      value: the column with the value, or a list of them.
+      features: vocabulary to read against.
+      indicator: ignore values.
+
+    Raises:
+      DataError: a row is wrong, or a column has the wrong type.
+      TypeError: `table` is no such table.
+      ValueError: the columns make no sense.
+    """
+    if not hasattr(table, "__arrow_c_stream__"):
+        raise TypeError(
+            "expected a table with Arrow's PyCapsule interface, as of polars, pandas or "
+            f"pyarrow, got {type(table).__name__}"
+        )
+    path = "the table"
+    try:
+        batches = pa.RecordBatchReader.from_stream(table)
+        layout = tables.find_table_layout(
+            path,
+            batches.schema,
+            user=user,
+            item=item,
+            value=value,
+            indicator=indicator,
+        )
+        blocks = tables.table_blocks([(path, batches)], layout)
+        return assemble(blocks, path, features=features)
+    except pa.ArrowException as error:
+        raise DataError.at(path, f"cannot be read: {error}") from error
+
+
+def _batches(
+    source: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
+) -> Iterator[pa.RecordBatch]:
+    """The columns of the layout, some rows at a time."""
+    with source.open() as file:
+        again = tables.find_table_layout(
+            source.path,
+            file.schema_arrow,
+            user=layout.user,
+            item=layout.item,
+            value=layout.value,
+            indicator=layout.value is None,
+        )
+        if again.has_lists != layout.has_lists:
+            raise DataError.at(
+                source.path, "has lists, or has none, unlike other files"
+            )
+        rows = max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(tables.BATCH_ROWS, columns=layout.columns):
+            yield batch
+            bar.update(source.size * len(batch) / rows)

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 from sparsejax.data.columns import is_header
-from sparsejax.data.files import DataError, Path, line_blocks, open_data
+from sparsejax.data.files import DataError, Path, is_address, line_blocks, open_data
 from sparsejax.data.pairs import DELIMITERS
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
@@ -19,8 +19,8 @@ _BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
 def guess_format(path: Path) -> Format:
     """The format of a file, by its name or by its first lines.
 
-    `.parquet` is parquet, `.csv` is pairs (`.gz` and `.xz` set aside). Otherwise the
-    first 64 KiB decide:
+    `.parquet`, a folder or an address is parquet, `.csv` is pairs (`.gz` and `.xz` set
+    aside). Otherwise the first 64 KiB decide:
 
     * text: no line has two TABs, and in one there is a ':' behind a TAB;
     * pairs: in each line the same number, above one, of fields separated by TAB, ',',
@@ -34,6 +34,8 @@ def guess_format(path: Path) -> Format:
       DataError: none of these, or more than one, so the format must be named.
     """
     name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
+    if is_address(path) or os.path.isdir(path):
+        return "parquet"
     if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
         return known
     lines = _head(path)

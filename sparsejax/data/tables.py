@@ -1,0 +1,223 @@
+"""Tables with types, as in Parquet files and in memory: pairs, or a list on each row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from sparsejax.data.assemble import Block
+from sparsejax.data.columns import Column, find_columns
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.lines import mixed_values
+
+# Rows that are taken at a time: see `files.BLOCK_BYTES`.
+BATCH_ROWS = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class TableLayout:
+    """The names of the columns that are read; `value` is None where there is none."""
+
+    user: str
+    item: str
+    value: str | None
+    has_lists: bool
+
+    @property
+    def columns(self) -> list[str]:
+        """All of them."""
+        names = (self.user, self.item, self.value)
+        return [name for name in names if name is not None]
+
+
+def find_table_layout(
+    path: Path,
+    schema: pa.Schema,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    indicator: bool = False,
+) -> TableLayout:
+    """Settles what was left open, from names and types; see `readers.from_arrow`.
+
+    Raises:
+      DataError: a column is missing, or has a type that it cannot have.
+      ValueError: a column is taken twice.
+    """
+    # What pandas stores of an index that nobody named.
+    known = [f for f in schema if not f.name.startswith("__index_level_")]
+    names = [field.name for field in known]
+    lists = [at for at, field in enumerate(known) if _is_list(field.type)]
+    flat = [at for at in range(len(known)) if at not in lists]
+    if item is None:
+        has_lists = bool(lists)
+    else:
+        has_lists = item in lists or item in [names[at] for at in lists]
+    entries = lists if has_lists else flat
+    user_at, item_at, value_at = find_columns(
+        path,
+        len(known),
+        names,
+        user=user,
+        item=item,
+        value=value,
+        users=[at for at in flat if _is_name(known[at].type)],
+        items=[at for at in entries if _is_name(_inner(known[at].type))],
+        values=[at for at in entries if _is_number(_inner(known[at].type))],
+    )
+    if indicator:
+        value_at = None
+    for role, at, in_list, suits, what in (
+        ("user", user_at, False, _is_name, "text or integers"),
+        ("item", item_at, has_lists, _is_name, "text or integers"),
+        ("value", value_at, has_lists, _is_number, "numbers"),
+    ):
+        if at is None:
+            continue
+        found = known[at].type
+        if in_list != _is_list(found) or not suits(_inner(found)):
+            wanted = f"lists of {what}" if in_list else what
+            raise DataError.at(
+                path,
+                f"column {names[at]!r} is taken for the {role}, which is {wanted}, but "
+                f"it is {found}; convert it, or choose another with {role}=...",
+            )
+    value_name = None if value_at is None else names[value_at]
+    return TableLayout(names[user_at], names[item_at], value_name, has_lists)
+
+
+def table_blocks(
+    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]], layout: TableLayout
+) -> Iterator[Block]:
+    """Reads tables of one layout, one after the other; each has a name for messages.
+
+    Raises:
+      DataError: names the first row that is wrong, counted from 0 in its table.
+    """
+    valued: bool | None = None
+    for path, batches in tables:
+        first = 0
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                part = batch.slice(start, BATCH_ROWS)
+                block, valued = _block(part, layout, valued, path, first)
+                yield block
+                first += len(part)
+
+
+def _block(
+    batch: pa.RecordBatch,
+    layout: TableLayout,
+    valued: bool | None,
+    path: Path,
+    first: int,
+) -> tuple[Block, bool | None]:
+    """Some rows; `valued` says whether earlier entries had values, if any."""
+    entries = {
+        name: batch.column(name) for name in layout.columns if name != layout.user
+    }
+    lengths, num_values = None, None
+    if layout.has_lists:
+        lengths = _lengths(entries[layout.item])
+        if layout.value is not None:
+            num_values = _lengths(entries[layout.value])
+        entries = {name: column.flatten() for name, column in entries.items()}
+
+    def check(wrong: np.ndarray, problem: str) -> None:
+        """Raises for the first row, or the row of the first entry, that is wrong."""
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            if lengths is not None and len(wrong) != len(lengths):
+                at = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            raise DataError.at(path, f"row {first + at:,}: {problem}")
+
+    if num_values is not None:
+        check(num_values != lengths, "it has not as many values as items")
+    users, items = batch.column(layout.user), entries[layout.item]
+    check(_is_missing(users), "the user (row) is empty or null")
+    check(_is_missing(items), "an item (feature) is empty or null")
+    values = None
+    if layout.value is not None and len(items):
+        column = entries[layout.value]
+        is_missing = column.is_null().to_numpy(zero_copy_only=False)
+        valued = not is_missing[0] if valued is None else valued
+        check(is_missing == valued, mixed_values(valued))
+        if valued:
+            values = column.cast(pa.float64(), safe=False).to_numpy()
+            with np.errstate(over="ignore"):
+                finite = np.isfinite(values.astype(np.float32))
+            check(~finite, "a value is not finite as float32")
+    return Block(_encoded(users, path), lengths, _encoded(items, path), values), valued
+
+
+def _encoded(names: pa.Array, path: Path) -> pa.DictionaryArray:
+    """The distinct names in order of appearance, as text."""
+    if pt.is_dictionary(names.type):  # which may hold names that do not appear
+        codes = names.indices.dictionary_encode()
+        distinct = _plain(names.dictionary).take(codes.dictionary)
+    else:
+        codes = _plain(names).dictionary_encode()
+        distinct = codes.dictionary
+    try:
+        return pa.DictionaryArray.from_arrays(
+            codes.indices, distinct.cast(pa.large_string())
+        )
+    except pa.ArrowInvalid as error:
+        raise DataError.at(path, f"a name is not valid UTF-8: {error}") from error
+
+
+def _is_missing(names: pa.Array) -> np.ndarray:
+    """`[n]` bool: where a name is empty or null."""
+    missing = names.is_null(nan_is_null=False).to_numpy(zero_copy_only=False)
+    if pt.is_dictionary(names.type):
+        at = names.indices.fill_null(0)
+        empty = _is_empty(names.dictionary)
+        return missing | (empty[at.to_numpy()] if empty.any() else False)
+    return missing | _is_empty(names)
+
+
+def _is_empty(names: pa.Array) -> np.ndarray:
+    if pt.is_integer(names.type):
+        return np.zeros(len(names), bool)
+    lengths = pc.call_function("binary_length", [_plain(names)])
+    return lengths.fill_null(0).to_numpy() == 0
+
+
+def _plain(names: pa.Array) -> pa.Array:
+    """The same in a type that all of Arrow's functions take."""
+    is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
+    return names.cast(pa.large_binary()) if is_view else names
+
+
+def _lengths(lists: pa.Array) -> np.ndarray:
+    """`[rows]` how long each list is; null is empty."""
+    lengths = pc.call_function("list_value_length", [lists])
+    return lengths.fill_null(0).to_numpy().astype(np.int64)
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    kinds = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view)
+    return any(kind(type_) for kind in (*kinds, pt.is_large_list_view))
+
+
+def _inner(type_: pa.DataType) -> pa.DataType:
+    """The type of an entry: that of a list's values."""
+    return type_.value_type if _is_list(type_) else type_
+
+
+def _is_name(type_: pa.DataType) -> bool:
+    if pt.is_dictionary(type_):
+        type_ = type_.value_type
+    kinds = (pt.is_integer, pt.is_string, pt.is_large_string, pt.is_string_view)
+    binary = (pt.is_binary, pt.is_large_binary, pt.is_binary_view)
+    return any(kind(type_) for kind in (*kinds, *binary))
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    return any(kind(type_) for kind in (pt.is_integer, pt.is_floating, pt.is_decimal))
