@@ -228,6 +228,27 @@ class SparseOutput(nnx.Module):
             implementation=self.implementation,
         )
 
+    def item_scores(
+        self, h: Float[Array, "batch in_features"], ids: Int[Array, "batch count"]
+    ) -> Float[Array, "batch count"]:
+        """Scores of some items of each row: their kernel rows are gathered.
+
+        Args:
+          h: hidden vectors.
+          ids: item numbers, in `[0, num_items)`.
+        """
+        h, kernel, bias, scale = self._operands(h)
+        scores = jnp.einsum(
+            "bh,bch->bc",
+            h,
+            kernel[ids],
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        if scale is not None:
+            scores = scores * scale[ids]
+        return scores if bias is None else scores + bias[ids]
+
     def _operands(self, h):
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...].astype(jnp.float32)

@@ -10,6 +10,9 @@ at rank r is a label, else 0, and n the number of labels of the row::
     precision_at_k         sum_{r<=k} hit_r / k
     ndcg_at_k              sum_{r<=k} hit_r / log2(r + 1)
                            / sum_{r<=min(k, n)} 1 / log2(r + 1)
+    hit_rate_at_k          1 if any hit_r, r<=k, else 0
+    mrr_at_k               1 / r for the first r<=k with a hit, else 0
+    map_at_k               sum_{r<=k} hit_r precision_at_r / min(k, n)
 
 Each gives one float32 per row, in [0, 1], and can be called under `jax.jit`. A row
 without labels has no meaningful value and gives 0: leave it out of the mean::
@@ -19,11 +22,22 @@ without labels has no meaningful value and gives 0: leave it out of the mean::
 
 A row of `labels` with an index outside `[0, items)`, or that does not fit in an
 overfull CSR, gives NaN.
+
+What a whole catalogue gets is measured from `counts: [items]`, how often each item was
+recommended (`recommendation_counts`). They come to the host, and the results are floats,
+computed in float64::
+
+    coverage         share of the items with counts_i > 0
+    gini             sum_j (2 j - items - 1) c_j / (items sum_j c_j), with c_1 <= c_2 ...
+                     the counts in order: 0 if all items are recommended equally often,
+                     near 1 if it is always the same few
+    mean_popularity  sum_i counts_i popularity_i / sum_i counts_i
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -88,6 +102,89 @@ def ndcg_at_k(
     possible = ranks <= jnp.maximum(labels.row_lengths(), 1)[:, None]
     ideal = jnp.sum(possible * discount, axis=1)
     return gain / ideal + _nan_where_broken(labels)
+
+
+def hit_rate_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """1 if a label is among the first `k` ids, else 0.
+
+    With one label for each row the same as recall: the HR@k of leave-one-out studies.
+    Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    return jnp.minimum(_hits(ids, labels, k), 1)
+
+
+def mrr_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Reciprocal of the rank of the first label, 0 if none is among the first `k` ids.
+
+    Its mean is the mean reciprocal rank. Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    ranks = jnp.arange(1.0, k + 1)[None, :]
+    best = jnp.max(is_label(ids, labels)[:, :k] / ranks, axis=1)
+    return best + _nan_where_broken(labels)
+
+
+def map_at_k(
+    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+) -> Float[Array, "batch"]:
+    """Average precision: the mean of the precision at the rank of each label.
+
+    Labels beyond rank `k` count 0, and the mean is over `min(k, labels)`, as many as
+    there could be (some divide by the number of labels instead). Its mean over rows is
+    the mean average precision. Arguments and errors: see `recall_at_k`.
+    """
+    k = _check(ids, labels, k)
+    hits = is_label(ids, labels)[:, :k]
+    precision = jnp.cumsum(hits, axis=1) / jnp.arange(1.0, k + 1)[None, :]
+    possible = jnp.clip(labels.row_lengths(), 1, k)
+    return jnp.sum(hits * precision, axis=1) / possible + _nan_where_broken(labels)
+
+
+def recommendation_counts(
+    ids: Int[Array, "batch k_max"], num_items: int, k: int | None = None
+) -> Int[Array, "items"]:
+    """How often each item is among the first `k` ids of a row; -1 is none.
+
+    The counts of several batches add up. Can be called under `jax.jit`.
+    """
+    first = ids[:, :k]
+    places = jnp.where(first < 0, num_items, first)  # which is out of bounds: dropped
+    return jnp.zeros(num_items, jnp.int32).at[places].add(1, mode="drop")
+
+
+def coverage(counts: Int[Array | np.ndarray, "items"]) -> float:
+    """Share of the items that are recommended at all."""
+    return float(np.mean(np.asarray(counts) > 0))
+
+
+def gini(counts: Int[Array | np.ndarray, "items"]) -> float:
+    """Gini index of how often items are recommended: 0 is equally, 1 is concentrated.
+
+    0 where nothing is recommended.
+    """
+    ordered = np.sort(np.asarray(counts)).astype(np.float64)
+    n, total = len(ordered), max(ordered.sum(), 1)
+    weights = 2 * np.arange(1, n + 1) - n - 1
+    return float(weights @ ordered / (n * total))
+
+
+def mean_popularity(
+    counts: Int[Array | np.ndarray, "items"],
+    popularity: Float[Array | np.ndarray, "items"],
+) -> float:
+    """Mean popularity of what is recommended; 0 where nothing is.
+
+    Args:
+      counts: how often each item is recommended.
+      popularity: of each item, for example the share of all rows that have it.
+    """
+    given = np.asarray(counts, np.float64)
+    return float(given @ np.asarray(popularity, np.float64) / max(given.sum(), 1))
 
 
 def is_label(ids: Int[Array, "batch k_max"], labels: CSR) -> Bool[Array, "batch k_max"]:

@@ -127,6 +127,12 @@ class FeedForward(nnx.Module):
         """Ids and scores of the `k` best items of each row, without noise."""
         return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
 
+    def item_scores(
+        self, x: CSR, ids: Int[Array, "batch count"]
+    ) -> Float[Array, "batch count"]:
+        """Scores of the items `ids` of each row, without noise."""
+        return self.output.item_scores(self.encode(x, deterministic=True), ids)
+
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """The function of `jax.nn` with this name; "linear" is the identity.

@@ -12,10 +12,11 @@ from typing import Literal, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 from flax import nnx
 
 from sparsejax import metrics
-from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.batching import Array, Batch, Batches, bucket, on_device
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
 from sparsejax.ops.top_k import top_k
@@ -34,6 +35,9 @@ _METRICS = {
     "truncated_recall": metrics.truncated_recall_at_k,
     "ndcg": metrics.ndcg_at_k,
     "precision": metrics.precision_at_k,
+    "hit_rate": metrics.hit_rate_at_k,
+    "mrr": metrics.mrr_at_k,
+    "map": metrics.map_at_k,
 }
 
 
@@ -167,10 +171,13 @@ def recommend(
 def evaluate(
     model: Recommender,
     inputs: Source,
-    heldout: Source,
+    heldout: Source | None = None,
     *,
     k: int | Sequence[int] = 20,
+    fold_in: float | None = None,
+    seed: int = 0,
     exclude: Source | Literal["inputs"] | None = "inputs",
+    candidates: Source | None = None,
     popularity: Source | Literal["inputs"] | None = "inputs",
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
@@ -178,12 +185,20 @@ def evaluate(
     """How well the model finds held-out items, ranking all items for each row.
 
     >>> evaluate(model, train, heldout, k=20)
-    {'recall@20': 0.31, 'truncated_recall@20': 0.33, 'ndcg@20': 0.27,
-     'precision@20': 0.08, 'popularity_recall@20': 0.19, ..., 'users': 6040}
+    {'recall@20': 0.31, 'truncated_recall@20': 0.33, 'ndcg@20': 0.27, ...,
+     'coverage@20': 0.42, ..., 'popularity_recall@20': 0.19, ..., 'users': 6040}
 
-    Means over the rows with at least one held-out entry; for the metrics see
-    `sparsejax.metrics`. The baseline recommends to everyone what most rows of
+    Means over the rows with at least one held-out entry, and what the lists of all
+    these have in common: "coverage", "gini" and "mean_popularity", where an item's
+    popularity is the share of the rows of `popularity` that have it. For the metrics
+    see `sparsejax.metrics`. The baseline recommends to everyone what most rows of
     `popularity` have, leaving out the same items as the model does.
+
+    Rows that the model was not trained on (strong generalisation) are shown with a part
+    of their entries, and the rest is held out::
+
+        train, others = data.split_rows(0.9, seed=0)
+        evaluate(model, others, fold_in=0.8, popularity=train)
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
@@ -191,25 +206,35 @@ def evaluate(
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
+      fold_in: in place of `heldout`: the share of each row's entries in `inputs`, a
+        `SparseDataset`, that the model is shown; see `SparseDataset.split`.
+      seed: of that choice.
       exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
         what the row has in `inputs`.
+      candidates: `[rows, items]`: rank only these items of each row, together with its
+        held-out ones, as where one held-out item is ranked among 100 others. Rows are
+        matched as those of `heldout`. The model needs `item_scores`, too.
       popularity: `[any rows, items]`, what the baseline counts; by default `inputs`.
         Where these are rows the model was not trained on, name the training data. None
-        leaves the baseline out.
+        leaves the baseline and "mean_popularity" out.
       optimizer: see `recommend`.
       batch_size: rows scored at a time.
 
     Raises:
       FloatingPointError: a score is NaN; names the row.
-      TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind.
-      ValueError: nothing is held out, a held-out row is not in `inputs`, or one does
-        not fit the model or another.
+      TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind, or the model
+        cannot score candidates.
+      ValueError: nothing is held out, a held-out row is not in `inputs` or has no
+        candidates, or one does not fit the model or another.
     """
     evaluation = prepare(
         inputs,
         heldout,
         k=k,
+        fold_in=fold_in,
+        seed=seed,
         exclude=exclude,
+        candidates=candidates,
         popularity=popularity,
         batch_size=batch_size,
     )
@@ -218,10 +243,13 @@ def evaluate(
 
 def prepare(
     inputs: Source,
-    heldout: Source,
+    heldout: Source | None = None,
     *,
     k: int | Sequence[int] = 20,
+    fold_in: float | None = None,
+    seed: int = 0,
     exclude: Source | Literal["inputs"] | None = "inputs",
+    candidates: Source | None = None,
     popularity: Source | Literal["inputs"] | None = "inputs",
     batch_size: int = 512,
 ) -> Evaluation:
@@ -234,10 +262,15 @@ def prepare(
     if not ks:
         raise ValueError("k names no cut-off")
     _check_positive(k=min(ks), batch_size=batch_size)
+    if fold_in is not None:
+        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed)
+    elif heldout is None:
+        raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     x, labels = Table.of("inputs", inputs), Table.of("heldout", heldout)
     seen = _inputs_or("exclude", exclude, x)
     counted = _inputs_or("popularity", popularity, x)
-    for table in (seen, counted):
+    among = None if candidates is None else Table.of("candidates", candidates)
+    for table in (seen, counted, among):
         if table is not None:
             _check_items(table, labels)
     scored = np.flatnonzero(np.diff(np.asarray(labels.matrix.indptr)))
@@ -255,6 +288,12 @@ def prepare(
     unwanted = None
     if seen is not None:
         unwanted = _exclusion(x, rows, matrix, seen, batch_size)
+    ids = None
+    if among is not None:
+        ids = _candidate_ids(among, labels, scored, batch_size)
+    share = None
+    if counted is not None:
+        share = _column_counts(counted.matrix) / max(counted.num_rows, 1)
     evaluation = Evaluation(
         ks=ks,
         heldout=labels,
@@ -262,14 +301,15 @@ def prepare(
         batches=Batches.of(matrix, rows, batch_size),
         exclude=unwanted,
         labels=Batches.of(on_device(_indicator(labels.matrix)), scored, batch_size),
-        popularity={},
+        candidates=ids,
+        popularity=share,
+        baseline={},
     )
-    if counted is None:
+    if share is None:
         return evaluation
-    baseline = _Popularity(_column_counts(counted.matrix), x.matrix.num_cols)
-    measured = evaluation.run(baseline)
+    measured = evaluation.run(_Popularity(share, x.matrix.num_cols))
     baseline = {f"popularity_{n}": v for n, v in measured.items() if n != "users"}
-    return dataclasses.replace(evaluation, popularity=baseline)
+    return dataclasses.replace(evaluation, baseline=baseline)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -283,7 +323,9 @@ class Evaluation:
       batches: what the model is shown for these, on the device.
       exclude: what is not to be recommended to them, on the device.
       labels: what it should find, on the device.
-      popularity: metrics of the baseline, or empty.
+      candidates: `[steps, batch, count]` the items to rank, -1 is none; all if None.
+      popularity: `[items]` share of the rows that have the item, or None.
+      baseline: metrics of the baseline, or empty.
     """
 
     ks: tuple[int, ...]
@@ -292,7 +334,9 @@ class Evaluation:
     batches: Batches
     exclude: Batches | None
     labels: Batches
-    popularity: dict[str, float]
+    candidates: np.ndarray | None
+    popularity: np.ndarray | None
+    baseline: dict[str, float]
 
     def run(
         self, model: Recommender, *, optimizer: Optimizer | None = None
@@ -301,16 +345,36 @@ class Evaluation:
         features, items = self.batches.matrix.num_cols, self.labels.matrix.num_cols
         check_columns("inputs", features, model.num_features, "features")
         check_columns("heldout", items, model.num_items, "items")
+        if self.candidates is not None and not hasattr(model, "item_scores"):
+            raise TypeError(
+                f"candidates need a model with item_scores(x, ids), which "
+                f"{type(model).__name__} has not"
+            )
         graphdef, state = nnx.split((model, optimizer))
-        steps = zip(self.batches, _each(self.exclude), self.labels, strict=False)
-        parts = [_measured(graphdef, state, *step, self.ks) for step in steps]
+        counts = jnp.zeros((len(self.ks), items), jnp.int32)
+        parts = []
+        for step in zip(
+            self.batches,
+            _each(self.exclude),
+            self.labels,
+            _each(self.candidates),
+            strict=False,
+        ):
+            part, counts = _measured(graphdef, state, *step, counts, self.ks)
+            parts.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)
         _check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
-        names = (f"{name}@{k}" for k in self.ks for name in _METRICS)
-        means = values.mean(axis=1).tolist()
-        measured = dict(zip(names, means, strict=True))
-        return measured | self.popularity | {"users": self.rows.size}
+        means = iter(values.mean(axis=1).tolist())
+        measured = {}
+        for k, given in zip(self.ks, np.asarray(counts), strict=True):
+            measured |= {f"{name}@{k}": next(means) for name in _METRICS}
+            measured[f"coverage@{k}"] = metrics.coverage(given)
+            measured[f"gini@{k}"] = metrics.gini(given)
+            if self.popularity is not None:
+                mean = metrics.mean_popularity(given, self.popularity)
+                measured[f"mean_popularity@{k}"] = mean
+        return measured | self.baseline | {"users": self.rows.size}
 
 
 class _Popularity(nnx.Module):
@@ -325,6 +389,22 @@ class _Popularity(nnx.Module):
     def top_k(self, x: CSR, k: int, *, exclude: CSR | None = None):
         h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((self.num_items, 1))
         return top_k(h, kernel, self.scores[...], k, exclude=exclude)
+
+    def item_scores(self, x: CSR, ids):
+        return self.scores[...][ids]
+
+
+def _folded_in(
+    inputs: Source, heldout: Source | None, fold_in: float, seed: int
+) -> tuple[SparseDataset, SparseDataset]:
+    if heldout is not None:
+        raise ValueError("give either heldout or fold_in, which makes it from inputs")
+    if not isinstance(inputs, SparseDataset):
+        raise TypeError(
+            "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
+            f"got {type(inputs).__name__}"
+        )
+    return inputs.split(fold_in, seed=seed)
 
 
 def _inputs_or(
@@ -346,14 +426,42 @@ def _column_counts(matrix: CSR) -> np.ndarray:
     return np.bincount(used, minlength=matrix.num_cols)
 
 
-def _ranked(graphdef, state, x: Batch, exclude: Batch | None, k: int):
+def _ranked(
+    graphdef,
+    state,
+    x: Batch,
+    exclude: Batch | None,
+    k: int,
+    candidates: Array | None = None,
+):
     model, optimizer = nnx.merge(graphdef, state)
     current = contextlib.nullcontext()
     if optimizer is not None:
         current = optimizer.reading(model)
     with current:
         unwanted = None if exclude is None else exclude.take()
-        return model.top_k(x.take(), k, exclude=unwanted)
+        if candidates is None:
+            return model.top_k(x.take(), k, exclude=unwanted)
+        return _ranked_among(model, x.take(), candidates, unwanted, k)
+
+
+def _ranked_among(model, x: CSR, candidates, exclude: CSR | None, k: int):
+    """As `model.top_k`, of `candidates: [batch, count]` alone, ascending, then -1."""
+    valid = candidates >= 0
+    if exclude is not None:
+        valid &= ~metrics.is_label(candidates, exclude)
+    scores = model.item_scores(x, jnp.maximum(candidates, 0))
+    scores = jnp.where(valid, scores, -jnp.inf)
+    room = max(k - candidates.shape[1], 0)
+    best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
+    ids = jnp.take_along_axis(candidates, at, axis=1)
+    ids = jnp.where(best == -jnp.inf, -1, ids)
+    best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)
+    fill = ((0, 0), (0, room))
+    return (
+        jnp.pad(ids, fill, constant_values=-1),
+        jnp.pad(best, fill, constant_values=-jnp.inf),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "k"))
@@ -362,14 +470,30 @@ def _recommended(graphdef, state, x: Batch, exclude: Batch | None, k: int):
     return _ranked(graphdef, state, x, exclude, k)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "ks"))
-def _measured(graphdef, state, x: Batch, exclude: Batch | None, labels: Batch, ks):
-    """`[len(ks) * metrics, batch]`; NaN for a row with a NaN score."""
-    ids, scores = _ranked(graphdef, state, x, exclude, max(ks))
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "ks"), donate_argnames="counts"
+)
+def _measured(
+    graphdef,
+    state,
+    x: Batch,
+    exclude: Batch | None,
+    labels: Batch,
+    candidates: Array | None,
+    counts,
+    ks,
+):
+    """`[len(ks) * metrics, batch]`, NaN for a row with a NaN score; and the `counts:
+    [len(ks), items]` with those of these recommendations added."""
+    ids, scores = _ranked(graphdef, state, x, exclude, max(ks), candidates)
     wanted = labels.take()
     values = [metric(ids, wanted, k) for k in ks for metric in _METRICS.values()]
     bad = jnp.isnan(scores).any(axis=1)
-    return jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
+    # Rows that only fill up the last batch have no labels.
+    ids = jnp.where(wanted.row_lengths()[:, None] > 0, ids, -1)
+    num_items = counts.shape[1]
+    counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
+    return jnp.where(bad[None, :], jnp.nan, jnp.stack(values)), counts
 
 
 def _one_late(results: Iterable) -> Iterable:
@@ -378,7 +502,7 @@ def _one_late(results: Iterable) -> Iterable:
     return (current for current, _ in pairs)
 
 
-def _each(batches: Batches | None) -> Iterable[Batch | None]:
+def _each(batches: Iterable | None) -> Iterable:
     return itertools.repeat(None) if batches is None else batches
 
 
@@ -396,6 +520,35 @@ def _exclusion(
             )
         rows, matrix = found[rows], on_device(_indicator(seen.matrix))
     return Batches.of(_indicator(matrix), rows, batch_size)
+
+
+def _candidate_ids(
+    among: Table, labels: Table, rows: np.ndarray, batch_size: int
+) -> np.ndarray:
+    """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
+
+    Ascending, and -1 from where there are no more.
+    """
+    found = find_rows(labels, among)[rows]
+    lengths = np.diff(np.asarray(among.matrix.indptr))
+    without = rows[(found < 0) | (lengths[found] == 0)]
+    if without.size:
+        raise ValueError(
+            f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "
+            f"{labels.labels(without)}"
+        )
+    both = _rows(among, found) + _rows(labels, rows)  # a union: neither has zeros
+    lengths = np.diff(both.indptr)
+    steps = -(-rows.size // batch_size)
+    ids = np.full((steps * batch_size, lengths.max()), -1, np.int32)
+    row = np.repeat(np.arange(rows.size), lengths)
+    ids[row, np.arange(both.nnz) - both.indptr[row]] = both.sorted_indices().indices
+    return ids.reshape(steps, batch_size, -1)
+
+
+def _rows(table: Table, rows: np.ndarray) -> scipy.sparse.csr_array:
+    """Some rows as an indicator, on the host."""
+    return scipy.sparse.csr_array(_indicator(table.matrix).to_scipy()[rows])
 
 
 def _indicator(matrix: CSR) -> CSR:

@@ -18,7 +18,7 @@ from sparsejax.optimizers import Optimizer
 from sparsejax.prediction import evaluate, prepare, recommend
 from sparsejax.sparse import CSR
 
-METRICS = ("recall", "truncated_recall", "ndcg", "precision")
+METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
 
 class Linear(nnx.Module):
@@ -36,6 +36,10 @@ class Linear(nnx.Module):
         Linear.times_traced += 1
         h = gather_matmul(x, self.weights[...])
         return top_k(h, jnp.eye(self.num_items), self.bias[...], k, exclude=exclude)
+
+    def item_scores(self, x, ids):
+        scores = gather_matmul(x, self.weights[...]) + self.bias[...][None, :]
+        return jnp.take_along_axis(scores, ids, axis=1)
 
 
 def random_matrix(rows, cols, density=0.2, seed=0):
@@ -67,11 +71,12 @@ def oracle(scores, k, exclude=None):
     return ids, padded
 
 
-def oracle_metrics(ids, heldout, k):
-    """Means over rows with held-out entries, by the definitions."""
+def oracle_metrics(ids, heldout, k, popularity=None):
+    """By the definitions, over rows with held-out entries."""
     sums = dict.fromkeys(METRICS, 0.0)
     labels = [set(np.flatnonzero(row)) for row in heldout.toarray()]
     users = sum(map(bool, labels))
+    counts = np.zeros(heldout.shape[1])
     discount = 1 / np.log2(np.arange(k) + 2)
     for ranked, wanted in zip(ids, labels, strict=True):
         if wanted:
@@ -80,8 +85,28 @@ def oracle_metrics(ids, heldout, k):
             sums["truncated_recall"] += hit.sum() / min(k, len(wanted))
             sums["precision"] += hit.sum() / k
             ideal = discount[: min(k, len(wanted))].sum()
-            sums["ndcg"] += (hit * discount).sum() / ideal
-    return {f"{name}@{k}": total / users for name, total in sums.items()}
+            sums["ndcg"] += (hit * discount[: len(hit)]).sum() / ideal
+            sums["hit_rate"] += hit.any()
+            ranks = np.flatnonzero(hit) + 1
+            sums["mrr"] += 1 / ranks[0] if ranks.size else 0
+            precisions = [(j + 1) / rank for j, rank in enumerate(ranks)]
+            sums["map"] += sum(precisions) / min(k, len(wanted))
+            for i in ranked[:k]:
+                counts[i] += i >= 0
+    measured = {f"{name}@{k}": total / users for name, total in sums.items()}
+    measured[f"coverage@{k}"] = np.mean(counts > 0)
+    # Half the mean difference between two items, over the mean.
+    differences = np.abs(counts[:, None] - counts).mean()
+    measured[f"gini@{k}"] = differences / (2 * counts.mean())
+    if popularity is not None:
+        mean = (counts * popularity).sum() / counts.sum()
+        measured[f"mean_popularity@{k}"] = mean
+    return measured
+
+
+def popularity_of(matrix):
+    """`[items]` share of the rows that have each item."""
+    return np.mean(matrix.toarray() != 0, axis=0)
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +293,10 @@ def test_metrics_and_baseline_match_the_oracle(problem, model):
     wanted = {"users": np.sum(heldout.toarray().any(axis=1))}
     for k in (3, 10, 40):
         ids, _ = oracle(scores_of(problem), 40, inputs)
-        wanted |= oracle_metrics(ids, heldout, k)
+        popularity = popularity_of(inputs)
+        wanted |= oracle_metrics(ids, heldout, k, popularity)
         popular, _ = oracle(counts, 40, inputs)
-        for name, value in oracle_metrics(popular, heldout, k).items():
+        for name, value in oracle_metrics(popular, heldout, k, popularity).items():
             wanted[f"popularity_{name}"] = value
     assert measured == pytest.approx(wanted, rel=1e-5)
     assert measured["recall@3"] < measured["truncated_recall@3"]
@@ -282,11 +308,12 @@ def test_what_is_excluded_can_be_chosen(problem, model, nothing):
     other = None if nothing else random_matrix(37, 19, seed=7)
     measured = evaluate(model, inputs, heldout, k=5, exclude=other)
     ids, _ = oracle(scores_of(problem), 5, other)
+    popularity = popularity_of(inputs)
     counts = np.broadcast_to(inputs.toarray().sum(axis=0), inputs.shape)
     popular, _ = oracle(counts, 5, other)
-    for key, value in oracle_metrics(ids, heldout, 5).items():
+    for key, value in oracle_metrics(ids, heldout, 5, popularity).items():
         assert measured[key] == pytest.approx(value, rel=1e-5)
-    for key, value in oracle_metrics(popular, heldout, 5).items():
+    for key, value in oracle_metrics(popular, heldout, 5, popularity).items():
         assert measured[f"popularity_{key}"] == pytest.approx(value, rel=1e-5)
 
 
@@ -335,7 +362,9 @@ def test_popularity_of_other_rows():
     )
     counts = np.asarray(trained_on.toarray().sum(axis=0))
     popular, _ = oracle(np.tile(counts, (11, 1)), 3)
-    for key, value in oracle_metrics(popular, heldout, 3).items():
+    for key, value in oracle_metrics(
+        popular, heldout, 3, popularity_of(trained_on)
+    ).items():
         assert measured[f"popularity_{key}"] == pytest.approx(value, rel=1e-5)
 
 
@@ -396,6 +425,138 @@ def test_rows_that_are_behind_are_read_up_to_date(problem):
     np.testing.assert_allclose(found.scores, current.scores, rtol=1e-5)
     assert measured == pytest.approx(evaluate(model, inputs, heldout, k=5), rel=1e-5)
     assert np.abs(stale.scores - current.scores).max() > 1e-3
+
+
+# rows the model has not seen
+
+
+def test_unseen_rows_are_folded_in(problem, model):
+    """The same as splitting each row and naming both parts."""
+    whole = dataset(problem[0] + problem[1])
+    train, others = whole.split_rows(0.4, seed=1)
+    given, rest = others.split(0.7, seed=3)
+    measured = evaluate(model, others, k=4, fold_in=0.7, seed=3, popularity=train)
+    assert measured == evaluate(model, given, rest, k=4, popularity=train)
+    assert measured["users"] == np.sum(np.diff(rest.matrix.indptr) > 0)
+    scores = given.to_scipy().toarray() @ problem[2].astype(np.float64) + problem[3]
+    ids, _ = oracle(scores, 4, given.to_scipy())
+    shares = popularity_of(train.to_scipy())
+    for key, value in oracle_metrics(ids, rest.to_scipy(), 4, shares).items():
+        assert measured[key] == pytest.approx(value, rel=1e-5)
+    assert measured != evaluate(model, others, k=4, fold_in=0.7, popularity=train)
+
+
+def test_errors_of_folding_in(problem, model):
+    data = dataset(problem[0])
+    with pytest.raises(ValueError, match="give heldout, or fold_in"):
+        evaluate(model, data)
+    with pytest.raises(ValueError, match="either heldout or fold_in"):
+        evaluate(model, data, data, fold_in=0.8)
+    with pytest.raises(TypeError, match="must be a SparseDataset, got csr_array"):
+        evaluate(model, problem[0], fold_in=0.8)
+    with pytest.raises(ValueError, match="fraction must lie in"):
+        evaluate(model, data, fold_in=1.0)
+
+
+# candidates
+
+
+def among(scores, candidates, heldout, k, exclude=None):
+    """The oracle's k best of the candidates and the held-out items of each row."""
+    others = (candidates.toarray() == 0) & (heldout.toarray() == 0)
+    if exclude is not None:
+        others |= exclude.toarray() != 0
+    return oracle(scores, k, scipy.sparse.csr_array(others))[0]
+
+
+@pytest.mark.parametrize("k", [1, 3, 25])
+@pytest.mark.parametrize("excluding", [False, True])
+def test_candidates_alone_are_ranked(problem, model, k, excluding):
+    inputs, heldout = problem[:2]
+    candidates = random_matrix(37, 19, density=0.3, seed=9)
+    candidates = scipy.sparse.csr_array(candidates.toarray() | (np.arange(19) == 4))
+    exclude = inputs if excluding else None
+    measured = evaluate(
+        model,
+        inputs,
+        heldout,
+        k=k,
+        exclude=exclude,
+        candidates=candidates,
+        batch_size=8,
+    )
+    popularity = popularity_of(inputs)
+    ids = among(scores_of(problem), candidates, heldout, k, exclude)
+    wanted = oracle_metrics(ids, heldout, k, popularity)
+    popular = np.tile(popularity, (37, 1))
+    ids = among(popular, candidates, heldout, k, exclude)
+    for name, value in oracle_metrics(ids, heldout, k, popularity).items():
+        wanted[f"popularity_{name}"] = value
+    wanted["users"] = measured["users"]
+    assert measured == pytest.approx(wanted, rel=1e-5)
+
+
+def test_leave_one_out_by_hand():
+    """The held-out item has rank 2 for one user and 3 for the other."""
+    model = Linear(np.zeros((5, 5)), bias=[5, 4, 3, 2, 1])
+    names = ["ann", "bob"]
+    inputs = dataset(scipy.sparse.csr_array(np.eye(5, dtype=bool)[[4, 4]]), names)
+    heldout = dataset(scipy.sparse.csr_array(np.eye(5, dtype=bool)[[2, 3]]), names)
+    lists = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 1, 1], [0, 1, 1, 0, 1]], bool)
+    candidates = dataset(scipy.sparse.csr_array(lists), ["ann", "eve", "bob"])
+    found = evaluate(model, inputs, heldout, k=(1, 2), candidates=candidates)
+    assert found["hit_rate@1"] == 0
+    assert found["hit_rate@2"] == found["recall@2"] == 1 / 2
+    assert found["ndcg@2"] == pytest.approx(1 / np.log2(3) / 2, rel=1e-6)
+    assert found["mrr@2"] == 1 / 4
+    # With the item itself among the candidates it is the same.
+    lists[0, 2] = lists[2, 3] = True
+    again = dataset(scipy.sparse.csr_array(lists), ["ann", "eve", "bob"])
+    assert evaluate(model, inputs, heldout, k=(1, 2), candidates=again) == found
+
+
+@pytest.mark.parametrize("temperature", [None, 0.2])
+def test_feed_forward_scores_candidates(problem, temperature):
+    inputs, heldout = problem[:2]
+    config = NetworkConfig.autoencoder((8,), temperature=temperature)
+    model = FeedForward(config, inputs=19, outputs=19, rngs=nnx.Rngs(0))
+    scores = model(CSR.from_scipy(inputs), deterministic=True)
+    candidates = scipy.sparse.csr_array(np.ones((37, 19), bool))
+    # All items are candidates: the same as without.
+    found = evaluate(model, inputs, heldout, k=6, candidates=candidates)
+    assert found == pytest.approx(evaluate(model, inputs, heldout, k=6), rel=1e-6)
+    candidates = random_matrix(37, 19, density=0.9)
+    found = evaluate(model, inputs, heldout, k=6, candidates=candidates)
+    ids = among(scores, candidates, heldout, 6, inputs)
+    for key, value in oracle_metrics(ids, heldout, 6, popularity_of(inputs)).items():
+        assert found[key] == pytest.approx(value, rel=1e-5)
+
+
+def test_errors_of_candidates(problem, model):
+    inputs, heldout, weights, bias = problem
+    candidates = random_matrix(37, 19, density=0.9)
+    with pytest.raises(
+        ValueError, match="candidates has 18 columns but heldout has 19"
+    ):
+        evaluate(model, inputs, heldout, candidates=candidates[:, :18])
+    with pytest.raises(ValueError, match="heldout has 37 rows but candidates has 36"):
+        evaluate(model, inputs, heldout, candidates=candidates[:36])
+    with pytest.raises(ValueError, match=r"1 of \d+ rows of heldout have no .*'row20'"):
+        names = [f"row{r}" for r in range(37) if r != 20]
+        some = dataset(candidates[[r for r in range(37) if r != 20]], names)
+        evaluate(model, dataset(inputs), dataset(heldout), candidates=some)
+    with pytest.raises(ValueError, match="rows of heldout have no candidates"):
+        evaluate(model, inputs, heldout, candidates=scipy.sparse.csr_array((37, 19)))
+    with pytest.raises(FloatingPointError, match="row 0 of heldout"):
+        broken = Linear(weights, bias + np.nan)
+        evaluate(broken, inputs, heldout, candidates=candidates)
+
+    class NoScores(nnx.Module):
+        num_features = num_items = 19
+        top_k = Linear.top_k
+
+    with pytest.raises(TypeError, match="item_scores.*NoScores has not"):
+        evaluate(NoScores(), inputs, heldout, candidates=candidates)
 
 
 def test_errors_of_evaluate(problem, model):

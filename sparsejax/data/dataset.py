@@ -14,7 +14,7 @@ from sparsejax.data import names as _names
 from sparsejax.data import parquet, vocabulary
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names
-from sparsejax.data.split import heldout_entries
+from sparsejax.data.split import heldout_entries, heldout_rows
 from sparsejax.sparse import CSR
 
 # Above this, the fullest device of a mesh decides how long a step takes.
@@ -178,6 +178,26 @@ class SparseDataset:
             self.matrix, self.row_names, self.feature_names, fraction, seed
         )
         return self._entries(~is_held), self._entries(is_held)
+
+    def split_rows(
+        self, fraction: float, *, seed: int
+    ) -> tuple[SparseDataset, SparseDataset]:
+        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+
+        `(1 - fraction) num_rows` rows are held out, rounded half up, but one always
+        stays in train. Both parts keep the order of rows and have all features. Which
+        rows are held out depends on the seed and on their names, not on their order nor
+        on what is in them.
+
+        Args:
+          fraction: share of the rows to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1).
+        """
+        is_held = heldout_rows(self.row_names, fraction, seed)
+        return self._rows(np.flatnonzero(~is_held)), self._rows(np.flatnonzero(is_held))
 
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
         """The rows that both data sets have, by name, in this one's order.

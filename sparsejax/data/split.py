@@ -1,4 +1,4 @@
-"""Which entries of a data set to hold out: a random choice that names alone decide."""
+"""What of a data set to hold out: a random choice that names alone decide."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ def heldout_entries(
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
     indptr = np.asarray(matrix.indptr)
     lengths = np.diff(indptr)
-    # 1 - 0.9 is below 0.1, and half of it must still count as half: nine decimals.
-    shares = np.round((1 - fraction) * lengths, 9)
-    counts = np.minimum(np.floor(shares + 0.5), np.maximum(lengths - 1, 0))
+    counts = _num_held(lengths, fraction)
     rows = np.repeat(np.arange(matrix.num_rows), lengths)
     keys = _mix(
         _hashes(row_names, seed)[rows]
@@ -41,6 +37,30 @@ def heldout_entries(
     is_held = np.zeros(matrix.nse, bool)
     is_held[order] = place < counts[rows]
     return is_held
+
+
+def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
+    """`[rows]` bool: the rows that `SparseDataset.split_rows` holds out.
+
+    Each row gets a 64-bit key, a hash of seed and name; the smallest are held out.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    count = int(_num_held(np.array([len(row_names)]), fraction)[0])
+    is_held = np.zeros(len(row_names), bool)
+    # Mixed, so that it is another choice than that of entries by the same seed.
+    is_held[np.argsort(_mix(_hashes(row_names, seed)), kind="stable")[:count]] = True
+    return is_held
+
+
+def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
+    """How many of so many are held out: rounded half up, but one stays."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
+    # 1 - 0.9 is below 0.1, and half of it must still count as half: nine decimals.
+    shares = np.round((1 - fraction) * counts, 9)
+    return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
 
 
 def _hashes(names: Names, seed: int) -> np.ndarray:
