@@ -20,6 +20,7 @@ import sparsejax
 Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
 _Formats = arg(metavar="{text,pairs,adjacency,parquet}")
 _File = arg(metavar="FILE")
+_Column = arg(metavar="COLUMN")
 _Folder = arg(metavar="DIR")
 Flag = Annotated[bool, FlagCreatePairsOff]  # off unless given
 
@@ -81,11 +82,11 @@ class Train:
       network: The network.
     """
 
-    data: Annotated[Positional[pathlib.Path], arg(metavar="DATA")]
+    data: Annotated[Positional[str], arg(metavar="DATA")]
     run: Annotated[pathlib.Path, _Folder]
     format: Annotated[Format | None, _Formats] = None
     indicator: Flag = False
-    validation: Annotated[pathlib.Path | None, _File] = None
+    validation: Annotated[str | None, _File] = None
     k: int = 20
     patience: Annotated[int | None, arg(metavar="INT")] = None
     config: Annotated[pathlib.Path | None, _File] = None
@@ -112,13 +113,22 @@ class Evaluate:
       run: Folder of the trained model.
       train: What the model is shown of each row; never recommended.
       test: What it should find; rows are matched by name.
+      fold_in: Instead of TEST, for rows that the model was not trained on: the share of
+        each row's interactions that it is shown; the rest is what it should find.
+      seed: Of that choice.
+      candidates: For each row a list of items: rank only these and the held-out ones.
+      popularity: The interactions that popularity is counted from; by default TRAIN.
       k: Number of recommendations that count.
-      format: Format of both files, where it is not clear from name and content.
+      format: Format of all files, where it is not clear from name and content.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
-    train: Annotated[Positional[pathlib.Path], arg(metavar="TRAIN")]
-    test: Annotated[Positional[pathlib.Path], arg(metavar="TEST")]
+    train: Annotated[Positional[str], arg(metavar="TRAIN")]
+    test: Annotated[Positional[str | None], arg(metavar="[TEST]")] = None
+    fold_in: Annotated[float | None, arg(metavar="FLOAT")] = None
+    seed: int = 0
+    candidates: Annotated[str | None, _File] = None
+    popularity: Annotated[str | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
 
@@ -139,11 +149,11 @@ class Predict:
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
-    data: Annotated[Positional[pathlib.Path], arg(metavar="DATA")]
+    data: Annotated[Positional[str], arg(metavar="DATA")]
     out: Annotated[pathlib.Path, _File]
     k: int = 10
     exclude_seen: Flag = False
-    exclude: Annotated[pathlib.Path | None, _File] = None
+    exclude: Annotated[str | None, _File] = None
     format: Annotated[Format | None, _Formats] = None
 
 
@@ -154,21 +164,28 @@ class Convert:
     Features without entries are kept by parquet only.
 
     Attributes:
-      input: File to read; .gz and .xz are read, too.
+      input: File to read; .gz and .xz are read, too. Of Parquet, also a folder, or an
+        address such as s3://bucket/folder.
       output: File to write, compressed if it ends in .gz or .xz. It is replaced if it
         exists.
       from_: Format of IN, where it is not clear from name and content.
       to: Format of OUT, where its name does not end in .parquet or .csv (pairs).
+      user: Of a table, the column of users, by name or by number from 0.
+      item: The column of items, or of lists of them.
+      value: The column of values, or of lists of them.
       features: Keep only the features of this file, a run's vocabulary.parquet for
         example, and in its order.
       indicator: Leave out the values.
     """
 
-    input: Annotated[Positional[pathlib.Path], arg(metavar="IN")]
+    input: Annotated[Positional[str], arg(metavar="IN")]
     output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
     from_: Annotated[Format | None, arg(name="from"), _Formats] = None
     to: Annotated[Format | None, _Formats] = None
-    features: Annotated[pathlib.Path | None, _File] = None
+    user: Annotated[int | str | None, _Column] = None
+    item: Annotated[int | str | None, _Column] = None
+    value: Annotated[int | str | None, _Column] = None
+    features: Annotated[str | None, _File] = None
     indicator: Flag = False
 
 

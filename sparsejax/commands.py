@@ -80,13 +80,31 @@ def train(flags: cli.Train) -> None:
 
 def evaluate(flags: cli.Evaluate) -> None:
     """`sparsejax evaluate`."""
+    if (flags.test is None) == (flags.fold_in is None):
+        raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
     settings, names = run.load_run(flags.run)
     model = run.restored_model(flags.run, settings)
-    shown = read(
-        flags.train, format=flags.format, features=names, indicator=settings.indicator
+    read_ = functools.partial(read, format=flags.format, features=names)
+    shown = read_(flags.train, indicator=settings.indicator)
+    heldout = candidates = None
+    if flags.test is not None:
+        heldout = _heldout(flags.test, flags.format, shown, flags.train)
+    if flags.candidates is not None:
+        candidates = read_(flags.candidates, indicator=True)
+    measured = prediction.evaluate(
+        model,
+        shown,
+        heldout,
+        k=flags.k,
+        fold_in=flags.fold_in,
+        seed=flags.seed,
+        candidates=candidates,
+        popularity=(
+            "inputs"
+            if flags.popularity is None
+            else read_(flags.popularity, indicator=True)
+        ),
     )
-    heldout = _heldout(flags.test, flags.format, shown, flags.train)
-    measured = prediction.evaluate(model, shown, heldout, k=flags.k)
     print(table(measured))
     print(json.dumps(measured))
 
@@ -119,7 +137,13 @@ def convert(flags: cli.Convert) -> None:
     writers.check_writable(flags.output)
     features = None if flags.features is None else read(flags.features)
     data = read(
-        flags.input, format=flags.from_, features=features, indicator=flags.indicator
+        flags.input,
+        format=flags.from_,
+        user=flags.user,
+        item=flags.item,
+        value=flags.value,
+        features=features,
+        indicator=flags.indicator,
     )
     if to == "parquet":
         data.save(flags.output)
@@ -148,7 +172,8 @@ def print_summary(data: SparseDataset, model: nnx.Module) -> None:
 
 def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
     """Says on stderr how an epoch went; `fit` calls it. A progress bar stays below."""
-    metrics = "".join(f"  {name} {entry[name]:.4f}" for name in entry if "@" in name)
+    shown = [name for name in entry if name.startswith(("recall@", "ndcg@"))]
+    metrics = "".join(f"  {name} {entry[name]:.4f}" for name in shown)
     tqdm.write(
         f"epoch {entry['epoch']}/{num_epochs}  loss {entry['loss']:.5g}  "
         f"{entry['examples_per_second']:,.0f} examples/s{metrics}",
@@ -205,10 +230,10 @@ def _rule(flags: cli.Train, num_rows: int) -> optimizers.Rule:
 
 
 def _heldout(
-    path: pathlib.Path,
+    path: str,
     format: cli.Format | None,
     data: SparseDataset,
-    data_path: pathlib.Path,
+    data_path: str,
 ) -> SparseDataset:
     """Held-out entries of rows of `data`; those of other rows are left out, aloud."""
     heldout = read(path, format=format, features=data, indicator=True)

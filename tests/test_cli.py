@@ -15,6 +15,8 @@ import typing
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import scipy.sparse
 from flax import nnx
@@ -23,6 +25,7 @@ from sparsejax import cli, commands, demo, optimizers, run
 from sparsejax.cli import main
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset, read, sniff
+from sparsejax.prediction import evaluate
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16"]
@@ -157,6 +160,45 @@ def test_evaluate_finds_what_was_held_out(board, capsys):
     row = next(line for line in lines if line.startswith("recall@2 ")).split()
     expected = [measured["recall@2"], measured["popularity_recall@2"]]
     assert [float(cell) for cell in row[1:]] == pytest.approx(expected, abs=1e-4)
+
+
+def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):
+    train, heldout = read(board.files[0]), read(board.files[1])
+    both = train.to_scipy() + heldout.align_features(train).to_scipy()
+    names = [f"other {row}" for row in range(USERS)]
+    others = SparseDataset.from_scipy(
+        both.astype(bool), row_names=names, feature_names=train.feature_names
+    )
+    others = others.split_rows(0.5, seed=0)[0]
+    path = write_lines(tmp_path / "others.txt", others)
+    argv = ["evaluate", board.run, path, "--fold-in", "0.7", "--k", "3"]
+    assert main([*argv, "--popularity", board.files[0], "--seed", "3"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model, names = run.load_model(board.run)
+    data = read(path, features=names)
+    assert measured == pytest.approx(
+        evaluate(model, data, fold_in=0.7, seed=3, k=3, popularity=train)
+    )
+    assert measured["recall@3"] > 0.95
+    assert measured["popularity_recall@3"] < 0.7
+    for extra in ([], [board.files[1], "--fold-in", "0.7"]):
+        assert main(["evaluate", board.run, path, *extra]) == 1
+        assert "name the TEST file, or hold out" in capsys.readouterr().err
+
+
+def test_evaluate_among_candidates(board, tmp_path, capsys):
+    """Of one held-out item and the other colour's, the item is found."""
+    lines = [
+        f"user {u}\t" + ":".join(f"item{i}" for i in range(1 - u % 2, ITEMS, 2))
+        for u in range(USERS)
+    ]
+    path = tmp_path / "candidates.tsv"
+    path.write_text("\n".join(lines))
+    argv = ["evaluate", board.run, *board.files, "--candidates", str(path)]
+    assert main([*argv, "--k", "2"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["recall@2"] == measured["hit_rate@2"] == measured["map@2"] == 1
+    assert measured["popularity_recall@2"] < 0.9
 
 
 def test_predict_recommends_the_users_colour(board, tmp_path):
@@ -521,6 +563,28 @@ def test_convert_reads_any_format_and_a_vocabulary(tmp_path, monkeypatch, capsys
     warnings = capsys.readouterr().err
     assert "1 of 3 entries are left out" in warnings
     assert "1 of 3 rows have no entries and are left out" in warnings
+
+
+def test_convert_takes_columns_and_folders_of_parquet(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("in").mkdir()
+    table = pa.table({"n": [1, 2], "sku": ["x", "y"], "buyer": ["a", "b"]})
+    pq.write_table(table, "in/1.parquet")
+    pq.write_table(table, "in/2.parquet")
+    columns = ["--user", "buyer", "--item", "1", "--value", "n"]
+    assert main(["convert", "in", "out.csv", *columns]) == 0
+    expected = "user,item,value\na,x,2\nb,y,4\n"
+    assert pathlib.Path("out.csv").read_text() == expected
+    columns = ["--user", "1", "--item", "user"]
+    assert main(["convert", "out.csv", "turned.csv", *columns]) == 0
+    expected = "user,item,value\nx,a,2\ny,b,4\n"
+    assert pathlib.Path("turned.csv").read_text() == expected
+    address = pathlib.Path("in").absolute().as_uri()
+    columns = ["--user", "buyer", "--item", "sku", "--indicator", "--to", "text"]
+    assert main(["convert", address, "out.txt", *columns]) == 0
+    assert pathlib.Path("out.txt").read_text() == "a\tx\nb\ty\n"
+    assert main(["convert", "out.txt", "out.csv", "--from", "text", "--user", "0"]) == 1
+    assert "the format text has no columns to name" in capsys.readouterr().err
 
 
 def test_names_with_quotes_and_separators(tmp_path, monkeypatch):

@@ -265,6 +265,34 @@ def test_split_rejects(fraction):
         make().split(fraction, seed=0)
 
 
+def test_split_rows():
+    dataset = random_dataset(53, 11)
+    train, heldout = dataset.split_rows(0.9, seed=0)
+    assert (train.num_rows, heldout.num_rows) == (48, 5)  # 5.3
+    names = dataset.row_names.tolist()
+    for part in (train, heldout):
+        found = part.row_names.tolist()
+        assert found == sorted(found, key=names.index)
+        assert_equal(part, dataset.align_rows(found))
+    both = {*train.row_names.tolist(), *heldout.row_names.tolist()}
+    assert both == set(names)
+    # Whatever the order of the rows and what is in them.
+    turned = dataset.align_rows(names[::-1]).without_values()
+    again = turned.split_rows(0.9, seed=0)[1]
+    assert set(again.row_names.tolist()) == set(heldout.row_names.tolist())
+    other = dataset.split_rows(0.9, seed=1)[1]
+    assert set(other.row_names.tolist()) != set(heldout.row_names.tolist())
+
+
+def test_split_rows_of_few():
+    dataset = random_dataset(1, 4)
+    assert [part.num_rows for part in dataset.split_rows(0.1, seed=0)] == [1, 0]
+    dataset = random_dataset(2, 4)
+    assert [part.num_rows for part in dataset.split_rows(0.75, seed=0)] == [1, 1]
+    with pytest.raises(ValueError, match="fraction must lie in"):
+        dataset.split_rows(1, seed=0)
+
+
 def test_match_rows_by_name():
     left, right = make(), make(valued=False).align_rows(["\u3042", "eve"])
     extra = SparseDataset.from_scipy(

@@ -18,6 +18,9 @@ METRICS = {
     "truncated_recall": metrics.truncated_recall_at_k,
     "ndcg": metrics.ndcg_at_k,
     "precision": metrics.precision_at_k,
+    "hit_rate": metrics.hit_rate_at_k,
+    "mrr": metrics.mrr_at_k,
+    "map": metrics.map_at_k,
 }
 ITEMS = 6
 
@@ -39,6 +42,13 @@ def expected(name, ids, labels, k):
     if name == "ndcg":
         best = sum(1 / math.log2(r + 1) for r in range(1, min(k, len(labels)) + 1))
         return sum(1 / math.log2(rank + 1) for rank in hits) / best
+    if name == "hit_rate":
+        return float(bool(hits))
+    if name == "mrr":
+        return 1 / hits[0] if hits else 0.0
+    if name == "map":
+        precisions = [(j + 1) / rank for j, rank in enumerate(hits)]
+        return sum(precisions) / min(k, len(labels))
     possible = {
         "recall": len(labels),
         "truncated_recall": min(k, len(labels)),
@@ -55,11 +65,23 @@ def expected(name, ids, labels, k):
         ("precision", 2 / 3),
         # ranks 1 and 3 hit: (1 + 1/2) / (1 + 1/log2(3) + 1/2)
         ("ndcg", 1.5 / (1.5 + 1 / math.log2(3))),
+        ("hit_rate", 1),
+        ("mrr", 1),
+        ("map", (1 / 1 + 2 / 3) / 3),
     ],
 )
 def test_worked_example(name, value):
     ids, labels = jnp.array([[3, 1, 5]]), labels_of([{0, 2, 3, 5}])
     np.testing.assert_allclose(METRICS[name](ids, labels), [value], rtol=1e-6)
+
+
+def test_the_first_hit_at_rank_two():
+    ids, labels = jnp.array([[1, 3, 5]]), labels_of([{3}])
+    assert metrics.hit_rate_at_k(ids, labels).tolist() == [1]
+    assert metrics.mrr_at_k(ids, labels).tolist() == [1 / 2]
+    assert metrics.map_at_k(ids, labels).tolist() == [1 / 2]
+    assert metrics.hit_rate_at_k(ids, labels, 1).tolist() == [0]
+    assert metrics.mrr_at_k(ids, labels, 1).tolist() == [0]
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -163,3 +185,43 @@ def test_errors_name_both_sides(name):
     for k in (0, 3):
         with pytest.raises(ValueError, match=rf"k must be in \[1, 2\].*got {k}"):
             METRICS[name](ids, labels_of([{0}]), k)
+
+
+# of the catalogue
+
+
+def test_counts_of_recommendations():
+    ids = jnp.array([[3, 0, -1], [3, 5, 1], [-1, -1, -1]])
+    counts = metrics.recommendation_counts(ids, ITEMS)
+    assert counts.tolist() == [1, 1, 0, 2, 0, 1]
+    assert metrics.recommendation_counts(ids, ITEMS, 1).tolist() == [0, 0, 0, 2, 0, 0]
+
+
+def test_catalogue_by_hand():
+    counts = np.array([0, 3, 0, 1])
+    assert metrics.coverage(counts) == 0.5
+    # In order 0, 0, 1, 3: (-3 0 - 1 0 + 1 1 + 3 3) / (4 4)
+    assert metrics.gini(counts) == 10 / 16
+    popularity = np.array([0.9, 0.5, 0.1, 0.3])
+    assert metrics.mean_popularity(counts, popularity) == pytest.approx(1.8 / 4)
+
+
+def test_catalogue_of_extremes():
+    equal, one = np.full(7, 3), np.eye(1000, dtype=int)[4] * 9
+    assert metrics.gini(equal) == 0 and metrics.coverage(equal) == 1
+    assert metrics.gini(one) == pytest.approx(1 - 1 / 1000)
+    nothing = np.zeros(5, int)
+    assert metrics.gini(nothing) == metrics.coverage(nothing) == 0
+    assert metrics.mean_popularity(nothing, np.ones(5)) == 0
+    # Sums beyond int32.
+    many = jnp.full(10, 2**31 - 1)
+    assert metrics.gini(many) == pytest.approx(0, abs=1e-12)
+    assert metrics.mean_popularity(many, jnp.full(10, 0.5)) == 0.5
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any))
+def test_gini_is_half_the_relative_mean_difference(counts):
+    given = np.array(counts, float)
+    differences = np.abs(given[:, None] - given).mean()
+    expected = differences / (2 * given.mean())
+    assert metrics.gini(np.array(counts)) == pytest.approx(expected, abs=1e-12)

@@ -39,31 +39,41 @@ def read(
     path: Path,
     *,
     format: str | None = None,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
     """Reads a data file in any of the formats.
 
     Args:
-      path: the file, or a folder or address of Parquet files.
+      path: the file, or a folder or an address of Parquet files.
       format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; by default what the
         file's name or its first lines say, see `guess_format`.
+      user: the column with the row's name, of a table (pairs and parquet).
+      item: the column with the feature's name.
+      value: the column with the value.
       features: vocabulary to read against.
       indicator: ignore values, whatever they are.
 
     Raises:
       DataError: the file cannot be read, or its format is not clear.
-      ValueError: there is no such format.
+      ValueError: there is no such format, or it has no columns to name.
     """
-    match format or sniff.guess_format(path):
+    format = format or sniff.guess_format(path)
+    columns = {"user": user, "item": item, "value": value}
+    if format in ("text", "adjacency") and any(c is not None for c in columns.values()):
+        raise ValueError(f"{path}: the format {format} has no columns to name")
+    match format:
         case "text":
             return read_text(path, features=features, indicator=indicator)
         case "pairs":
-            return read_pairs(path, features=features, indicator=indicator)
+            return read_pairs(path, **columns, features=features, indicator=indicator)
         case "adjacency":
             return read_adjacency(path, features=features)
         case "parquet":
-            return read_parquet(path, features=features, indicator=indicator)
+            return read_parquet(path, **columns, features=features, indicator=indicator)
     raise ValueError(
         f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
     )
