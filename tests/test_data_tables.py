@@ -80,7 +80,7 @@ def test_every_kind_of_list(list_type):
         (pa.int8(), (0, -1, 7)),
         (pa.uint64(), (0, 2**64 - 1, 7)),
         (pa.dictionary(pa.uint32(), pa.string()), "xyz"),
-        (pa.dictionary(pa.int8(), pa.large_string()), "xyz"),
+        (pa.dictionary(pa.int8(), pa.string()), "xyz"),
     ],
     ids=str,
 )

@@ -1,0 +1,140 @@
+"""Times the readers on a file like the ratings of MovieLens-20M.
+
+    python benchmarks/readers.py
+
+Makes the file (20 million pairs, 0.5 GB) and other forms of it in a temporary folder,
+reads each in a process of its own, prints a table and writes `results/readers.json`.
+Peak memory is the whole process's (VmHWM), with Python and JAX imported.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import datetime
+import json
+import os
+import pathlib
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import scipy
+
+import sparsejax as sj
+from sparsejax import writers
+
+_RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "readers.json"
+_PAIRS, _USERS, _MOVIES = 20_000_263, 138_493, 26_744
+# Where the time of the first file goes: (file, function) of the profile.
+_PARTS = {
+    "pyarrow: CSV, values, names of each block": [("pairs.py", "pair_blocks")],
+    "names over all blocks": [("names.py", "add"), ("names.py", "finish")],
+    "SciPy: COO to CSR, adding duplicates": [("_coo.py", "tocsr")],
+    "SciPy: sorting rows in the vocabulary's order": [("sparse.py", "from_scipy")],
+    "all": [("readers.py", "read")],
+}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_files(pathlib.Path(folder))
+        results = {name: in_a_process("time", path) for name, path in paths.items()}
+        parts = in_a_process("profile", paths["pairs, CSV"])
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": "python benchmarks/readers.py",
+        "versions": {"pyarrow": pa.__version__, "scipy": scipy.__version__},
+        "cpus": os.cpu_count(),
+        "pairs": _PAIRS,
+        "files": results,
+        "seconds_of_parts": parts,
+    }
+    _RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{'':16} {'MB':>5} {'wall s':>7} {'CPU s':>7} {'peak GB':>8}")
+    for name, row in results.items():
+        print(
+            f"{name:16} {row['megabytes']:5.0f} {row['seconds']:7.1f} "
+            f"{row['cpu_seconds']:7.1f} {row['peak_gigabytes']:8.2f}"
+        )
+    for name, seconds in parts.items():
+        print(f"{seconds:6.1f} s  {name}")
+
+
+def make_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Ratings with lognormal lengths of rows and zipf movies, in several forms."""
+    rng = np.random.default_rng(0)
+    share = rng.lognormal(0, 1.1, _USERS)
+    lengths = 20 + rng.multinomial(_PAIRS - 20 * _USERS, share / share.sum())
+    popularity = np.arange(1, _MOVIES + 1) ** -0.9
+    movies = rng.choice(_MOVIES, _PAIRS, p=popularity / popularity.sum())
+    table = pa.table(
+        {
+            "userId": np.repeat(np.arange(1, _USERS + 1), lengths),
+            "movieId": (rng.permutation(131_262)[:_MOVIES] + 1)[movies],
+            "rating": rng.integers(1, 11, _PAIRS) / 2,
+            "timestamp": rng.integers(789_652_009, 1_427_784_002, _PAIRS),
+        }
+    )
+    names = ("ratings.csv", "pairs.parquet", "text", "adjacency", "saved.parquet")
+    csv, parquet, text, adjacency, saved = (folder / name for name in names)
+    pyarrow.csv.write_csv(table, csv)
+    pq.write_table(table, parquet)
+    data = sj.read(parquet)
+    data.save(saved)
+    with writers.whole_file(text) as file:
+        writers.write_text(file, data)
+    with writers.whole_file(adjacency) as file:
+        writers.write_adjacency(file, data.without_values())
+    return {
+        "pairs, CSV": csv,
+        "text": text,
+        "adjacency": adjacency,
+        "pairs, Parquet": parquet,
+        "saved data set": saved,
+    }
+
+
+def in_a_process(what: str, path: pathlib.Path) -> dict[str, float]:
+    command = [sys.executable, __file__, what, str(path)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+def timed(path: str) -> dict[str, float]:
+    start, cpu = time.perf_counter(), time.process_time()
+    data = sj.read(path)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    status = pathlib.Path("/proc/self/status").read_text()
+    (peak,) = (line.split()[1] for line in status.splitlines() if "VmHWM" in line)
+    return {
+        "megabytes": os.path.getsize(path) / 1e6,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "peak_gigabytes": int(peak) * 1024 / 1e9,
+        "entries": data.num_entries,
+    }
+
+
+def profiled(path: str) -> dict[str, float]:
+    with cProfile.Profile() as profile:
+        sj.read(path)
+    parts = dict.fromkeys(_PARTS, 0.0)
+    for (file, _, function), (*_, total, _) in pstats.Stats(profile).stats.items():  # pyrefly: ignore[missing-attribute]
+        for name, functions in _PARTS.items():
+            if (os.path.basename(file), function) in functions:
+                parts[name] += total
+    return parts
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        function = {"time": timed, "profile": profiled}[sys.argv[1]]
+        print(json.dumps(function(sys.argv[2])))
+    else:
+        main()
