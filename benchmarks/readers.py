@@ -3,7 +3,8 @@
     python benchmarks/readers.py
 
 Makes the file (20 million pairs, 0.5 GB) and other forms of it in a temporary folder,
-reads each in a process of its own, prints a table and writes `results/readers.json`.
+reads each in a process of its own, and writes `results/readers.json` and the table in
+README.md.
 Peak memory is the whole process's (VmHWM), with Python and JAX imported.
 """
 
@@ -30,6 +31,7 @@ import sparsejax as sj
 from sparsejax import writers
 
 _RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "readers.json"
+_README = pathlib.Path(__file__).resolve().parent / "README.md"
 _PAIRS, _USERS, _MOVIES = 20_000_263, 138_493, 26_744
 # Where the time of the first file goes: (file, function) of the profile.
 _PARTS = {
@@ -56,14 +58,25 @@ def main() -> None:
         "seconds_of_parts": parts,
     }
     _RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{'':16} {'MB':>5} {'wall s':>7} {'CPU s':>7} {'peak GB':>8}")
+    versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items())
+    lines = [
+        f"{versions}, {report['cpus']} CPUs; {report['date']}.",
+        "",
+        "| form | MB | wall s | CPU s | peak GB |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, row in results.items():
-        print(
-            f"{name:16} {row['megabytes']:5.0f} {row['seconds']:7.1f} "
-            f"{row['cpu_seconds']:7.1f} {row['peak_gigabytes']:8.2f}"
+        lines.append(
+            f"| {name} | {row['megabytes']:.0f} | {row['seconds']:.1f} | "
+            f"{row['cpu_seconds']:.1f} | {row['peak_gigabytes']:.2f} |"
         )
-    for name, seconds in parts.items():
-        print(f"{seconds:6.1f} s  {name}")
+    lines += ["", "| part of the CSV, under a profiler | wall s |", "| --- | --- |"]
+    lines += [f"| {name} | {seconds:.1f} |" for name, seconds in parts.items()]
+    print("\n".join(lines))
+    before, _, rest = _README.read_text().partition("<!-- readers -->\n")
+    _, _, after = rest.partition("<!-- end -->")
+    marked = "<!-- readers -->\n" + "\n".join(lines) + "\n<!-- end -->"
+    _README.write_text(before + marked + after)
 
 
 def make_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:

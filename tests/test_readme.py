@@ -82,7 +82,10 @@ def test_rules_of_the_docs():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/data.md", "docs/network.md", "docs/optimizers.md"],
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("data", "metrics", "network", "optimizers")),
+    ],
 )
 def test_links_lead_somewhere(page):
     path = ROOT / page
