@@ -249,15 +249,28 @@ class SparseOutput(nnx.Module):
             scores = scores * scale[ids]
         return scores if bias is None else scores + bias[ids]
 
-    def _operands(self, h):
-        kernel = self.kernel[...]
-        bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
-        scale = None
+    def hidden_operand(
+        self, h: Float[Array, "batch in_features"]
+    ) -> Float[Array, "batch in_features"]:
+        """`h` as it enters the products: of length 1 for cosines, in their dtype."""
         if self.temperature is not None:
             h = h * _inverse_norm(h)[:, None].astype(h.dtype)
-            scale = _inverse_norm(kernel) / self.temperature
-        dtype = self.dtype or jnp.promote_types(h.dtype, kernel.dtype)
-        return h.astype(dtype), kernel.astype(dtype), bias, scale
+        return h.astype(
+            self.dtype or jnp.promote_types(h.dtype, self.kernel[...].dtype)
+        )
+
+    def score_scale(
+        self, kernel: Float[Array, "rows in_features"]
+    ) -> Float[Array, "rows"]:
+        """The factor of the scores of each item, of a layer with a temperature."""
+        assert self.temperature is not None
+        return _inverse_norm(kernel) / self.temperature
+
+    def _operands(self, h):
+        kernel, h = self.kernel[...], self.hidden_operand(h)
+        bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
+        scale = None if self.temperature is None else self.score_scale(kernel)
+        return h, kernel.astype(h.dtype), bias, scale
 
 
 class SparseDropout(nnx.Module):

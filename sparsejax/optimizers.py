@@ -13,7 +13,8 @@ rounding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from sparsejax import gradients, rules, schedules
 from sparsejax.gradients import Path, RowGradient, RowParam
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
-from sparsejax.ops.row_update import Table
+from sparsejax.ops.row_update import State, Table
 from sparsejax.sparse import CSR
 
 sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov
@@ -40,6 +41,9 @@ schedule = schedules.schedule
 # times as much as a row of a pass over the table (on a CPU, 256 floats a row: 3.6 us
 # against .36), and the batch touches somewhat fewer rows than it may.
 _LARGE_PART = 8
+
+
+_settle = jax.jit(row_update.settle, static_argnums=0, donate_argnums=1)
 
 
 class Optimizer(nnx.Pytree):
@@ -83,7 +87,7 @@ class Optimizer(nnx.Pytree):
             )
         self.rule, self.wrt = rule, wrt
         self.step = nnx.OptState(jnp.zeros((), jnp.int32))
-        parameters = nnx.as_pure(nnx.state(model, self._ordinary))
+        parameters = self._ordinary(model)
         self.dense = nnx.data(jax.tree.map(nnx.OptState, rule.dense().init(parameters)))
         self.rows = nnx.data(
             {
@@ -92,9 +96,11 @@ class Optimizer(nnx.Pytree):
             }
         )
 
-    @property
-    def _ordinary(self) -> nnx.filterlib.Filter:
-        return nnx.All(self.wrt, nnx.Not(RowParam))
+    def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
+        """What a model, or gradients of it, has of parameters that are no `RowParam`."""
+        wanted = nnx.All(self.wrt, nnx.Not(RowParam))
+        state = nnx.to_flat_state(nnx.as_pure(nnx.state(tree, wanted)))
+        return {_key(path): array for path, array in state}
 
     def value_and_grad(
         self,
@@ -114,12 +120,14 @@ class Optimizer(nnx.Pytree):
             self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense
         )
 
-    def update(self, model: Any, grads: Any) -> None:
+    def update(self, model: Any, grads: Any, *, updated: Sequence[Path] = ()) -> None:
         """One step: moves the parameters of `model` and the state here.
 
         Args:
           model: the parameters are updated in place.
           grads: from `value_and_grad`, also clipped or accumulated.
+          updated: paths of parameters, no `RowParam`s, which someone else moves in this
+            step, with their `state_of`; their gradients are not looked at.
 
         Raises:
           ValueError: a gradient is missing or of another shape, or it was taken at
@@ -143,7 +151,7 @@ class Optimizer(nnx.Pytree):
                     f"kernel {kernel.shape}"
                 )
             self._set_table(path, kernel, self._moved(path, kernel, g, step))
-        self._update_ordinary(model, nnx.from_flat_state(flat))
+        self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
 
     def flush(self, model: Any) -> None:
@@ -153,7 +161,7 @@ class Optimizer(nnx.Pytree):
         export. Not in the middle of a run: splitting a catch-up in two rounds
         differently.
         """
-        if not self.rule.decays:
+        if not self.rule.drifts:  # the weights are
             return
         for path, kernel in gradients.row_params(model, self.wrt).items():
             self._settle(path, kernel)
@@ -197,7 +205,8 @@ class Optimizer(nnx.Pytree):
     def _settle(self, path: Path, kernel: RowParam) -> None:
         """Brings a whole kernel up to date, in place."""
         table = self._table(path, kernel[...])
-        settled = row_update.settle(self.rule, table, self.step[...])
+        # Compiled, so that the arrays are donated where this is under no jit.
+        settled = _settle(self.rule, table, self.step[...])
         self._set_table(path, kernel, settled)
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
@@ -263,13 +272,79 @@ class Optimizer(nnx.Pytree):
             g = _refuse_stale(path, table, g, step)
         return row_update.step_whole(rule, table, g, step)
 
-    def _update_ordinary(self, model: Any, grads: Any) -> None:
-        parameters = nnx.as_pure(nnx.state(model, self._ordinary))
-        grads = nnx.as_pure(nnx.state(grads, self._ordinary))
+    def _update_ordinary(self, model: Any, grads: Any, updated: Sequence[Path]) -> None:
+        others = {_key(path) for path in updated}
+        parameters = _without(self._ordinary(model), others)
+        slopes = _without(self._ordinary(grads), others)
         before = nnx.as_pure(self.dense)
-        updates, after = self.rule.dense().update(grads, before, parameters)
-        nnx.update(model, optax.apply_updates(parameters, updates))
+        updates, after = self.rule.dense().update(
+            slopes, _without(before, others), parameters
+        )
+        moved: Any = optax.apply_updates(parameters, updates)
+        paths = {_key(path): path for path, _ in nnx.to_flat_state(nnx.state(model))}
+        nnx.update(
+            model, nnx.from_flat_state({paths[key]: moved[key] for key in moved})
+        )
+        # What was left out comes back.
+        after = jax.tree.map(
+            lambda b, a: {**b, **a} if isinstance(b, dict) else a,
+            before,
+            after,
+            is_leaf=lambda node: isinstance(node, dict),
+        )
         nnx.update(self.dense, nnx.state(after))
+
+    def state_of(self, paths: Sequence[Path]) -> dict[Path, State]:
+        """The state arrays of parameters that are no `RowParam`s, as the rule names them.
+
+        Raises:
+          NotImplementedError: the state of `rule.dense()` does not have them.
+        """
+        found: dict[Path, State] = {path: {} for path in paths}
+        for path, (names, variables) in self._dense_arrays(paths).items():
+            found[path] = {n: v[...] for n, v in zip(names, variables, strict=True)}
+        return found
+
+    def set_state_of(self, states: Mapping[Path, State]) -> None:
+        """Replaces what `state_of` gave."""
+        for path, (names, variables) in self._dense_arrays(list(states)).items():
+            for name, variable in zip(names, variables, strict=True):
+                variable.set_value(states[path][name])
+
+    def _dense_arrays(self, paths: Sequence[Path]):
+        """The names and variables of the state of each parameter."""
+        leaves = jax.tree_util.tree_leaves_with_path(
+            self.dense, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        wanted = sorted(self.rule.init((1, 1)))
+        found = {}
+        for path in paths:
+            ours = {
+                getattr(place[-2], "name", None): variable
+                for place, variable in leaves
+                if getattr(place[-1], "key", None) == _key(path)
+            }
+            if sorted(map(str, ours)) != wanted:
+                raise NotImplementedError(
+                    f"{self.rule.name}.dense() keeps {sorted(map(str, ours))} of "
+                    f"'{_key(path, '.')}', but its rows keep {wanted}: they must have "
+                    "the same names"
+                )
+            found[path] = wanted, [ours[name] for name in wanted]
+        return found
+
+
+def _without(tree: Any, keys: AbstractSet[str]) -> Any:
+    """A tree whose dictionaries lack some keys."""
+    return jax.tree.map(
+        lambda node: (
+            {key: value for key, value in node.items() if key not in keys}
+            if isinstance(node, dict)
+            else node
+        ),
+        tree,
+        is_leaf=lambda node: isinstance(node, dict),
+    )
 
 
 def _key(path: Path, separator: str = "/") -> str:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
+from sparsejax import fused as fused_output
 from sparsejax import prediction
 from sparsejax.batching import bucket
 from sparsejax.checkpoint import Checkpoints, fingerprint
@@ -79,6 +80,7 @@ def fit(
     checkpoint_dir: str | pathlib.Path | None = None,
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
+    fused: bool = False,
     log: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> list[dict[str, float]]:
     """Trains a model, in place, to predict `targets` from `inputs`.
@@ -111,6 +113,9 @@ def fit(
       resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
         result has the same bits as an uninterrupted run's; on a GPU only under
         `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which costs time.
+      fused: apply the gradient of each chunk of the output's items where it is made, so
+        that no array of the size of its kernel exists beside the kernel and its state.
+        The result is the same, up to rounding.
       log: called after each epoch with the step number and that epoch's history entry.
 
     Returns:
@@ -121,6 +126,8 @@ def fit(
       FloatingPointError: the loss is not finite; names epoch and step. The last good
         checkpoint stays.
       ValueError: shapes, names or settings do not fit; a checkpoint of other data.
+      NotImplementedError: `fused` with a tied output, or with a model that has no
+        `SparseOutput` of its own.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
     """
     data = _Resident.of(inputs, targets, weights)
@@ -130,6 +137,8 @@ def fit(
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
+    if fused:
+        fused_output.check(model, optimizer)
     evaluation = None
     if validation is not None:
         evaluation = prediction.prepare(
@@ -193,6 +202,7 @@ def fit(
                         count,
                         capacities,
                         _steps_per_dispatch(),
+                        fused,
                     )
                     done = _examples(run.position, count, batch_size, data.num_rows)
                     run.add(_checked(losses[:count], run, checkpoints), done)
@@ -418,10 +428,10 @@ def _epoch_order(key, epoch, data: _Resident, batch_size: int):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graphdef", "capacities", "most"),
+    static_argnames=("graphdef", "capacities", "most", "fused"),
     donate_argnames=("state",),
 )
-def _dispatch(graphdef, state, data, order, position, count, capacities, most):
+def _dispatch(graphdef, state, data, order, position, count, capacities, most, fused):
     """Runs steps `position .. position + count - 1` of an epoch, `count <= most`.
 
     `count` is not static: one program serves every dispatch of an epoch.
@@ -436,7 +446,7 @@ def _dispatch(graphdef, state, data, order, position, count, capacities, most):
         batches[0] = batches[0].with_transposed()
 
     def step(i, carry):
-        state, losses = carry
+        state, losses, derived = carry
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         x, labels = used[0], used[-1]
         exists = rows[i] >= 0
@@ -448,9 +458,17 @@ def _dispatch(graphdef, state, data, order, position, count, capacities, most):
         def loss_fn(model):
             return model.loss(x, labels, weights=weights)
 
-        loss, grads = optimizer.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), losses.at[i].set(loss)
+        if fused:
+            loss, derived = fused_output.train_step(
+                model, optimizer, x, labels, weights, derived
+            )
+        else:
+            loss, grads = optimizer.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), losses.at[i].set(loss), derived
 
+    derived = None
+    if fused:
+        derived = fused_output.derive(nnx.merge(graphdef, state, copy=True)[0])
     losses = jnp.zeros(most, jnp.float32)
-    return lax.fori_loop(0, count, step, (state, losses))
+    return lax.fori_loop(0, count, step, (state, losses, derived))[:2]

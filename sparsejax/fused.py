@@ -1,0 +1,197 @@
+"""A training step whose output kernel has no gradient array.
+
+The gradient of a chunk of items is applied to its weights and optimizer state where it
+is made. What remains to differentiate is the part of the model before the output::
+
+    h                      = encode(x)
+    loss, dh, output layer = losses and updates, a chunk of items at a time
+    gradients of encode    = those of  sum(h * dh)  with dh constant
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from sparsejax.layers import SparseOutput
+from sparsejax.losses import LossRule
+from sparsejax.ops.item_chunks import slice_rows
+from sparsejax.ops.output_loss import Layer, loss_and_updates
+from sparsejax.ops.row_update import State
+from sparsejax.optimizers import Optimizer
+from sparsejax.sparse import CSR
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A model whose loss is that of a `SparseOutput` on what `encode` makes."""
+
+    output: SparseOutput
+    loss_rule: LossRule
+
+    def encode(self, x: CSR) -> jax.Array:
+        """`[batch, hidden]`."""
+        ...
+
+
+class Derived(NamedTuple):
+    """What scores are made of beside parameters, kept from step to step.
+
+    Attributes:
+      operand: the kernel in the dtype of the products, if that is another.
+      scale: factors of the scores, if they are cosines.
+    """
+
+    operand: jax.Array | None
+    scale: jax.Array | None
+
+
+class _Tables(NamedTuple):
+    """All that an update of the output layer changes."""
+
+    kernel: jax.Array
+    kernel_state: State
+    bias: jax.Array | None
+    bias_state: State
+    derived: Derived
+
+
+def check(model: Any, optimizer: Optimizer) -> None:
+    """Raises NotImplementedError if the two cannot be trained so, and says why."""
+    if not isinstance(model, Fusable):
+        raise NotImplementedError(
+            "a fused update needs a model with encode, output (a SparseOutput) and "
+            f"loss_rule, as FeedForward has; {type(model).__name__} has not all of them"
+        )
+    elsewhere = [
+        ".".join(map(str, path))
+        for path, node in nnx.iter_graph(
+            {k: v for k, v in vars(model).items() if k != "output"}
+        )
+        if node is model.output.kernel or node is model.output.bias
+    ]
+    if elsewhere:
+        raise NotImplementedError(
+            f"the output's kernel is shared with {elsewhere[0]}, whose gradient has to "
+            "be added first: a tied kernel cannot have a fused update"
+        )
+    optimizer.state_of(_keys(model))
+
+
+def derive(model: Fusable) -> Derived:
+    """From the parameters as they are now."""
+    layer = model.output
+    kernel, scale = layer.kernel[...], None
+    if layer.temperature is not None:
+        scale = layer.score_scale(kernel)
+    dtype = layer.dtype or kernel.dtype
+    return Derived(None if dtype == kernel.dtype else kernel.astype(dtype), scale)
+
+
+def train_step(
+    model: Fusable,
+    optimizer: Optimizer,
+    x: CSR,
+    labels: CSR,
+    weights: Float[Array, "batch"],
+    derived: Derived,
+) -> tuple[Float[Array, ""], Derived]:
+    """One step of all parameters, in place: as of `sum_b weights_b loss_b`.
+
+    Returns:
+      The loss, and what was derived from the output layer as it is now.
+    """
+    layer, rule = model.output, optimizer.rule
+    count = optimizer.step[...] + 1
+    rate = rule.rate(count)
+    keys = _keys(model)
+    states = optimizer.state_of(keys)
+    bias = None if layer.bias is None else layer.bias[...]
+    before = _Tables(
+        layer.kernel[...],
+        states[keys[0]],
+        bias,
+        states[keys[1]] if bias is not None else {},
+        derived,
+    )
+
+    def operands(tables: _Tables) -> Layer:
+        kernel = tables.derived.operand
+        bias = None if tables.bias is None else tables.bias.astype(jnp.float32)
+        return Layer(
+            tables.kernel if kernel is None else kernel, bias, tables.derived.scale
+        )
+
+    def move(w, state, gradient, start):
+        """One step of a chunk of a parameter and of its state, in the whole arrays."""
+        size = len(gradient)
+        old = slice_rows(w, start, size)
+        parts = {name: slice_rows(array, start, size) for name, array in state.items()}
+        new, parts = rule.step(
+            old.astype(jnp.float32), parts, gradient.astype(jnp.float32), count, rate
+        )
+        # Else XLA works out the chunk once more for each array that is written, from
+        # old values of the others, and copies those to have them.
+        new, parts = lax.optimization_barrier((new, parts))
+        state = {name: _write(state[name], parts[name], start) for name in state}
+        return _write(w, new, start), state, new
+
+    def update(start, gradient: Layer, tables: _Tables) -> _Tables:
+        slope = gradient.kernel
+        if gradient.scale is not None:
+            old = slice_rows(tables.kernel, start, len(slope))
+            _, pull = jax.vjp(layer.score_scale, old)
+            slope = slope.astype(jnp.float32) + pull(gradient.scale)[0]
+        kernel, kernel_state, new = move(
+            tables.kernel, tables.kernel_state, slope, start
+        )
+        bias, bias_state = tables.bias, tables.bias_state
+        if bias is not None:
+            bias, bias_state, _ = move(bias, bias_state, gradient.bias, start)
+        operand, scale = tables.derived
+        if operand is not None:
+            operand = _write(operand, new, start)
+        if scale is not None:
+            scale = _write(scale, layer.score_scale(new.astype(kernel.dtype)), start)
+        return _Tables(kernel, kernel_state, bias, bias_state, Derived(operand, scale))
+
+    def surrogate(model):
+        h = model.output.hidden_operand(model.encode(x))
+        per_example, dh, after = loss_and_updates(
+            model.loss_rule,
+            lax.stop_gradient(h),
+            labels,
+            weights,
+            before,
+            layer=operands,
+            update=update,
+            implementation=layer.implementation,
+        )
+        loss = jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
+        assert dh is not None  # as there is an update
+        slopes = lax.stop_gradient(dh).astype(jnp.float32)
+        return jnp.sum(h.astype(jnp.float32) * slopes), (loss, after)
+
+    (_, (loss, after)), grads = optimizer.value_and_grad(surrogate, has_aux=True)(model)
+    optimizer.update(model, grads, updated=keys)
+    layer.kernel.set_value(after.kernel)
+    if layer.bias is not None:
+        layer.bias.set_value(after.bias)
+    done = dict(zip(keys, (after.kernel_state, after.bias_state), strict=False))
+    optimizer.set_state_of(done)
+    return loss, after.derived
+
+
+def _keys(model: Fusable) -> list[tuple]:
+    """Paths of the output's parameters: of the kernel, then of the bias if any."""
+    names = ["kernel"] if model.output.bias is None else ["kernel", "bias"]
+    return [("output", name) for name in names]
+
+
+def _write(array: jax.Array, chunk: jax.Array, start) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(array, chunk.astype(array.dtype), start, 0)
