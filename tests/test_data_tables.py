@@ -158,6 +158,18 @@ def test_errors_of_pairs(changes, message, monkeypatch):
     [
         ({"items": [["a"], [""], None, ["c"]]}, "row 1: an item .* empty"),
         ({"items": [["a"], ["b"], None, [None]]}, "row 3: an item .* null"),
+        # As many entries as rows.
+        (
+            {"items": [["a"], [], ["b", "c"], [""]], "ratings": [[1], [], [2, 3], [4]]},
+            "row 3: an item",
+        ),
+        (
+            {
+                "items": [["a"], [], ["b", "c"], ["d"]],
+                "ratings": [[1], [], [2, np.inf], [4]],
+            },
+            "row 2: a value is not finite",
+        ),
         ({"ratings": [[1], [2], None, [3, 4]]}, "row 3: it has not as many values"),
         ({"ratings": [[1], [None], [], [3]]}, "row 1: an entry has no value"),
         ({"user": [["a"]] * 4}, "expected a user and an item column"),
@@ -181,6 +193,9 @@ def test_errors_of_columns():
         from_arrow(table.append_column("n", [[1, 2, 3]]), item="n", value="item")
     with pytest.raises(DataError, match="expected a user and an item column.*got r$"):
         from_arrow(pa.table({"r": ["x"]}))
+    twice = pa.table([["a"], ["x"], ["y"]], names=["user", "item", "item"])
+    with pytest.raises(DataError, match="the table: there are several columns 'item'"):
+        from_arrow(twice)
     with pytest.raises(TypeError, match="PyCapsule.*polars, pandas.*got dict"):
         from_arrow(PAIRS)
     with pytest.raises(DataError, match="the table: holds no data"):
@@ -330,10 +345,10 @@ def test_addresses_that_are_none(tmp_path):
         read_parquet("magic://x/y")
     with pytest.raises(DataError, match="^magic://x/y: cannot be read"):
         read_parquet("magic://someone:secret@x/y")
-    with pytest.raises(DataError, match="only Parquet is read from an address"):
-        read("s3://bucket/ratings.csv", format="pairs")
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table(PAIRS), path)
+    with pytest.raises(DataError, match="only Parquet is read from an address"):
+        read("s3://bucket/ratings.csv", format="pairs")
     assert contents(read_parquet(f"file://{path}")) == VALUES
 
 

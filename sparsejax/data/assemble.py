@@ -16,7 +16,7 @@ from sparsejax.data.dataset import (
     UnknownFeaturesWarning,
     align_features,
 )
-from sparsejax.data.files import DataError, Path
+from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import NameEncoder
 from sparsejax.data.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES
@@ -112,7 +112,7 @@ def align_to(
         raise DataError.at(path, str(error)) from error
     if unknown:
         warnings.warn(
-            f"{path}: {unknown}",
+            f"{shown(path)}: {unknown}",
             UnknownFeaturesWarning,
             skip_file_prefixes=(
                 os.path.dirname(__file__),

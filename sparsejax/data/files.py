@@ -41,10 +41,7 @@ class DataError(ValueError):
     @classmethod
     def at(cls, path: Path, message: str, *, line: int | None = None) -> DataError:
         """The error for a file, or for a line of it."""
-        # The address of an object store may hold a password.
-        place = re.sub("(?<=://)[^/@]*@", "", os.fspath(path))
-        if line is not None:
-            place = f"{place}:{line}"
+        place = shown(path) if line is None else f"{shown(path)}:{line}"
         return cls(f"{place}: {message}")
 
 
@@ -117,13 +114,18 @@ def progress_bar(path: Path, size: int) -> tqdm:
     """A bar for `size` bytes, on a terminal, if they take more than a second."""
     return tqdm(
         total=size,
-        desc=os.path.basename(os.fspath(path).partition("?")[0]),
+        desc=os.path.basename(os.fspath(path).partition("?")[0].rstrip("/")),
         unit="B",
         unit_scale=True,
         delay=1,
         leave=False,
         disable=None,  # unless stderr is a terminal
     )
+
+
+def shown(path: Path) -> str:
+    """How messages name a path: without the password that an address may hold."""
+    return re.sub("(?<=://)[^/@]*@", "", os.fspath(path))
 
 
 def is_address(path: Path) -> bool:

@@ -32,7 +32,7 @@ from sparsejax.data import lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import Column
 from sparsejax.data.dataset import SparseDataset
-from sparsejax.data.files import DataError, Path, open_data, progress_bar
+from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
 
 
 def read(
@@ -64,7 +64,7 @@ def read(
     format = format or sniff.guess_format(path)
     columns = {"user": user, "item": item, "value": value}
     if format in ("text", "adjacency") and any(c is not None for c in columns.values()):
-        raise ValueError(f"{path}: the format {format} has no columns to name")
+        raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
     match format:
         case "text":
             return read_text(path, features=features, indicator=indicator)
@@ -212,7 +212,7 @@ def read_parquet(
     if len(files) == 1 and parquet.is_dataset(schema):
         if (user, item, value) != (None, None, None):
             raise ValueError(
-                f"{path}: is a saved data set, so it has no columns to name"
+                f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
         dataset = SparseDataset.load(path)
         if indicator:

@@ -81,6 +81,8 @@ def find_table_layout(
         if at is None:
             continue
         found = known[at].type
+        if names.count(names[at]) > 1:
+            raise DataError.at(path, f"there are several columns {names[at]!r}")
         if in_list != _is_list(found) or not suits(_inner(found)):
             wanted = f"lists of {what}" if in_list else what
             raise DataError.at(
@@ -130,29 +132,35 @@ def _block(
         entries = {name: column.flatten() for name, column in entries.items()}
 
     def check(wrong: np.ndarray, problem: str) -> None:
-        """Raises for the first row, or the row of the first entry, that is wrong."""
+        """Raises for the first row that is wrong."""
         if wrong.any():
-            at = int(np.argmax(wrong))
-            if lengths is not None and len(wrong) != len(lengths):
-                at = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            raise DataError.at(path, f"row {first + at:,}: {problem}")
+            row = first + int(np.argmax(wrong))
+            raise DataError.at(path, f"row {row:,}: {problem}")
+
+    def check_entries(wrong: np.ndarray, problem: str) -> None:
+        """Raises for the row of the first entry that is wrong."""
+        if lengths is not None and wrong.any():
+            entry = int(np.argmax(wrong))
+            row = np.searchsorted(np.cumsum(lengths), entry, side="right")
+            wrong = np.arange(len(lengths)) == row
+        check(wrong, problem)
 
     if num_values is not None:
         check(num_values != lengths, "it has not as many values as items")
     users, items = batch.column(layout.user), entries[layout.item]
     check(_is_missing(users), "the user (row) is empty or null")
-    check(_is_missing(items), "an item (feature) is empty or null")
+    check_entries(_is_missing(items), "an item (feature) is empty or null")
     values = None
     if layout.value is not None and len(items):
         column = entries[layout.value]
         is_missing = column.is_null().to_numpy(zero_copy_only=False)
         valued = not is_missing[0] if valued is None else valued
-        check(is_missing == valued, mixed_values(valued))
+        check_entries(is_missing == valued, mixed_values(valued))
         if valued:
             values = column.cast(pa.float64(), safe=False).to_numpy()
             with np.errstate(over="ignore"):
                 finite = np.isfinite(values.astype(np.float32))
-            check(~finite, "a value is not finite as float32")
+            check_entries(~finite, "a value is not finite as float32")
     return Block(_encoded(users, path), lengths, _encoded(items, path), values), valued
 
 
