@@ -65,6 +65,9 @@ class OutputConfig:
       temperature: if given, scores are cosines divided by it.
       tied: name of a hidden layer whose kernel this layer shares: the one that reads
         the input.
+      dtype: "float32" or "bfloat16", in which the products with the kernel take their
+        operands; the kernel itself, sums and scores are float32 in any case. By default
+        as the kernel.
     """
 
     kind: ClassVar[str] = "output"
@@ -73,6 +76,7 @@ class OutputConfig:
     use_bias: bool = True
     temperature: float | None = None
     tied: str | None = None
+    dtype: str | None = None
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig
@@ -294,6 +298,11 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
                 raise ValueError(
                     f"layer {layer.name!r}: temperature {layer.temperature} is not "
                     "positive"
+                )
+            if layer.dtype not in (None, "float32", "bfloat16"):
+                raise ValueError(
+                    f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got '
+                    f"{layer.dtype!r}"
                 )
             if layer.tied is not None:
                 _check_tied(layers, layer)

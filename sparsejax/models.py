@@ -47,6 +47,7 @@ class FeedForward(nnx.Module):
             outputs,
             use_bias=config.output.use_bias,
             temperature=config.output.temperature,
+            dtype=config.output.dtype,
             rngs=rngs,
         )
         tied = config.output.tied is not None

@@ -1,0 +1,418 @@
+"""DSSTNE's own benchmark: an epoch of an autoencoder of the shape of MovieLens-20M.
+
+    python benchmarks/epoch.py run [--commit NAME]    on a GPU
+    python benchmarks/epoch.py table                  anywhere
+
+27,278 items in and out, three hidden layers of 1,024 sigmoid units, dropout .5, sigmoid
+cross-entropy, RMSProp, batches of 256; 138,493 users with 20 million entries, generated:
+zipf items, lognormal lengths. Weights and state are float32, products take bfloat16
+operands at the output and TF32 between.
+
+Peers have the same network: plain JAX (XLA's operations, dense gradients, data resident,
+one program for many steps); torch (embedding_bag in, batches resident and cut ahead of
+time, the compiled step in a CUDA graph); torch fed with dense rows from the host, as
+DSSTNE's comparison with TensorFlow did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.sparse
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import RESULTS, emit, origin, run_parts, table, write_section
+
+_RESULTS = RESULTS / "epoch.json"
+_ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
+_HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
+_RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
+_STEPS = -(-_USERS // _BATCH)
+_PARTS = "sparsejax", "jax", "torch", "dense"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=["run", "table", *_PARTS])
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        parts = {part: {} for part in _PARTS}
+        run_parts(__file__, parts, [], arguments.output, arguments.commit)
+    elif arguments.action == "table":
+        _write_table(json.loads(_RESULTS.read_text()))
+    else:
+        measure = {
+            "sparsejax": _sparsejax,
+            "jax": _plain_jax,
+            "torch": _torch,
+            "dense": _torch_dense,
+        }
+        for result in measure[arguments.action](_data(np.random.default_rng(0))):
+            emit(result)
+
+
+def _data(rng: np.random.Generator) -> scipy.sparse.csr_array:
+    """About 20 million entries; a row has an item once."""
+    weights = np.arange(1, _ITEMS + 1) ** -_SKEW
+    weights = rng.permutation(weights / weights.sum())
+    wish = rng.lognormal(0, 1, _USERS)
+    lengths = np.clip(wish / wish.sum() * _ENTRIES * 1.06, 1, _ITEMS / 8).astype(int)
+    # Drawn with replacement; what comes twice is dropped.
+    items = np.searchsorted(np.cumsum(weights), rng.random(lengths.sum()))
+    items = np.minimum(items, _ITEMS - 1)
+    pairs = np.unique(np.repeat(np.arange(_USERS), lengths) * _ITEMS + items)
+    ends = np.searchsorted(pairs, np.arange(_USERS + 1) * _ITEMS)
+    shape = _USERS, _ITEMS
+    columns = (pairs % _ITEMS).astype(np.int32)
+    return scipy.sparse.csr_array(
+        (np.ones(len(pairs), bool), columns, ends.astype(np.int32)), shape=shape
+    )
+
+
+def _result(name: str, seconds: float, loss: float, versions, **others) -> dict:
+    return {
+        "implementation": name,
+        "epoch_seconds": seconds,
+        "step_microseconds": 1e6 * seconds / _STEPS,
+        "loss": loss,
+        "versions": versions,
+        **others,
+    }
+
+
+# sparsejax
+
+
+def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    import jax
+    from flax import nnx
+
+    import sparsejax as sj
+    from sparsejax.config import HiddenConfig, InputConfig, OutputConfig
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    config = sj.NetworkConfig(
+        layers=(
+            InputConfig(),
+            *(
+                HiddenConfig(
+                    name=f"hidden{i}",
+                    size=_HIDDEN,
+                    activation="sigmoid",
+                    dropout=_DROPOUT,
+                )
+                for i in (1, 2, 3)
+            ),
+            OutputConfig(dtype="bfloat16"),
+        ),
+        loss="sigmoid_binary_cross_entropy",
+    )
+    for fused in (True, False):
+        model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
+        rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
+        optimizer = sj.Optimizer(model, rule)
+        times: list[float] = []
+
+        def log(step, entry, times=times):
+            times.append(time.perf_counter())
+
+        history = sj.fit(
+            model,
+            optimizer,
+            data,
+            batch_size=_BATCH,
+            num_epochs=5,
+            fused=fused,
+            log=log,
+        )
+        seconds = float(min(np.diff(times)))  # the first epoch compiles
+        with tempfile.TemporaryDirectory() as folder:
+            # A trace of two epochs, of which the first compiles nothing any more.
+            with jax.profiler.trace(folder):
+                sj.fit(
+                    model,
+                    optimizer,
+                    data,
+                    batch_size=_BATCH,
+                    num_epochs=2,
+                    fused=fused,
+                )
+            kernels = _kernels(pathlib.Path(folder), 2 * _STEPS)
+        yield _result(
+            "sparsejax, fused update" if fused else "sparsejax",
+            seconds,
+            history[-1]["loss"],
+            versions,
+            peak_bytes=jax.devices()[0].memory_stats()["peak_bytes_in_use"],
+            kernels=kernels,
+        )
+
+
+def _kernels(folder: pathlib.Path, steps: int) -> dict[str, float]:
+    """Microseconds a step of each kind of kernel, from a trace; the largest first."""
+    from jax.profiler import ProfileData
+
+    totals: dict[str, float] = collections.defaultdict(float)
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = re.sub(r"[_.]?\d+", "", event.name)
+                    totals[name] += event.duration_ns / 1e3 / steps
+    largest = sorted(totals.items(), key=lambda item: -item[1])[:24]
+    return {name: round(time, 2) for name, time in largest}
+
+
+# Plain JAX
+
+
+def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax import lax
+
+    key = jax.random.key(0)
+    sizes = [(_ITEMS, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN)]
+    sizes.append((_ITEMS, _HIDDEN))
+    init = jax.nn.initializers.glorot_uniform()
+    params = {
+        "w": [init(k, s) for k, s in zip(jax.random.split(key, 4), sizes, strict=True)],
+        "b": [jnp.zeros(n) for n in (_HIDDEN, _HIDDEN, _HIDDEN, _ITEMS)],
+    }
+    indptr, indices = jnp.asarray(data.indptr), jnp.asarray(data.indices)
+    lengths = np.diff(data.indptr)
+    rng = np.random.default_rng(0)
+    order = np.resize(rng.permutation(_USERS), (_STEPS, _BATCH))
+    nse = int(lengths[order].sum(1).max())
+    optimizer = optax.rmsprop(_RATE, _DECAY, _EPS, eps_in_sqrt=True)
+
+    def loss_fn(params, ids, rows, key):
+        valid = rows < _BATCH
+        terms = jnp.where(valid[:, None], params["w"][0][ids], 0)
+        h = jax.ops.segment_sum(terms, rows, _BATCH, indices_are_sorted=True)
+        for i in range(3):
+            h = jax.nn.sigmoid((h if i == 0 else h @ params["w"][i]) + params["b"][i])
+            keep = jax.random.bernoulli(jax.random.fold_in(key, i), _DROPOUT, h.shape)
+            h = jnp.where(keep, h / (1 - _DROPOUT), 0)
+        logits = lax.dot_general(
+            h.astype(jnp.bfloat16),
+            params["w"][3].astype(jnp.bfloat16),
+            (((1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        logits = logits + params["b"][3]
+        labels = jnp.zeros((_BATCH, _ITEMS), jnp.bfloat16)
+        labels = labels.at[rows, ids].set(1, mode="drop")
+        return jnp.sum(jax.nn.softplus(logits) - labels * logits) / _BATCH
+
+    def step(carry, given):
+        params, state = carry
+        chosen, key = given
+        ends = jnp.cumsum(indptr[chosen + 1] - indptr[chosen])
+        place = jnp.arange(nse)
+        rows = jnp.searchsorted(ends, place, side="right")
+        row = jnp.minimum(rows, _BATCH - 1)
+        first = ends[row] - (indptr[chosen[row] + 1] - indptr[chosen[row]])
+        ids = indices[
+            jnp.clip(indptr[chosen[row]] + place - first, 0, indices.size - 1)
+        ]
+        loss, grads = jax.value_and_grad(loss_fn)(params, ids, rows, key)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    @jax.jit
+    def epoch(params, state, order, key):
+        keys = jax.random.split(key, _STEPS)
+        (params, state), losses = lax.scan(step, (params, state), (order, keys))
+        return params, state, jnp.mean(losses)
+
+    state, order = optimizer.init(params), jnp.asarray(order, jnp.int32)
+    times, loss = [], jnp.zeros(())
+    for i in range(4):
+        start = time.perf_counter()
+        params, state, loss = epoch(params, state, order, jax.random.key(i))
+        loss.block_until_ready()
+        times.append(time.perf_counter() - start)
+    versions = {"jax": jax.__version__, "optax": optax.__version__}
+    yield _result("plain JAX", min(times[1:]), float(loss), versions)
+
+
+# torch
+
+
+def _torch_parts():
+    import torch  # pyrefly: ignore[missing-import]
+
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    sizes = [(_ITEMS, _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN)]
+    sizes.append((_ITEMS, _HIDDEN))
+    w = [torch.nn.init.xavier_uniform_(torch.empty(s, device="cuda")) for s in sizes]
+    b = [torch.zeros(n, device="cuda") for n in (_HIDDEN, _HIDDEN, _HIDDEN, _ITEMS)]
+    for tensor in (*w, *b):
+        tensor.requires_grad_()
+    optimizer = torch.optim.RMSprop(
+        [*w, *b], lr=_RATE, alpha=_DECAY, eps=_EPS, foreach=True, capturable=True
+    )
+
+    def rest(first, labels):
+        h = first + b[0]
+        for i in range(3):
+            h = torch.sigmoid(h if i == 0 else h @ w[i] + b[i])
+            h = torch.nn.functional.dropout(h, _DROPOUT)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = h @ w[3].T + b[3].to(torch.bfloat16)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            logits.float(), labels, reduction="sum"
+        )
+        return loss / _BATCH
+
+    return torch, w, optimizer, rest
+
+
+def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    torch, w, optimizer, rest = _torch_parts()
+    order = np.resize(np.random.default_rng(0).permutation(_USERS), (_STEPS, _BATCH))
+    lengths = np.diff(data.indptr)
+    nse = int(lengths[order].sum(1).max())
+    ids = np.zeros((_STEPS, nse), np.int32)
+    ends = np.zeros((_STEPS, _BATCH + 1), np.int32)
+    for i, chosen in enumerate(order):
+        part = scipy.sparse.csr_array(data[chosen])
+        ids[i, : part.nnz], ends[i] = part.indices, part.indptr
+    ids, ends = torch.from_numpy(ids).cuda(), torch.from_numpy(ends).cuda()
+    given = ids[0].clone(), ends[0].clone()
+    place = torch.arange(nse, device="cuda")
+
+    def forward(ids, ends):
+        # The padding would count to the last bag: its weight is 0.
+        used = place < ends[-1]
+        first = torch.nn.functional.embedding_bag(
+            ids,
+            w[0],
+            ends[:-1],
+            mode="sum",
+            per_sample_weights=used.float(),
+        )
+        rows = torch.searchsorted(ends, place, right=True, out_int32=True) - 1
+        rows = torch.where(used, rows, _BATCH).long()
+        labels = torch.zeros(_BATCH + 1, _ITEMS, device="cuda")
+        labels[rows, ids.long()] = 1.0
+        return rest(first, labels[:-1])
+
+    compiled = torch.compile(forward)
+    move = torch.compile(lambda: optimizer.step())
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = compiled(*given)
+        loss.backward()
+        move()
+        return loss
+
+    versions = {"torch": torch.__version__}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.synchronize()
+    name = "torch, compiled, CUDA graph"
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        replay = graph.replay
+    except Exception as error:  # noqa: BLE001
+        print(f"no CUDA graph: {error}", file=sys.stderr)
+        name = "torch, compiled"
+        loss = step()
+
+        def replay():
+            nonlocal loss
+            loss = step()
+
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for i in range(_STEPS):
+            given[0].copy_(ids[i])
+            given[1].copy_(ends[i])
+            replay()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    yield _result(name, min(times), float(loss), versions)
+
+
+def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    torch, w, optimizer, rest = _torch_parts()
+    order = np.resize(np.random.default_rng(0).permutation(_USERS), (_STEPS, _BATCH))
+
+    def step(rows):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            first = rows @ w[0]
+        loss = rest(first.float(), rows)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def feed(chosen):
+        rows = torch.from_numpy(
+            scipy.sparse.csr_array(data[chosen]).toarray().astype(np.float32)
+        )
+        return rows.pin_memory().to("cuda", non_blocking=True)
+
+    for chosen in order[:5]:
+        step(feed(chosen))
+    torch.cuda.synchronize()
+    some = order[5:105]  # of 541 steps
+    loss, start = 0.0, time.perf_counter()
+    for chosen in some:
+        loss = step(feed(chosen))
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) * _STEPS / len(some)
+    versions = {"torch": torch.__version__}
+    yield _result("torch, dense rows from the host", seconds, float(loss), versions)
+
+
+def _write_table(report: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    results = report["results"]
+    ours = results[0]["epoch_seconds"]
+    rows = [
+        [
+            r["implementation"],
+            f"{r['epoch_seconds']:.3f}",
+            f"{r['step_microseconds']:.0f}",
+            f"{r['epoch_seconds'] / ours:.1f}x",
+        ]
+        for r in results
+    ]
+    lines = [origin(report), ""]
+    lines += table(["implementation", "s an epoch", "us a step", "to ours"], rows)
+    lines += ["", "Where a step of the fused form goes, kernels summed by name:", ""]
+    kernels = [[f"`{name}`", f"{t:.1f}"] for name, t in results[0]["kernels"].items()]
+    lines += table(["kernel", "us a step"], kernels)
+    write_section("epoch", lines)
+
+
+if __name__ == "__main__":
+    main()
