@@ -12,6 +12,7 @@ tile's 256 items.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -25,7 +26,7 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels.score_tiles import Config
 
 _WORDS = tiles.TILE_ITEMS // 32
-_STORE = 64  # columns of slopes that are written at once
+_STORE = 64  # columns that are worked on and written at once
 
 
 def label_words(
@@ -87,49 +88,37 @@ def slopes(
     config = config or Config()
     layer = _Layer(bias, scale)
 
-    def epilogue(scores, row, column, warpgroup, scalars, inputs, outputs, smem):
+    def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
         layer_refs, words_gmem, *vector_refs = layer.split(inputs)
         *values_gmem, slopes_gmem = outputs
         vectors = [tiles.row_vector(ref, row) for ref in vector_refs]
-        word = _load_words(words_gmem, row, column)
-
-        def all_columns(masked: bool):
-            total = jnp.zeros(tiles.ROWS, jnp.float32)
-            for column_0 in range(0, tiles.TILE_ITEMS, _STORE):
-                parts = []
-                for c in range(column_0, column_0 + _STORE, config.columns):
-                    width = min(config.columns, _STORE)
-                    part = layer.apply(
-                        layer_refs, scores[:, c : c + width], first + column + c
-                    )
-                    values, slopes = function(
-                        part,
-                        jnp.ones_like(part),
-                        _listed(word, c, width),
-                        *(tiles.spread_rows(vector, width) for vector in vectors),
-                    )
-                    if masked:
-                        inside = tiles.column_numbers(width) < end - first - column - c
-                        slopes = jnp.where(inside, slopes, 0.0)
-                    if with_values:
-                        if masked:
-                            values = jnp.where(inside, values, 0.0)
-                        total = total + jnp.sum(values, axis=1)
-                    parts.append(slopes.astype(slopes_gmem.dtype))
-                slot = column_0 // _STORE % 2
-                # Of the two slots, the older must have been read.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                smem[warpgroup, slot] = lax.concatenate(parts, 1)
-                plgpu.commit_smem()
-                target = pl.ds(row, tiles.ROWS), pl.ds(column + column_0, _STORE)
-                plgpu.copy_smem_to_gmem(
-                    smem.at[warpgroup, slot], slopes_gmem.at[target]
-                )
-            for ref in values_gmem:
-                ref[column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)] = total
-
-        _with_and_without_mask(all_columns, first + column, end)
+        words = _load_words(words_gmem, row, column)
+        products = make()
+        total = jnp.zeros(tiles.ROWS, jnp.float32)
+        width = _STORE
+        for c in range(0, tiles.TILE_ITEMS, width):
+            item = first + column + c
+            scores = layer.apply(layer_refs, products[:, c : c + width], item)
+            values, slopes = function(
+                scores,
+                jnp.ones_like(scores),
+                _listed(words, c, width),
+                *(tiles.spread_rows(vector, width) for vector in vectors),
+            )
+            inside = tiles.column_numbers(width) < end - item
+            if with_values:
+                total = total + jnp.sum(jnp.where(inside, values, 0.0), axis=1)
+            slot = c // width % 2
+            # Of the two slots, the older must have been read.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            slopes = jnp.where(inside, slopes, 0.0).astype(slopes_gmem.dtype)
+            smem[warpgroup, slot] = slopes
+            plgpu.commit_smem()
+            target = pl.ds(row, tiles.ROWS), pl.ds(column + c, width)
+            plgpu.copy_smem_to_gmem(smem.at[warpgroup, slot], slopes_gmem.at[target])
+        for ref in values_gmem:
+            ref[column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)] = total
 
     values = jax.ShapeDtypeStruct((size // tiles.TILE_ITEMS, batch), jnp.float32)
     made = tiles.score_tiles(
@@ -173,37 +162,31 @@ def normalise(
     config = config or Config()
     layer = _Layer(bias, scale)
 
-    def epilogue(scores, row, column, warpgroup, scalars, inputs, outputs, smem):
+    def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
         layer_refs, words_gmem = layer.split(inputs)
-        word = _load_words(words_gmem, row, column)
-
-        def all_columns(masked: bool):
-            parts, largest = [], None
-            for c in range(0, tiles.TILE_ITEMS, config.columns):
-                width = config.columns
-                part = layer.apply(
-                    layer_refs, scores[:, c : c + width], first + column + c
-                )
-                if masked:
-                    inside = tiles.column_numbers(width) < end - first - column - c
-                    part = jnp.where(inside, part, -jnp.inf)
-                parts.append(part)
-                new = jnp.max(part, axis=1)
-                largest = new if largest is None else jnp.maximum(largest, new)
-            shift = jnp.where(largest == -jnp.inf, 0.0, largest)
-            shift = tiles.spread_rows(shift, config.columns)
-            total, count, found = (jnp.zeros(tiles.ROWS, jnp.float32) for _ in range(3))
-            for i, part in enumerate(parts):
-                listed = _listed(word, i * config.columns, config.columns)
-                total = total + jnp.sum(jnp.exp(part - shift), axis=1)
-                count = count + jnp.sum(jnp.where(listed, 1.0, 0.0), axis=1)
-                found = found + jnp.sum(jnp.where(listed, part, 0.0), axis=1)
-            place = column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)
-            for ref, x in zip(outputs, (largest, total, count, found), strict=True):
-                ref[place] = x
-
-        _with_and_without_mask(all_columns, first + column, end)
+        words = _load_words(words_gmem, row, column)
+        products = make()
+        parts, width = [], _STORE
+        for c in range(0, tiles.TILE_ITEMS, width):
+            item = first + column + c
+            scores = layer.apply(layer_refs, products[:, c : c + width], item)
+            inside = tiles.column_numbers(width) < end - item
+            parts.append(jnp.where(inside, scores, -jnp.inf))
+        largest = functools.reduce(
+            jnp.maximum, [jnp.max(part, axis=1) for part in parts]
+        )
+        shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+        shift = tiles.spread_rows(shift, width)
+        total, count, found = (jnp.zeros(tiles.ROWS, jnp.float32) for _ in range(3))
+        for i, scores in enumerate(parts):
+            listed = _listed(words, i * width, width)
+            total = total + jnp.sum(jnp.exp(scores - shift), axis=1)
+            count = count + jnp.sum(jnp.where(listed, 1.0, 0.0), axis=1)
+            found = found + jnp.sum(jnp.where(listed, scores, 0.0), axis=1)
+        place = column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)
+        for ref, x in zip(outputs, (largest, total, count, found), strict=True):
+            ref[place] = x
 
     out = jax.ShapeDtypeStruct((size // tiles.TILE_ITEMS, batch), jnp.float32)
     return tiles.score_tiles(
@@ -255,16 +238,3 @@ def _listed(words, column: int, columns: int):
     masks = [1 << bit if bit < 31 else -(2**31) for bit in bits]
     parts = [(words & jnp.int32(mask)) != 0 for mask in masks]
     return lax.concatenate(parts, 1)
-
-
-def _with_and_without_mask(function: Callable, item, limit) -> None:
-    """Items that do not count are only looked for in the tiles that have some."""
-    ends = item + tiles.TILE_ITEMS > limit
-
-    @pl.when(ends)
-    def _():
-        function(True)
-
-    @pl.when(~ends)
-    def _():
-        function(False)

@@ -7,8 +7,7 @@
 A program (one an SM) goes through tiles of 128 rows and 256 items. One warpgroup copies
 operands to shared memory, `stages` steps of 64 ahead, also while the other two are busy
 with the last tile's scores. Of a tile these have 64 rows each; once its scores are summed
-they are handed to an `epilogue`, which makes something smaller of them. Scores are never
-written to memory.
+an `epilogue` makes something smaller of them. Scores are never written to memory.
 """
 
 from __future__ import annotations
@@ -40,12 +39,10 @@ class Config:
       stages: steps of 64 that are copied ahead.
       width: tiles of items that are gone through side by side, so that `h` and they
         stay in the cache.
-      columns: of a tile that the epilogue works on at once.
     """
 
     stages: int = 4
     width: int = 8
-    columns: int = 64
 
 
 def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
@@ -74,9 +71,10 @@ def score_tiles(
 ):
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
-    `epilogue(scores, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    float32 scores `[64, 256]`, the first of which is that of `row` and item
-    `start + column`, and references.
+    `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
+    references, and a function that makes the float32 scores `[64, 256]`, the first of
+    which is that of `row` and item `start + column`. What it loads before it calls the
+    function is there when the scores are.
 
     Args:
       epilogue: see above.
@@ -140,9 +138,12 @@ def score_tiles(
                         pl.run_scoped, acc=plgpu.ACC((ROWS, TILE_ITEMS), jnp.float32)
                     )
                     def _(acc):
-                        run(acc)
+                        def make():
+                            run(acc)
+                            return acc[...]
+
                         epilogue(
-                            acc[...],
+                            make,
                             row + warpgroup * ROWS,
                             column,
                             warpgroup,
@@ -154,7 +155,7 @@ def score_tiles(
 
                 def multiply(_, h_smem, kernel_smem, acc):
                     mine = h_smem.at[pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(acc, mine, plgpu.transpose_ref(kernel_smem, (1, 0)))
+                    plgpu.wgmma(acc, mine, kernel_smem.transpose((1, 0)))
                     plgpu.wgmma_wait(0)
                     return acc
 

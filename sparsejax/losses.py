@@ -27,7 +27,7 @@ class ElementwiseLoss(abc.ABC):
                + sum of listed(score_bi, label)   over the labels of row b
 
     A rule is a frozen dataclass: compiled programs are kept by it, so it is hashed.
-    Both methods work element by element, keep the dtype of `scores`, and are
+    Its methods work element by element, keep the dtype of `scores`, and are
     differentiated in `scores` with `jax.jvp`.
 
     Attributes:
@@ -58,8 +58,26 @@ class ElementwiseLoss(abc.ABC):
         return jnp.where(listed, self.listed(scores, labels), others)
 
 
+class _OneFormula(ElementwiseLoss):
+    """A rule in which no label is a label of some value: it is evaluated only once."""
+
+    no_label: ClassVar[float] = 0.0
+
+    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        return self.listed(scores, jnp.full_like(scores, self.no_label))
+
+    def __call__(
+        self,
+        scores: Float[Array, "..."],
+        labels: Float[Array, "..."],
+        listed: Bool[Array, "..."],
+    ) -> Float[Array, "..."]:
+        loss = self.listed(scores, jnp.where(listed, labels, self.no_label))
+        return jnp.where(listed, loss, 0) if self.ignore_zeros else loss
+
+
 @dataclasses.dataclass(frozen=True)
-class SigmoidBinaryCrossEntropy(ElementwiseLoss):
+class SigmoidBinaryCrossEntropy(_OneFormula):
     """Every item is a yes-or-no question: `optax.sigmoid_binary_cross_entropy`.
 
     With s the score and t the label (0 where there is none)::
@@ -69,17 +87,15 @@ class SigmoidBinaryCrossEntropy(ElementwiseLoss):
 
     name: ClassVar[str] = "sigmoid_binary_cross_entropy"
 
-    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return softplus(scores)
-
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        return _softplus_minus(scores, labels * scores)
+        # Not 0 times -inf, of a denied item.
+        return _softplus_minus(scores, jnp.where(labels == 0, 0, labels * scores))
 
 
 @dataclasses.dataclass(frozen=True)
-class L2Loss(ElementwiseLoss):
+class L2Loss(_OneFormula):
     """Half the squared error: `optax.l2_loss`.
 
     With s the score and t the label (0 where there is none)::
@@ -89,9 +105,6 @@ class L2Loss(ElementwiseLoss):
 
     name: ClassVar[str] = "l2_loss"
 
-    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.square(scores) / 2
-
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
@@ -99,7 +112,7 @@ class L2Loss(ElementwiseLoss):
 
 
 @dataclasses.dataclass(frozen=True)
-class L1Loss(ElementwiseLoss):
+class L1Loss(_OneFormula):
     """The absolute error.
 
     With s the score and t the label (0 where there is none)::
@@ -109,18 +122,15 @@ class L1Loss(ElementwiseLoss):
 
     name: ClassVar[str] = "l1_loss"
 
-    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return scores * jnp.sign(scores)  # `abs` has a derivative of 1 at 0 and NaN
-
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         error = scores - labels
-        return error * jnp.sign(error)
+        return error * jnp.sign(error)  # `abs` has a derivative of 1 at 0 and NaN
 
 
 @dataclasses.dataclass(frozen=True)
-class HingeLoss(ElementwiseLoss):
+class HingeLoss(_OneFormula):
     """Scores on the right side of a margin: `optax.hinge_loss`.
 
     With s the score and t the label (-1 where there is none)::
@@ -129,9 +139,7 @@ class HingeLoss(ElementwiseLoss):
     """
 
     name: ClassVar[str] = "hinge_loss"
-
-    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _relu(1 + scores)
+    no_label: ClassVar[float] = -1.0
 
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
@@ -140,7 +148,7 @@ class HingeLoss(ElementwiseLoss):
 
 
 @dataclasses.dataclass(frozen=True)
-class L2HingeLoss(ElementwiseLoss):
+class L2HingeLoss(_OneFormula):
     """Half the squared error, only where the score is on the wrong side (DSSTNE's).
 
     With s the score and t the label (0 where there is none)::
@@ -150,9 +158,6 @@ class L2HingeLoss(ElementwiseLoss):
     """
 
     name: ClassVar[str] = "l2_hinge_loss"
-
-    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.square(_relu(scores)) / 2
 
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
@@ -211,6 +216,21 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
         loss = self.one_scale * softplus(-scores)
         return jnp.where(scores >= _logit(self.one_target), 0, loss)
 
+    def __call__(
+        self,
+        scores: Float[Array, "..."],
+        labels: Float[Array, "..."],
+        listed: Bool[Array, "..."],
+    ) -> Float[Array, "..."]:
+        if self.ignore_zeros:
+            return super().__call__(scores, labels, listed)
+        # The same, with one `softplus`.
+        scores = jnp.where(listed, -scores, scores)
+        scale = jnp.where(listed, self.one_scale, self.zero_scale)
+        end = jnp.where(listed, -_logit(self.one_target), _logit(self.zero_target))
+        loss = jnp.asarray(scale, scores.dtype) * softplus(scores)
+        return jnp.where(scores <= jnp.asarray(end, scores.dtype), 0, loss)
+
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxCrossEntropy:
@@ -268,7 +288,8 @@ def get(loss: str | LossRule, **options: float | bool) -> LossRule:
         raise ValueError(
             f"{loss} has no option {unknown[0]!r}; it has {known or 'none'}"
         )
-    return rule(**options)
+    values: dict[str, Any] = dict(options)
+    return rule(**values)
 
 
 def to_json(rule: LossRule) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def squared_hinge(s, t):
     return d**2 / 2, d
 
 
-def marginal(s, t, *, one_target, zero_target, one_scale, zero_scale):
+def marginal(s, t, *, one_target, zero_target, one_scale, zero_scale, **_):
     """DSSTNE's formulas, on the probability; t says only whether there is a label."""
     a = sigmoid(s)
     value = np.where(
@@ -53,19 +53,17 @@ def marginal(s, t, *, one_target, zero_target, one_scale, zero_scale):
     return np.where(on, value, 0), np.where(on, slope, 0)
 
 
-MARGINAL_OPTIONS = {"one_target": 0.8, "zero_target": 0.15} | {
-    "one_scale": 30.0,
-    "zero_scale": 2.0,
-}
-MARGINAL = losses.ScaledMarginalCrossEntropy(**MARGINAL_OPTIONS)
+MARGINAL = losses.ScaledMarginalCrossEntropy(
+    one_target=0.8, zero_target=0.15, one_scale=30.0, zero_scale=2.0
+)
 
 
 def marginal_listed(s, t):
-    return marginal(s, np.full_like(s, True), **MARGINAL_OPTIONS)
+    return marginal(s, np.full_like(s, True), **dataclasses.asdict(MARGINAL))
 
 
 def marginal_absent(s):
-    return marginal(s, np.full_like(s, False), **MARGINAL_OPTIONS)
+    return marginal(s, np.full_like(s, False), **dataclasses.asdict(MARGINAL))
 
 
 CASES = [
@@ -204,7 +202,8 @@ def test_unknown_names_list_what_there_is():
         losses.get("scaled_marginal_cross_entropy", margin=1.0)
     with pytest.raises(ValueError, match="no option 'margin'; it has none"):
         losses.get("softmax_cross_entropy", margin=1.0)
-    assert losses.get("l2_loss", ignore_zeros=True).ignore_zeros
+    ignoring = losses.get("l2_loss", ignore_zeros=True)
+    assert ignoring == losses.L2Loss(ignore_zeros=True)
     with pytest.raises(TypeError, match="has its options already"):
         losses.get(losses.L2Loss(), margin=1.0)
     with pytest.raises(ValueError, match='needs a "name"'):

@@ -1,5 +1,6 @@
 """`output_loss` against a dense float64 oracle."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,6 +14,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from memory import temporary_bytes
@@ -136,7 +138,7 @@ def oracle(rule, problem):
 def use_chunks(monkeypatch, elements):
     """Chunks of so many scores."""
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
-    module._compiled.clear_cache()
+    module._compiled.clear_cache()  # pyrefly: ignore[missing-attribute]
 
 
 def make_problem(
@@ -162,7 +164,7 @@ def make_problem(
     return SimpleNamespace(**kept, labels=labels)
 
 
-def loss_of(rule, operands, labels):
+def loss_of(rule, operands, labels, **options):
     return output_loss(
         operands["h"],
         operands["kernel"],
@@ -171,26 +173,29 @@ def loss_of(rule, operands, labels):
         loss=rule,
         scale=operands["scale"],
         weights=operands["weights"],
+        **options,
     )
 
 
 @functools.cache
-def compiled(rule, budget):
+def compiled(rule, budget, implementation):
     """Loss and gradients; `budget` is what the chunk size is made of when tracing."""
-    return jax.jit(jax.value_and_grad(functools.partial(loss_of, rule)))
+    function = functools.partial(loss_of, rule, implementation=implementation)
+    return jax.jit(jax.value_and_grad(function))
 
 
-def run(rule, problem) -> tuple[jax.Array, dict[str, jax.Array]]:
+def run(rule, problem, implementation=None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss and gradients by name."""
     operands = {name: getattr(problem, name) for name in OPERANDS}
-    loss, gradients = compiled(rule, module._CHUNK_ELEMENTS)(operands, problem.labels)
+    function = compiled(rule, module._CHUNK_ELEMENTS, implementation)
+    loss, gradients = function(operands, problem.labels)
     return loss, {name: g for name, g in gradients.items() if g is not None}
 
 
-def check(rule, problem):
+def check(rule, problem, implementation=None):
     want = oracle(rule, problem)
     dtype = problem.h.dtype
-    loss, gradients = run(rule, problem)
+    loss, gradients = run(rule, problem, implementation)
     batch, hidden = problem.h.shape
     terms = batch * problem.labels.num_cols * hidden
     assert loss.dtype == jnp.float32
@@ -305,6 +310,77 @@ def test_equals_optax_on_dense_labels(rule):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want
     )
+
+
+# The kernel, under the same function
+
+
+@contextlib.contextmanager
+def kernel_can_run():
+    """On a GPU the kernel is what it is; elsewhere it is interpreted."""
+    if jax.default_backend() == "gpu":
+        yield
+    else:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+
+
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]], ids=str)
+def test_kernel_equals_the_oracle(rule, monkeypatch):
+    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 128 * 256)
+    labels = matrices.random_csr(5, 300)
+    extra = 512 - 300
+    problem = make_problem(labels, hidden=64, extra_rows=extra, dtype=jnp.bfloat16)
+    with kernel_can_run():
+        check(rule, problem, implementation="mosaic_gpu")
+
+
+@both_kinds
+def test_kernel_lowers_for_cuda_on_a_mesh(rule):
+    # It cannot be interpreted there: devices would share one shared memory.
+    mesh = on_mesh((2, 2))
+    labels = matrices.random_csr(4, 300)
+    problem = make_problem(labels, hidden=64, extra_rows=212, dtype=jnp.bfloat16)
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    options = {"implementation": "mosaic_gpu", "kernel_spec": P("model")}
+    function = functools.partial(loss_of, rule, **options)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(function)).trace(operands, labels)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
+@every_rule
+@pytest.mark.parametrize("options", [(), OPERANDS], ids=["plain", "all"])
+def test_kernel_lowers_for_cuda(rule, options):
+    labels = matrices.random_csr(5, 300)
+    problem = make_problem(
+        labels, hidden=128, extra_rows=212, options=options, dtype=jnp.bfloat16
+    )
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    function = functools.partial(loss_of, rule, implementation="mosaic_gpu")
+    traced = jax.jit(jax.value_and_grad(function)).trace(operands, labels)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    count = 2 if isinstance(rule, losses.SoftmaxCrossEntropy) else 1
+    assert text.count("custom_call @mosaic_gpu") == count
+
+
+@pytest.mark.gpu
+@every_rule
+def test_kernel_equals_xla_at_real_sizes(rule):
+    labels = matrices.random_csr(700, 27_278, 0.005)
+    extra = 27_392 - 27_278
+    problem = make_problem(labels, hidden=1024, extra_rows=extra, dtype=jnp.bfloat16)
+    problem.h = problem.h / 32
+    results = [
+        run(rule, problem, implementation=implementation)
+        for implementation in ("xla", "mosaic_gpu", "mosaic_gpu")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results[1:])
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    for name, want in results[0][1].items():
+        error = jnp.linalg.norm((results[1][1][name] - want).astype(jnp.float32))
+        assert error < 2**-7 * jnp.linalg.norm(want.astype(jnp.float32))
 
 
 # Edges
@@ -581,26 +657,22 @@ def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
     want = run(rule, problem)
     spec = P("model") if with_spec else None
 
-    def loss(operands, labels):
-        h, kernel, bias, scale, weights = operands
-        options = {"scale": scale, "weights": weights, "kernel_spec": spec}
-        return output_loss(h, kernel, bias, labels, loss=rule, **options)
-
-    placed = [
-        jax.device_put(
+    placed = {
+        name: jax.device_put(
             getattr(problem, name),
             NamedSharding(mesh, P("data" if name in ("h", "weights") else "model")),
         )
         for name in OPERANDS
-    ]
+    }
+    function = jax.value_and_grad(functools.partial(loss_of, rule, kernel_spec=spec))
     with jax.set_mesh(mesh):
-        value, gradients = jax.jit(jax.value_and_grad(loss))(placed, problem.labels)
+        value, gradients = jax.jit(function)(placed, problem.labels)
     np.testing.assert_allclose(value, want[0], rtol=1e-6)
-    for name, gradient in zip(OPERANDS, gradients, strict=True):
+    for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, want[1][name], rtol=1e-5, atol=1e-4)
     if with_spec:
-        assert gradients[1].sharding.spec == P("model")
-        assert gradients[0].sharding.spec == P("data")
+        assert gradients["kernel"].sharding.spec == P("model")
+        assert gradients["h"].sharding.spec == P("data")
 
 
 @pytest.mark.parametrize(
@@ -691,8 +763,7 @@ def test_updates_in_chunks_need_no_gradient_in_memory(rule, monkeypatch):
         return fused_sgd(rule, new, 0.1)
 
     operands = problem.kernel, problem.bias, problem.scale
-    compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*operands).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < items * hidden
+    assert temporary_bytes(step, *operands, donate_argnums=(0, 1, 2)) < items * hidden
 
 
 # Errors

@@ -312,5 +312,5 @@ def test_wrong_arguments_are_refused():
         function(h.astype(jnp.bfloat16), kernel, bias, 1)
     with pytest.raises(ValueError, match="bias has shape"):
         function(h, kernel, bias[:3], 1)
-    with pytest.raises(ValueError, match='None or "xla"'):
+    with pytest.raises(ValueError, match='None, "xla" or "mosaic_gpu"'):
         function(h, kernel, bias, 1, implementation="triton")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
+# And a multiple of this many is fast for all kinds of products on a GPU.
+_ROUNDED = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,49 +174,76 @@ def scores(
     return result
 
 
-def local_places(
-    matrix: CSR,
-    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
-    shape: tuple[int, int],
-) -> tuple[Int[Array, "nse"], Int[Array, "nse"]]:
-    """Row and column of each entry in the block at `corner`.
+class Entries(NamedTuple):
+    """The entries of a CSR, `[nse]` each, as far as they are a device's business.
 
-    Those of entries elsewhere are beyond it, to be dropped, and all different.
+    Attributes:
+      rows: row within the device's part of the batch; -1 for padding and other parts.
+      columns: column within the device's part of the items; it may be outside.
     """
-    rows = matrix.row_ids() - corner[0]
-    columns = jnp.asarray(matrix.indices) - corner[1]
-    inside = (rows >= 0) & (rows < shape[0]) & (rows + corner[0] < matrix.num_rows)
-    inside &= (columns >= 0) & (columns < shape[1])
-    beyond = shape[1] + jnp.arange(matrix.nse, dtype=jnp.int32)
-    return jnp.where(inside, rows, 0), jnp.where(inside, columns, beyond)
+
+    rows: Int[Array, "nse"]
+    columns: Int[Array, "nse"]
+
+    def places(
+        self, start: jax.typing.ArrayLike, shape: tuple[int, int]
+    ) -> tuple[Int[Array, "nse"], Int[Array, "nse"]]:
+        """Row and column in the chunk that begins at column `start`.
+
+        Those of entries elsewhere are beyond it, to be dropped, and all different: so
+        targets are unique, as the indices of a row are.
+        """
+        columns = self.columns - start
+        inside = (self.rows >= 0) & (columns >= 0) & (columns < shape[1])
+        beyond = shape[1] + jnp.arange(len(columns), dtype=jnp.int32)
+        return jnp.where(inside, self.rows, 0), jnp.where(inside, columns, beyond)
+
+    def dense(
+        self,
+        values: Shaped[Array, "nse"] | bool,
+        start: jax.typing.ArrayLike,
+        shape: tuple[int, int],
+    ) -> Shaped[Array, "batch size"]:
+        """`values` in the chunk that begins at `start`; 0 where there is no entry."""
+        chunk = jnp.zeros(shape, jnp.result_type(values))
+        place = self.places(start, shape)
+        return chunk.at[place].set(values, mode="drop", unique_indices=True)
 
 
-def dense_chunk(
-    matrix: CSR,
-    values: Shaped[Array, "nse"] | bool,
-    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike],
-    shape: tuple[int, int],
-) -> Shaped[Array, "batch size"]:
-    """`values` of the entries in a block, dense; 0 (False) where there is no entry.
+def entries_of(
+    matrix: CSR, shard: Shard, batch: int, items: int
+) -> tuple[Entries, Bool[Array, "batch"]]:
+    """The entries, and which of the device's rows must come out as NaN.
 
-    Targets are unique, as the indices of a row are, so nothing depends on an order.
-
-    Args:
-      matrix: of all rows and all columns.
-      values: of the entries, or True.
-      corner: first row and first column of the block.
-      shape: rows and columns of the block.
+    These are the overfull ones, and those with an index out of range. The device has
+    `batch` rows and `items` items of what the matrix speaks of.
     """
-    place = local_places(matrix, corner, shape)
-    block = jnp.zeros(shape, jnp.result_type(values))
-    return block.at[place].set(values, mode="drop", unique_indices=True)
+    first_row, indices = shard.first_row(batch), jnp.asarray(matrix.indices)
+    rows = _row_ids(matrix)
+    outside = (indices < 0) | (indices >= matrix.num_cols)
+    # Only what is wrong is written, as many writes to few places are slow on a GPU.
+    broken = jnp.where(outside, rows, matrix.num_rows)
+    broken = matrix.overfull_rows().at[broken].max(outside, mode="drop")
+    rows = rows - first_row
+    mine = (rows >= 0) & (rows < min(batch, matrix.num_rows))
+    mine &= rows + first_row < matrix.num_rows
+    entries = Entries(jnp.where(mine, rows, -1), indices - shard.first_item(items))
+    return entries, lax.dynamic_slice_in_dim(broken, first_row, batch)
 
 
-def broken_rows(matrix: CSR) -> Bool[Array, "rows"]:
-    """Rows that must come out as NaN: overfull, or with an index out of range."""
-    outside = (matrix.indices < 0) | (matrix.indices >= matrix.num_cols)
-    broken = matrix.overfull_rows()
-    return broken.at[matrix.row_ids()].max(jnp.asarray(outside), mode="drop")
+def _row_ids(matrix: CSR) -> Int[Array, "nse"]:
+    """`matrix.row_ids()`, in one kernel on a GPU instead of some twenty."""
+    positions = jnp.arange(matrix.nse, dtype=jnp.int32)
+    found = jnp.searchsorted(
+        matrix.indptr, positions, side="right", method="scan_unrolled"
+    )
+    return found.astype(jnp.int32) - 1
+
+
+def rounded_items(num_items: int, rows: int) -> int:
+    """`num_items`, rounded up to what products are fast for, if there are the rows."""
+    rounded = -(-num_items // _ROUNDED) * _ROUNDED
+    return rounded if rounded <= rows else num_items
 
 
 def check_implementation(implementation: str | None) -> None:

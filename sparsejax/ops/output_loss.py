@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,17 +194,18 @@ def loss_and_updates[Carry](
 
     batch, rows = len(h), len(whole.kernel)
     dtype = item_chunks.accumulator(h.dtype)
-    corner = shard.first_row(batch), shard.first_item(rows)
-    broken = item_chunks.broken_rows(labels)
-    broken = lax.dynamic_slice_in_dim(broken, corner[0], batch)
+    entries, broken = item_chunks.entries_of(labels, shard, batch, rows)
     weights = jnp.ones(batch, dtype) if weights is None else weights.astype(dtype)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
-    if implementation == "mosaic_gpu":
-        chunks: _Chunks = _KernelChunks(h, labels, corner, rule)
-    else:
-        chunks = _Chunks(h, labels, corner, rule)
-    num_items = labels.num_cols if shard.items is None else rows
-    num_items, size = chunks.split(num_items)
+    with_kernel = implementation == "mosaic_gpu"
+    limit = labels.num_cols - shard.first_item(rows)
+    with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
+    make = _KernelChunks if with_kernel else _Chunks
+    chunks = make(h, labels.data, entries, limit, with_values)
+    num_items = rows
+    if shard.items is None:
+        num_items = item_chunks.rounded_items(labels.num_cols, rows)
+    size = chunks.size(num_items)
 
     def fold(step, carry):
         return item_chunks.fold(step, carry, num_items, size)
@@ -329,28 +330,28 @@ class _Chunks(NamedTuple):
     """What is done with the scores of a chunk, by XLA."""
 
     h: jax.Array
-    labels: CSR
-    corner: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]  # this device's part
-    rule: losses.LossRule
+    data: jax.typing.ArrayLike | None  # of the labels
+    entries: item_chunks.Entries
+    limit: jax.typing.ArrayLike  # rows of the kernel from here on are no items
+    with_values: bool
 
-    def split(self, num_items: int) -> tuple[int, int]:
-        """How many items are gone through, in chunks of how many."""
+    def size(self, num_items: int) -> int:
+        """Items in a chunk."""
         on_gpu = jax.default_backend() == "gpu"
         budget = _GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS
-        return num_items, item_chunks.chunk_size(len(self.h), num_items, budget)
+        return item_chunks.chunk_size(len(self.h), num_items, budget)
 
     def scores(self, start, size, layer: Layer):
         """Scores, labels, where there is one, and where there is an item."""
         scores = item_chunks.scores(self.h, *layer, start, size)
-        corner, shape = (self.corner[0], self.corner[1] + start), scores.shape
-        data = self.labels.data
-        listed = item_chunks.dense_chunk(self.labels, True, corner, shape)
+        shape = len(self.h), size
+        listed = self.entries.dense(True, start, shape)
         labels = jnp.ones_like(scores)
-        if data is not None:
-            data = jnp.asarray(data, scores.dtype)
-            labels = item_chunks.dense_chunk(self.labels, data, corner, shape)
-        items = corner[1] + jnp.arange(size, dtype=jnp.int32)
-        return scores, labels, listed, (items < self.labels.num_cols)[None]
+        if self.data is not None:
+            data = jnp.asarray(self.data, scores.dtype)
+            labels = self.entries.dense(data, start, shape)
+        inside = start + jnp.arange(size, dtype=jnp.int32) < self.limit
+        return scores, labels, listed, inside[None]
 
     def slopes(self, start, size, layer: Layer, function, vectors):
         """Values summed over the items, and slopes, of a function of scores.
@@ -381,45 +382,48 @@ class _Chunks(NamedTuple):
 class _KernelChunks(_Chunks):
     """The same by the kernels; rows are padded to whole tiles."""
 
-    def split(self, num_items):
-        batch = -(-len(self.h) // tiles.TILE_ROWS) * tiles.TILE_ROWS
-        num_items = -(-num_items // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
+    def size(self, num_items):
+        batch = len(self._pad(self.h))
         size = item_chunks.chunk_size(batch, num_items, _KERNEL_CHUNK_ELEMENTS)
-        return num_items, min(
-            num_items, -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
-        )
+        return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
     def _pad(self, array):
         extra = -len(array) % tiles.TILE_ROWS
         return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
-    def _arguments(self, start, size, layer: Layer):
-        """The first arguments of the kernels, and their keywords."""
+    def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
+        """What both kernels take."""
         h = self._pad(self.h)
-        rows = self.labels.row_ids() - self.corner[0]
-        # Padding, and what is in other devices' rows.
-        outside = (rows < 0) | (rows >= len(self.h))
-        outside |= rows + self.corner[0] >= self.labels.num_rows
-        columns = jnp.asarray(self.labels.indices) - self.corner[1] - start
-        columns = jnp.where(outside, -1, columns)
-        words = kernels.label_words(rows, columns, len(h), size)
-        vectors = (None if x is None else x.astype(jnp.float32) for x in layer[1:])
-        limit = self.labels.num_cols - self.corner[1]
-        keywords = {"start": start, "size": size, "limit": limit}
-        return (h, layer.kernel, *vectors, words), keywords
+        rows, columns = self.entries
+        columns = jnp.where(rows < 0, -1, columns - start)
+        bias, scale = (
+            None if x is None else x.astype(jnp.float32)
+            for x in (layer.bias, layer.scale)
+        )
+        return {
+            "h": h,
+            "kernel": layer.kernel,
+            "bias": bias,
+            "scale": scale,
+            "words": kernels.label_words(rows, columns, len(h), size),
+            "start": start,
+            "size": size,
+            "limit": self.limit,
+        }
 
     def slopes(self, start, size, layer, function, vectors):
-        arguments, keywords = self._arguments(start, size, layer)
-        vectors = [self._pad(vector) for vector in vectors]
-        keywords["with_values"] = not isinstance(self.rule, losses.SoftmaxCrossEntropy)
-        values, slopes = kernels.slopes(function, *arguments, vectors, **keywords)
+        values, slopes = kernels.slopes(
+            function,
+            vectors=[self._pad(vector) for vector in vectors],
+            with_values=self.with_values,
+            **self._arguments(start, size, layer),
+        )
         batch = len(self.h)
         values = None if values is None else jnp.sum(values, axis=0)[:batch]
         return values, slopes[:batch]
 
     def normalise(self, start, size, layer, found):
-        arguments, keywords = self._arguments(start, size, layer)
-        parts = kernels.normalise(*arguments, **keywords)
+        parts = kernels.normalise(**self._arguments(start, size, layer))
         batch = len(self.h)
         joined = (
             jnp.concatenate([old[None], new[:, :batch]])
@@ -499,15 +503,19 @@ def _per_example_backward(how, operands, cotangents):
 _per_example.defvjp(_per_example_forward, _per_example_backward)
 
 
-@functools.partial(jax.jit, static_argnames=("how", "differentiate", "budgets"))
+@functools.partial(jax.jit, static_argnames=("how", "differentiate"))
 def _compiled(
-    h, kernel, bias, scale, weights, labels, *, how: _How, differentiate: bool, budgets
+    h, kernel, bias, scale, weights, labels, *, how: _How, differentiate: bool
 ):
     """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
-    del budgets  # part of the key, as `loss_and_updates` reads them
     mesh, shard = item_chunks.shard_of(how.kernel_spec, len(h))
 
     def local(h, whole, weights, labels):
+        # Padding rows may be in no chunk.
+        written = item_chunks.rounded_items(labels.num_cols, len(kernel))
+        everything = mesh is not None or written == len(kernel)
+        unwritten = _empty_like if everything else jnp.zeros_like
+
         def write(start, chunk, gradients):
             return jax.tree.map(
                 lambda array, x: lax.dynamic_update_slice_in_dim(
@@ -522,14 +530,14 @@ def _compiled(
             h,
             labels,
             weights,
-            jax.tree.map(jnp.zeros_like, whole) if differentiate else None,
+            jax.tree.map(unwritten, whole) if differentiate else None,
             layer=lambda _: whole,
             update=write if differentiate else None,
             gradient_dtype=kernel.dtype,
             shard=shard,
             implementation=how.implementation,
         )
-        if not differentiate:
+        if dh is None or gradients is None:
             return per_example, None
         return per_example, (dh.astype(h.dtype), *gradients)
 
@@ -546,18 +554,13 @@ def _compiled(
     )(h, whole, weights, labels)
 
 
+def _empty_like(array):
+    return lax.empty(array.shape, array.dtype)
+
+
 def _run(how, h, kernel, bias, scale, weights, labels, differentiate):
-    return _compiled(
-        h,
-        kernel,
-        bias,
-        scale,
-        weights,
-        labels,
-        how=how,
-        differentiate=differentiate,
-        budgets=(_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS, _KERNEL_CHUNK_ELEMENTS),
-    )
+    arguments = h, kernel, bias, scale, weights, labels
+    return _compiled(*arguments, how=how, differentiate=differentiate)
 
 
 def _weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array:

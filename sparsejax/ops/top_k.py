@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from sparsejax.ops import item_chunks
 from sparsejax.sparse import CSR
 
-Implementation = Literal["xla"] | None
+Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Scores in a chunk: on a CPU, at k 20, 2^19 takes 1.3 times as long, 2^20 and 2^22 1.1
 # times (two cores, batch 512, hidden 256, 40,960 items). On a GPU choosing the best
@@ -91,15 +91,14 @@ def top_k(
         `exclude` has columns, or all.
       kernel_spec: how the kernel lies on the mesh that is set, see
         `sparsejax.output_loss`; the best of each part are put together.
-      implementation: None picks the best there is; "xla" is the reference.
+      implementation: that of a layer's `output_loss`; here all names mean XLA.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
         implementation, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(f'implementation is None or "xla", got {implementation!r}')
+    item_chunks.check_implementation(implementation)
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
@@ -177,16 +176,20 @@ def _xla(
 
 def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut):
     """The best of all items for a device's part of the batch."""
-    batch = len(h)
-    here = num_items if shard.items is None else len(kernel)
+    batch, rows = len(h), len(kernel)
+    here = rows
+    if shard.items is None:
+        here = item_chunks.rounded_items(num_items, rows)
     size = item_chunks.chunk_size(batch, here, max(elements, batch * k * _CHUNK_PER_K))
-    corner = shard.first_row(batch), shard.first_item(len(kernel))
+    first_item = shard.first_item(rows)
+    excluded, broken = None, jnp.zeros(batch, bool)
+    if exclude is not None:
+        excluded, broken = item_chunks.entries_of(exclude, shard, batch, rows)
 
     def step(start, size, best):
         scores = item_chunks.scores(h, kernel, bias, scale, start, size)
-        first = corner[1] + start
-        if exclude is not None:
-            place = item_chunks.local_places(exclude, (corner[0], first), scores.shape)
+        if excluded is not None:
+            place = excluded.places(start, (batch, size))
             scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
         # `lax.top_k` goes by bits: one NaN and one zero are wanted, not two.
         scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
@@ -194,11 +197,10 @@ def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut
         if bias is not None:
             denied = item_chunks.slice_rows(bias, start, size) == -jnp.inf
             scores = jnp.where(denied[None], -jnp.inf, scores)
-        if shard.items is not None:
-            inside = first + jnp.arange(size, dtype=jnp.int32) < num_items
-            scores = jnp.where(inside[None], scores, -jnp.inf)
+        inside = first_item + start + jnp.arange(size, dtype=jnp.int32) < num_items
+        scores = jnp.where(inside[None], scores, -jnp.inf)
         places, scores = _select(scores, k, cut)
-        return _join(best, (places + first, scores), k)
+        return _join(best, (places + first_item + start, scores), k)
 
     nothing = (
         jnp.full((batch, k), -1, jnp.int32),
@@ -212,11 +214,7 @@ def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut
         )
         ids, scores = _join((ids[:, :0], scores[:, :0]), (ids, scores), k)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
-    if exclude is not None:
-        broken = item_chunks.broken_rows(exclude)
-        broken = lax.dynamic_slice_in_dim(broken, corner[0], batch)
-        scores = jnp.where(broken[:, None], jnp.nan, scores)
-    return ids, scores
+    return ids, jnp.where(broken[:, None], jnp.nan, scores)
 
 
 def _join(best, more, k: int):
