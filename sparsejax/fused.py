@@ -127,7 +127,7 @@ def train_step(
             tables.kernel if kernel is None else kernel, bias, tables.derived.scale
         )
 
-    def move(w, state, gradient, start):
+    def move(w, state, gradient, start, derived=lambda new: ()):
         """One step of a chunk of a parameter and of its state, in the whole arrays."""
         size = len(gradient)
         old = slice_rows(w, start, size)
@@ -135,11 +135,12 @@ def train_step(
         new, parts = rule.step(
             old.astype(jnp.float32), parts, gradient.astype(jnp.float32), count, rate
         )
+        new = new.astype(w.dtype)
         # Else XLA works out the chunk once more for each array that is written, from
         # old values of the others, and copies those to have them.
-        new, parts = lax.optimization_barrier((new, parts))
+        new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
         state = {name: _write(state[name], parts[name], start) for name in state}
-        return _write(w, new, start), state, new
+        return _write(w, new, start), state, more
 
     def update(start, gradient: Layer, tables: _Tables) -> _Tables:
         slope = gradient.kernel
@@ -147,18 +148,24 @@ def train_step(
             old = slice_rows(tables.kernel, start, len(slope))
             _, pull = jax.vjp(layer.score_scale, old)
             slope = slope.astype(jnp.float32) + pull(gradient.scale)[0]
-        kernel, kernel_state, new = move(
-            tables.kernel, tables.kernel_state, slope, start
+        operand, scale = tables.derived
+
+        def derived(new):
+            return (
+                None if operand is None else new.astype(operand.dtype),
+                None if scale is None else layer.score_scale(new),
+            )
+
+        kernel, kernel_state, more = move(
+            tables.kernel, tables.kernel_state, slope, start, derived
         )
         bias, bias_state = tables.bias, tables.bias_state
         if bias is not None:
             bias, bias_state, _ = move(bias, bias_state, gradient.bias, start)
-        operand, scale = tables.derived
-        if operand is not None:
-            operand = _write(operand, new, start)
-        if scale is not None:
-            scale = _write(scale, layer.score_scale(new.astype(kernel.dtype)), start)
-        return _Tables(kernel, kernel_state, bias, bias_state, Derived(operand, scale))
+        after = jax.tree.map(
+            lambda whole, chunk: _write(whole, chunk, start), (operand, scale), more
+        )
+        return _Tables(kernel, kernel_state, bias, bias_state, Derived(*after))
 
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))

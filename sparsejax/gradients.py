@@ -84,7 +84,8 @@ class RowGradient:
     @classmethod
     def of_terms(cls, terms: scatter_gradient.Terms, current: bool) -> RowGradient:
         """The sums of `terms`, made when they are asked for."""
-        self = cls(terms.ids(), jnp.zeros((0, 0)), terms.num_rows, current)
+        self = object.__new__(cls)
+        self.ids, self.num_rows, self.current = terms.ids(), terms.num_rows, current
         self.terms = terms
         return self
 
@@ -112,13 +113,13 @@ class RowGradient:
     @property
     def shape(self) -> tuple[int, int]:
         """`(num_rows, hidden)`."""
-        hidden = (self._values if self.terms is None else self.terms.dy).shape[-1]
-        return self.num_rows, hidden
+        summed = self._values if self.terms is None else self.terms.dy
+        return self.num_rows, summed.shape[-1]
 
     @property
     def dtype(self) -> jnp.dtype:
         """That of the values."""
-        return self._values.dtype
+        return jnp.dtype(jnp.float32) if self.terms is not None else self._values.dtype
 
     def __repr__(self) -> str:
         num_rows, hidden = self.shape
@@ -387,7 +388,8 @@ def value_and_grad_with(
                 value = _row_gradient(xs, dys, kernel, planner is not None)
             if path in elsewhere:
                 value += flat[path][...]
-            flat[path] = kernel.replace(value)
+            # `kernel.replace` would take the gradient apart, and so have it summed.
+            flat[path] = type(kernel).from_metadata(value, kernel.get_metadata())
         return ((loss, aux) if has_aux else loss), nnx.from_flat_state(flat)
 
     return wrapped

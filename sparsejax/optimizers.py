@@ -144,7 +144,8 @@ class Optimizer(nnx.Pytree):
                     "optimizer.value_and_grad, for the same model"
                 )
             leaf = flat.pop(path)
-            g = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+            # `get_value` would take a RowGradient apart, and so have it summed.
+            g = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
             if g.shape != kernel.shape:
                 raise ValueError(
                     f"the gradient of '{_key(path, '.')}' has shape {g.shape}, the "

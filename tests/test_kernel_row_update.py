@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_update as kernel
 from pallas_kernels.gather_matmul import Config
 from sparsejax import optimizers
-from sparsejax.ops import row_update
+from sparsejax.layers import SparseLinear
+from sparsejax.ops import gather_matmul, row_update
 from sparsejax.ops.row_update import Table
 from sparsejax.ops.scatter_gradient import row_terms
 from sparsejax.sparse import CSR
@@ -148,6 +150,23 @@ def test_errors():
         ValueError, match="float32 or bfloat16 arrays only, got float16"
     ):
         kernel.row_update(lambda *_: [], [w], *arguments, w.astype(jnp.float16))
+
+
+def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
+    monkeypatch.setattr(gather_matmul, "kernel_is_fastest", lambda array: True)
+    monkeypatch.setattr(row_update, "kernel_is_fastest", lambda array: True)
+    layer = SparseLinear(ROWS, HIDDEN, rngs=nnx.Rngs(0))
+    optimizer = optimizers.Optimizer(layer, optimizers.rmsprop(0.1))
+
+    @nnx.jit
+    def step(layer, optimizer, x):
+        loss, grads = optimizer.value_and_grad(lambda layer: jnp.sum(layer(x)))(layer)
+        optimizer.update(layer, grads)
+        return loss
+
+    text = step.trace(layer, optimizer, batch(0)).lower(lowering_platforms=("cuda",))
+    # The lookup and the update, of a kernel and one for cut rows each.
+    assert text.as_text().count("custom_call @mosaic_gpu") == 3
 
 
 @pytest.mark.gpu
