@@ -100,6 +100,31 @@ WORKLOADS = (
     dataclasses.replace(BIG, name="big_t", about="its gradient", transposed=True),
 )
 
+# Output layers: the rows are labels, or items to exclude.
+OUT256 = Workload(
+    "out256",
+    "MovieLens-20M's items, DSSTNE's batch",
+    batch=256,
+    features=27_278,
+    hidden=1024,
+    entries=36_864,
+    skew=0.8,
+)
+OUTPUTS = (
+    OUT256,
+    dataclasses.replace(
+        OUT256, name="out1024", about="a larger batch", batch=1024, entries=147_456
+    ),
+    Workload(
+        "out1m",
+        "a million items, uniform",
+        batch=1024,
+        features=1_000_000,
+        hidden=256,
+        entries=147_456,
+    ),
+)
+
 
 def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A fresh random batch.

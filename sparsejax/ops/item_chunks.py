@@ -219,7 +219,7 @@ def entries_of(
     `batch` rows and `items` items of what the matrix speaks of.
     """
     first_row, indices = shard.first_row(batch), jnp.asarray(matrix.indices)
-    rows = _row_ids(matrix)
+    rows = matrix.row_ids()
     outside = (indices < 0) | (indices >= matrix.num_cols)
     # Only what is wrong is written, as many writes to few places are slow on a GPU.
     broken = jnp.where(outside, rows, matrix.num_rows)
@@ -229,15 +229,6 @@ def entries_of(
     mine &= rows + first_row < matrix.num_rows
     entries = Entries(jnp.where(mine, rows, -1), indices - shard.first_item(items))
     return entries, lax.dynamic_slice_in_dim(broken, first_row, batch)
-
-
-def _row_ids(matrix: CSR) -> Int[Array, "nse"]:
-    """`matrix.row_ids()`, in one kernel on a GPU instead of some twenty."""
-    positions = jnp.arange(matrix.nse, dtype=jnp.int32)
-    found = jnp.searchsorted(
-        matrix.indptr, positions, side="right", method="scan_unrolled"
-    )
-    return found.astype(jnp.int32) - 1
 
 
 def rounded_items(num_items: int, rows: int) -> int:

@@ -195,6 +195,7 @@ def loss_and_updates[Carry](
     batch, rows = len(h), len(whole.kernel)
     dtype = item_chunks.accumulator(h.dtype)
     entries, broken = item_chunks.entries_of(labels, shard, batch, rows)
+    weighted = weights is not None
     weights = jnp.ones(batch, dtype) if weights is None else weights.astype(dtype)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
     with_kernel = implementation == "mosaic_gpu"
@@ -210,7 +211,9 @@ def loss_and_updates[Carry](
     def fold(step, carry):
         return item_chunks.fold(step, carry, num_items, size)
 
-    h_live = jnp.where((weights != 0)[:, None], h, 0)  # 0 * inf would be NaN
+    h_live = h
+    if weighted:  # 0 * inf would be NaN
+        h_live = jnp.where((weights != 0)[:, None], h, 0)
 
     def gradients(chunk: Layer, delta) -> tuple[Layer, jax.Array]:
         out = (

@@ -1,0 +1,268 @@
+"""Times an output layer's loss with all its gradients against its peers.
+
+    python benchmarks/output_loss.py run [--commit NAME]    on a GPU
+    python benchmarks/output_loss.py table                  anywhere
+
+`run` starts a process for JAX, another that only says whether it makes the same bits, and
+one for torch. Loss and gradients in `h` and the kernel, bfloat16 operands. The gradient of
+`h` is checked against float64 in some rows before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from outputs import BATCHES, CHECKED, exact, host_operands, jax_inputs, rows_of
+from report import RESULTS, emit, origin, reported, run_parts, table, write_section
+from timing import Time, time_jax, time_torch
+from workloads import OUTPUTS, Workload
+
+_RESULTS = RESULTS / "output_loss.json"
+_RULES = {
+    "sigmoid": "sigmoid_binary_cross_entropy",
+    "l2": "l2_loss",
+    "softmax": "softmax_cross_entropy",
+}
+# A bfloat16 matrix product on random data does this many operations a second.
+_CEILING = 7.9e14
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=["run", "table", "jax", "again", "torch"])
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        parts = {"jax": {}, "again": {}, "torch": {}}
+        run_parts(__file__, parts, [], arguments.output, arguments.commit)
+    elif arguments.action == "table":
+        _write_table(json.loads(_RESULTS.read_text()))
+    else:
+        measure = {"jax": _measure_jax, "again": _again, "torch": _measure_torch}
+        for workload in OUTPUTS:
+            for result in measure[arguments.action](workload):
+                emit(result)
+
+
+def _error(dh, loss: str, workload: Workload) -> float:
+    """Relative error of some rows of the gradient of `h` in the first batch."""
+    scores, listed, kernel = exact(workload)
+    labels = listed.astype(np.float64)
+    if loss == "softmax":
+        odds = np.exp(scores - scores.max(1, keepdims=True))
+        slopes = labels.sum(1, keepdims=True) * odds / odds.sum(1, keepdims=True)
+    else:
+        slopes = 1 / (1 + np.exp(-scores)) if loss == "sigmoid" else scores
+    want = (slopes - labels).astype(np.float32) @ kernel
+    off = np.linalg.norm(np.asarray(dh, np.float32)[:CHECKED] - want)
+    return float(off / np.linalg.norm(want))
+
+
+def _result(workload, loss, name, time: Time, temporary, error, versions, **more):
+    if not error < 2e-2:
+        raise ValueError(f"relative error {error}")
+    return {
+        "workload": workload.name,
+        "loss": loss,
+        "implementation": name,
+        **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
+        "temporary_bytes": temporary,
+        "error": error,
+        "versions": versions,
+        **more,
+    }
+
+
+def _ours(rule: str, implementation: str | None):
+    import jax
+
+    import sparsejax as sj
+
+    def loss(h, kernel, labels):
+        options = {"loss": rule, "implementation": implementation}
+        return sj.output_loss(h, kernel, None, labels, **options)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))
+
+
+def _dense(loss: str):
+    """Autodiff of the loss of dense labels, as one writes it without a library."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def function(h, kernel, labels):
+        scores = (h @ kernel[: labels.num_cols].T).astype(jnp.float32)
+        place = labels.row_ids(), labels.indices
+        dense = jnp.zeros(scores.shape, jnp.float32).at[place].set(1, mode="drop")
+        if loss == "softmax":
+            return optax.softmax_cross_entropy(scores, dense).sum()
+        if loss == "sigmoid":
+            return optax.sigmoid_binary_cross_entropy(scores, dense).sum()
+        return optax.l2_loss(scores, dense).sum()
+
+    return jax.jit(jax.value_and_grad(function, (0, 1)))
+
+
+def _measure_jax(workload: Workload) -> Iterator[dict]:
+    import jax
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    inputs = jax_inputs(workload, "bfloat16")
+    for loss, rule in _RULES.items():
+        candidates = {
+            "mosaic_gpu": _ours(rule, "mosaic_gpu"),
+            "xla": _ours(rule, "xla"),
+            "autodiff, dense labels": _dense(loss),
+        }
+        for name, function in candidates.items():
+            if loss == "l2" and name != "mosaic_gpu":
+                continue
+            with reported(workload.name, loss, name):
+                compiled = function.lower(*inputs[0]).compile()
+                temporary = compiled.memory_analysis().temp_size_in_bytes
+                value, gradients = compiled(*inputs[0])
+                error = _error(gradients[0], loss, workload)
+                more = {}
+                if name == "mosaic_gpu":
+                    more["bits"] = _bits(value, *gradients)
+                    more["kernels"] = _kernels(function, inputs[0])
+                time = time_jax(function, inputs)
+                yield _result(
+                    workload, loss, name, time, temporary, error, versions, **more
+                )
+
+
+def _bits(*arrays) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.asarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _kernels(function, arguments) -> dict[str, float]:
+    """Microseconds of each kernel of a call."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, timings = profiler.measure(function, aggregate=False)(*arguments)
+    total: dict[str, float] = {}
+    for name, milliseconds in timings or []:
+        total[name[:40]] = total.get(name[:40], 0) + 1e3 * milliseconds
+    largest = sorted(total.items(), key=lambda item: -item[1])
+    return {name: round(time, 1) for name, time in largest}
+
+
+def _again(workload: Workload) -> Iterator[dict]:
+    """The bits that another process makes."""
+    if workload.name != "out1024":
+        return
+    inputs = jax_inputs(workload, "bfloat16")
+    for loss in ("sigmoid", "softmax"):
+        value, gradients = _ours(_RULES[loss], None)(*inputs[0])
+        yield {
+            "workload": workload.name,
+            "loss": loss,
+            "implementation": "another process",
+            "bits": _bits(value, *gradients),
+            "versions": {},
+        }
+
+
+def _measure_torch(workload: Workload) -> Iterator[dict]:
+    import torch  # pyrefly: ignore[missing-import]
+
+    functional = torch.nn.functional
+    h, kernel = host_operands(workload)
+    items = workload.features
+    kernel = torch.from_numpy(kernel[:items]).cuda().bfloat16().requires_grad_()
+    inputs = []
+    for seed in range(BATCHES):
+        indices, indptr = rows_of(workload, seed)
+        rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
+        place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
+        mine = torch.from_numpy(h[seed]).cuda().bfloat16().requires_grad_()
+        inputs.append((mine, kernel, *place))
+
+    def loss_of(h, kernel, rows, columns, loss):
+        scores = (h @ kernel.T).float()
+        dense = torch.zeros_like(scores)
+        dense[rows, columns] = 1.0
+        if loss == "softmax":
+            return -(dense * functional.log_softmax(scores, 1)).sum()
+        return functional.binary_cross_entropy_with_logits(
+            scores, dense, reduction="sum"
+        )
+
+    versions = {"torch": torch.__version__}
+    for loss in ("sigmoid", "softmax"):
+        for name, made in (
+            ("torch", loss_of),
+            ("torch.compile", torch.compile(loss_of, dynamic=False)),
+        ):
+
+            def step(h, kernel, rows, columns, made=made, loss=loss):
+                total = made(h, kernel, rows, columns, loss)
+                return torch.autograd.grad(total, (h, kernel))
+
+            with reported(workload.name, loss, name):
+                dh = step(*inputs[0])[0].float().cpu().numpy()
+                error = _error(dh, loss, workload)
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                time = time_torch(step, inputs)
+                temporary = torch.cuda.max_memory_allocated() - before
+                temporary -= 2 * kernel.numel()  # the gradient is no temporary
+                yield _result(workload, loss, name, time, temporary, error, versions)
+
+
+def _write_table(report: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    rows = [row for row in report["results"] if "kernel" in row]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    columns = ["workload", "loss", "matrix floor", *names, "share of the matrix rate"]
+    body = []
+    for key in dict.fromkeys((row["workload"], row["loss"]) for row in rows):
+        cells = {
+            row["implementation"]: row
+            for row in rows
+            if (row["workload"], row["loss"]) == key
+        }
+        workload = next(w for w in OUTPUTS if w.name == key[0])
+        products = 4 if key[1] == "softmax" else 3
+        work = 2 * products * workload.batch * workload.hidden * workload.features
+        floor, ours = 1e6 * work / _CEILING, cells["mosaic_gpu"]["kernel"]
+        texts = []
+        for name in names:
+            if name not in cells:
+                texts.append("-")
+                continue
+            time = cells[name]["kernel"]
+            ratio = "" if name == "mosaic_gpu" else f" ({time / ours:.1f}x)"
+            size = cells[name]["temporary_bytes"] / 2**20
+            texts.append(f"{time:,.0f}{ratio}, {size:,.0f} MiB")
+        body.append([*key, f"{floor:,.0f}", *texts, f"{100 * floor / ours:.0f} %"])
+    bits: dict[tuple, set] = {}
+    for row in report["results"]:
+        if "bits" in row:
+            bits.setdefault((row["workload"], row["loss"]), set()).add(row["bits"])
+    twice = [key for key in bits if key[0] == "out1024" and key[1] != "l2"]
+    same = all(len(bits[key]) == 1 for key in twice)
+    lines = [origin(report), "", *table(columns, body), ""]
+    lines.append(f"Another process makes {'the same' if same else 'other'} bits.")
+    write_section("output_loss", lines)
+
+
+if __name__ == "__main__":
+    main()

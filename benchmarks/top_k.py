@@ -1,0 +1,155 @@
+"""Times the best 100 items of an output layer against its peers.
+
+    python benchmarks/top_k.py run [--commit NAME]    on a GPU
+    python benchmarks/top_k.py table                  anywhere
+
+Exact on float32 scores of bfloat16 operands, with the seen items excluded. Ids are checked
+against a sort of float64 scores in some rows before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from outputs import BATCHES, CHECKED, exact, host_operands, jax_inputs, rows_of
+from report import RESULTS, emit, origin, reported, run_parts, table, write_section
+from timing import Time, time_jax, time_torch
+from workloads import OUTPUTS, Workload
+
+_RESULTS = RESULTS / "top_k.json"
+_K = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=["run", "table", "jax", "torch"])
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        parts = {"jax": {}, "torch": {}}
+        run_parts(__file__, parts, [], arguments.output, arguments.commit)
+    elif arguments.action == "table":
+        _write_table(json.loads(_RESULTS.read_text()))
+    else:
+        measure = _measure_jax if arguments.action == "jax" else _measure_torch
+        for workload in OUTPUTS[1:]:
+            for result in measure(workload):
+                emit(result)
+
+
+def _check(ids, scores, workload: Workload) -> None:
+    """Raises ValueError if a row's best are not these, but for ties by rounding."""
+    exact_scores, seen, _ = exact(workload)
+    for row in range(CHECKED):
+        allowed = np.where(seen[row], -np.inf, exact_scores[row])
+        best = np.sort(allowed)[::-1][:_K]
+        chosen = allowed[np.asarray(ids)[row]]
+        got = np.asarray(scores, np.float64)[row]
+        if len(set(np.asarray(ids)[row].tolist())) != _K:
+            raise ValueError("an item comes twice")
+        if np.abs(chosen - best).max() > 1e-4 or np.abs(got - best).max() > 1e-4:
+            raise ValueError(f"row {row}: {np.abs(got - best).max()} off")
+
+
+def _result(workload, name, time: Time, temporary, versions, **more) -> dict:
+    return {
+        "workload": workload.name,
+        "implementation": name,
+        **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
+        "temporary_bytes": temporary,
+        "versions": versions,
+        **more,
+    }
+
+
+def _measure_jax(workload: Workload) -> Iterator[dict]:
+    import jax
+    import jax.numpy as jnp
+    from output_loss import _kernels
+
+    import sparsejax as sj
+
+    def ours(h, kernel, exclude):
+        return sj.top_k(h, kernel, None, _K, exclude=exclude)
+
+    def plain(h, kernel, exclude):
+        kernel = kernel[: exclude.num_cols]
+        scores = jnp.dot(h, kernel.T, preferred_element_type=jnp.float32)
+        place = exclude.row_ids(), exclude.indices
+        scores = scores.at[place].set(-jnp.inf, mode="drop")
+        return jax.lax.top_k(scores, _K)[::-1]
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    inputs = jax_inputs(workload, "bfloat16")
+    for name, function in {"sparsejax": ours, "jax.lax.top_k": plain}.items():
+        with reported(workload.name, name):
+            jitted = jax.jit(function)
+            compiled = jitted.lower(*inputs[0]).compile()
+            temporary = compiled.memory_analysis().temp_size_in_bytes
+            _check(*compiled(*inputs[0]), workload)
+            more = {}
+            if name == "sparsejax":
+                more["kernels"] = _kernels(jitted, inputs[0])
+            time = time_jax(jitted, inputs)
+            yield _result(workload, name, time, temporary, versions, **more)
+
+
+def _measure_torch(workload: Workload) -> Iterator[dict]:
+    import torch  # pyrefly: ignore[missing-import]
+
+    h, kernel = host_operands(workload)
+    kernel = torch.from_numpy(kernel[: workload.features]).cuda().bfloat16()
+    inputs = []
+    for seed in range(BATCHES):
+        indices, indptr = rows_of(workload, seed)
+        rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
+        place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
+        inputs.append((torch.from_numpy(h[seed]).cuda().bfloat16(), kernel, *place))
+
+    def best(h, kernel, rows, columns):
+        scores = torch.mm(h, kernel.T, out_dtype=torch.float32)
+        scores[rows, columns] = -torch.inf
+        return torch.topk(scores, _K)
+
+    with reported(workload.name, "torch"):
+        scores, ids = (x.cpu().numpy() for x in best(*inputs[0]))
+        _check(ids, scores, workload)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        time = time_torch(best, inputs)
+        temporary = torch.cuda.max_memory_allocated() - before
+        versions = {"torch": torch.__version__}
+        yield _result(workload, "torch.topk", time, temporary, versions)
+
+
+def _write_table(report: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    rows = report["results"]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    body = []
+    for key in dict.fromkeys(row["workload"] for row in rows):
+        cells = {row["implementation"]: row for row in rows if row["workload"] == key}
+        ours = cells["sparsejax"]["kernel"]
+        texts = []
+        for name in names:
+            time, size = cells[name]["kernel"], cells[name]["temporary_bytes"] / 2**20
+            ratio = "" if name == "sparsejax" else f" ({time / ours:.1f}x)"
+            texts.append(f"{time:,.0f}{ratio}, {size:,.0f} MiB")
+        body.append([key, *texts])
+    lines = [origin(report), "", *table(["workload", *names], body)]
+    write_section("top_k", lines)
+
+
+if __name__ == "__main__":
+    main()
