@@ -17,13 +17,23 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from outputs import BATCHES, CHECKED, exact, host_operands, jax_inputs, rows_of
+from outputs import (
+    BATCHES,
+    CHECKED,
+    exact,
+    host_operands,
+    jax_inputs,
+    kernel_times,
+    rows_of,
+    temporary_bytes,
+)
 from report import RESULTS, emit, origin, reported, run_parts, table, write_section
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
@@ -85,14 +95,15 @@ def _result(workload, loss, name, time: Time, temporary, error, versions, **more
     }
 
 
-def _ours(rule: str, implementation: str | None):
+def _ours(rule: str, implementation: Literal["mosaic_gpu", "xla"] | None):
     import jax
 
     import sparsejax as sj
 
     def loss(h, kernel, labels):
-        options = {"loss": rule, "implementation": implementation}
-        return sj.output_loss(h, kernel, None, labels, **options)
+        return sj.output_loss(
+            h, kernel, None, labels, loss=rule, implementation=implementation
+        )
 
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
 
@@ -132,13 +143,13 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
                 continue
             with reported(workload.name, loss, name):
                 compiled = function.lower(*inputs[0]).compile()
-                temporary = compiled.memory_analysis().temp_size_in_bytes
+                temporary = temporary_bytes(compiled)
                 value, gradients = compiled(*inputs[0])
                 error = _error(gradients[0], loss, workload)
-                more = {}
+                more: dict[str, Any] = {}
                 if name == "mosaic_gpu":
                     more["bits"] = _bits(value, *gradients)
-                    more["kernels"] = _kernels(function, inputs[0])
+                    more["kernels"] = kernel_times(function, inputs[0])
                 time = time_jax(function, inputs)
                 yield _result(
                     workload, loss, name, time, temporary, error, versions, **more
@@ -150,18 +161,6 @@ def _bits(*arrays) -> str:
     for array in arrays:
         digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _kernels(function, arguments) -> dict[str, float]:
-    """Microseconds of each kernel of a call."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, timings = profiler.measure(function, aggregate=False)(*arguments)
-    total: dict[str, float] = {}
-    for name, milliseconds in timings or []:
-        total[name[:40]] = total.get(name[:40], 0) + 1e3 * milliseconds
-    largest = sorted(total.items(), key=lambda item: -item[1])
-    return {name: round(time, 1) for name, time in largest}
 
 
 def _again(workload: Workload) -> Iterator[dict]:
@@ -261,7 +260,39 @@ def _write_table(report: dict) -> None:
     same = all(len(bits[key]) == 1 for key in twice)
     lines = [origin(report), "", *table(columns, body), ""]
     lines.append(f"Another process makes {'the same' if same else 'other'} bits.")
+    lines += ["", "Where the time of ours goes:", ""]
+    lines += table(["workload", "loss", *_GROUPS, "all else"], _spent(rows))
     write_section("output_loss", lines)
+
+
+_GROUPS = {
+    "our kernel": ("body_mosaic_gpu",),
+    "two products": ("nvjet", "gemm"),
+    "copies of chunks": ("loop_dynamic_slice", "loop_dynamic_update"),
+    "labels to bits, row ids": (
+        "input_scatter",
+        "loop_reduce_window",
+        "loop_broadcast",
+    ),
+}
+
+
+def _spent(rows: list[dict]) -> list[list]:
+    """Microseconds of each group of kernels in a call of ours."""
+    body = []
+    for row in rows:
+        if "kernels" not in row:
+            continue
+        groups = [
+            sum(
+                time for name, time in row["kernels"].items() if name.startswith(starts)
+            )
+            for starts in _GROUPS.values()
+        ]
+        rest = sum(row["kernels"].values()) - sum(groups)
+        times = [f"{time:,.0f}" for time in (*groups, rest)]
+        body.append([row["workload"], row["loss"], *times])
+    return body
 
 
 if __name__ == "__main__":

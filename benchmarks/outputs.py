@@ -48,6 +48,25 @@ def jax_inputs(workload: Workload, dtype: str) -> list[tuple]:
     return jax.block_until_ready(inputs)
 
 
+def temporary_bytes(compiled) -> int:
+    """Memory of intermediates, by the compiler's figures."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def kernel_times(function, arguments: tuple) -> dict[str, float]:
+    """Microseconds of each kernel of a call of a jitted function, the longest first."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, timings = profiler.measure(function, aggregate=False)(*arguments)
+    total: dict[str, float] = {}
+    for name, milliseconds in timings or []:
+        total[name[:40]] = total.get(name[:40], 0) + 1e3 * milliseconds
+    largest = sorted(total.items(), key=lambda item: -item[1])
+    return {name: round(time, 1) for name, time in largest}
+
+
 @functools.cache
 def exact(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the first rows of the first batch: scores in float64 and whether listed.

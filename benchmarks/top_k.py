@@ -21,7 +21,16 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from outputs import BATCHES, CHECKED, exact, host_operands, jax_inputs, rows_of
+from outputs import (
+    BATCHES,
+    CHECKED,
+    exact,
+    host_operands,
+    jax_inputs,
+    kernel_times,
+    rows_of,
+    temporary_bytes,
+)
 from report import RESULTS, emit, origin, reported, run_parts, table, write_section
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
@@ -76,7 +85,6 @@ def _result(workload, name, time: Time, temporary, versions, **more) -> dict:
 def _measure_jax(workload: Workload) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
-    from output_loss import _kernels
 
     import sparsejax as sj
 
@@ -96,11 +104,12 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         with reported(workload.name, name):
             jitted = jax.jit(function)
             compiled = jitted.lower(*inputs[0]).compile()
-            temporary = compiled.memory_analysis().temp_size_in_bytes
-            _check(*compiled(*inputs[0]), workload)
+            temporary = temporary_bytes(compiled)
+            ids, scores = compiled(*inputs[0])
+            _check(ids, scores, workload)
             more = {}
             if name == "sparsejax":
-                more["kernels"] = _kernels(jitted, inputs[0])
+                more["kernels"] = kernel_times(jitted, inputs[0])
             time = time_jax(jitted, inputs)
             yield _result(workload, name, time, temporary, versions, **more)
 
