@@ -358,7 +358,7 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
             replay()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    yield _result(name, min(times), float(loss), versions)
+    yield _result(name, min(times), float(loss.detach()), versions)
 
 
 def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
@@ -390,7 +390,9 @@ def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) * _STEPS / len(some)
     versions = {"torch": torch.__version__}
-    yield _result("torch, dense rows from the host", seconds, float(loss), versions)
+    yield _result(
+        "torch, dense rows from the host", seconds, float(loss.detach()), versions
+    )
 
 
 def _write_table(report: dict) -> None:
@@ -409,7 +411,10 @@ def _write_table(report: dict) -> None:
     lines = [origin(report), ""]
     lines += table(["implementation", "s an epoch", "us a step", "to ours"], rows)
     lines += ["", "Where a step of the fused form goes, kernels summed by name:", ""]
-    kernels = [[f"`{name}`", f"{t:.1f}"] for name, t in results[0]["kernels"].items()]
+    kernels = [
+        [f"`{re.split('[<(]', name)[0].split('::')[-1]}`", f"{t:.1f}"]
+        for name, t in results[0]["kernels"].items()
+    ]
     lines += table(["kernel", "us a step"], kernels)
     write_section("epoch", lines)
 
