@@ -87,6 +87,25 @@ def test_the_suite_checks_annotations():
         sparse.CSR.from_scipy(scipy.sparse.eye_array(2), nse="two")  # pyrefly: ignore
 
 
+def test_every_public_name_is_there():
+    names = dir(sparsejax)
+    assert {"fit", "recommend"} < set(names)
+    for name in names:
+        assert getattr(sparsejax, name) is not None
+    with pytest.raises(AttributeError):
+        sparsejax.nothing  # noqa: B018 # pyrefly: ignore
+
+
+def test_importing_is_cheap():
+    """So that `sparsejax --help` answers at once."""
+    code = "import sys, sparsejax.cli; print(*sys.modules)"
+    imported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "sparsejax" in imported
+    assert not {"jax", "flax", "numpy", "scipy", "pyarrow"} & set(imported)
+
+
 # A stand-in for an interpreter: a shell script that answers the finder's question.
 GOOD = "echo {name}"
 OLD = "echo is Python 3.11; exit 1"

@@ -1,5 +1,6 @@
 """From files to a `SparseDataset`."""
 
+from sparsejax.data import datasets as datasets
 from sparsejax.data.dataset import SparseDataset as SparseDataset
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.files import DataError as DataError
