@@ -19,6 +19,7 @@ from .data import read_adjacency as read_adjacency
 from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
 from .data import read_text as read_text
+from .export import export_predictor as export_predictor
 from .gradients import RowGradient as RowGradient
 from .gradients import RowParam as RowParam
 from .gradients import accumulate as accumulate
@@ -39,7 +40,9 @@ from .ops.top_k import top_k as top_k
 from .optimizers import Optimizer as Optimizer
 from .prediction import evaluate as evaluate
 from .prediction import recommend as recommend
-from .prediction import Recommendations as Recommendations
+from .predictor import Predictor as Predictor
+from .predictor import load_predictor as load_predictor
+from .recommendations import Recommendations as Recommendations
 from .run import load_model as load_model
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping

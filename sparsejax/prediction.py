@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import jax
@@ -18,9 +17,17 @@ from flax import nnx
 from sparsejax import metrics
 from sparsejax.batching import Array, Batch, Batches, bucket, on_device
 from sparsejax.data import SparseDataset
-from sparsejax.data.names import as_names
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
+from sparsejax.recommendations import (
+    Recommendations,
+    check_positive,
+    check_scores,
+    each,
+    exclusion,
+    indicator,
+    recommend_by,
+)
 from sparsejax.sources import (
     Source,
     Table,
@@ -65,46 +72,6 @@ class Recommender(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Recommendations:
-    """The best items of each row.
-
-    Attributes:
-      ids: `[rows, k]` int32, item numbers from the best down; -1 where candidates ran
-        out.
-      scores: `[rows, k]` float32, the model's scores; -inf where candidates ran out.
-    """
-
-    ids: np.ndarray
-    scores: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def names(self, items: SparseDataset | Iterable[object]) -> list[list[str]]:
-        """The recommended items of each row by name; where they ran out, fewer than k.
-
-        Args:
-          items: the names of all items, or a data set whose features they are.
-
-        Raises:
-          ValueError: there are fewer names than items.
-        """
-        known = items.feature_names if isinstance(items, SparseDataset) else items
-        known = as_names(known)
-        highest = self.ids.max(initial=-1)
-        if highest >= len(known):
-            raise ValueError(
-                f"item {highest:,} is recommended but only {len(known):,} names were "
-                "given; give those of the features the model was trained on"
-            )
-        if highest < 0:
-            return [[] for _ in self.ids]
-        counts = np.sum(self.ids >= 0, axis=1)
-        rows = known[self.ids].tolist()
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-
 def recommend(
     model: Recommender,
     inputs: Source,
@@ -139,33 +106,20 @@ def recommend(
       TypeError: `inputs` or `exclude` is nothing of the kind.
       ValueError: `inputs` or `exclude` does not fit the model or the other.
     """
-    _check_positive(k=k, batch_size=batch_size)
-    x = Table.of("inputs", inputs)
-    check_columns("inputs", x.matrix.num_cols, model.num_features, "features")
-    batch_size = min(batch_size, bucket(x.num_rows))
-    matrix = on_device(x.matrix)
-    batches = Batches.of(matrix, np.arange(x.num_rows), batch_size)
-    unwanted = None
-    if exclude is not None:
-        seen = Table.of("exclude", exclude)
-        check_columns("exclude", seen.matrix.num_cols, model.num_items, "items")
-        check_same_features(x, seen)
-        unwanted = _exclusion(x, np.arange(x.num_rows), matrix, seen, batch_size)
-
     graphdef, state = nnx.split((model, optimizer))
-    results = (
-        _recommended(graphdef, state, *step, k)
-        for step in zip(batches, _each(unwanted), strict=False)
+
+    def step(shown: Batch, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
+        return _recommended(graphdef, state, shown, unwanted, k)
+
+    return recommend_by(
+        step,
+        Table.of("inputs", inputs),
+        k,
+        exclude=exclude,
+        num_features=model.num_features,
+        num_items=model.num_items,
+        batch_size=batch_size,
     )
-    ids = np.empty((x.num_rows, k), np.int32)
-    scores = np.empty((x.num_rows, k), np.float32)
-    starts = range(0, x.num_rows, batch_size)
-    for start, result in zip(starts, _one_late(results), strict=True):
-        count = min(batch_size, x.num_rows - start)
-        part = slice(start, start + count)
-        ids[part], scores[part] = (np.asarray(array)[:count] for array in result)
-        _check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
-    return Recommendations(ids, scores)
 
 
 def evaluate(
@@ -261,7 +215,7 @@ def prepare(
     ks = tuple(np.atleast_1d(k).tolist())
     if not ks:
         raise ValueError("k names no cut-off")
-    _check_positive(k=min(ks), batch_size=batch_size)
+    check_positive(k=min(ks), batch_size=batch_size)
     if fold_in is not None:
         inputs, heldout = _folded_in(inputs, heldout, fold_in, seed)
     elif heldout is None:
@@ -287,7 +241,7 @@ def prepare(
     matrix = on_device(x.matrix)
     unwanted = None
     if seen is not None:
-        unwanted = _exclusion(x, rows, matrix, seen, batch_size)
+        unwanted = exclusion(x, rows, matrix, seen, batch_size)
     ids = None
     if among is not None:
         ids = _candidate_ids(among, labels, scored, batch_size)
@@ -300,7 +254,7 @@ def prepare(
         rows=scored,
         batches=Batches.of(matrix, rows, batch_size),
         exclude=unwanted,
-        labels=Batches.of(on_device(_indicator(labels.matrix)), scored, batch_size),
+        labels=Batches.of(on_device(indicator(labels.matrix)), scored, batch_size),
         candidates=ids,
         popularity=share,
         baseline={},
@@ -355,16 +309,16 @@ class Evaluation:
         parts = []
         for step in zip(
             self.batches,
-            _each(self.exclude),
+            each(self.exclude),
             self.labels,
-            _each(self.candidates),
+            each(self.candidates),
             strict=False,
         ):
             part, counts = _measured(graphdef, state, *step, counts, self.ks)
             parts.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)
-        _check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
+        check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
         means = iter(values.mean(axis=1).tolist())
         measured = {}
         for k, given in zip(self.ks, np.asarray(counts), strict=True):
@@ -496,32 +450,6 @@ def _measured(
     return jnp.where(bad[None, :], jnp.nan, jnp.stack(values)), counts
 
 
-def _one_late(results: Iterable) -> Iterable:
-    """The same, each after the next was asked for: so the device is never idle."""
-    pairs = itertools.pairwise(itertools.chain(results, [None]))
-    return (current for current, _ in pairs)
-
-
-def _each(batches: Iterable | None) -> Iterable:
-    return itertools.repeat(None) if batches is None else batches
-
-
-def _exclusion(
-    x: Table, rows: np.ndarray, matrix: CSR, seen: Table, batch_size: int
-) -> Batches:
-    """What `seen` has for some rows of `x`, whose matrix is on the device already."""
-    if seen.matrix is not x.matrix:
-        found = find_rows(x, seen)
-        if found.size and found.max() < 0:
-            ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
-            raise ValueError(
-                f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
-                f"among {seen.labels(theirs)}"
-            )
-        rows, matrix = found[rows], on_device(_indicator(seen.matrix))
-    return Batches.of(_indicator(matrix), rows, batch_size)
-
-
 def _candidate_ids(
     among: Table, labels: Table, rows: np.ndarray, batch_size: int
 ) -> np.ndarray:
@@ -548,11 +476,7 @@ def _candidate_ids(
 
 def _rows(table: Table, rows: np.ndarray) -> scipy.sparse.csr_array:
     """Some rows as an indicator, on the host."""
-    return scipy.sparse.csr_array(_indicator(table.matrix).to_scipy()[rows])
-
-
-def _indicator(matrix: CSR) -> CSR:
-    return dataclasses.replace(matrix, data=None)
+    return scipy.sparse.csr_array(indicator(table.matrix).to_scipy()[rows])
 
 
 def _check_items(table: Table, heldout: Table) -> None:
@@ -564,20 +488,4 @@ def _check_items(table: Table, heldout: Table) -> None:
             f"{table.what} has {ours:,} columns but heldout has {theirs:,}; read both "
             "with the same vocabulary (or, if inputs are no items, pass exclude=... and "
             "popularity=..., or None for either)"
-        )
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _check_scores(bad: np.ndarray, table: Table, rows: np.ndarray) -> None:
-    """Raises if any is `bad`; `rows` are their numbers in `table`."""
-    if bad.any():
-        where = table.label(int(rows[np.argmax(bad)]))
-        raise FloatingPointError(
-            f"the model gives NaN for {where}; its weights or the values of the row are "
-            "not finite"
         )

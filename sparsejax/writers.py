@@ -18,7 +18,7 @@ import numpy as np
 from sparsejax.data import SparseDataset
 from sparsejax.data.files import replacing
 from sparsejax.data.names import Names
-from sparsejax.prediction import Recommendations
+from sparsejax.recommendations import Recommendations
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 

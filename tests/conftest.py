@@ -1,6 +1,7 @@
 """What every test runs under."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -26,6 +27,14 @@ hypothesis.settings.register_profile(
     max_examples=30,
 )
 hypothesis.settings.load_profile("sparsejax")
+
+
+@pytest.fixture(scope="module")
+def symbolic_sizes() -> Iterator[None]:
+    """For exports: annotations say int, where an exported program has a symbol."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

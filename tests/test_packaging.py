@@ -89,7 +89,7 @@ def test_the_suite_checks_annotations():
 
 def test_every_public_name_is_there():
     names = dir(sparsejax)
-    assert {"fit", "recommend"} < set(names)
+    assert {"fit", "load_predictor"} < set(names)
     for name in names:
         assert getattr(sparsejax, name) is not None
     with pytest.raises(AttributeError):

@@ -1,0 +1,105 @@
+"""A model written as a program that runs without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import export
+
+from sparsejax.batching import batch_sizes
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import as_names
+from sparsejax.layers import SparseLinear, SparseOutput
+from sparsejax.prediction import Recommender
+from sparsejax.predictor import save_predictor
+from sparsejax.recommendations import check_positive
+from sparsejax.sparse import CSR
+
+_PLATFORMS = ("cpu", "cuda")
+
+
+def export_predictor(
+    model: Recommender,
+    path: str | os.PathLike[str],
+    *,
+    k: int = 10,
+    names: SparseDataset | Iterable[object] | None = None,
+    batch_size: int = 512,
+) -> None:
+    """Writes a file with which `sparsejax.load_predictor` recommends without the model.
+
+    The file holds the weights and, as StableHLO for CPUs and CUDA, a program for each
+    batch size that `recommend` would use; the number of entries in a batch is dynamic.
+    It appears at `path` whole or not at all. Needs the extra `export`.
+
+    >>> export_predictor(model, "model.predictor", k=10, names=train)
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`;
+        its rows up to date, as after `fit` or `Optimizer.flush`.
+      path: the file, which is replaced if it exists.
+      k: items per row.
+      names: of the items, or a data set whose features they are, to be kept in the file.
+      batch_size: rows scored at a time, at most.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: not as many names as items; `path` is not a file's.
+    """
+    check_positive(k=k, batch_size=batch_size)
+    items = None
+    if names is not None:
+        known = names.feature_names if isinstance(names, SparseDataset) else names
+        items = as_names(known).tolist()
+        if len(items) != model.num_items:
+            raise ValueError(
+                f"{len(items):,} names were given but the model has "
+                f"{model.num_items:,} items"
+            )
+    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
+    weights, structure = jax.tree.flatten(state)
+    model = nnx.merge(
+        graphdef, keys, state
+    )  # a copy, whose weights are the same arrays
+    for _, module in nnx.iter_modules(cast(nnx.Module, model)):
+        if isinstance(module, SparseLinear | SparseOutput):
+            # A kernel is of one platform and cannot be in a program for two.
+            module.implementation = "xla"
+    graphdef = nnx.graphdef(model)
+
+    def top_k(weights, data, indices, indptr, seen_indices, seen_indptr):
+        state = jax.tree.unflatten(structure, weights)
+        model = nnx.merge(graphdef, keys, state)
+        x = CSR(data, indices, indptr, num_cols=model.num_features)
+        seen = CSR(None, seen_indices, seen_indptr, num_cols=model.num_items)
+        return model.top_k(x, k, exclude=seen)
+
+    def programs() -> Iterator[tuple[int, export.Exported]]:
+        entries, seen_entries = export.symbolic_shape("entries, seen_entries")
+        abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
+        for rows in batch_sizes(batch_size):
+            offsets = _int32(rows + 1)
+            data = jax.ShapeDtypeStruct((entries,), jnp.float32)
+            shown = (data, _int32(entries), offsets)
+            seen = (_int32(seen_entries), offsets)
+            exported = export.export(jax.jit(top_k), platforms=_PLATFORMS)
+            yield rows, exported(abstract, *shown, *seen)
+
+    save_predictor(
+        path,
+        k=k,
+        num_features=model.num_features,
+        num_items=model.num_items,
+        items=items,
+        programs=programs(),
+        weights=weights,
+    )
+
+
+def _int32(size) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.int32)

@@ -1,0 +1,164 @@
+"""What is recommended to each row, and the loop over batches that finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import numpy as np
+
+from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import as_names
+from sparsejax.sources import (
+    Source,
+    Table,
+    check_columns,
+    check_same_features,
+    find_rows,
+)
+from sparsejax.sparse import CSR
+
+Step = Callable[[Batch, Batch | None], tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recommendations:
+    """The best items of each row.
+
+    Attributes:
+      ids: `[rows, k]` int32, item numbers from the best down; -1 where candidates ran
+        out.
+      scores: `[rows, k]` float32, the model's scores; -inf where candidates ran out.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def names(self, items: SparseDataset | Iterable[object]) -> list[list[str]]:
+        """The recommended items of each row by name; where they ran out, fewer than k.
+
+        Args:
+          items: the names of all items, or a data set whose features they are.
+
+        Raises:
+          ValueError: there are fewer names than items.
+        """
+        known = items.feature_names if isinstance(items, SparseDataset) else items
+        known = as_names(known)
+        highest = self.ids.max(initial=-1)
+        if highest >= len(known):
+            raise ValueError(
+                f"item {highest:,} is recommended but only {len(known):,} names were "
+                "given; give those of the features the model was trained on"
+            )
+        if highest < 0:
+            return [[] for _ in self.ids]
+        counts = np.sum(self.ids >= 0, axis=1)
+        rows = known[self.ids].tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def recommend_by(
+    step: Step,
+    x: Table,
+    k: int,
+    *,
+    exclude: Source | None,
+    num_features: int,
+    num_items: int,
+    batch_size: int,
+) -> Recommendations:
+    """Recommendations to all rows of `x`; see `sparsejax.recommend`.
+
+    Args:
+      step: ids and scores, `[batch, k]`, from what a batch is shown and what is not to
+        be recommended to it.
+      x: `[rows, num_features]`.
+      k: items per row.
+      exclude: `[rows, num_items]`.
+      num_features: of the model.
+      num_items: of the model.
+      batch_size: rows a step.
+
+    Raises:
+      FloatingPointError: a score is NaN; names the row.
+      ValueError: `x` or `exclude` does not fit the model or the other.
+    """
+    check_positive(k=k, batch_size=batch_size)
+    check_columns(x.what, x.matrix.num_cols, num_features, "features")
+    batch_size = min(batch_size, bucket(x.num_rows))
+    matrix = on_device(x.matrix)
+    rows = np.arange(x.num_rows)
+    batches = Batches.of(matrix, rows, batch_size)
+    unwanted = None
+    if exclude is not None:
+        seen = Table.of("exclude", exclude)
+        check_columns("exclude", seen.matrix.num_cols, num_items, "items")
+        check_same_features(x, seen)
+        unwanted = exclusion(x, rows, matrix, seen, batch_size)
+
+    results = (step(*pair) for pair in zip(batches, each(unwanted), strict=False))
+    ids = np.empty((x.num_rows, k), np.int32)
+    scores = np.empty((x.num_rows, k), np.float32)
+    starts = range(0, x.num_rows, batch_size)
+    for start, result in zip(starts, _one_late(results), strict=True):
+        count = min(batch_size, x.num_rows - start)
+        part = slice(start, start + count)
+        ids[part], scores[part] = (np.asarray(array)[:count] for array in result)
+        check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
+    return Recommendations(ids, scores)
+
+
+def exclusion(
+    x: Table, rows: np.ndarray, matrix: CSR, seen: Table, batch_size: int
+) -> Batches:
+    """What `seen` has for some rows of `x`, whose matrix is on the device already."""
+    if seen.matrix is not x.matrix:
+        found = find_rows(x, seen)
+        if found.size and found.max() < 0:
+            ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
+            raise ValueError(
+                f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
+                f"among {seen.labels(theirs)}"
+            )
+        rows, matrix = found[rows], on_device(indicator(seen.matrix))
+    return Batches.of(indicator(matrix), rows, batch_size)
+
+
+def indicator(matrix: CSR) -> CSR:
+    """The same entries without values."""
+    return dataclasses.replace(matrix, data=None)
+
+
+def each(batches: Iterable | None) -> Iterable:
+    """The batches, or None for ever."""
+    return itertools.repeat(None) if batches is None else batches
+
+
+def check_positive(**values: int) -> None:
+    """Raises ValueError unless all are at least 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_scores(bad: np.ndarray, table: Table, rows: np.ndarray) -> None:
+    """Raises FloatingPointError if any is `bad`; `rows` are their numbers in `table`."""
+    if bad.any():
+        where = table.label(int(rows[np.argmax(bad)]))
+        raise FloatingPointError(
+            f"the model gives NaN for {where}; its weights or the values of the row are "
+            "not finite"
+        )
+
+
+def _one_late[T](results: Iterable[T]) -> Iterator[T]:
+    """The same, each after the next was asked for: so the device is never idle."""
+    pairs = itertools.pairwise(itertools.chain(results, [None]))
+    return (current for current, _ in pairs if current is not None)
