@@ -47,5 +47,9 @@ from .run import load_model as load_model
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping
 from .training import fit as fit
+from .vectors import item_vectors as item_vectors
+from .vectors import save_vectors as save_vectors
+from .vectors import similar_items as similar_items
+from .vectors import user_vectors as user_vectors
 
 __version__: str

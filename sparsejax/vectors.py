@@ -1,0 +1,241 @@
+"""The vectors of items and users, and which items are alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from flax import nnx
+
+from sparsejax import writers
+from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import as_names, examples, find_names, to_arrow
+from sparsejax.layers import SparseOutput
+from sparsejax.ops.top_k import top_k
+from sparsejax.optimizers import Optimizer
+from sparsejax.recommendations import Recommendations, check_positive
+from sparsejax.sources import Source, Table, check_columns
+from sparsejax.sparse import CSR
+
+FORMATS = (".npy", ".npz", ".parquet")
+
+
+@runtime_checkable
+class HasItems(Protocol):
+    """A model whose last layer is a `SparseOutput` called `output`."""
+
+    @property
+    def output(self) -> SparseOutput:
+        """The layer that scores items."""
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What `user_vectors` needs of a model: an `nnx.Module` with these."""
+
+    @property
+    def num_features(self) -> int:
+        """Number of input features."""
+        ...
+
+    def encode(self, x: CSR, *, deterministic: bool | None = None) -> jax.Array:
+        """`[batch, hidden]`, what the output layer is given."""
+        ...
+
+
+def item_vectors(model: HasItems) -> np.ndarray:
+    """The items' rows of the output kernel, `[num_items, hidden]` float32.
+
+    With `u` a row of `user_vectors` and `v` one of these, the score of the item is
+    `u . v + bias`, or `u . v / (|u| |v| temperature) + bias` where the output layer has
+    a temperature. Rows that only fill up the kernel are left out.
+
+    >>> item_vectors(model).shape
+    (294, 64)
+
+    Args:
+      model: a `FeedForward`, or a module with a `SparseOutput` called `output`; its rows
+        up to date, as after `fit`, `load_model` or `Optimizer.flush`.
+    """
+    output = model.output
+    return np.array(output.kernel[...][: output.num_items], np.float32)
+
+
+def user_vectors(
+    model: Encoder,
+    inputs: Source,
+    *,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 512,
+) -> np.ndarray:
+    """What the model makes of each row of `inputs`, `[rows, hidden]` float32.
+
+    >>> user_vectors(model, train).shape
+    (32711, 64)
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features` and `encode`.
+      inputs: `[rows, features]`.
+      optimizer: see `recommend`.
+      batch_size: rows at a time.
+
+    Raises:
+      TypeError: `inputs` is nothing of the kind.
+      ValueError: `inputs` does not fit the model.
+    """
+    check_positive(batch_size=batch_size)
+    x = Table.of("inputs", inputs)
+    check_columns("inputs", x.matrix.num_cols, model.num_features, "features")
+    batch_size = min(batch_size, bucket(x.num_rows))
+    # Without rows one that is empty, so that there is a batch to take the width from.
+    rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
+    batches = Batches.of(on_device(x.matrix), rows, batch_size)
+    graphdef, state = nnx.split((model, optimizer))
+    parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
+    return np.concatenate(parts)[: x.num_rows]
+
+
+def similar_items(
+    model: HasItems,
+    items: Sequence[int] | Sequence[str] | np.ndarray,
+    k: int = 10,
+    *,
+    names: SparseDataset | Iterable[object] | None = None,
+) -> Recommendations:
+    """The `k` items whose vectors have the largest cosine with each given item's.
+
+    An item is not similar to itself. A vector of zeros has the cosine 0 with all.
+
+    >>> similar_items(model, ["tea"], k=3, names=train).names(train)
+    [['milk', 'sugar', 'honey']]
+
+    Args:
+      model: as for `item_vectors`.
+      items: `[n]` numbers of items, or their names.
+      k: similar items for each.
+      names: of all items, or a data set whose features they are; needed for names.
+
+    Returns:
+      Ids `[n, k]`, and cosines as scores.
+
+    Raises:
+      TypeError: `items` are neither integers nor names.
+      ValueError: an item does not exist, or names are given without `names`.
+    """
+    check_positive(k=k)
+    output = model.output
+    ids = _ids(items, output.num_items, names)
+    kernel = output.kernel[...].astype(jnp.float32)
+    found = _similar(kernel, jnp.asarray(ids), k, output.num_items)
+    return Recommendations(*map(np.asarray, found))
+
+
+def save_vectors(
+    path: str | os.PathLike[str], vectors: np.ndarray, names: Iterable[object]
+) -> None:
+    """Writes vectors, whole or not at all; the file's name says in which form.
+
+    ::
+
+        .npy        the array alone
+        .npz        arrays `names` and `vectors`
+        .parquet    columns `name` and `vector` (a list of fixed size)
+
+    >>> save_vectors("items.parquet", item_vectors(model), train.feature_names)
+
+    Args:
+      path: the file, which is replaced if it exists.
+      vectors: `[n, hidden]`.
+      names: `[n]`.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: another ending, or not as many names as vectors.
+    """
+    check_ending(path)
+    known = as_names(names)
+    if vectors.ndim != 2 or len(known) != len(vectors):
+        raise ValueError(
+            f"expected vectors [{len(known):,}, hidden], one for each name, got "
+            f"{vectors.shape}"
+        )
+    with writers.renamed(path) as temporary:
+        match temporary.suffix:
+            case ".npy":
+                np.save(temporary, vectors)
+            case ".npz":
+                np.savez(
+                    temporary, names=np.array(known.tolist(), np.str_), vectors=vectors
+                )
+            case ".parquet":
+                flat = pa.array(vectors.reshape(-1))
+                column = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+                table = pa.table({"name": to_arrow(known), "vector": column})
+                pq.write_table(table, temporary, compression="zstd")
+
+
+def check_ending(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if vectors cannot be written to a file of this name."""
+    if pathlib.Path(path).suffix not in FORMATS:
+        raise ValueError(f"{path}: vectors are written to {', '.join(FORMATS)} files")
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _encoded(graphdef, state, x: Batch) -> jax.Array:
+    model, optimizer = nnx.merge(graphdef, state)
+    current = contextlib.nullcontext()
+    if optimizer is not None:
+        current = optimizer.reading(model)
+    with current:
+        return model.encode(x.take(), deterministic=True).astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "num_items"))
+def _similar(kernel, ids, k: int, num_items: int):
+    square = jnp.sum(jnp.square(kernel), axis=1)
+    inverse = jnp.where(square > 0, jax.lax.rsqrt(square), 0)
+    h = kernel[ids] * inverse[ids][:, None]
+    itself = CSR(None, ids, jnp.arange(len(ids) + 1), num_cols=num_items)
+    return top_k(h, kernel, None, k, scale=inverse, exclude=itself)
+
+
+def _ids(items, num_items: int, names) -> np.ndarray:
+    """`[n]` int32."""
+    if len(items) == 0:
+        raise ValueError("items is empty; name at least one")
+    given = np.asarray(items)
+    if np.issubdtype(given.dtype, np.integer):
+        outside = given[(given < 0) | (given >= num_items)]
+        if outside.size:
+            raise ValueError(
+                f"there is no item {outside[0]}: the model has {num_items:,}"
+            )
+        return given.astype(np.int32)
+    if given.dtype.kind not in "UT":
+        raise TypeError(f"items are integers or names, got {given.dtype}")
+    if names is None:
+        raise ValueError("items are given by name, so names=... is needed")
+    known = as_names(names.feature_names if isinstance(names, SparseDataset) else names)
+    if len(known) != num_items:
+        raise ValueError(
+            f"{len(known):,} names were given but the model has {num_items:,} items"
+        )
+    wanted = as_names(given)
+    found = find_names(wanted, known)
+    if (found < 0).any():
+        raise ValueError(
+            f"no item is called {examples(wanted[found < 0])}; names are "
+            f"{examples(known)}"
+        )
+    return found
