@@ -43,6 +43,8 @@ from .prediction import recommend as recommend
 from .predictor import Predictor as Predictor
 from .predictor import load_predictor as load_predictor
 from .recommendations import Recommendations as Recommendations
+from .report import Example as Example
+from .report import write_report as write_report
 from .run import load_model as load_model
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -144,6 +145,20 @@ class Checkpoints:
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
         )
+
+    def progress(self) -> dict[str, Any] | None:
+        """How far training had come at the newest checkpoint whose record can be read.
+
+        The arrays are not looked at. None where there is no such checkpoint.
+        """
+        if not self.steps():
+            return None
+        with ocp.training.Checkpointer(self.directory) as checkpointer:
+            for step in reversed(self.steps()):
+                # What a damaged file raises may be anything; `restore` will say so.
+                with contextlib.suppress(Exception):
+                    return _record(checkpointer, step)["progress"]
+        return None
 
     def delete_after(self, step: int) -> None:
         """Removes checkpoints later than `step`: damaged ones that were passed over."""

@@ -1,4 +1,4 @@
-"""The command line: `sparsejax train | evaluate | predict | convert | demo`."""
+"""The command line: `sparsejax train | evaluate | predict | report | ...`."""
 
 from __future__ import annotations
 
@@ -190,14 +190,73 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Writes an HTML page about a run: curves, metrics, layers, recommendations.
+
+    Attributes:
+      run: Folder of the trained model.
+      train: What the model is shown of each row, for recommendations on the page.
+      test: What it should find, for metrics beside popularity; needs --train.
+      out: File to write, by default report.html in the folder of the run.
+      k: Cut-off of the metrics.
+      format: Format of both files, where it is not clear from name and content.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    train: Annotated[pathlib.Path | None, _File] = None
+    test: Annotated[pathlib.Path | None, _File] = None
+    out: Annotated[pathlib.Path | None, _File] = None
+    k: int = 20
+    format: Annotated[Format | None, _Formats] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """Writes the vector of each item, or of each row of a file, with its name.
+
+    Attributes:
+      run: Folder of the trained model.
+      out: File to write: .parquet, .npz, or .npy (without names). It is replaced if it
+        exists.
+      data: Interactions whose rows' vectors are wanted, instead of the items'.
+      format: Format of DATA, where it is not clear from name and content.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    out: Annotated[pathlib.Path, _File]
+    data: Annotated[pathlib.Path | None, _File] = None
+    format: Annotated[Format | None, _Formats] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Similar:
+    """Prints the most similar items: item<TAB>item,cosine:item,cosine...
+
+    Attributes:
+      run: Folder of the trained model.
+      items: Names of items.
+      k: Number of similar items for each.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    items: Annotated[Positional[tuple[str, ...]], arg(metavar="ITEM")]
+    k: int = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
     """Trains on the data that comes with the package and shows recommendations.
 
-    Takes less than two minutes on two cores and writes no files.
+    Takes less than two minutes on two cores.
+
+    Attributes:
+      report: HTML page to write about it. It is replaced if it exists.
     """
 
+    report: Annotated[pathlib.Path, _File] = pathlib.Path("sparsejax-demo.html")
 
-Command = Train | Evaluate | Predict | Convert | Demo
+
+Command = Train | Evaluate | Predict | Convert | Report | Vectors | Similar | Demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,8 +326,14 @@ def _run(command: Command, argv: Sequence[str]) -> None:
             commands.predict(command)
         case Convert():
             commands.convert(command)
+        case Report():
+            commands.report(command)
+        case Vectors():
+            commands.vectors(command)
+        case Similar():
+            commands.similar(command)
         case Demo():
-            demo.main()
+            demo.main(command.report)
 
 
 def _given(flags: type, argv: Sequence[str]) -> list[str]:

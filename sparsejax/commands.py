@@ -18,10 +18,12 @@ from flax import nnx
 from tqdm import tqdm
 
 from sparsejax import cli, optimizers, prediction, run, training, writers
+from sparsejax import report as reports
+from sparsejax import vectors as vector_files
 from sparsejax.checkpoint import fingerprint
 from sparsejax.config import NetworkConfig
 from sparsejax.data import DataError, SparseDataset, read
-from sparsejax.data.names import examples, find_names
+from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.sparse import CSR
 
 
@@ -157,6 +159,65 @@ def convert(flags: cli.Convert) -> None:
             case "pairs":
                 comma = ".csv" in flags.output.suffixes
                 writers.write_pairs(file, data, delimiter="," if comma else "\t")
+
+
+def report(flags: cli.Report) -> None:
+    """`sparsejax report`."""
+    if flags.test is not None and flags.train is None:
+        raise ValueError("--test needs --train, what the model is shown of its rows")
+    out = flags.run / "report.html" if flags.out is None else flags.out
+    settings, names = run.load_run(flags.run)
+    writers.check_writable(out)
+    model = run.restored_model(flags.run, settings)
+    progress = run.checkpoints_of(flags.run).progress() or {}
+    # Without data: in order of the vocabulary, which begins with the most frequent.
+    counts, shown, heldout, measured = -np.arange(len(names)), None, None, None
+    if flags.train is not None:
+        shown = read(
+            flags.train,
+            format=flags.format,
+            features=names,
+            indicator=settings.indicator,
+        )
+        counts = np.bincount(shown.matrix.indices, minlength=len(names))
+        if flags.test is not None:
+            heldout = _heldout(flags.test, flags.format, shown, flags.train)
+            measured = prediction.evaluate(model, shown, heldout, k=flags.k)
+    reports.write_report(
+        out,
+        model,
+        progress.get("history", []),
+        title=str(flags.run),
+        measured=measured,
+        examples=[] if shown is None else reports.examples_of(model, shown, heldout),
+        similar=reports.similar_to_popular(model, names, counts),
+        settings=settings.described(),
+    )
+    print(f"the report is in {out}", file=sys.stderr)
+
+
+def vectors(flags: cli.Vectors) -> None:
+    """`sparsejax vectors`."""
+    vector_files.check_ending(flags.out)
+    writers.check_writable(flags.out)
+    settings, names = run.load_run(flags.run)
+    model = run.restored_model(flags.run, settings)
+    if flags.data is None:
+        vector_files.save_vectors(flags.out, vector_files.item_vectors(model), names)
+        return
+    data = read(
+        flags.data, format=flags.format, features=names, indicator=settings.indicator
+    )
+    found = vector_files.user_vectors(model, data)
+    vector_files.save_vectors(flags.out, found, data.row_names)
+
+
+def similar(flags: cli.Similar) -> None:
+    """`sparsejax similar`."""
+    settings, names = run.load_run(flags.run)
+    model = run.restored_model(flags.run, settings)
+    found = vector_files.similar_items(model, flags.items, flags.k, names=names)
+    writers.write_recommendations(sys.stdout, as_names(flags.items), found, names)
 
 
 def print_summary(data: SparseDataset, model: nnx.Module) -> None:

@@ -126,6 +126,11 @@ class Run:
                     f"with {theirs.get(name)}"
                 )
 
+    def described(self) -> dict[str, Any]:
+        """All settings, one plain value by each name."""
+        sizes = ("num_features", "num_epochs")
+        return {name: getattr(self, name) for name in sizes} | self._settings()
+
     def _settings(self) -> dict[str, Any]:
         """What must stay as it is, one plain value by each name."""
         network, rule = self.network, optimizers.to_json(self.optimizer)

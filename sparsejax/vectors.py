@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from flax import nnx
 
-from sparsejax import writers
 from sparsejax.batching import Batch, Batches, bucket, on_device
 from sparsejax.data import SparseDataset
+from sparsejax.data.files import replacing
 from sparsejax.data.names import as_names, examples, find_names, to_arrow
 from sparsejax.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
@@ -26,6 +26,7 @@ from sparsejax.optimizers import Optimizer
 from sparsejax.recommendations import Recommendations, check_positive
 from sparsejax.sources import Source, Table, check_columns
 from sparsejax.sparse import CSR
+from sparsejax.writers import check_writable
 
 FORMATS = (".npy", ".npz", ".parquet")
 
@@ -164,25 +165,25 @@ def save_vectors(
       ValueError: another ending, or not as many names as vectors.
     """
     check_ending(path)
+    check_writable(path)
     known = as_names(names)
     if vectors.ndim != 2 or len(known) != len(vectors):
         raise ValueError(
             f"expected vectors [{len(known):,}, hidden], one for each name, got "
             f"{vectors.shape}"
         )
-    with writers.renamed(path) as temporary:
-        match temporary.suffix:
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        match pathlib.Path(path).suffix:
             case ".npy":
-                np.save(temporary, vectors)
+                np.save(file, vectors)
             case ".npz":
-                np.savez(
-                    temporary, names=np.array(known.tolist(), np.str_), vectors=vectors
-                )
+                names = np.array(known.tolist(), np.str_)
+                np.savez(file, names=names, vectors=vectors)
             case ".parquet":
                 flat = pa.array(vectors.reshape(-1))
                 column = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
                 table = pa.table({"name": to_arrow(known), "vector": column})
-                pq.write_table(table, temporary, compression="zstd")
+                pq.write_table(table, file, compression="zstd")
 
 
 def check_ending(path: str | os.PathLike[str]) -> None:

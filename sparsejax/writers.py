@@ -12,6 +12,7 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TextIO
 
 import numpy as np
 
@@ -57,7 +58,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def write_recommendations(
-    file: io.TextIOWrapper, rows: Names, found: Recommendations, items: Names
+    file: io.TextIOWrapper | TextIO, rows: Names, found: Recommendations, items: Names
 ) -> None:
     """Writes `row<TAB>item,score:item,score...` lines, best first.
 

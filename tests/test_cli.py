@@ -21,11 +21,12 @@ import pytest
 import scipy.sparse
 from flax import nnx
 
-from sparsejax import cli, commands, demo, optimizers, run
+from sparsejax import cli, commands, demo, optimizers, run, vectors
 from sparsejax.cli import main
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset, read, sniff
 from sparsejax.prediction import evaluate
+from sparsejax.sparse import CSR
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16"]
@@ -236,6 +237,57 @@ def test_predict_excludes_what_a_file_says(board, tmp_path):
         missing = set(board.train.feature_names) - set(found[f"user {u}"])
         expected = items_of(board.train, u)
         assert missing == expected | (items_of(board.heldout, u) if u < 2 else set())
+
+
+def test_report_of_a_run(board, tmp_path, capsys):
+    out = str(tmp_path / "report.html")
+    train, heldout = board.files
+    argv = ["report", board.run, "--out", out, "--k", "2"]
+    assert main([*argv, "--train", train, "--test", heldout]) == 0
+    assert f"the report is in {out}" in capsys.readouterr().err
+    page = pathlib.Path(out).read_text()
+    # 25 epochs of loss, speed and validation metrics, not those of the best only.
+    assert "best ndcg@2, epoch " in page and page.count("epoch 25: ") >= 4
+    assert "popularity" in page and page.count("<section>") == 6
+    assert "user 0" in page and "hidden1 size" in page and "adam" in page
+    assert main(argv) == 0  # without data, over the old one
+    page = pathlib.Path(out).read_text()
+    assert "popularity" not in page and "user 0" not in page
+    assert "item0" in page and "epoch 25: " in page
+    assert main(argv[:2]) == 0
+    assert (pathlib.Path(board.run) / "report.html").read_text() == page
+
+
+def test_vectors_of_a_run(board, tmp_path):
+    assert main(["vectors", board.run, "--out", str(tmp_path / "items.npz")]) == 0
+    users = ["--out", str(tmp_path / "users.parquet"), "--data", board.files[0]]
+    assert main(["vectors", board.run, *users]) == 0
+    model, names = run.load_model(board.run)
+    with np.load(tmp_path / "items.npz") as found:
+        assert found["names"].tolist() == names.tolist()
+        expected = np.asarray(model.output.kernel[...])[:ITEMS]
+        np.testing.assert_array_equal(found["vectors"], expected)
+    table = pq.read_table(tmp_path / "users.parquet")
+    assert table["name"].to_pylist() == board.train.row_names.tolist()
+    x = CSR.from_scipy(board.train.to_scipy()[:, _order(board, names)])
+    expected = np.asarray(model.encode(x, deterministic=True))
+    np.testing.assert_allclose(table["vector"].to_pylist(), expected, atol=1e-6)
+
+
+def _order(board: Board, names: np.ndarray) -> list[int]:
+    return [board.train.feature_names.tolist().index(n) for n in names.tolist()]
+
+
+def test_similar_items_of_a_run(board, capsys):
+    assert main(["similar", board.run, "item4", "item7", "--k", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    model, names = run.load_model(board.run)
+    found = vectors.similar_items(model, ["item4", "item7"], 4, names=names)
+    for line, item, others, scores in zip(
+        lines, ("item4", "item7"), found.names(names), found.scores, strict=True
+    ):
+        entries = (f"{o},{s:.6g}" for o, s in zip(others, scores, strict=True))
+        assert line == f"{item}\t{':'.join(entries)}"
 
 
 def test_files_are_read_against_the_vocabulary_of_the_run(board, tmp_path, capsys):
@@ -687,6 +739,17 @@ TRAIN = "train data --run new --format text "
         ("predict run unknown --format text --out out", "unknown: all 2 entries"),
         ("predict run tabs.parquet --out out", r"row name 'user 0\tx' contains '\t'"),
         ("predict run user.parquet --out out --exclude board", "'user 1'"),
+        ("report missing", "missing: is not a run folder"),
+        ("report run --test board", "--test needs --train"),
+        ("report run --train unknown --format text", "unknown: all 2 entries"),
+        ("report run --out no/page.html", "there is no folder"),
+        ("vectors missing --out items.npy", "missing: is not a run folder"),
+        ("vectors run --out items.csv", "items.csv: vectors are written to .npy"),
+        ("vectors run --out no/items.npy", "there is no folder"),
+        ("vectors run --out items.npy --data missing", "missing: no such file"),
+        ("similar missing tea", "missing: is not a run folder"),
+        ("similar run tea", "no item is called 'tea'; names are 'item"),
+        ("similar run item0 --k 0", "k must be"),
         ("convert missing out.csv", "missing: no such file"),
         ("convert data out.txt --from text", "pass --to text, pairs, adjacency"),
         ("convert bad out.csv --from text", "bad:2: no TAB"),
@@ -721,7 +784,9 @@ def test_wrong_usage(capsys, command):
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "evaluate", "predict", "convert", "demo"]
+    "command",
+    ["", "train", "evaluate", "predict", "convert", "report", "vectors", "similar"]
+    + ["demo"],
 )
 def test_help(capsys, command):
     assert main([*command.split(), "--help"]) == 0
@@ -751,8 +816,10 @@ def test_demo(tmp_path, monkeypatch, capsys):
     captured = capsys.readouterr()
     assert "epoch 1/1" in captured.err
     assert re.search(r"ndcg@10 +0\.\d+ +0\.\d+\n", captured.out)
-    assert captured.out.count("  recommended") == demo.SHOWN_VISITORS
-    assert os.listdir() == []
+    assert captured.out.count("  recommended") == demo.PRINTED_VISITORS
+    assert os.listdir() == ["sparsejax-demo.html"]
+    page = pathlib.Path("sparsejax-demo.html").read_text()
+    assert page.count("<section>") == demo.SHOWN_VISITORS and "Free Downloads" in page
 
 
 def sparsejax(*argv: str) -> subprocess.Popen:
