@@ -1,0 +1,100 @@
+"""The examples run, on little data or for an epoch."""
+
+import importlib.util
+import pathlib
+import re
+import types
+
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+FILMS = [f"Film {i}: the {i} | rest" for i in range(12)]
+
+
+def example(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name[3:], EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_quickstart(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example("01_quickstart").main(num_epochs=1)
+    assert re.search(
+        r"epoch 1: loss \d+\.\d+, ndcg@20 0\.\d+\n", capsys.readouterr().out
+    )
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"report.html", "model.predictor"}
+
+
+def ratings() -> list[tuple[int, int, float]]:
+    """Even users like even films; each has rated some others, and badly."""
+    rng = np.random.default_rng(0)
+    return [
+        (user, film, 4.5 if user % 2 == film % 2 else rng.choice([1, 3.5]))
+        for user in range(1, 41)
+        for film in range(1, 13)
+        if user % 2 == film % 2 or rng.random() < 0.3
+    ] + [(99, 1, 5.0), (99, 2, 5.0)]  # too few likes
+
+
+def write_movielens(folder: pathlib.Path, form: str) -> None:
+    match form:
+        case "csv":
+            lines = ["userId,movieId,rating,timestamp"]
+            lines += [f"{u},{f},{r},9" for u, f, r in ratings()]
+            titles = ["movieId,title,genres"]
+            titles += [f'{i},"{film}",Drama' for i, film in enumerate(FILMS, 1)]
+            names = ("ratings.csv", "movies.csv")
+        case "dat":
+            lines = [f"{u}::{f}::{r:g}::9" for u, f, r in ratings()]
+            titles = [f"{i}::{film}::Drama|War" for i, film in enumerate(FILMS, 1)]
+            names = ("ratings.dat", "movies.dat")
+        case _:
+            lines = [f"{u}\t{f}\t{r:g}\t9" for u, f, r in ratings()]
+            films = [film.replace("|", "é") for film in FILMS]
+            titles = [f"{i}|{film}|01-Jan-1995||" for i, film in enumerate(films, 1)]
+            names = ("u.data", "u.item")
+    (folder / names[0]).write_text("\n".join(lines) + "\n")
+    encoding = "utf-8" if form == "csv" else "latin-1"
+    (folder / names[1]).write_text("\n".join(titles) + "\n", encoding=encoding)
+
+
+@pytest.mark.parametrize("form", ["csv", "dat", "u.data"])
+def test_movielens(tmp_path, capsys, form):
+    write_movielens(tmp_path, form)
+    module = example("02_movielens")
+    data = module.likes(module.read_ratings(tmp_path))
+    # Of the films that a user rated, those with 4 and more.
+    assert data.num_rows == 40 and data.num_entries == 40 * 6
+    parities = {
+        (int(user) + int(film)) % 2
+        for user, features in zip(
+            data.row_names, data.to_scipy().tolil().rows, strict=True
+        )
+        for film in data.feature_names[features]
+    }
+    assert parities == {0}
+    titles = module.read_titles(tmp_path)
+    assert titles["3"] == FILMS[2].replace("|", "é" if form == "u.data" else "|")
+    if form == "dat":  # the same from here on
+        module.main(tmp_path, hidden=8, num_epochs=2)
+        printed = capsys.readouterr().out
+        assert re.search(r"ndcg@20: \d\.\d+, of mere popularity \d\.\d+\n", printed)
+        assert printed.count("  Film ") == 5
+
+
+def test_own_flax_loop(capsys):
+    reached = example("03_own_flax_loop").main(num_epochs=1)
+    assert reached["rows"] == pytest.approx(reached["dense"], abs=2e-3)
+    assert "popularity" in capsys.readouterr().out
+
+
+def test_the_readme_lists_each_example():
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert path.name in readme
