@@ -4,6 +4,7 @@
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          all tests
 ##   make lint          format, lint, types, import floors
+##   make docs          the pages, in docs/_build/index.html
 ##   make test-oldest   the operations and training on the oldest supported versions
 ##   make clean         remove the virtual environments and caches
 
@@ -12,7 +13,7 @@ OLDEST := .venv-oldest
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint test-oldest clean
+.PHONY: help demo test lint docs test-oldest clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -29,13 +30,16 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/lint-imports
 
+docs: $(VENV)/.installed
+	$(VENV)/bin/sphinx-build -W --keep-going --quiet docs docs/_build
+
 # Every operation has its tests under its own name.
 OPS := $(wildcard $(patsubst sparsejax/ops/%.py,tests/test_%.py,$(wildcard sparsejax/ops/*.py)))
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/pytest --numprocesses 2 $(OPS) tests/test_sparse.py tests/test_training.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that still runs is kept: only what pyproject.toml asks for is new.

@@ -47,7 +47,7 @@ _settle = jax.jit(row_update.settle, static_argnums=0, donate_argnums=1)
 
 
 class Optimizer(nnx.Pytree):
-    """Trains a model: `RowParam`s row by row, all other parameters with optax.
+    """Trains a model: each `RowParam` row by row, all other parameters with optax.
 
     ::
 

@@ -40,11 +40,13 @@ def test_commands_run_as_pasted(tmp_path, monkeypatch):
         for line in block.splitlines()
         if line.startswith("sparsejax ")
     ]
-    assert [command[0] for command in commands] == ["train", "evaluate", "predict"]
+    names = ["train", "evaluate", "predict", "report"]
+    assert [command[0] for command in commands] == names
     for command in commands:
         assert cli.main(command) == 0
     recommended = pathlib.Path("recs.tsv").read_text().splitlines()
     assert len(recommended) == 40 and recommended[0].startswith("u0\ti")
+    assert pathlib.Path("run/report.html").exists()
 
 
 def test_network_of_the_docs_is_the_default():
@@ -81,10 +83,8 @@ def test_rules_of_the_docs():
 
 
 @pytest.mark.parametrize(
-    "page",
-    ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
+    "path", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name
 )
-def test_links_lead_somewhere(page):
-    path = ROOT / page
+def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
         assert (path.parent / target).exists(), target

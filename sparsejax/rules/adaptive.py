@@ -14,10 +14,12 @@ from sparsejax.rules.base import Rule, check_below_one, check_positive, power
 
 @dataclasses.dataclass(frozen=True)
 class Adagrad(Rule):
-    """::
+    """Adagrad.
 
-    v += g^2                        v starts at initial_accumulator_value
-    w -= learning_rate g / sqrt(v + eps)
+    ::
+
+        v += g^2                        v starts at initial_accumulator_value
+        w -= learning_rate g / sqrt(v + eps)
     """
 
     name = "adagrad"
@@ -95,10 +97,12 @@ class RowwiseAdagrad(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RmsProp(Rule):
-    """::
+    """RMSProp.
 
-    v = decay v + (1 - decay) g^2
-    w -= learning_rate g / sqrt(v + eps)
+    ::
+
+        v = decay v + (1 - decay) g^2
+        w -= learning_rate g / sqrt(v + eps)
     """
 
     name = "rmsprop"
@@ -128,12 +132,14 @@ class RmsProp(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Adadelta(Rule):
-    """::
+    """Adadelta.
 
-    v = rho v + (1 - rho) g^2
-    u = g sqrt((d + eps) / (v + eps))
-    d = rho d + (1 - rho) u^2
-    w -= learning_rate u
+    ::
+
+        v = rho v + (1 - rho) g^2
+        u = g sqrt((d + eps) / (v + eps))
+        d = rho d + (1 - rho) u^2
+        w -= learning_rate u
     """
 
     name = "adadelta"

@@ -94,10 +94,12 @@ class Momentum(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class Nesterov(Momentum):
-    """::
+    """Nesterov's momentum.
 
-    m = momentum m + g + weight_decay w
-    w -= learning_rate (g + weight_decay w + momentum m)
+    ::
+
+        m = momentum m + g + weight_decay w
+        w -= learning_rate (g + weight_decay w + momentum m)
     """
 
     name = "nesterov"

@@ -1,0 +1,28 @@
+"""How Sphinx builds these pages: `make docs`."""
+
+import importlib.metadata
+
+project = "sparsejax"
+author = "the sparsejax authors"
+release = importlib.metadata.version("sparsejax")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "sparsejax"
+myst_heading_anchors = 3
+
+default_role = "code"  # docstrings write `code` with single backquotes
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # a dataclass's attributes once, not twice
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+
+
+def setup(app) -> None:
+    """Links to the benchmarks' page, as they are in the repository, stay inside."""
+
+    def relink(app, page: str, source: list[str]) -> None:
+        source[0] = source[0].replace("](../benchmarks/README.md", "](benchmarks.md")
+
+    app.connect("source-read", relink)

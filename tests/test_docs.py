@@ -1,0 +1,92 @@
+"""The pages: what they show is run, and the API lists every public name."""
+
+import contextlib
+import pathlib
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+from test_readme import blocks
+
+import sparsejax as sj
+from sparsejax import rules
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch) -> dict:
+    """What the pages take as given; files go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    names = ["/products", "/support", *"abcdefgh"]
+    rng = np.random.default_rng(0)
+    data = sj.SparseDataset.from_scipy(
+        scipy.sparse.csr_array(rng.random((60, 10)) < 0.4), feature_names=names
+    )
+    train, heldout = data.split(0.7, seed=0)
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=10, outputs=10, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    given = {"sj": sj, "model": model, "optimizer": optimizer, "names": names}
+    return given | {"data": data, "visits": data, "train": train, "heldout": heldout}
+
+
+def python(page: str) -> list[str]:
+    return blocks((DOCS / page).read_text(encoding="utf-8"), "python")
+
+
+def test_the_api_lists_every_public_name():
+    page = (DOCS / "api" / "index.md").read_text()
+    listed = set(re.findall(r":: (?:sparsejax\.)?([\w.]+)", page))
+    known = {sj.optimizers.get(name, learning_rate=0.1) for name in rules.NAMES}
+    wanted = {type(rule).__name__ for rule in known} | {"losses", "metrics"}
+    wanted |= set(dir(sj)) - {"data", "datasets", "optimizers"}
+    assert not wanted - listed
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_deployment(trained, tmp_path):
+    for code in python("deployment.md"):
+        exec(compile(code, "deployment.md", "exec"), trained)  # noqa: S102
+    assert trained["found"].ids.shape == (60, 10)
+    assert trained["users"].shape == (60, 4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "items.parquet",
+        "model.predictor",
+    ]
+
+
+def test_tensorboard(trained, tmp_path):
+    exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
+    [events] = (tmp_path / "logs").iterdir()
+    assert b"ndcg_20" in events.read_bytes()
+
+
+@pytest.mark.parametrize(("block", "name"), [(1, "wandb"), (2, "mlflow")])
+def test_trackers(trained, monkeypatch, block, name):
+    """Stand-ins with the signatures of wandb 0.31 and mlflow 3.17."""
+    logged = []
+
+    @contextlib.contextmanager
+    def wandb_init(*, project: str):
+        yield types.SimpleNamespace(log=lambda data, step: logged.append((data, step)))
+
+    @contextlib.contextmanager
+    def start_run():
+        yield
+
+    def log_metrics(metrics, step):
+        assert not any("@" in key for key in metrics)
+        logged.append((metrics, step))
+
+    made = types.ModuleType(name)
+    made.__dict__.update(init=wandb_init, start_run=start_run, log_metrics=log_metrics)
+    monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setattr(sj, "fit", lambda *args, log: log(7, {"recall@20": 0.5}))
+    exec(compile(python("logging.md")[block], "logging.md", "exec"), trained)  # noqa: S102
+    [(metrics, step)] = logged
+    assert step == 7 and list(metrics.values()) == [0.5]
