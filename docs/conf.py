@@ -3,12 +3,13 @@
 import importlib.metadata
 
 project = "sparsejax"
-author = "the sparsejax authors"
 release = importlib.metadata.version("sparsejax")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+highlight_language = "none"  # of blocks that do not say what they are
 html_theme = "furo"
+html_show_copyright = False
 html_title = "sparsejax"
 myst_heading_anchors = 3
 

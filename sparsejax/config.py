@@ -18,6 +18,9 @@ VERSION = 1
 class InputConfig:
     """A layer of sparse features.
 
+    >>> InputConfig(normalize=True, corruption=0.5).name
+    'input'
+
     Attributes:
       name: what other layers call it.
       normalize: divide each row by its L2 norm.
@@ -34,6 +37,9 @@ class InputConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenConfig:
     """A fully connected layer.
+
+    >>> HiddenConfig(name="hidden1", size=256, activation="tanh").use_bias
+    True
 
     Attributes:
       name: what other layers call it.
@@ -57,6 +63,9 @@ class HiddenConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """A layer of scores over items.
+
+    >>> OutputConfig(temperature=0.1, tied="hidden1").name
+    'output'
 
     Attributes:
       name: what other layers call it.
@@ -89,6 +98,11 @@ class NetworkConfig:
 
     Only a chain is supported so far: one input, any number of hidden layers, one
     output, each reading the layer before it.
+
+    >>> hidden = HiddenConfig(name="hidden1", size=256)
+    >>> config = NetworkConfig(layers=(InputConfig(), hidden, OutputConfig()))
+    >>> config.loss
+    'softmax_cross_entropy'
 
     Attributes:
       layers: from input to output.

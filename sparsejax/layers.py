@@ -276,6 +276,11 @@ class SparseOutput(nnx.Module):
 class SparseDropout(nnx.Module):
     """Drops entries of a CSR in training: input corruption of a denoising autoencoder.
 
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array(np.ones((2, 50))))
+    >>> corrupted = SparseDropout(0.5, rngs=nnx.Rngs(0))(x)
+    >>> np.unique(corrupted.data).tolist()
+    [0.0, 2.0]
+
     Each entry stays with probability `1 - rate` and is then scaled by
     `1 / (1 - rate)`. The draw is a function of (key, row, column) alone, so it does not
     depend on how the entries are stored or spread over devices.
@@ -312,7 +317,12 @@ class SparseDropout(nnx.Module):
 
 
 def normalize_rows(x: CSR) -> CSR:
-    """Divides each row by its L2 norm; an empty row stays empty."""
+    """Divides each row by its L2 norm; an empty row stays empty.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[3.0, 0, 4.0], [0, 0, 0]]))
+    >>> np.round(normalize_rows(x).todense(), 6).tolist()
+    [[0.6..., 0.0, 0.8...], [0.0, 0.0, 0.0]]
+    """
     scale = gather.combiner_scale(x, "sqrtn")
     data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
     if x.data is not None:

@@ -88,7 +88,7 @@ def recommend(
 
     >>> found = recommend(model, train, k=10, exclude=train)
     >>> found.names(train)[0]
-    ['tea', 'milk', ...]
+    ['/...', '/...', ...]
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.

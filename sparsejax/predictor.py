@@ -44,6 +44,10 @@ _SETTINGS, _ITEMS = "predictor.json", "items.json"
 class Predictor:
     """What `sparsejax.load_predictor` returns.
 
+    >>> export_predictor(model, "model.predictor", k=2)
+    >>> load_predictor("model.predictor").recommend(train).ids.shape
+    (32711, 2)
+
     Attributes:
       k: number of items recommended to each row.
       num_features: number of input features.
@@ -179,9 +183,10 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     Needs neither Flax nor the model's code. JAX reads programs of releases up to six
     months older than itself.
 
-    >>> predictor = load_predictor("model.predictor")
-    >>> predictor.names(predictor.recommend(visits, exclude=visits))
-    [['tea', 'milk', ...], ...]
+    >>> export_predictor(model, "model.predictor", k=2, names=train)
+    >>> predictor = load_predictor("model.predictor")  # in another process
+    >>> predictor.names(predictor.recommend(train, exclude=train))
+    [['/...', '/...'], ...]
 
     Raises:
       FileNotFoundError: there is no such file.

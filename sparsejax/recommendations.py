@@ -28,6 +28,10 @@ Step = Callable[[Batch, Batch | None], tuple[jax.Array, jax.Array]]
 class Recommendations:
     """The best items of each row.
 
+    >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
+    >>> found.names(["milk", "tea", "rye"])
+    [['rye', 'milk']]
+
     Attributes:
       ids: `[rows, k]` int32, item numbers from the best down; -1 where candidates ran
         out.

@@ -32,9 +32,12 @@ _MOST_NAMES = 12  # of a list
 class Example:
     """What is recommended to a row, by name.
 
+    >>> example = Example(row="ann", shown=["tea"], recommended=["milk", "rye"])
+    >>> write_report("report.html", model, history, examples=[example])
+
     Attributes:
       row: its name.
-      shown: what the model was shown, best known first if there is an order.
+      shown: what the model was shown, in any order.
       recommended: from the best down.
       heldout: what it should have found.
     """
@@ -60,8 +63,8 @@ def write_report(
 
     The file loads nothing, holds no scripts, and appears whole or not at all.
 
-    >>> history = fit(model, optimizer, train, validation=heldout)
-    >>> measured = evaluate(model, given, rest)
+    >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
+    >>> measured = evaluate(model, train, heldout)
     >>> write_report("report.html", model, history, measured=measured)
 
     Args:

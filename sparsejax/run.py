@@ -176,9 +176,10 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
     If training had validation data, this is the model of the best epoch, otherwise the
     newest. A damaged checkpoint is passed over with a `CheckpointWarning`.
 
-    >>> model, names = load_model("runs/first")
-    >>> data = read("new_users.tsv", features=names)
-    >>> recommend(model, data, k=10, exclude=data).names(names)
+    >>> model, names = load_model("run/")
+    >>> data = read("purchases.tsv", features=names)
+    >>> recommend(model, data, k=1, exclude=data).names(names)
+    [['tea'], ['milk'], ...]
 
     Raises:
       ValueError: it is no run folder, or it holds no checkpoint that can be read.

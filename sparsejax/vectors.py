@@ -118,8 +118,8 @@ def similar_items(
 
     An item is not similar to itself. A vector of zeros has the cosine 0 with all.
 
-    >>> similar_items(model, ["tea"], k=3, names=train).names(train)
-    [['milk', 'sugar', 'honey']]
+    >>> similar_items(model, ["/products"], k=3, names=train).names(train)
+    [['/...', '/...', '/...']]
 
     Args:
       model: as for `item_vectors`.

@@ -1,0 +1,104 @@
+"""The examples in docstrings are run, and what they print is compared."""
+
+import doctest
+import pathlib
+import types
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax import cli
+
+OBJECTS = {
+    name: value
+    for name in dir(sj)
+    if not isinstance(value := getattr(sj, name), types.ModuleType)
+}
+WITH_EXAMPLES = {n for n, v in OBJECTS.items() if ">>>" in (v.__doc__ or "")}
+PURCHASES = "ann\tmilk:rye\nbob\ttea:rye\neve\tmilk:tea\n"
+# To be shortened: public names whose docstring has no example yet, or not a true one.
+WITHOUT_EXAMPLES = {
+    "CSR",
+    "EarlyStopping",
+    "Optimizer",
+    "RowGradient",
+    "RowParam",
+    "SparseDataset",
+    "accumulate",
+    "clip_by_global_norm",
+    "fit",
+    "gather_matmul",
+    "global_norm",
+    "grad",
+    "lookup",
+    "output_loss",
+    "output_loss_per_example",
+    "read",
+    "read_adjacency",
+    "read_pairs",
+    "read_parquet",
+    "read_text",
+    "top_k",
+}
+NOT_RUN = {"evaluate"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Where examples run: with a file of purchases, and a run."""
+    folder = tmp_path_factory.mktemp("docstrings")
+    (folder / "purchases.tsv").write_text(PURCHASES)
+    train = ["train", str(folder / "purchases.tsv"), "--run", str(folder / "run")]
+    assert cli.main([*train, "--epochs", "1", "--optimizer", "sgd"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(symbolic_sizes) -> dict[str, typing.Any]:
+    """What examples take as given: all public names, and a model of the bundled data."""
+    train, heldout = sj.datasets.msweb().train.split(0.8, seed=0)
+    size = train.num_features
+    config = sj.NetworkConfig.autoencoder((64,))
+    model = sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
+    history = sj.fit(model, optimizer, train, num_epochs=1, validation=heldout)
+    libraries = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx}
+    return {
+        **OBJECTS,
+        **{name: getattr(sj, name) for name in ("losses", "metrics", "optimizers")},
+        **libraries,
+        "scipy": scipy,
+        "train": train,
+        "heldout": heldout,
+        "model": model,
+        "optimizer": optimizer,
+        "history": history,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(WITH_EXAMPLES - NOT_RUN))
+def test_examples_of(name, given, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    said: list[str] = []
+    runner = doctest.DocTestRunner(
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
+    finder = doctest.DocTestFinder()
+    for test in finder.find(OBJECTS[name], name, module=False, globs=given):
+        runner.run(test, out=said.append)
+    assert not runner.failures, "".join(said)
+
+
+def test_every_public_name_has_an_example():
+    def needs_one(value) -> bool:
+        return not (isinstance(value, type) and issubclass(value, Exception))
+
+    without = {n for n, v in OBJECTS.items() if needs_one(v)} - WITH_EXAMPLES
+    assert without == WITHOUT_EXAMPLES
