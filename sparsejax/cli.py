@@ -203,8 +203,8 @@ class Report:
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
-    train: Annotated[pathlib.Path | None, _File] = None
-    test: Annotated[pathlib.Path | None, _File] = None
+    train: Annotated[str | None, _File] = None
+    test: Annotated[str | None, _File] = None
     out: Annotated[pathlib.Path | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
@@ -224,7 +224,7 @@ class Vectors:
 
     run: Annotated[Positional[pathlib.Path], _Folder]
     out: Annotated[pathlib.Path, _File]
-    data: Annotated[pathlib.Path | None, _File] = None
+    data: Annotated[str | None, _File] = None
     format: Annotated[Format | None, _Formats] = None
 
 

@@ -47,7 +47,7 @@ WITHOUT_EXAMPLES = {
     "read_text",
     "top_k",
 }
-NOT_RUN = {"evaluate"}
+NOT_RUN = {"evaluate", "from_arrow"}
 
 
 @pytest.fixture(scope="module")
