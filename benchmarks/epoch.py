@@ -384,7 +384,7 @@ def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
         step(feed(chosen))
     torch.cuda.synchronize()
     some = order[5:105]  # of 541 steps
-    loss, start = 0.0, time.perf_counter()
+    loss, start = torch.zeros(()), time.perf_counter()
     for chosen in some:
         loss = step(feed(chosen))
     torch.cuda.synchronize()

@@ -409,7 +409,7 @@ def test_schedule_and_weight_decay(small, tmp_path):
 )
 def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
     flags = cli.Train(
-        data=pathlib.Path("data"),
+        data="data",
         run=pathlib.Path("run"),
         optimizer="momentum",
         learning_rate=0.01,
