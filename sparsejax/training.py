@@ -31,6 +31,9 @@ from sparsejax.sparse import CSR, take_rows
 # its part of a batch at home and the order is the same on any mesh.
 _SHARDS = 64
 
+# Entries of the batches of a dispatch: some 300 MB, and several milliseconds of work.
+_DISPATCH_ENTRIES = 2**23
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
@@ -190,9 +193,10 @@ def fit(
             while run.epoch < num_epochs and not run.stopped:
                 order, needed = _epoch_order(key, run.epoch, data, batch_size)
                 capacities = tuple(bucket(int(n)) for n in needed)
+                most = _steps_per_dispatch(sum(capacities))
                 began, first = time.monotonic(), run.position
                 while run.position < steps:
-                    count = min(_steps_per_dispatch(), steps - run.position)
+                    count = min(most, steps - run.position)
                     state, losses = _dispatch(
                         graphdef,
                         state,
@@ -201,7 +205,7 @@ def fit(
                         run.position,
                         count,
                         capacities,
-                        _steps_per_dispatch(),
+                        most,
                         fused,
                     )
                     done = _examples(run.position, count, batch_size, data.num_rows)
@@ -355,9 +359,15 @@ def _resumed(run, checkpoints, modules, resume: bool) -> _Run:
     return before
 
 
-def _steps_per_dispatch() -> int:
-    """Enough to hide the launch; on a CPU few, since there a step may take seconds."""
-    return 16 if jax.default_backend() == "cpu" else 64
+def _steps_per_dispatch(entries: int) -> int:
+    """Enough to hide the launch; on a CPU few, since there a step may take seconds.
+
+    The batches of all steps of a dispatch, of so many `entries` each, exist at once and
+    are sorted together, which takes about 40 bytes an entry.
+    """
+    if jax.default_backend() == "cpu":
+        return 16
+    return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
 
 
 def _sorts_ahead() -> bool:

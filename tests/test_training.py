@@ -231,7 +231,7 @@ def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
 
 def test_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
     train, heldout = checkerboard(210, 20)
-    monkeypatch.setattr(training, "_steps_per_dispatch", lambda: 3)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
     options = {
         "inputs": train,
         "batch_size": 16,
