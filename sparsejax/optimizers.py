@@ -296,7 +296,7 @@ class Optimizer(nnx.Pytree):
         nnx.update(self.dense, nnx.state(after))
 
     def state_of(self, paths: Sequence[Path]) -> dict[Path, State]:
-        """The state arrays of parameters that are no `RowParam`s, as the rule names them.
+        """The state arrays of parameters that are no `RowParam`, as the rule names them.
 
         Raises:
           NotImplementedError: the state of `rule.dense()` does not have them.

@@ -195,7 +195,8 @@ class Entries(NamedTuple):
         """
         columns = self.columns - start
         inside = (self.rows >= 0) & (columns >= 0) & (columns < shape[1])
-        beyond = shape[1] + jnp.arange(len(columns), dtype=jnp.int32)
+        # Not len(): an exported program has a symbol there.
+        beyond = shape[1] + jnp.arange(columns.shape[0], dtype=jnp.int32)
         return jnp.where(inside, self.rows, 0), jnp.where(inside, columns, beyond)
 
     def dense(
