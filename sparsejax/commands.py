@@ -67,6 +67,7 @@ def train(flags: cli.Train) -> None:
             optimizer,
             data,
             batch_size=flags.batch_size,
+            fused=flags.fused,
             num_epochs=flags.epochs,
             seed=flags.seed,
             validation=heldout,

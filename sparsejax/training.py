@@ -156,6 +156,7 @@ def fit(
         settings={
             "batch_size": batch_size,
             "seed": seed,
+            "fused": fused,
             "data": data.fingerprint() if checkpoint_dir is not None else "",
         }
     )
