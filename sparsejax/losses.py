@@ -343,7 +343,8 @@ def _relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _relu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     slope = jnp.where(x <= 0, 0, jnp.where(x > 0, 1, x))
-    return _relu(x), slope * dx
+    # Not `_relu(x)`: a kernel of JAX 0.11.2 cannot hold a `custom_jvp`.
+    return jnp.where(x <= 0, 0, x), slope * dx
 
 
 @jax.custom_jvp
