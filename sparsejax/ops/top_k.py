@@ -199,7 +199,10 @@ def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut
             scores = jnp.where(denied[None], -jnp.inf, scores)
         inside = first_item + start + jnp.arange(size, dtype=jnp.int32) < num_items
         scores = jnp.where(inside[None], scores, -jnp.inf)
-        places, scores = _select(scores, k, cut)
+        places = jnp.arange(size, dtype=jnp.int32)[None]
+        places = jnp.broadcast_to(places, scores.shape)
+        if size > cut.direct * k:  # else joining sorts them anyway
+            places, scores = _select(scores, k, cut)
         return _join(best, (places + first_item + start, scores), k)
 
     nothing = (
