@@ -363,9 +363,9 @@ def _check(csr: CSR) -> None:
             f"{place(entry)} follows column {indices[entry - 1]}: indices must ascend "
             "within a row; CSR.from_scipy sorts them"
         )
-    if csr.data is None:
+    data = csr.data
+    if not isinstance(data, np.ndarray):  # it may be traced, where the indices are not
         return
-    data = np.asarray(csr.data)
     if data.shape != indices.shape:
         raise ValueError(f"data has shape {data.shape}, indices {indices.shape}")
     bad = np.flatnonzero(~np.isfinite(data[:count]))

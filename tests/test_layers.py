@@ -130,6 +130,16 @@ def test_normalize_rows():
     np.testing.assert_allclose((indicator**2).sum(axis=1), norms[:, 0] > 0, rtol=1e-6)
 
 
+def test_normalize_rows_of_a_host_matrix_under_tracing():
+    x = CSR.from_scipy(random_csr(6, 20, 0.3).to_scipy())  # NumPy, values traced
+
+    @jax.jit
+    def dense():
+        return normalize_rows(x).todense()
+
+    np.testing.assert_allclose(dense(), normalize_rows(x).todense(), rtol=1e-6)
+
+
 def test_dropout_of_entries():
     x = random_csr(200, 50, 0.5)
     layer = SparseDropout(0.25, rngs=nnx.Rngs(0))
