@@ -41,12 +41,20 @@ Reader = Callable[[CSR, jax.Array, gather.Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
-    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`."""
+    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`.
+
+    >>> isinstance(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, RowParam)
+    True
+    """
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class RowGradient:
     """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
+
+    >>> g = RowGradient(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4)
+    >>> (2 * g).todense()[:, 0].tolist()
+    [0.0, 2.0, 0.0, 2.0]
 
     ::
 
@@ -191,6 +199,10 @@ def merge(gradients: Sequence[RowGradient]) -> RowGradient:
 def accumulate[Gradients](stacked: Gradients) -> Gradients:
     """Sums gradients over a leading axis: what `jax.lax.scan` over micro-batches stacks.
 
+    >>> g = RowGradient(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
+    >>> accumulate(g).todense()[:, 0].tolist()
+    [1.0, 2.0, 0.0, 1.0]
+
     The capacity of a `RowGradient` becomes that of the stack, at most `num_rows`.
     """
 
@@ -206,6 +218,10 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
 def global_norm(grads: Any) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all gradients, dense ones and row gradients.
 
+    >>> g = RowGradient(jnp.array([1, 3]), jnp.full((2, 1), 2.0), num_rows=4)
+    >>> float(global_norm({"table": g, "bias": jnp.ones(1)}))
+    3.0
+
     The ids of a `RowGradient` are unique, so this is the norm of the dense gradient.
     """
     leaves = jax.tree.leaves(grads, is_leaf=_is_rows)
@@ -217,7 +233,11 @@ def global_norm(grads: Any) -> Float[Array, ""]:
 def clip_by_global_norm[Gradients](
     grads: Gradients, max_norm: jax.typing.ArrayLike
 ) -> Gradients:
-    """Scales gradients by `min(1, max_norm / global_norm(grads))`, as optax does."""
+    """Scales gradients by `min(1, max_norm / global_norm(grads))`, as optax does.
+
+    >>> clip_by_global_norm({"bias": jnp.array([3.0, 4.0])}, 2.5)["bias"].tolist()
+    [1.5, 2.0]
+    """
     norm = global_norm(grads)
     scale = jnp.where(norm < max_norm, 1, max_norm / norm)
 
@@ -235,6 +255,10 @@ def lookup(
     implementation: gather.Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul(x, kernel)` of which `value_and_grad` sees only the touched rows.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> lookup(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, x).shape
+    (2, 3)
 
     Args:
       kernel: the *Variable*, not its value. Unless it is a `RowParam`, and outside
@@ -298,7 +322,13 @@ def grad(
     has_aux: bool = False,
     dense: Dense = "error",
 ) -> Callable[..., Any]:
-    """`value_and_grad` without the value: returns `grads`, or `(grads, aux)`."""
+    """`value_and_grad` without the value: returns `grads`, or `(grads, aux)`.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> grad(lambda layer: jnp.sum(layer(x)))(layer)["kernel"][...].ids.tolist()
+    [1, 3]
+    """
     both = value_and_grad(f, wrt=wrt, has_aux=has_aux, dense=dense)
 
     @functools.wraps(both)

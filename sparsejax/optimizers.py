@@ -49,6 +49,10 @@ _settle = jax.jit(row_update.settle, static_argnums=0, donate_argnums=1)
 class Optimizer(nnx.Pytree):
     """Trains a model: each `RowParam` row by row, all other parameters with optax.
 
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> int(Optimizer(layer, optimizers.adam(1e-3)).step[...])
+    0
+
     ::
 
         optimizer = Optimizer(model, adam(1e-3))

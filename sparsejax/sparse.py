@@ -75,6 +75,10 @@ class Transposed(NamedTuple):
 class CSR:
     """A `[rows, num_cols]` sparse matrix in compressed sparse row form.
 
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[1, 0, 2.0], [0, 0, 0]]), nse=4)
+    >>> x.shape, x.nse, x.indptr.tolist()
+    ((2, 3), 4, [0, 2, 2])
+
     Row `r` holds the entries `indptr[r] .. indptr[r + 1] - 1`::
 
         matrix            indptr   0   2 2     5      nse = 7

@@ -39,6 +39,9 @@ _DISPATCH_ENTRIES = 2**23
 class EarlyStopping:
     """Stop when a validation metric has not risen for some epochs.
 
+    >>> EarlyStopping(patience=3).metric
+    'ndcg@20'
+
     Attributes:
       metric: a key of the validation metrics, as "ndcg@20"; higher is better.
       patience: epochs without a new best before training stops.
@@ -87,6 +90,10 @@ def fit(
     log: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> list[dict[str, float]]:
     """Trains a model, in place, to predict `targets` from `inputs`.
+
+    >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
+    >>> sorted(history[0])[:3]
+    ['coverage@20', 'epoch', 'examples_per_second']
 
     The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
     The data is copied to the device once; some steps at a time then run as one compiled

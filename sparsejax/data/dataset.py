@@ -32,6 +32,13 @@ class UnknownFeaturesWarning(UserWarning):
 class SparseDataset:
     """Rows of sparse features, in host memory, with names.
 
+    >>> matrix = scipy.sparse.csr_array([[1, 0, 1], [0, 0, 0], [0, 1, 0.0]])
+    >>> data = SparseDataset.from_scipy(
+    ...     matrix, row_names=["ann", "bob", "eve"], feature_names=["milk", "tea", "wine"]
+    ... )
+    >>> data.num_rows, data.num_features
+    (3, 3)
+
     ::
 
         SparseDataset        row_names          feature_names

@@ -47,6 +47,9 @@ def read(
 ) -> SparseDataset:
     """Reads a data file in any of the formats.
 
+    >>> read("purchases.tsv").row_names.tolist()
+    ['ann', 'bob', 'eve']
+
     Args:
       path: the file, or a folder or an address of Parquet files.
       format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; by default what the
@@ -84,6 +87,9 @@ def read_text(
 ) -> SparseDataset:
     """Reads DSSTNE's text form: a line for each row.
 
+    >>> sorted(read_text("purchases.tsv").feature_names.tolist())
+    ['milk', 'rye', 'tea']
+
     ::
 
         line    := row TAB entry *( ":" entry ) [ ":" ]
@@ -108,6 +114,10 @@ def read_text(
 
 def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
     """Reads `row feature feature ...` lines, separated by spaces or TABs.
+
+    >>> _ = pathlib.Path("rows.txt").write_text("ann milk tea\\nbob\\n")
+    >>> read_adjacency("rows.txt").matrix.indptr.tolist()
+    [0, 2, 2]
 
     A row without entries is its name alone.
 
@@ -135,6 +145,10 @@ def read_pairs(
     indicator: bool = False,
 ) -> SparseDataset:
     """Reads CSV or TSV with a (user, item) pair, perhaps with a value, on each line.
+
+    >>> _ = pathlib.Path("pairs.csv").write_text("user,item,rating\\nann,tea,4\\n")
+    >>> read_pairs("pairs.csv").matrix.data.tolist()
+    [4.0]
 
     Columns are given by number, from 0, or by their name in the header. By default:
 
@@ -189,6 +203,10 @@ def read_parquet(
     indicator: bool = False,
 ) -> SparseDataset:
     """Reads Parquet: a table as for `from_arrow`, or what `SparseDataset.save` wrote.
+
+    >>> read("purchases.tsv").save("purchases")
+    >>> read_parquet("purchases").num_rows
+    3
 
     Args:
       path: a file; a folder, whose `.parquet` files are read in the order of their
@@ -256,7 +274,9 @@ def from_arrow(
     A null in place of a list is a row without entries; other nulls are errors, except
     where there is no value at all.
 
-    >>> from_arrow(polars.read_csv("ratings.csv"), value="rating")
+    >>> frame = pandas.DataFrame({"user": ["ann", "ann"], "item": ["tea", "rye"]})
+    >>> from_arrow(frame).matrix.indptr.tolist()
+    [0, 2]
 
     Args:
       table: the table.

@@ -31,6 +31,10 @@ def gather_matmul(
 ) -> Float[Array, "batch hidden"]:
     """Multiplies sparse rows with a dense matrix: an embedding bag.
 
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> gather_matmul(x, jnp.ones((5, 2)), combiner="mean").tolist()
+    [[1.0, 1.0], [0.0, 0.0]]
+
     ::
 
         y[b] = s_b sum_j v_j w[i_j]        over the entries j of row b

@@ -44,6 +44,10 @@ def output_loss(
 ) -> Float[Array, ""]:
     """Loss of an output layer over all items against sparse labels.
 
+    >>> labels = CSR.from_scipy(scipy.sparse.csr_array([[True, False], [False, True]]))
+    >>> float(output_loss(jnp.eye(2), jnp.eye(2), None, labels, loss="l2_loss"))
+    0.0
+
     ::
 
         score_bi = (h_b . kernel_i) scale_i + bias_i
@@ -109,6 +113,11 @@ def output_loss_per_example(
     implementation: Implementation = None,
 ) -> Float[Array, "batch"]:
     """`loss_b` of `output_loss`, for evaluation; the arguments are the same.
+
+    >>> labels = CSR.from_scipy(scipy.sparse.csr_array([[True, False], [False, False]]))
+    >>> kernel = jnp.eye(2)
+    >>> output_loss_per_example(kernel, kernel, None, labels, loss="l2_loss").tolist()
+    [0.0, 0.5]
 
     Differentiable, at the price of computing the scores once more: for training, a
     weighted sum by `output_loss` is cheaper.

@@ -63,6 +63,11 @@ def top_k(
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """Ids and scores of the `k` best items of each row, best first.
 
+    >>> h, kernel = jnp.ones((1, 1)), jnp.array([[1.0], [3.0], [2.0]])
+    >>> ids, scores = top_k(h, kernel, None, 2)
+    >>> ids.tolist(), scores.tolist()
+    ([[1, 2]], [[3.0, 2.0]])
+
     ::
 
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
