@@ -74,8 +74,8 @@ class Train:
       cosine_decay: Lower the learning rate to 0 along a cosine, until the last epoch. More
         epochs are another schedule then, so that a resume cannot raise them.
       batch_size: Rows a step.
-      fused: Apply the output's gradient where it is made: takes a third less memory for
-        a large output. Not with a tied one.
+      fused: Apply the output's gradient where it is made, which saves an array of its
+        kernel's size. Not with a tied output.
       epochs: Passes over the data, those before a resume included.
       seed: Another seed, another model.
       checkpoint_seconds: Time between checkpoints; 0 is as often as possible.
