@@ -20,11 +20,7 @@ from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
 from .data import read_text as read_text
 from .export import export_predictor as export_predictor
-from .gradients import RowGradient as RowGradient
 from .gradients import RowParam as RowParam
-from .gradients import accumulate as accumulate
-from .gradients import clip_by_global_norm as clip_by_global_norm
-from .gradients import global_norm as global_norm
 from .gradients import grad as grad
 from .gradients import lookup as lookup
 from .gradients import value_and_grad as value_and_grad
@@ -45,6 +41,10 @@ from .predictor import load_predictor as load_predictor
 from .recommendations import Recommendations as Recommendations
 from .report import Example as Example
 from .report import write_report as write_report
+from .row_gradient import RowGradient as RowGradient
+from .row_gradient import accumulate as accumulate
+from .row_gradient import clip_by_global_norm as clip_by_global_norm
+from .row_gradient import global_norm as global_norm
 from .run import load_model as load_model
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping

@@ -23,10 +23,11 @@ import optax
 from flax import nnx
 
 from sparsejax import gradients, rules, schedules
-from sparsejax.gradients import Path, RowGradient, RowParam
+from sparsejax.gradients import Path, RowParam
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.row_update import State, Table
+from sparsejax.row_gradient import RowGradient
 from sparsejax.sparse import CSR
 
 sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from matrices import csrs, oracle, random_csr, sizes
 from tolerances import assert_close
 
-from sparsejax import gradients
-from sparsejax.gradients import RowGradient, RowParam, lookup, value_and_grad
+from sparsejax import gradients, row_gradient
+from sparsejax.gradients import RowParam, lookup, value_and_grad
 from sparsejax.layers import SparseLinear
+from sparsejax.row_gradient import RowGradient
 from sparsejax.sparse import CSR
 
 FEATURES, HIDDEN = 50, 4
@@ -333,7 +334,7 @@ def test_rows_that_do_not_fit_are_nan():
     full = random_csr(6, 20, 0.5)
     short = jax.jit(lambda x: x.take(jnp.arange(6), nse=5))(full)
     value, grads = value_and_grad(linear_loss)(layer, short)
-    assert np.isnan(value) and np.isnan(gradients.global_norm(grads))
+    assert np.isnan(value) and np.isnan(row_gradient.global_norm(grads))
 
 
 def test_threads_do_not_share_a_recorder(batch):
@@ -415,7 +416,7 @@ def test_arithmetic():
     with pytest.raises(ValueError, match="of one kernel"):
         a + make_rows([1], num_rows=8)
     with pytest.raises(ValueError, match="at least one"):
-        gradients.merge([])
+        row_gradient.merge([])
     nothing = make_rows([], capacity=0)
     np.testing.assert_allclose((nothing + nothing).todense(), 0)
 
@@ -434,7 +435,7 @@ def test_gradients_of_micro_batches_are_accumulated():
             model = nnx.merge(graphdef, state, copy=True)
             return None, value_and_grad(linear_loss)(model, x)[1]
 
-        return gradients.accumulate(jax.lax.scan(one, None, stacked)[1])
+        return row_gradient.accumulate(jax.lax.scan(one, None, stacked)[1])
 
     got = run(state, stacked)
     each = [nnx.grad(linear_loss)(layer, x) for x in parts]
@@ -445,12 +446,12 @@ def test_gradients_of_micro_batches_are_accumulated():
 
 def test_norm_and_clipping_are_those_of_the_dense_gradient(batch):
     grads = rows_of(mean_loss)(Net(tied=True), *batch)[1]
-    norm = gradients.global_norm(grads)
+    norm = row_gradient.global_norm(grads)
     np.testing.assert_allclose(norm, optax.tree.norm(dense(grads)), rtol=1e-6)
     for bound in (0.5 * norm, 2 * norm):
         clip = optax.clip_by_global_norm(bound)
         expected = clip.update(dense(grads), clip.init(dense(grads)))[0]
-        assert_same(gradients.clip_by_global_norm(grads, bound), expected)
+        assert_same(row_gradient.clip_by_global_norm(grads, bound), expected)
 
 
 @pytest.mark.parametrize("features", [20_000, 200_000])

@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from sparsejax import gradients, optimizers
-from sparsejax.gradients import RowGradient
+from sparsejax import gradients, optimizers, row_gradient
 from sparsejax.layers import SparseLinear
 from sparsejax.optimizers import Optimizer
+from sparsejax.row_gradient import RowGradient
 from sparsejax.sparse import CSR
 
 FEATURES, HIDDEN, BATCH = 1000, 4, 8
@@ -292,8 +292,8 @@ def test_clipped_and_accumulated_gradients():
             model, optimizer = nnx.merge(graphdef, state, copy=True)
             return None, optimizer.value_and_grad(loss_fn)(model, *batch)[1]
 
-        grads = gradients.accumulate(jax.lax.scan(one, None, micro)[1])
-        optimizer.update(model, gradients.clip_by_global_norm(grads, 0.1))
+        grads = row_gradient.accumulate(jax.lax.scan(one, None, micro)[1])
+        optimizer.update(model, row_gradient.clip_by_global_norm(grads, 0.1))
 
     def dense(model, optimizer, *micro):
         def total(model):

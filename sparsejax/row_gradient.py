@@ -1,0 +1,214 @@
+"""A gradient that holds only the rows a batch has touched, and arithmetic with it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sparsejax.ops import scatter_gradient
+from sparsejax.sparse import CSR
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class RowGradient:
+    """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
+
+    >>> g = RowGradient(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4)
+    >>> (2 * g).todense()[:, 0].tolist()
+    [0.0, 2.0, 0.0, 2.0]
+
+    ::
+
+        dense[ids[u]] = values[u]
+
+    It can be added to another one or to an array and multiplied by a scalar. It is a
+    pytree whose leaves are *both* arrays: `jax.tree.map` over gradients that scales
+    every leaf would scale the ids too, so give it
+    `is_leaf=lambda g: isinstance(g, RowGradient)`, and use `sparsejax.global_norm` and
+    `sparsejax.clip_by_global_norm`, not optax's.
+
+    Attributes:
+      ids: `[capacity]` int32, unique and ascending, padded with `num_rows`.
+      values: `[capacity, hidden]`, zero in padding.
+      num_rows: rows of the kernel (static).
+      current: whether the loss has read rows that were up to date, so that an optimizer
+        whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
+      terms: what the values are the sums of, as long as nothing has asked for them: an
+        optimizer may sum them where it uses them. Lost by any operation.
+    """
+
+    __array_ufunc__ = None  # NumPy arrays leave + and * to this class
+
+    def __init__(
+        self,
+        ids: Int[Array, "capacity"],
+        values: Float[Array, "capacity hidden"],
+        num_rows: int,
+        current: bool = False,
+    ):
+        self.ids, self._values = ids, values
+        self.num_rows, self.current = num_rows, current
+        self.terms: scatter_gradient.Terms | None = None
+
+    @classmethod
+    def of_terms(cls, terms: scatter_gradient.Terms, current: bool) -> RowGradient:
+        """The sums of `terms`, made when they are asked for."""
+        self = object.__new__(cls)
+        self.ids, self.num_rows, self.current = terms.ids(), terms.num_rows, current
+        self.terms = terms
+        return self
+
+    @property
+    def values(self) -> Float[Array, "... hidden"]:
+        """`[capacity, hidden]`, zero in padding."""
+        return self._values if self.terms is None else self.terms.values()
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        # Past the property: without terms it may be anything tree.map returned.
+        values = self._values if self.terms is None else self.values
+        leaves = [(key("ids"), self.ids), (key("values"), values)]
+        return leaves, (self.num_rows, self.current)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> RowGradient:
+        # Past the constructor: leaves may be shapes, or anything tree.map returned.
+        self = object.__new__(cls)
+        self.ids, self._values = leaves
+        self.num_rows, self.current = static
+        self.terms = None
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(num_rows, hidden)`."""
+        summed = self._values if self.terms is None else self.terms.dy
+        return self.num_rows, summed.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return jnp.dtype(jnp.float32) if self.terms is not None else self._values.dtype
+
+    def __repr__(self) -> str:
+        num_rows, hidden = self.shape
+        return f"RowGradient(ids={self.ids!r}, shape=({num_rows}, {hidden}))"
+
+    def __getitem__(self, index) -> RowGradient:
+        if index is not ...:
+            raise TypeError("a RowGradient has no elements; use .todense()[...]")
+        return self  # so that grads["kernel"][...] is the gradient, as for an array
+
+    def todense(self) -> Float[Array, "num_rows hidden"]:
+        """The same gradient as one array."""
+        return self._added_to(jnp.zeros(self.shape, self.dtype))
+
+    def _added_to(self, dense: jax.Array) -> jax.Array:
+        values = self.values.astype(dense.dtype)
+        return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, RowGradient):
+            return merge([self, other])
+        if getattr(other, "shape", None) != self.shape:
+            return NotImplemented
+        return self._added_to(jnp.asarray(other))
+
+    __radd__ = __add__
+
+    def __mul__(self, scalar: Any) -> Any:
+        if jnp.ndim(scalar) != 0:
+            return NotImplemented
+        return RowGradient(self.ids, self.values * scalar, self.num_rows, self.current)
+
+    __rmul__ = __mul__
+
+
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, RowGradient)
+
+
+def merge(gradients: Sequence[RowGradient]) -> RowGradient:
+    """The sum of row gradients of one kernel.
+
+    Its capacity is the sum of theirs, or `num_rows` if that is less: nothing can
+    overflow. Values are added in the order given.
+
+    Raises:
+      ValueError: there is none, or they are of kernels of different shapes.
+    """
+    if not gradients:
+        raise ValueError("merge needs at least one RowGradient")
+    first = gradients[0]
+    for g in gradients:
+        if g.shape != first.shape:
+            raise ValueError(
+                f"expected gradients of one kernel, got shapes {first.shape} and "
+                f"{g.shape}"
+            )
+    ids = jnp.concatenate([g.ids for g in gradients])
+    values = jnp.concatenate([g.values for g in gradients])
+    if ids.shape[0]:
+        # A matrix with one entry a row: its padding, id num_rows, is out of range.
+        rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
+        x = CSR(None, ids, rows, num_cols=first.num_rows)
+        ids, values = scatter_gradient.row_gradient([x], [values], first.num_rows)
+        values = values.astype(first.dtype)
+    return RowGradient(ids, values, first.num_rows, all(g.current for g in gradients))
+
+
+def accumulate[Gradients](stacked: Gradients) -> Gradients:
+    """Sums gradients over a leading axis: what `jax.lax.scan` over micro-batches stacks.
+
+    >>> g = RowGradient(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
+    >>> accumulate(g).todense()[:, 0].tolist()
+    [1.0, 2.0, 0.0, 1.0]
+
+    The capacity of a `RowGradient` becomes that of the stack, at most `num_rows`.
+    """
+
+    def total(g):
+        if not isinstance(g, RowGradient):
+            return jnp.sum(g, axis=0)
+        ids, values = g.ids.reshape(-1), g.values.reshape(-1, g.values.shape[-1])
+        return merge([RowGradient(ids, values, g.num_rows, g.current)])
+
+    return jax.tree.map(total, stacked, is_leaf=_is_rows)
+
+
+def global_norm(grads: Any) -> Float[Array, ""]:
+    """`sqrt(sum of squares)` over all gradients, dense ones and row gradients.
+
+    >>> g = RowGradient(jnp.array([1, 3]), jnp.full((2, 1), 2.0), num_rows=4)
+    >>> float(global_norm({"table": g, "bias": jnp.ones(1)}))
+    3.0
+
+    The ids of a `RowGradient` are unique, so this is the norm of the dense gradient.
+    """
+    leaves = jax.tree.leaves(grads, is_leaf=_is_rows)
+    arrays = [g.values if isinstance(g, RowGradient) else g for g in leaves]
+    squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in arrays]
+    return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
+
+
+def clip_by_global_norm[Gradients](
+    grads: Gradients, max_norm: jax.typing.ArrayLike
+) -> Gradients:
+    """Scales gradients by `min(1, max_norm / global_norm(grads))`, as optax does.
+
+    >>> clip_by_global_norm({"bias": jnp.array([3.0, 4.0])}, 2.5)["bias"].tolist()
+    [1.5, 2.0]
+    """
+    norm = global_norm(grads)
+    scale = jnp.where(norm < max_norm, 1, max_norm / norm)
+
+    def clip(g):
+        return g * scale.astype(g.dtype)
+
+    return jax.tree.map(clip, grads, is_leaf=_is_rows)
