@@ -116,6 +116,32 @@ def test_one_step_is_the_mean_gradient_of_the_batch():
     )
 
 
+@pytest.mark.parametrize("rule", [optimizers.adam(1e-2), optimizers.rmsprop(1e-2)])
+def test_entries_sorted_ahead_train_the_same(rule, monkeypatch):
+    train, _ = checkerboard(50, 20)
+    # Whether they are is not in the key of the compiled dispatch.
+    clear = getattr(training._dispatch, "clear_cache")  # noqa: B009
+
+    def trained(ahead):
+        clear()
+        monkeypatch.setattr(training, "_sorts_ahead", lambda: ahead)
+        model, optimizer = build(20, rule=rule, corruption=0.3)
+        fit(model, optimizer, train, batch_size=16, num_epochs=3)
+        return np.asarray(model.first.kernel[...])
+
+    expected = trained(False)
+    np.testing.assert_allclose(trained(True), expected, rtol=1e-4, atol=1e-6)
+    clear()
+
+
+def test_steps_of_a_dispatch(monkeypatch):
+    assert training._steps_per_dispatch(10**9) == 16
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert training._steps_per_dispatch(0) == 64
+    assert training._steps_per_dispatch(655_360) == 12
+    assert training._steps_per_dispatch(10**9) == 1
+
+
 def test_last_batch_counts_its_own_examples():
     # 10 rows in batches of 6: the second step has 4, and their mean is over 4.
     train, _ = checkerboard(10, 8)
