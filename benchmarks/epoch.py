@@ -16,9 +16,7 @@ DSSTNE's comparison with TensorFlow did.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import pathlib
 import re
 import sys
@@ -32,36 +30,27 @@ import scipy.sparse
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import RESULTS, emit, origin, run_parts, table, write_section
+from report import command, origin, table, write_section
 
-_RESULTS = RESULTS / "epoch.json"
 _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
 _RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
 _STEPS = -(-_USERS // _BATCH)
-_PARTS = "sparsejax", "jax", "torch", "dense"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table", *_PARTS])
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "run":
-        parts = {part: {} for part in _PARTS}
-        run_parts(__file__, parts, [], arguments.output, arguments.commit)
-    elif arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-    else:
-        measure = {
-            "sparsejax": _sparsejax,
-            "jax": _plain_jax,
-            "torch": _torch,
-            "dense": _torch_dense,
-        }
-        for result in measure[arguments.action](_data(np.random.default_rng(0))):
-            emit(result)
+    parts = {"sparsejax": {}, "jax": {}, "torch": {}, "dense": {}}
+    command(__doc__, __file__, parts, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    measure = {
+        "sparsejax": _sparsejax,
+        "jax": _plain_jax,
+        "torch": _torch,
+        "dense": _torch_dense,
+    }
+    return measure[part](_data(np.random.default_rng(0)))
 
 
 def _data(rng: np.random.Generator) -> scipy.sparse.csr_array:

@@ -10,10 +10,8 @@ one for torch. Loss and gradients in `h` and the kernel, bfloat16 operands. The 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -34,11 +32,10 @@ from outputs import (
     rows_of,
     temporary_bytes,
 )
-from report import RESULTS, emit, origin, reported, run_parts, table, write_section
+from report import command, origin, reported, table, write_section
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
-_RESULTS = RESULTS / "output_loss.json"
 _RULES = {
     "sigmoid": "sigmoid_binary_cross_entropy",
     "l2": "l2_loss",
@@ -49,21 +46,14 @@ _CEILING = 7.9e14
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table", "jax", "again", "torch"])
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "run":
-        parts = {"jax": {}, "again": {}, "torch": {}}
-        run_parts(__file__, parts, [], arguments.output, arguments.commit)
-    elif arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-    else:
-        measure = {"jax": _measure_jax, "again": _again, "torch": _measure_torch}
-        for workload in OUTPUTS:
-            for result in measure[arguments.action](workload):
-                emit(result)
+    parts = {"jax": {}, "again": {}, "torch": {}}
+    command(__doc__, __file__, parts, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    measure = {"jax": _measure_jax, "again": _again, "torch": _measure_torch}[part]
+    for workload in OUTPUTS:
+        yield from measure(workload)
 
 
 def _error(dh, loss: str, workload: Workload) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import json
@@ -9,13 +10,44 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
 
 # A copy on the device reads and writes this many bytes a second on an H200.
 COPY_BYTES_PER_SECOND = 4.3e12
+
+
+def command(
+    doc: str | None,
+    script: str,
+    parts: Mapping[str, Mapping[str, str]],
+    measure: Callable[[str], Iterable[dict]],
+    write_table: Callable[[dict], None],
+) -> None:
+    """The command line of a benchmark: `run`, `table`, and its parts one by one.
+
+    Args:
+      doc: what `--help` says.
+      script: the file; its results have the same name.
+      parts: see `run_parts`.
+      measure: the results of a part, one after the other.
+      write_table: called with the committed report.
+    """
+    results = RESULTS / f"{pathlib.Path(script).stem}.json"
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("action", choices=["run", "table", *parts])
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path, default=results)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        run_parts(script, parts, [], arguments.output, arguments.commit)
+    elif arguments.action == "table":
+        write_table(json.loads(results.read_text()))
+    else:
+        for result in measure(arguments.action):
+            emit(result)
 
 
 def emit(result: dict) -> None:

@@ -10,9 +10,7 @@ the table in place. Everything is checked against float64 before it is timed.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import pathlib
 import sys
 import time
@@ -23,18 +21,9 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import (
-    RESULTS,
-    emit,
-    origin,
-    reported,
-    run_parts,
-    table,
-    write_section,
-)
+from report import command, origin, reported, table, write_section
 from workloads import BIG, ML20M, ML20M_256, Workload, make_rows
 
-_RESULTS = RESULTS / "scatter_gradient.json"
 _WORKLOADS = ML20M, ML20M_256, BIG
 _BATCHES = 4
 _STACK = 16  # steps whose entries are sorted at once
@@ -42,21 +31,13 @@ _RATE, _EPS = 0.05, 1e-7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table", "jax", "torch"])
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "run":
-        parts = {"jax": {}, "torch": {}}
-        run_parts(__file__, parts, [], arguments.output, arguments.commit)
-    elif arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-    else:
-        measure = _measure_torch if arguments.action == "torch" else _measure_jax
-        for workload in _WORKLOADS:
-            for result in measure(workload):
-                emit(result)
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    measure = _measure_torch if part == "torch" else _measure_jax
+    for workload in _WORKLOADS:
+        yield from measure(workload)
 
 
 class _Case:

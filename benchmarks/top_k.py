@@ -9,9 +9,7 @@ against a sort of float64 scores in some rows before anything is timed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -31,30 +29,21 @@ from outputs import (
     rows_of,
     temporary_bytes,
 )
-from report import RESULTS, emit, origin, reported, run_parts, table, write_section
+from report import command, origin, reported, table, write_section
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
-_RESULTS = RESULTS / "top_k.json"
 _K = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table", "jax", "torch"])
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "run":
-        parts = {"jax": {}, "torch": {}}
-        run_parts(__file__, parts, [], arguments.output, arguments.commit)
-    elif arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-    else:
-        measure = _measure_jax if arguments.action == "jax" else _measure_torch
-        for workload in OUTPUTS[1:]:
-            for result in measure(workload):
-                emit(result)
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    measure = _measure_jax if part == "jax" else _measure_torch
+    for workload in OUTPUTS[1:]:
+        yield from measure(workload)
 
 
 def _check(ids, scores, workload: Workload) -> None:
