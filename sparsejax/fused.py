@@ -10,6 +10,7 @@ is made. What remains to differentiate is the part of the model before the outpu
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
 from sparsejax.ops.item_chunks import slice_rows
-from sparsejax.ops.output_loss import Layer, loss_and_updates
+from sparsejax.ops.output_loss import Layer, loss_and_updates, weighted_sum
 from sparsejax.ops.row_update import State
 from sparsejax.optimizers import Optimizer
 from sparsejax.sparse import CSR
@@ -85,12 +86,7 @@ def check(model: Any, optimizer: Optimizer) -> None:
 
 def derive(model: Fusable) -> Derived:
     """From the parameters as they are now."""
-    layer = model.output
-    kernel, scale = layer.kernel[...], None
-    if layer.temperature is not None:
-        scale = layer.score_scale(kernel)
-    dtype = layer.dtype or kernel.dtype
-    return Derived(None if dtype == kernel.dtype else kernel.astype(dtype), scale)
+    return _derived(model.output, model.output.kernel[...])
 
 
 def train_step(
@@ -148,24 +144,20 @@ def train_step(
             old = slice_rows(tables.kernel, start, len(slope))
             _, pull = jax.vjp(layer.score_scale, old)
             slope = slope.astype(jnp.float32) + pull(gradient.scale)[0]
-        operand, scale = tables.derived
-
-        def derived(new):
-            return (
-                None if operand is None else new.astype(operand.dtype),
-                None if scale is None else layer.score_scale(new),
-            )
-
         kernel, kernel_state, more = move(
-            tables.kernel, tables.kernel_state, slope, start, derived
+            tables.kernel,
+            tables.kernel_state,
+            slope,
+            start,
+            functools.partial(_derived, layer),
         )
         bias, bias_state = tables.bias, tables.bias_state
         if bias is not None:
             bias, bias_state, _ = move(bias, bias_state, gradient.bias, start)
         after = jax.tree.map(
-            lambda whole, chunk: _write(whole, chunk, start), (operand, scale), more
+            lambda whole, chunk: _write(whole, chunk, start), tables.derived, more
         )
-        return _Tables(kernel, kernel_state, bias, bias_state, Derived(*after))
+        return _Tables(kernel, kernel_state, bias, bias_state, after)
 
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
@@ -179,7 +171,7 @@ def train_step(
             update=update,
             implementation=layer.implementation,
         )
-        loss = jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
+        loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update
         slopes = lax.stop_gradient(dh).astype(jnp.float32)
         return jnp.sum(h.astype(jnp.float32) * slopes), (loss, after)
@@ -192,6 +184,15 @@ def train_step(
     done = dict(zip(keys, (after.kernel_state, after.bias_state), strict=False))
     optimizer.set_state_of(done)
     return loss, after.derived
+
+
+def _derived(layer: SparseOutput, kernel: jax.Array) -> Derived:
+    """From a kernel, or some of its rows."""
+    dtype = layer.dtype or kernel.dtype
+    return Derived(
+        None if dtype == kernel.dtype else kernel.astype(dtype),
+        None if layer.temperature is None else layer.score_scale(kernel),
+    )
 
 
 def _keys(model: Fusable) -> list[tuple]:

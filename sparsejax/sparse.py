@@ -69,6 +69,12 @@ class Transposed(NamedTuple):
         indptr = indptr.at[each, slot].set(positions, mode="drop")
         return cls(columns, rows.astype(jnp.int32), order, indptr)
 
+    def distinct(self, padding: int) -> jax.Array:
+        """`[capacity]`: the columns that occur, ascending, padded with `padding`."""
+        starts = self.indptr[:-1]
+        columns = self.columns.at[starts].get(mode="clip")
+        return jnp.where(starts < self.indptr[-1], columns, padding)
+
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,7 +164,15 @@ class CSR:
 
     def row_ids(self) -> jax.Array:
         """`[nse]` int32: the row of each entry; `rows` for padding."""
-        return _segment_ids(self.indptr, self.nse)
+        return segment_ids(self.indptr, self.nse)
+
+    def columns(self, *, padding: int) -> jax.Array:
+        """`[nse]` int32: the column of each entry; `padding` if it does not count."""
+        position = jnp.arange(self.nse, dtype=jnp.int32)
+        columns = jnp.asarray(self.indices)
+        used = (position < jnp.asarray(self.indptr)[-1]) & (columns >= 0)
+        used &= columns < self.num_cols
+        return jnp.where(used, columns, padding).astype(jnp.int32)
 
     def overfull_rows(self) -> jax.Array:
         """`[rows]` bool: rows whose entries do not all fit in the capacity."""
@@ -261,7 +275,7 @@ class CSR:
 
         A stable sort of the entries by column: within a column, rows ascend.
         """
-        by_column = self._by_column()
+        by_column = self.by_column()
         indptr = jnp.searchsorted(by_column.columns, jnp.arange(self.num_cols + 1))
         indptr = indptr.astype(jnp.int32)
         data = None if self.data is None else jnp.asarray(self.data)[by_column.order]
@@ -273,17 +287,19 @@ class CSR:
         What a row gradient needs first. It depends on the indices only, so it can be
         made for many steps at once, and stays right when `data` is replaced.
         """
-        return dataclasses.replace(self, transposed=self._by_column())
+        return dataclasses.replace(self, transposed=self.by_column())
 
-    def _by_column(self) -> Transposed:
-        def entries(indices, indptr):
-            rows = _segment_ids(indptr, self.nse)
-            used = (rows < self.num_rows) & (indices >= 0) & (indices < self.num_cols)
-            return jnp.where(used, indices, self.num_cols).astype(jnp.int32), rows
+    def by_column(self) -> Transposed:
+        """The entries by column: sorted now, unless they were ahead of time."""
+        if self.transposed is not None:
+            return self.transposed
+
+        def entries(x: CSR):
+            return x.columns(padding=self.num_cols), x.row_ids()
 
         for _ in range(jnp.ndim(self.indices) - 1):
             entries = jax.vmap(entries)
-        columns, rows = entries(jnp.asarray(self.indices), jnp.asarray(self.indptr))
+        columns, rows = entries(self)
         return Transposed.of(columns, rows, self.num_cols)
 
 
@@ -301,7 +317,7 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
         data = None if matrix.data is None else jnp.zeros(nse, matrix.data.dtype)
         return CSR(data, empty, taken, num_cols=matrix.num_cols)
     positions = jnp.arange(nse, dtype=jnp.int32)
-    row = _segment_ids(taken, nse)
+    row = segment_ids(taken, nse)
     row = jnp.minimum(row, rows.shape[0] - 1)  # padding reads some entry, unused
     source = starts[row] + positions - taken[row]
     source = jnp.clip(source, 0, matrix.nse - 1)
@@ -310,7 +326,7 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
     return CSR(data, indices, taken, num_cols=matrix.num_cols)
 
 
-def _segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
+def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
     """`[size]` int32: the segment `indptr[r] <= position < indptr[r + 1]` of each.
 
     Counting the ends passed is quicker than a binary search for each position: on an

@@ -15,11 +15,13 @@ from sparsejax.ops.row_update import Table
 from sparsejax.sparse import CSR
 
 
-@pytest.mark.parametrize("by", ["count", "sort"])
+@pytest.mark.parametrize("by", ["count", "sort", "ahead"])
 @pytest.mark.parametrize("num_rows", [64, 3000])
 @given(x=csrs(rows=5, cols=40))
 def test_touched_rows(by, num_rows, x):
-    choice = {"count": 10**6, "sort": 0}[by]
+    choice = {"count": 10**6, "sort": 0, "ahead": 10**6}[by]
+    if by == "ahead":
+        x = jax.jit(CSR.with_transposed)(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_update, "COUNTING_LIMIT", choice)
         # A function of its own: a program that is kept would ignore the patch.

@@ -477,7 +477,7 @@ class _How(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted(how, h, kernel, bias, scale, weights, labels):
     per_example, _ = _run(how, h, kernel, bias, scale, weights, labels, False)
-    return _weighted_sum(per_example, weights)
+    return weighted_sum(per_example, weights)
 
 
 def _weighted_forward(how, h, kernel, bias, scale, weights, labels):
@@ -486,7 +486,7 @@ def _weighted_forward(how, h, kernel, bias, scale, weights, labels):
         dweights = None
     else:
         dweights = per_example.astype(weights.dtype)
-    return _weighted_sum(per_example, weights), (*gradients, dweights)
+    return weighted_sum(per_example, weights), (*gradients, dweights)
 
 
 def _weighted_backward(how, gradients, cotangent):
@@ -575,7 +575,8 @@ def _run(how, h, kernel, bias, scale, weights, labels, differentiate):
     return _compiled(*arguments, how=how, differentiate=differentiate)
 
 
-def _weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array:
+def weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`sum_b weights_b loss_b`; a loss that weighs nothing may be NaN."""
     if weights is None:
         return jnp.sum(per_example)
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))

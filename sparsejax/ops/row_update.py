@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import row_update as kernel
 from sparsejax.ops.gather_matmul import Implementation, kernel_is_fastest
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, segment_ids
 
 State = dict[str, jax.Array]
 
@@ -142,8 +142,7 @@ def step_terms(
     column = by_column.columns
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
-    used = position < by_column.indptr[-1]
-    is_last = used & ((column != following) | (position + 1 == by_column.indptr[-1]))
+    is_last = (position < by_column.indptr[-1]) & (column != following)
     lags, last = None, table.last
     if last is not None:
         lags = _lag(_read(last, column), count)
@@ -257,28 +256,23 @@ def touched_rows(
       slots: where the column of each entry is in `ids`; `capacity` for an entry that
         is padding or out of range.
     """
-    position = jnp.arange(x.nse, dtype=jnp.int32)
-    column = jnp.asarray(x.indices)
-    used = (position < jnp.asarray(x.indptr)[-1]) & (column >= 0)
-    column = jnp.where(used & (column < x.num_cols), column, num_rows)
-    column = column.astype(jnp.int32)
-    by_count = functools.partial(rank_by_count, num_rows=num_rows)
-    by_sort = functools.partial(_touched_by_sort, num_rows=num_rows)
-    if num_rows > COUNTING_LIMIT * x.nse:
-        return by_sort(column)
-    return lax.platform_dependent(column, cpu=by_count, default=by_sort)
+    capacity = min(x.nse, num_rows)
 
+    def by_count(x):
+        return rank_by_count(x.columns(padding=num_rows), num_rows)
 
-def _touched_by_sort(column, num_rows):
-    nse = column.shape[0]
-    capacity = min(nse, num_rows)
-    positions = jnp.arange(nse, dtype=jnp.int32)
-    column, order = lax.sort_key_val(column, positions)
-    first = jnp.concatenate([jnp.ones(1, bool), column[1:] != column[:-1]])[:nse]
-    slot = jnp.where(column < num_rows, jnp.cumsum(first) - 1, capacity)
-    slot = slot.astype(jnp.int32)
-    ids = jnp.full(capacity, num_rows, jnp.int32).at[slot].set(column, mode="drop")
-    return ids, jnp.zeros(nse, jnp.int32).at[order].set(slot)
+    def by_sort(x):
+        by_column = x.by_column()
+        ids = by_column.distinct(num_rows)
+        ids = jnp.pad(ids, (0, capacity - ids.shape[0]), constant_values=num_rows)
+        slot = segment_ids(by_column.indptr, x.nse)
+        position = jnp.arange(x.nse, dtype=jnp.int32)
+        slot = jnp.where(position < by_column.indptr[-1], slot, capacity)
+        return ids, jnp.zeros(x.nse, jnp.int32).at[by_column.order].set(slot)
+
+    if x.transposed is not None or num_rows > COUNTING_LIMIT * x.nse:
+        return by_sort(x)
+    return lax.platform_dependent(x, cpu=by_count, default=by_sort)
 
 
 def _lag(last, count):

@@ -90,9 +90,7 @@ class Terms(NamedTuple):
 
     def ids(self) -> Int[Array, "capacity"]:
         """The touched rows, unique and ascending, padded with `num_rows`."""
-        starts = self.by_column.indptr[:-1]
-        ids = self.by_column.columns.at[starts].get(mode="clip")
-        return jnp.where(starts < self.by_column.indptr[-1], ids, self.num_rows)
+        return self.by_column.distinct(self.num_rows)
 
     def values(
         self, implementation: Implementation = None
@@ -108,9 +106,8 @@ def row_terms(
 ) -> Terms:
     """What `row_gradient` sums, by a stable sort of the entries by column."""
     if len(xs) == 1:
-        x = xs[0] if xs[0].transposed is not None else xs[0].with_transposed()
-        assert x.transposed is not None
-        by_column = x.transposed
+        x = xs[0]
+        by_column = x.by_column()
         data = None if x.data is None else jnp.asarray(x.data, jnp.float32)
     else:
         num_cols = max(x.num_cols for x in xs)
@@ -153,11 +150,9 @@ def dense_gradient(
 
 def _entries(x: CSR, padding: int):
     """Column (`padding` where there is nothing to add), row and value of each entry."""
-    row, column = x.row_ids(), jnp.asarray(x.indices)
-    used = (row < x.num_rows) & (column >= 0) & (column < x.num_cols)
-    column = jnp.where(used, column, padding).astype(jnp.int32)
     value = None if x.data is None else jnp.asarray(x.data, jnp.float32)
-    return column, jnp.minimum(row, x.num_rows - 1), value
+    row = jnp.minimum(x.row_ids(), x.num_rows - 1)
+    return x.columns(padding=padding), row, value
 
 
 def _concatenated(xs: Sequence[CSR], padding: int):
