@@ -46,6 +46,8 @@ from .row_gradient import accumulate as accumulate
 from .row_gradient import clip_by_global_norm as clip_by_global_norm
 from .row_gradient import global_norm as global_norm
 from .run import load_model as load_model
+from .sharding import ShardedCSR as ShardedCSR
+from .sharding import make_mesh as make_mesh
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping
 from .training import fit as fit

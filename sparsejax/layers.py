@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import gradients, losses
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
-from sparsejax.sharding import padded_rows
+from sparsejax.sharding import BY_ROWS, init_sharded, on_mesh, padded_rows
 from sparsejax.sparse import CSR
 
 Initializer = Callable[..., jax.Array]
@@ -78,7 +78,7 @@ class SparseLinear(nnx.Module):
         if kernel is None:
             shape = (in_features, out_features)
             value = _padded(kernel_init, rngs.params(), shape, param_dtype)
-            kernel = gradients.RowParam(value)
+            kernel = gradients.RowParam(value, **on_mesh(BY_ROWS))
         _check_kernel(kernel, in_features, out_features)
         self.kernel = kernel
         shape = (out_features,)
@@ -155,11 +155,15 @@ class SparseOutput(nnx.Module):
         self.implementation: output.Implementation = implementation
         if kernel is None:
             shape = (num_items, in_features)
-            kernel = nnx.Param(_padded(kernel_init, rngs.params(), shape, param_dtype))
+            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
+            kernel = nnx.Param(value, **on_mesh(BY_ROWS))
         _check_kernel(kernel, num_items, in_features)
         self.kernel = kernel
         self.bias = (
-            nnx.Param(_padded(bias_init, rngs.params(), (num_items,), param_dtype))
+            nnx.Param(
+                _padded(bias_init, rngs.params(), (num_items,), param_dtype),
+                **on_mesh(P("model")),
+            )
             if use_bias
             else None
         )
@@ -340,13 +344,13 @@ def _padded(init, key, shape, dtype):
     """`init` of the true shape, then zero rows up to the allocated number."""
     extra = padded_rows(shape[0]) - shape[0]
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def make(key, init):  # compiled, so that only the result is ever allocated
+    def make(key):
         return jnp.pad(
             init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:]))
         )
 
-    return make(key, init)
+    # Compiled, so that only the result is ever allocated, and where it belongs.
+    return init_sharded(make, P("model"))(key)
 
 
 def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:

@@ -1,6 +1,25 @@
-"""How parameters lie in memory, whatever the mesh."""
+"""How parameters and sparse matrices lie on a mesh with axes "data" and "model"."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.sparse import CSR, MAX_ENTRIES, Transposed, take_rows
 
 ROW_MULTIPLE = 256
+VIRTUAL_SHARDS = 64
+
+# How a kernel lies on a mesh: its rows, which are features or items, over "model".
+BY_ROWS = P("model", None)
 
 
 def padded_rows(rows: int) -> int:
@@ -10,3 +29,412 @@ def padded_rows(rows: int) -> int:
     axis divides it. Rows beyond `rows` stay zero and take part in nothing.
     """
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def make_mesh(
+    *, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh over which batches ("data") and large kernels ("model") are divided.
+
+    >>> mesh = make_mesh(data=1, model=1)
+    >>> with jax.set_mesh(mesh):
+    ...     layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> layer.kernel[...].sharding.spec == jax.P("model", None)
+    True
+
+    Its axes are `Auto`: the compiler divides what is between our operations. Devices
+    along "model" are neighbours, as they exchange the most.
+
+    Args:
+      data: parts of a batch; divides 64 and the batch size.
+      model: parts of a kernel; divides 256.
+      devices: `data * model` of them; the first of all by default.
+
+    Raises:
+      ValueError: a size does not divide, or there are not so many devices.
+    """
+    for name, size, whole in (
+        ("data", data, VIRTUAL_SHARDS),
+        ("model", model, ROW_MULTIPLE),
+    ):
+        if size < 1 or whole % size:
+            raise ValueError(f"{name} must be a divisor of {whole}, got {size}")
+    devices = jax.devices() if devices is None else devices
+    if data * model > len(devices):
+        raise ValueError(
+            f"a mesh of data={data} and model={model} needs {data * model} devices, "
+            f"there are {len(devices)}"
+        )
+    return jax.make_mesh(
+        (data, model),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=devices[: data * model],
+    )
+
+
+def current_mesh() -> jax.sharding.Mesh | None:
+    """The mesh that is set by `jax.set_mesh`, if it has an axis "model"."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty or "model" not in mesh.shape else mesh
+
+
+def axis_sizes() -> tuple[int, int]:
+    """Sizes of "data" and "model" in the mesh that is set; also under tracing.
+
+    Raises:
+      ValueError: no mesh is set, or it lacks one of them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError("this needs a mesh: use `with jax.set_mesh(mesh):`")
+    if not {"data", "model"} <= mesh.shape.keys():
+        raise ValueError(
+            'the mesh must have axes "data" and "model" (sparsejax.make_mesh makes '
+            f"one), it has {tuple(mesh.axis_names)}"
+        )
+    return mesh.shape["data"], mesh.shape["model"]
+
+
+def on_each_device(
+    f: Callable[..., Any], *arguments: Any, in_specs: Any, out_specs: Any
+) -> Any:
+    """`f` of the parts of its arguments that each device of the mesh has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        # There a type says how an array lies, and must agree.
+        arguments = jax.tree.map(
+            lambda spec, tree: jax.tree.map(
+                lambda leaf: jax.sharding.reshard(leaf, spec), tree
+            ),
+            in_specs,
+            arguments,
+            is_leaf=lambda node: isinstance(node, P),
+        )
+    return jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )(*arguments)
+
+
+def on_mesh(spec: P) -> dict[str, Any]:
+    """What a `flax.nnx.Variable` is told of how it lies on the mesh, if one is set."""
+    return {} if current_mesh() is None else {"out_sharding": spec}
+
+
+def init_sharded[**Args](
+    make: Callable[Args, jax.Array], spec: P | None
+) -> Callable[Args, jax.Array]:
+    """`make`, compiled so that the result is made where it belongs on the mesh."""
+    mesh = current_mesh()
+    if mesh is None or spec is None:
+        return jax.jit(make)
+    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedCSR:
+    """A `[rows, num_cols]` sparse matrix in blocks, one for each device of a mesh.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> with jax.set_mesh(make_mesh(data=1, model=1)):
+    ...     blocks = ShardedCSR.of(x)
+    >>> blocks.shape, blocks.blocks.indices.shape
+    ((2, 5), (1, 1, 2))
+
+    Block `(d, m)` lies on the device with these coordinates on the axes "data" and
+    "model". It holds the d-th of equal parts of the rows and the columns that belong to
+    the m-th part of a kernel, numbered from its first one. So each device finds the
+    entries of its own kernel rows, and sees a plain CSR.
+
+    Every operation takes it in place of a `CSR`, under `jax.set_mesh`.
+
+    Attributes:
+      blocks: a stack of matrices, its leaves `[data, model, ...]`.
+      num_cols: number of columns (static).
+      transposed: of each part of the columns the entries of all rows by column, its
+        leaves `[model, ...]`, if they were sorted ahead of time.
+    """
+
+    blocks: CSR
+    num_cols: int = dataclasses.field(kw_only=True)
+    transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [
+            (key("blocks"), self.blocks),
+            (key("transposed"), self.transposed),
+        ]
+        return leaves, self.num_cols
+
+    @classmethod
+    def tree_unflatten(cls, num_cols, leaves) -> ShardedCSR:
+        self = object.__new__(cls)
+        for name, value in zip(
+            ("blocks", "transposed", "num_cols"), (*leaves, num_cols), strict=True
+        ):
+            object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, of all blocks."""
+        return self.blocks.indptr.shape[-3] * self.blocks.num_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, num_cols)`."""
+        return self.num_rows, self.num_cols
+
+    @property
+    def nse(self) -> int:
+        """Capacity: number of entries that can be stored, of all blocks."""
+        data, model = self.blocks.indptr.shape[-3:-1]
+        return data * model * self.blocks.nse
+
+    @property
+    def data(self) -> jax.Array | np.ndarray | None:
+        """`[data, model, nse]` values, or None for an indicator matrix."""
+        return self.blocks.data
+
+    def with_data(self, data: jax.Array | None) -> ShardedCSR:
+        """The same entries with other values."""
+        return dataclasses.replace(
+            self, blocks=dataclasses.replace(self.blocks, data=data)
+        )
+
+    @classmethod
+    def of(cls, x: CSR) -> ShardedCSR:
+        """The blocks of a matrix that each device has as a whole.
+
+        Differentiable in `data`. A block has room for all entries of `x`, as they may
+        all be in one.
+
+        Raises:
+          ValueError: no mesh is set, or its axis "data" does not divide the rows.
+        """
+        data, model = axis_sizes()
+        if x.num_rows % data:
+            raise ValueError(
+                f"{x.num_rows:,} rows cannot be divided by {data}, the size of the "
+                'mesh\'s axis "data"'
+            )
+        rows, width = x.num_rows // data, padded_rows(x.num_cols) // model
+
+        def block(x):
+            first = lax.axis_index("data") * rows
+            part = take_rows(x, first + jnp.arange(rows, dtype=jnp.int32), x.nse)
+            part = columns_between(part, lax.axis_index("model"), width)
+            return jax.tree.map(lambda leaf: leaf[None, None], part)
+
+        plain = dataclasses.replace(x, transposed=None)
+        blocks = on_each_device(
+            block, plain, in_specs=(P(),), out_specs=P("data", "model")
+        )
+        return cls(blocks, num_cols=x.num_cols)
+
+    @classmethod
+    def from_host(
+        cls,
+        matrix: CSR,
+        rows: np.ndarray,
+        mesh: jax.sharding.Mesh,
+        *,
+        nse: int | None = None,
+    ) -> ShardedCSR:
+        """The blocks of some rows of a NumPy matrix, each put on its device.
+
+        Every process makes the blocks of its own devices.
+
+        Args:
+          matrix: all rows.
+          rows: `[data, n]` the rows of each part; -1 is an empty one.
+          mesh: with the axes "data" and "model".
+          nse: room in a block; by default what the fullest needs.
+
+        Raises:
+          ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
+        """
+        data, model = mesh.shape["data"], mesh.shape["model"]
+        width = padded_rows(matrix.num_cols) // model
+        ptr = np.asarray(matrix.indptr, np.int64)
+        parts = []
+        for mine in rows:
+            exists = mine >= 0
+            lengths = np.where(exists, ptr[mine + 1] - ptr[mine], 0)
+            ends = np.cumsum(lengths)
+            first = np.repeat(ptr[mine] - (ends - lengths), lengths)
+            at = first + np.arange(len(first))
+            place = np.asarray(matrix.indices)[at] // width
+            row = np.repeat(np.arange(len(mine)), lengths)
+            counts = np.zeros((model, len(mine) + 1), np.int64)
+            np.add.at(counts, (place, row + 1), 1)
+            parts.append((at, place, np.cumsum(counts, axis=1)))
+        fullest = max((int(part[2][:, -1].max()) for part in parts), default=0)
+        nse = max(fullest, 1) if nse is None else nse
+        if fullest > min(nse, MAX_ENTRIES):
+            raise ValueError(
+                f"a block has {fullest:,} entries, there is room for "
+                f"{min(nse, MAX_ENTRIES):,}; divide the matrix over more devices"
+            )
+
+        def entries(values, index):
+            d, m = (part.start or 0 for part in index[:2])
+            at, place, _ = parts[d]
+            mine = values[at[place == m]]
+            return np.pad(mine, (0, nse - len(mine)))[None, None]
+
+        def columns(index):
+            found = entries(np.asarray(matrix.indices), index)
+            # Padding may be anything.
+            return (found - (index[1].start or 0) * width).astype(np.int32)
+
+        def indptr(index):
+            d, m = (part.start or 0 for part in index[:2])
+            return parts[d][2][m].astype(np.int32)[None, None]
+
+        def made(size, block):
+            return jax.make_array_from_callback(
+                (data, model, size), NamedSharding(mesh, P("data", "model")), block
+            )
+
+        values = None
+        if matrix.data is not None:
+            host = np.asarray(matrix.data)
+            values = made(nse, lambda index: entries(host, index))
+        blocks = CSR(
+            values,
+            made(nse, columns),
+            made(rows.shape[1] + 1, indptr),
+            num_cols=width,
+        )
+        return cls(blocks, num_cols=matrix.num_cols)
+
+    def row_lengths(self) -> jax.Array:
+        """`[rows]` int32: number of entries of each row."""
+        lengths = jnp.sum(jnp.diff(self.blocks.indptr), axis=-2, dtype=jnp.int32)
+        return lengths.reshape(*lengths.shape[:-2], self.num_rows)
+
+    def row_ids(self) -> jax.Array:
+        """`[data, model, nse]` int32: the row of each entry; at least `rows` for padding."""
+        data = self.blocks.indptr.shape[-3]
+        local = jax.vmap(jax.vmap(CSR.row_ids))(self.blocks)
+        first = jnp.arange(data, dtype=jnp.int32)[:, None, None] * self.blocks.num_rows
+        padding = local >= self.blocks.num_rows
+        return jnp.where(padding, self.num_rows, local + first)
+
+    def column_ids(self) -> jax.Array:
+        """`[data, model, nse]` int32: the column of each entry."""
+        model = self.blocks.indptr.shape[-2]
+        first = jnp.arange(model, dtype=jnp.int32)[:, None] * self.blocks.num_cols
+        return jnp.asarray(self.blocks.indices) + first[None]
+
+    def with_transposed(self) -> ShardedCSR:
+        """The same matrix, or stack of matrices, with its entries also by column."""
+        return dataclasses.replace(self, transposed=self.by_column())
+
+    def by_column(self) -> Transposed:
+        """For each part of the columns, the entries of all rows by column.
+
+        Sorted now, unless they were ahead of time. `order` counts the entries of the
+        blocks below each other.
+        """
+        if self.transposed is not None:
+            return self.transposed
+        stacked = self.blocks.indptr.ndim > 3
+        lead = (None,) if stacked else ()
+
+        def sort(blocks):
+            return jax.tree.map(
+                lambda leaf: jnp.expand_dims(leaf, len(lead)), sorted_rows(blocks)
+            )
+
+        return on_each_device(
+            lambda blocks: sort(local(blocks)),
+            dataclasses.replace(self.blocks, transposed=None),
+            in_specs=(P(*lead, "data", "model"),),
+            out_specs=P(*lead, "model"),
+        )
+
+    def todense(self) -> jax.Array:
+        """`[rows, num_cols]` array; for tests and small matrices."""
+        dense = jax.vmap(jax.vmap(CSR.todense))(self.blocks)
+        dense = dense.transpose(0, 2, 1, 3).reshape(self.num_rows, -1)
+        return dense[:, : self.num_cols]
+
+
+def local(tree: Any) -> Any:
+    """A device's block of blocks `[..., 1, 1, n]`, or of parts `[..., 1, n]` of columns."""
+
+    def squeezed(leaf):
+        return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
+
+    return jax.tree.map(squeezed, tree)
+
+
+def local_columns(by_column: Transposed) -> Transposed:
+    """A device's part of a `ShardedCSR.transposed`, `[..., 1, n]`."""
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(*leaf.shape[:-2], leaf.shape[-1]), by_column
+    )
+
+
+def sorted_rows(block: CSR) -> Transposed:
+    """By column, the entries that the devices along "data" have of the same columns.
+
+    On each device: `block` is its own, or a stack of blocks.
+    """
+
+    def entries(block):
+        return block.columns(padding=block.num_cols), block.row_ids()
+
+    stacked = block.indptr.ndim > 1
+    columns, rows = (jax.vmap(entries) if stacked else entries)(block)
+    first = lax.axis_index("data") * block.num_rows
+    columns, rows = below_each_other((columns, rows + first))
+    return Transposed.of(columns, rows, block.num_cols)
+
+
+def below_each_other(arrays: Any) -> Any:
+    """What the devices along "data" have, `[..., n]`, one after the other."""
+
+    def gathered(array):
+        return lax.all_gather(array, "data", axis=array.ndim - 1, tiled=True)
+
+    return jax.tree.map(gathered, arrays)
+
+
+def columns_between(x: CSR, part: jax.Array, width: int) -> CSR:
+    """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
+
+    Room stays for all. An index that is no column of `x` stays wrong, in part 0.
+    """
+    columns = jnp.asarray(x.indices)
+    row = x.row_ids()
+    wrong = (columns < 0) | (columns >= x.num_cols)
+    inside = ~wrong & (columns // width == part)
+    kept = (inside | (wrong & (part == 0))) & (row < x.num_rows)
+    place = jnp.where(kept, jnp.cumsum(kept) - 1, x.nse)
+
+    def compact(values):
+        return jnp.zeros_like(values).at[place].set(values, mode="drop")
+
+    lengths = (
+        jnp.zeros(x.num_rows, jnp.int32)
+        .at[row]
+        .add(kept.astype(jnp.int32), mode="drop")
+    )
+    # A row that did not fit in `x` must not seem to here.
+    cut = x.overfull_rows()
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = jnp.where(cut, x.nse + 1, ends)
+    indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    indices = compact(jnp.where(wrong, -1, columns - part * width))
+    data = None if x.data is None else compact(jnp.asarray(x.data))
+    return CSR(data, indices, indptr, num_cols=width)
+
+
+def imbalance(counts: np.ndarray) -> float:
+    """The largest of some counts, divided by their mean; 1 if there are none."""
+    return float(counts.max() / counts.mean()) if counts.any() else 1.0
