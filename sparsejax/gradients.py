@@ -33,12 +33,13 @@ from jaxtyping import Array, Float
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.row_gradient import RowGradient
+from sparsejax.sharding import BY_ROWS, ShardedCSR
 from sparsejax.sparse import CSR
 
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
-Reader = Callable[[CSR, jax.Array, gather.Implementation], jax.Array]
+Reader = Callable[[CSR | ShardedCSR, jax.Array, gather.Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
@@ -51,7 +52,7 @@ class RowParam(nnx.Param):
 
 def lookup(
     kernel: nnx.Variable,
-    x: CSR,
+    x: CSR | ShardedCSR,
     *,
     combiner: gather.Combiner = "sum",
     implementation: gather.Implementation = None,
@@ -69,6 +70,8 @@ def lookup(
       combiner: see `gather_matmul`.
       implementation: see `gather_matmul`.
     """
+    if is_divided(kernel) and isinstance(x, CSR):
+        x = ShardedCSR.of(x)
     scope = _scope.get()
     if scope is None or not isinstance(kernel, RowParam):
         y = _plain(x, kernel[...], implementation)
@@ -239,6 +242,11 @@ def row_params(
     }
 
 
+def is_divided(kernel: nnx.Variable) -> bool:
+    """Whether the rows of a kernel lie over the axis "model" of a mesh."""
+    return kernel.get_metadata().get("out_sharding") == BY_ROWS
+
+
 @contextlib.contextmanager
 def reading(model: Any, readers: Mapping[Path, Reader]) -> Iterator[None]:
     """Within it, `lookup` reads the kernels of `model` through `readers`."""
@@ -256,12 +264,13 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     num_rows, hidden = kernel.shape
     if sum(x.nse for x in xs) == 0:
         ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden))
-    elif gather.kernel_is_fastest(dys[0]):
+    elif gather.kernel_is_fastest(dys[0], divided=is_divided(kernel)):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)
         return RowGradient.of_terms(terms, current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
-    return RowGradient(ids, values, num_rows, current)
+    on_mesh = any(isinstance(x, ShardedCSR) for x in xs)
+    return RowGradient(ids, values, num_rows, current, on_mesh)
 
 
 def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
@@ -274,7 +283,9 @@ def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
     return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
-def _plain(x: CSR, w: jax.Array, implementation: gather.Implementation) -> jax.Array:
+def _plain(
+    x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
+) -> jax.Array:
     return gather.gather_matmul(x, w, implementation=implementation)
 
 
@@ -296,7 +307,7 @@ class _Recorder:
         self.paths = {id(kernel): path for path, kernel in tables.items()}
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
-        self.inputs: list[CSR] = []
+        self.inputs: list[CSR | ShardedCSR] = []
         # None in the abstract pass.
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}

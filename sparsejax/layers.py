@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,7 +14,13 @@ from sparsejax import gradients, losses
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
-from sparsejax.sharding import BY_ROWS, init_sharded, on_mesh, padded_rows
+from sparsejax.sharding import (
+    BY_ROWS,
+    ShardedCSR,
+    init_sharded,
+    on_mesh,
+    padded_rows,
+)
 from sparsejax.sparse import CSR
 
 Initializer = Callable[..., jax.Array]
@@ -88,7 +93,7 @@ class SparseLinear(nnx.Module):
             else None
         )
 
-    def __call__(self, x: CSR) -> Float[Array, "batch out_features"]:
+    def __call__(self, x: CSR | ShardedCSR) -> Float[Array, "batch out_features"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
         if x.num_cols != self.in_features:
             raise ValueError(
@@ -301,7 +306,9 @@ class SparseDropout(nnx.Module):
         self.deterministic = False
         self.rngs = rngs.dropout.fork()
 
-    def __call__(self, x: CSR, *, deterministic: bool | None = None) -> CSR:
+    def __call__[Matrix: (CSR, ShardedCSR)](
+        self, x: Matrix, *, deterministic: bool | None = None
+    ) -> Matrix:
         """`x` with some entries zero; `x` itself if deterministic."""
         if deterministic is None:
             deterministic = self.deterministic
@@ -313,14 +320,14 @@ class SparseDropout(nnx.Module):
             entry = jax.random.fold_in(jax.random.fold_in(key, row), column)
             return jax.random.bernoulli(entry, 1 - self.rate)
 
-        keep = jax.vmap(kept)(x.row_ids(), jnp.asarray(x.indices))
+        keep = jnp.vectorize(kept)(x.row_ids(), x.column_ids())
         data = jnp.where(keep, 1 / (1 - self.rate), 0)
         if x.data is not None:
             data = data * x.data
-        return dataclasses.replace(x, data=data)
+        return x.with_data(data)
 
 
-def normalize_rows(x: CSR) -> CSR:
+def normalize_rows[Matrix: (CSR, ShardedCSR)](x: Matrix) -> Matrix:
     """Divides each row by its L2 norm; an empty row stays empty.
 
     >>> x = CSR.from_scipy(scipy.sparse.csr_array([[3.0, 0, 4.0], [0, 0, 0]]))
@@ -331,7 +338,7 @@ def normalize_rows(x: CSR) -> CSR:
     data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
     if x.data is not None:
         data = data * x.data
-    return dataclasses.replace(x, data=data)
+    return x.with_data(data)
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from sparsejax import gradients, rules, schedules
 from sparsejax.gradients import Path, RowParam
@@ -28,6 +29,7 @@ from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.row_update import State, Table
 from sparsejax.row_gradient import RowGradient
+from sparsejax.sharding import ShardedCSR, init_sharded, on_mesh
 from sparsejax.sparse import CSR
 
 sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov
@@ -44,7 +46,12 @@ schedule = schedules.schedule
 _LARGE_PART = 8
 
 
-_settle = jax.jit(row_update.settle, static_argnums=0, donate_argnums=1)
+_settle = jax.jit(
+    row_update.settle,
+    static_argnums=0,
+    static_argnames="on_mesh",
+    donate_argnums=1,
+)
 
 
 class Optimizer(nnx.Pytree):
@@ -212,7 +219,8 @@ class Optimizer(nnx.Pytree):
         """Brings a whole kernel up to date, in place."""
         table = self._table(path, kernel[...])
         # Compiled, so that the arrays are donated where this is under no jit.
-        settled = _settle(self.rule, table, self.step[...])
+        divided = gradients.is_divided(kernel)
+        settled = _settle(self.rule, table, self.step[...], on_mesh=divided)
         self._set_table(path, kernel, settled)
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
@@ -238,19 +246,18 @@ class Optimizer(nnx.Pytree):
             differentiation: the branches would have copies of the kernel as residuals.)
         """
 
-        def read(x: CSR, w: jax.Array, implementation: gather.Implementation):
+        def read(
+            x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
+        ):
             table, step = self._table(path, w), self.step[...]
 
             def plain():
                 return gather.gather_matmul(x, w, implementation=implementation)
 
             def current():
-                ids, slots = row_update.touched_rows(x, table.num_rows)
-                rows, places = row_update.current_rows(self.rule, table, ids, step)
-                capacity = ids.shape[0]
-                slots = places.at[slots].get(mode="fill", fill_value=capacity)
-                local = CSR(x.data, slots, x.indptr, num_cols=capacity)
-                return gather.gather_matmul(local, rows, implementation=implementation)
+                return row_update.gather_current(
+                    self.rule, table, x, step, implementation=implementation
+                )
 
             if x.nse == 0:
                 return plain()
@@ -273,7 +280,9 @@ class Optimizer(nnx.Pytree):
                 return table
             if g.terms is not None:
                 return row_update.step_terms(rule, table, g.terms, step)
-            return row_update.step_rows(rule, table, g.ids, g.values, step)
+            return row_update.step_rows(
+                rule, table, g.ids, g.values, step, on_mesh=g.on_mesh
+            )
         if rule.drifts:
             g = _refuse_stale(path, table, g, step)
         return row_update.step_whole(rule, table, g, step)
@@ -372,9 +381,16 @@ def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> ja
 
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     num_rows, hidden = kernel.shape
-    arrays = rule.init((num_rows, hidden))
-    if rule.decays:
-        # Weight decay moves a row from the first step on, others when it is touched.
-        first = 0 if rule.weight_decay else row_update.NEVER
-        arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
-    return {name: nnx.OptState(array) for name, array in arrays.items()}
+
+    def make():
+        arrays = rule.init((num_rows, hidden))
+        if rule.decays:
+            # Weight decay moves a row from the first step on, others when it is
+            # touched.
+            first = 0 if rule.weight_decay else row_update.NEVER
+            arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
+        return arrays
+
+    lies = on_mesh(P("model")) if gradients.is_divided(kernel) else {}
+    arrays = init_sharded(make, lies.get("out_sharding"))()
+    return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}

@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import scatter_gradient
+from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR
 
 
@@ -34,11 +37,14 @@ class RowGradient:
     `sparsejax.clip_by_global_norm`, not optax's.
 
     Attributes:
-      ids: `[capacity]` int32, unique and ascending, padded with `num_rows`.
+      ids: `[capacity]` int32, unique and ascending, padded with `num_rows`; on a mesh so
+        for each part of the rows.
       values: `[capacity, hidden]`, zero in padding.
       num_rows: rows of the kernel (static).
       current: whether the loss has read rows that were up to date, so that an optimizer
         whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
+      on_mesh: whether kernel, ids and values lie by rows over "model", each value where
+        its row is (static).
       terms: what the values are the sums of, as long as nothing has asked for them: an
         optimizer may sum them where it uses them. Lost by any operation.
     """
@@ -51,9 +57,10 @@ class RowGradient:
         values: Float[Array, "capacity hidden"],
         num_rows: int,
         current: bool = False,
+        on_mesh: bool = False,
     ):
         self.ids, self._values = ids, values
-        self.num_rows, self.current = num_rows, current
+        self.num_rows, self.current, self.on_mesh = num_rows, current, on_mesh
         self.terms: scatter_gradient.Terms | None = None
 
     @classmethod
@@ -61,7 +68,7 @@ class RowGradient:
         """The sums of `terms`, made when they are asked for."""
         self = object.__new__(cls)
         self.ids, self.num_rows, self.current = terms.ids(), terms.num_rows, current
-        self.terms = terms
+        self.terms, self.on_mesh = terms, terms.on_mesh
         return self
 
     @property
@@ -74,14 +81,14 @@ class RowGradient:
         # Past the property: without terms it may be anything tree.map returned.
         values = self._values if self.terms is None else self.values
         leaves = [(key("ids"), self.ids), (key("values"), values)]
-        return leaves, (self.num_rows, self.current)
+        return leaves, (self.num_rows, self.current, self.on_mesh)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowGradient:
         # Past the constructor: leaves may be shapes, or anything tree.map returned.
         self = object.__new__(cls)
         self.ids, self._values = leaves
-        self.num_rows, self.current = static
+        self.num_rows, self.current, self.on_mesh = static
         self.terms = None
         return self
 
@@ -125,7 +132,8 @@ class RowGradient:
     def __mul__(self, scalar: Any) -> Any:
         if jnp.ndim(scalar) != 0:
             return NotImplemented
-        return RowGradient(self.ids, self.values * scalar, self.num_rows, self.current)
+        values = self.values * scalar
+        return RowGradient(self.ids, values, self.num_rows, self.current, self.on_mesh)
 
     __rmul__ = __mul__
 
@@ -152,15 +160,37 @@ def merge(gradients: Sequence[RowGradient]) -> RowGradient:
                 f"expected gradients of one kernel, got shapes {first.shape} and "
                 f"{g.shape}"
             )
-    ids = jnp.concatenate([g.ids for g in gradients])
-    values = jnp.concatenate([g.values for g in gradients])
-    if ids.shape[0]:
-        # A matrix with one entry a row: its padding, id num_rows, is out of range.
-        rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
-        x = CSR(None, ids, rows, num_cols=first.num_rows)
-        ids, values = scatter_gradient.row_gradient([x], [values], first.num_rows)
-        values = values.astype(first.dtype)
-    return RowGradient(ids, values, first.num_rows, all(g.current for g in gradients))
+        if g.on_mesh != first.on_mesh:
+            raise ValueError("one of the gradients lies on a mesh, another does not")
+    ids, values = [g.ids for g in gradients], [g.values for g in gradients]
+    add = functools.partial(_sum_of, num_rows=first.num_rows)
+    if first.on_mesh:
+        rows, num_rows = P("model"), rows_of_device(first.num_rows)
+
+        def part(ids, values):
+            start = lax.axis_index("model") * num_rows
+            found, values = _sum_of([i - start for i in ids], values, num_rows)
+            found = jnp.where(found < num_rows, found + start, first.num_rows)
+            return found, values
+
+        add = functools.partial(
+            on_each_device, part, in_specs=(rows, rows), out_specs=rows
+        )
+    current = all(g.current for g in gradients)
+    ids, values = add(ids, values)
+    return RowGradient(ids, values, first.num_rows, current, first.on_mesh)
+
+
+def _sum_of(ids, values, num_rows: int):
+    """Ids and values of the sum of gradients; ids out of range do not count."""
+    ids, values = jnp.concatenate(ids), jnp.concatenate(values)
+    if not ids.shape[0]:
+        return ids, values
+    # A matrix with one entry a row.
+    rows = jnp.arange(ids.shape[0] + 1, dtype=jnp.int32)
+    x = CSR(None, ids, rows, num_cols=num_rows)
+    ids, sums = scatter_gradient.row_gradient([x], [values], num_rows)
+    return ids, sums.astype(values.dtype)
 
 
 def accumulate[Gradients](stacked: Gradients) -> Gradients:
@@ -176,8 +206,11 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
     def total(g):
         if not isinstance(g, RowGradient):
             return jnp.sum(g, axis=0)
-        ids, values = g.ids.reshape(-1), g.values.reshape(-1, g.values.shape[-1])
-        return merge([RowGradient(ids, values, g.num_rows, g.current)])
+        parts = [
+            RowGradient(ids, values, g.num_rows, g.current, g.on_mesh)
+            for ids, values in zip(g.ids, g.values, strict=True)
+        ]
+        return merge(parts)
 
     return jax.tree.map(total, stacked, is_leaf=_is_rows)
 

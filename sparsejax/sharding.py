@@ -121,9 +121,9 @@ def on_mesh(spec: P) -> dict[str, Any]:
     return {} if current_mesh() is None else {"out_sharding": spec}
 
 
-def init_sharded[**Args](
-    make: Callable[Args, jax.Array], spec: P | None
-) -> Callable[Args, jax.Array]:
+def init_sharded[**Args, Made](
+    make: Callable[Args, Made], spec: P | None
+) -> Callable[Args, Made]:
     """`make`, compiled so that the result is made where it belongs on the mesh."""
     mesh = current_mesh()
     if mesh is None or spec is None:
@@ -362,6 +362,47 @@ class ShardedCSR:
         dense = jax.vmap(jax.vmap(CSR.todense))(self.blocks)
         dense = dense.transpose(0, 2, 1, 3).reshape(self.num_rows, -1)
         return dense[:, : self.num_cols]
+
+
+def check_spec(kernel_spec: P) -> None:
+    """Raises ValueError unless the spec divides a kernel as a `ShardedCSR` does."""
+    if (*kernel_spec, None, None)[:2] != tuple(BY_ROWS):
+        raise ValueError(
+            f"kernel_spec is {kernel_spec}; the rows of a kernel for sparse inputs lie "
+            'over "model": P("model", None)'
+        )
+
+
+def check_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
+    """Raises ValueError unless each device has the kernel rows of its block's columns."""
+    rows = padded_rows(x.num_cols)
+    if kernel.shape[0] != rows:
+        raise ValueError(
+            f"{name} has {kernel.shape[0]:,} rows; on a mesh a matrix of "
+            f"{x.num_cols:,} columns needs {rows:,}, a multiple of {ROW_MULTIPLE}"
+        )
+
+
+def rows_of_device(num_rows: int) -> int:
+    """Rows that each device has of a kernel, of which each along "model" has a part.
+
+    Raises:
+      ValueError: they cannot be divided evenly.
+    """
+    _, model = axis_sizes()
+    if num_rows % model:
+        raise ValueError(
+            f"{num_rows:,} rows cannot be divided by {model}, the size of the mesh's "
+            'axis "model"'
+        )
+    return num_rows // model
+
+
+def on_one_device() -> bool:
+    """Whether what is traced now runs on one device: there is no other, or `shard_map`
+    divides the work."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 or bool(mesh.manual_axes)
 
 
 def local(tree: Any) -> Any:

@@ -158,6 +158,10 @@ class CSR:
         """Capacity: number of entries that can be stored, padding included."""
         return self.indices.shape[-1]
 
+    def with_data(self, data: Array | None) -> CSR:
+        """The same entries with other values, or with none: an indicator."""
+        return dataclasses.replace(self, data=data)
+
     def row_lengths(self) -> jax.Array:
         """`[rows]` int32: number of entries of each row."""
         return jnp.diff(self.indptr)
@@ -165,6 +169,10 @@ class CSR:
     def row_ids(self) -> jax.Array:
         """`[nse]` int32: the row of each entry; `rows` for padding."""
         return segment_ids(self.indptr, self.nse)
+
+    def column_ids(self) -> jax.Array:
+        """`[nse]` int32: the column of each entry; anything for padding."""
+        return jnp.asarray(self.indices)
 
     def columns(self, *, padding: int) -> jax.Array:
         """`[nse]` int32: the column of each entry; `padding` if it does not count."""

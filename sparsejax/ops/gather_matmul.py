@@ -8,10 +8,19 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as kernel
 from sparsejax.ops import scatter_gradient
+from sparsejax.sharding import (
+    ShardedCSR,
+    check_rows,
+    check_spec,
+    local,
+    on_each_device,
+    on_one_device,
+)
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]
@@ -23,10 +32,11 @@ _UNROLL = 8
 
 
 def gather_matmul(
-    x: CSR,
+    x: CSR | ShardedCSR,
     w: Float[Array, "features hidden"],
     *,
     combiner: Combiner = "sum",
+    kernel_spec: P | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """Multiplies sparse rows with a dense matrix: an embedding bag.
@@ -55,11 +65,15 @@ def gather_matmul(
         fit in an overfull CSR, makes its row NaN.
       w: at least `x.num_cols` rows; further rows are never read.
       combiner: how the rows of a bag are put together.
+      kernel_spec: how `w` lies on the mesh that is set: `P("model", None)` divides its
+        rows. Then each device sums the rows it has for its part of the batch, and the
+        sums are added; the result lies by rows over "data". A `ShardedCSR` implies it.
       implementation: "mosaic_gpu" is the GPU kernel (Hopper or newer), "xla" the
         reference. None picks what is fastest here.
 
     Raises:
-      ValueError: shapes do not match, or an unknown combiner or implementation.
+      ValueError: shapes do not match, an unknown combiner or implementation, or a spec
+        that does not fit the mesh.
     """
     if w.ndim != 2 or w.shape[0] < x.num_cols:
         raise ValueError(
@@ -70,13 +84,18 @@ def gather_matmul(
         raise ValueError(
             f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
         )
+    if kernel_spec is not None:
+        check_spec(kernel_spec)
+        x = x if isinstance(x, ShardedCSR) else ShardedCSR.of(x)
+    if isinstance(x, ShardedCSR):
+        check_rows("w", w, x)
     y = _gather_sum(x, w, implementation)
     if combiner == "sum":
         return y
     return y * combiner_scale(x, combiner)[:, None].astype(y.dtype)
 
 
-def combiner_scale(x: CSR, combiner: Combiner) -> Float[Array, "batch"]:
+def combiner_scale(x: CSR | ShardedCSR, combiner: Combiner) -> Float[Array, "batch"]:
     """The factor `s_b` of each row, see `gather_matmul`; differentiable in `x.data`."""
     if combiner == "sum":
         return jnp.ones(x.num_rows)
@@ -85,21 +104,75 @@ def combiner_scale(x: CSR, combiner: Combiner) -> Float[Array, "batch"]:
     if x.data is None:
         total = x.row_lengths().astype(jnp.float32)
     else:
-        rows = x.row_ids()
         # Padding is cut off first: were it NaN, its gradient would be.
-        weights = jnp.where(rows < x.num_rows, jnp.asarray(x.data, jnp.float32), 0)
+        used = x.row_ids() < x.num_rows
+        weights = jnp.where(used, jnp.asarray(x.data, jnp.float32), 0)
         weights = weights if combiner == "mean" else jnp.square(weights)
-        total = jax.ops.segment_sum(weights, rows, num_segments=x.num_rows)
+        total = _row_sums(x, weights)
     inside = total != 0
     total = jnp.where(inside, total, 1)  # inside `where`: no NaN in the gradient
     scale = 1 / total if combiner == "mean" else lax.rsqrt(total)
     return jnp.where(inside, scale, 0)
 
 
+def _row_sums(x: CSR | ShardedCSR, values: jax.Array) -> Float[Array, "batch"]:
+    """Sums of a value for each entry over the rows."""
+
+    def sums(x, values):
+        return jax.ops.segment_sum(values, x.row_ids(), num_segments=x.num_rows)
+
+    if isinstance(x, CSR):
+        return sums(x, values)
+    blocks, entries = x.blocks.with_data(None), P("data", "model")
+
+    @jax.custom_vjp
+    def total(values):
+        return on_each_device(
+            lambda x, values: lax.psum(sums(local(x), local(values)), "model"),
+            blocks,
+            values,
+            in_specs=(entries, entries),
+            out_specs=P("data"),
+        )
+
+    def backward(_, slope):
+        def of_entries(x, slope):
+            rows = local(x).row_ids()
+            return slope.at[rows].get(mode="fill", fill_value=0)[None, None]
+
+        return (
+            on_each_device(
+                of_entries,
+                blocks,
+                slope,
+                in_specs=(entries, P("data")),
+                out_specs=entries,
+            ),
+        )
+
+    total.defvjp(lambda values: (total(values), None), backward)
+    return total(values)
+
+
 def gather_sum(
-    x: CSR, w: Float[Array, "features hidden"], implementation: Implementation
+    x: CSR | ShardedCSR,
+    w: Float[Array, "features hidden"],
+    implementation: Implementation,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` with combiner "sum", no derivative: picks the implementation."""
+    if isinstance(x, ShardedCSR):
+
+        def part(blocks, w):
+            y = gather_sum(local(blocks), w, implementation)
+            return lax.psum(y.astype(jnp.float32), "model").astype(w.dtype)
+
+        return on_each_device(
+            part,
+            x.blocks,
+            w,
+            in_specs=(P("data", "model"), P("model")),
+            out_specs=P("data"),
+        )
     if implementation is None and kernel_is_fastest(w):
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
@@ -109,12 +182,17 @@ def gather_sum(
     return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
 
 
-def kernel_is_fastest(w: jax.Array) -> bool:
-    """Whether the kernel is, as at every shape in benchmarks/README.md."""
+def kernel_is_fastest(w: jax.Array, *, divided: bool = False) -> bool:
+    """Whether the kernel is, as at every shape in benchmarks/README.md.
+
+    `divided`: `shard_map` will divide the work over devices.
+    """
     # Other widths are padded, which copies `w`. With several devices `w` may be spread
-    # over them, which the partitioner cannot do with a kernel.
+    # over them, which the partitioner cannot do with a kernel, but `shard_map` can.
     shape_fits = w.dtype in (jnp.float32, jnp.bfloat16) and w.shape[1] % 128 == 0
-    if not shape_fits or jax.default_backend() != "gpu" or jax.device_count() > 1:
+    if not shape_fits or jax.default_backend() != "gpu":
+        return False
+    if not (divided or on_one_device()):
         return False
     return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0
 
@@ -170,7 +248,9 @@ def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather_sum(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
+def _gather_sum(
+    x: CSR | ShardedCSR, w: jax.Array, implementation: Implementation
+) -> jax.Array:
     return gather_sum(x, w, implementation)
 
 
@@ -184,16 +264,32 @@ def _backward(implementation, residuals, dy):
         x, dy, w.shape[0], implementation=implementation
     ).astype(w.dtype)
     data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
+    blocks = x.blocks if isinstance(x, ShardedCSR) else x
     # None stands for "no derivative" of the integer leaves only: for the whole CSR it
     # would silently mean a zero gradient of data too.
-    return CSR.tree_unflatten(x.num_cols, (data, None, None, None)), dw
+    dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
+    if isinstance(x, ShardedCSR):
+        dx = ShardedCSR.tree_unflatten(x.num_cols, (dx, None))
+    return dx, dw
 
 
 _gather_sum.defvjp(_forward, _backward)
 
 
-def _data_gradient(x: CSR, w: jax.Array, dy: jax.Array) -> Float[Array, "nse"]:
+def _data_gradient(
+    x: CSR | ShardedCSR, w: jax.Array, dy: jax.Array
+) -> Float[Array, "*entries"]:
     """d loss / d data_j = w[i_j] . dy[row of j]"""
+    if isinstance(x, ShardedCSR):
+        entries = P("data", "model")
+        return on_each_device(
+            lambda x, w, dy: _data_gradient(local(x), w, dy)[None, None],
+            x.blocks,
+            w,
+            dy,
+            in_specs=(entries, P("model"), P("data")),
+            out_specs=entries,
+        )
     return lax.platform_dependent(x, w, dy, cpu=_dots_loop, default=_dots)
 
 

@@ -13,11 +13,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as kernel
-from sparsejax.ops.gather_matmul import Implementation, kernel_is_fastest
+from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
+from sparsejax.sharding import ShardedCSR, local, on_each_device, rows_of_device
 from sparsejax.sparse import CSR, segment_ids
 
 State = dict[str, jax.Array]
@@ -96,11 +98,31 @@ def step_rows(
     ids: Int[Array, "capacity"],
     gradient: Float[Array, "capacity hidden"],
     count: jax.Array,
+    *,
+    on_mesh: bool = False,
 ) -> Table:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, with those of padding out of range. Everything is written once.
+    `on_mesh`, the rows of the table lie over "model", and so do ids and gradients, each
+    where its row is.
     """
+    if on_mesh:
+
+        def part(table, ids, gradient, count):
+            ids = ids - lax.axis_index("model") * table.num_rows
+            return step_rows(rule, table, ids, gradient, count)
+
+        rows = P("model")
+        return on_each_device(
+            part,
+            table,
+            ids,
+            gradient,
+            count,
+            in_specs=(rows, rows, rows, P()),
+            out_specs=rows,
+        )
 
     def step(table, ids, gradient, count, block):
         order = _longest_lag_first(rule, table, ids, count)
@@ -132,6 +154,24 @@ def step_terms(
     It takes rules that work element by element under which weights do not drift, and
     kernels whose width is a multiple of 128. Then gradients never get to memory.
     """
+    if terms.on_mesh:
+        num_rows = rows_of_device(table.num_rows)
+
+        def part(table, by_column, data, dy, count):
+            mine = Terms.on_device(by_column, data, dy, num_rows)
+            return step_terms(rule, table, mine, count, implementation=implementation)
+
+        rows = P("model")
+        return on_each_device(
+            part,
+            table,
+            terms.by_column,
+            terms.data,
+            terms.dy,
+            count,
+            in_specs=(rows, rows, rows, P(), P()),
+            out_specs=rows,
+        )
     fits = rule.elementwise and not rule.drifts
     fits &= all(array.shape == table.w.shape for array in table.state.values())
     if implementation is None and fits and kernel_is_fastest(terms.dy):
@@ -192,10 +232,20 @@ def step_whole(
     return Table(w.astype(table.w.dtype), state, last)
 
 
-def settle(rule: RowRule, table: Table, count: jax.Array) -> Table:
+def settle(
+    rule: RowRule, table: Table, count: jax.Array, *, on_mesh: bool = False
+) -> Table:
     """Brings all rows up to date. Costs next to nothing where they are."""
     if table.last is None:
         return table
+    if on_mesh:
+        return on_each_device(
+            functools.partial(settle, rule),
+            table,
+            count,
+            in_specs=(P("model"), P()),
+            out_specs=P("model"),
+        )
     if not rule.drifts:  # the weights stay, the state changes in one pass
         lag = _lag(table.last, count)[:, None]
         _, state = rule.catch_up(table.w, table.state, lag, count)
@@ -243,6 +293,40 @@ def current_rows(
         return rows, jnp.zeros_like(every).at[order].set(every)
 
     return _for_platform(read, table, ids, count, rows=ids.shape[0])
+
+
+def gather_current(
+    rule: RowRule,
+    table: Table,
+    x: CSR | ShardedCSR,
+    count: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul` of the rows as they are after `count` steps; writes nothing."""
+    if isinstance(x, ShardedCSR):
+
+        def part(table, blocks, count):
+            y = gather_current(
+                rule, table, local(blocks), count, implementation=implementation
+            )
+            return lax.psum(y.astype(jnp.float32), "model").astype(y.dtype)
+
+        return on_each_device(
+            part,
+            table,
+            x.blocks,
+            count,
+            in_specs=(P("model"), P("data", "model"), P()),
+            out_specs=P("data"),
+        )
+    ids, slots = touched_rows(x, table.num_rows)
+    rows, places = current_rows(rule, table, ids, count)
+    capacity = ids.shape[0]
+    slots = places.at[slots].get(mode="fill", fill_value=capacity)
+    return gather_sum(
+        CSR(x.data, slots, x.indptr, num_cols=capacity), rows, implementation
+    )
 
 
 def touched_rows(

@@ -9,9 +9,17 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import gather_matmul
+from sparsejax.sharding import (
+    ShardedCSR,
+    below_each_other,
+    local,
+    on_each_device,
+    rows_of_device,
+)
 from sparsejax.sparse import CSR, Transposed
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -23,7 +31,7 @@ COUNTING_LIMIT = 16
 
 
 def row_gradient(
-    xs: Sequence[CSR],
+    xs: Sequence[CSR | ShardedCSR],
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
     *,
@@ -45,7 +53,8 @@ def row_gradient(
       implementation: see `gather_matmul`.
 
     Returns:
-      ids: unique and ascending, padded with `num_rows`.
+      ids: unique and ascending, padded with `num_rows`; on a mesh so for each part of
+        the rows.
       values: float32 sums; zero in padding.
     """
     if len(xs) != len(dys) or not xs:
@@ -62,6 +71,8 @@ def row_gradient(
         ids, values = _rows_by_count(column, row, value, dy, num_cols)
         return jnp.where(ids < num_cols, ids, num_rows), values
 
+    if any(isinstance(x, ShardedCSR) for x in xs):
+        return sort(xs, dys)
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
     large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
     if sorted_ahead or large or implementation == "mosaic_gpu":
@@ -76,49 +87,123 @@ class Terms(NamedTuple):
 
         values[u] = sum over the entries j of the u-th touched row of  data_j dy[rows_j]
 
+    On a mesh each device along "model" has those of its rows of the kernel, whatever
+    part of the batch they come from: what crosses devices is `dy`, not rows.
+
     Attributes:
       by_column: rows and order of the entries.
       data: `[nse]` values in that order, or None if they are all 1.
       dy: `[batch, hidden]`.
       num_rows: rows of the kernel.
+      on_mesh: whether `by_column` and `data` have a leading axis, over "model".
     """
 
     by_column: Transposed
     data: jax.Array | None
     dy: jax.Array
     num_rows: int
+    on_mesh: bool = False
+
+    @classmethod
+    def on_device(cls, by_column: Transposed, data, dy, num_rows: int) -> Terms:
+        """A device's part, of `num_rows` rows, made of its parts of the arrays."""
+        by_column, data = jax.tree.map(lambda a: a[0], (by_column, data))
+        return cls(by_column, data, dy, num_rows)
+
+    def per_device(self, f, *, out_specs):
+        """`f(terms)` of each device's part."""
+        num_rows = rows_of_device(self.num_rows)
+        return on_each_device(
+            lambda by_column, data, dy: f(
+                Terms.on_device(by_column, data, dy, num_rows)
+            ),
+            self.by_column,
+            self.data,
+            self.dy,
+            in_specs=(P("model"), P("model"), P()),
+            out_specs=out_specs,
+        )
 
     def ids(self) -> Int[Array, "capacity"]:
         """The touched rows, unique and ascending, padded with `num_rows`."""
+        if self.on_mesh:
+
+            def numbered(terms):
+                ids, first = terms.ids(), lax.axis_index("model") * terms.num_rows
+                return jnp.where(ids < terms.num_rows, ids + first, self.num_rows)
+
+            return self.per_device(numbered, out_specs=P("model"))
         return self.by_column.distinct(self.num_rows)
 
     def values(
         self, implementation: Implementation = None
     ) -> Float[Array, "capacity hidden"]:
         """The sums in float32: with the entries by column, one more gather-matmul."""
+        if self.on_mesh:
+            return self.per_device(
+                lambda terms: terms.values(implementation), out_specs=P("model")
+            )
         by_column, dy = self.by_column, self.dy.astype(jnp.float32)
         x = CSR(self.data, by_column.rows, by_column.indptr, num_cols=dy.shape[0])
         return gather_matmul.gather_sum(x, dy, implementation)
 
 
 def row_terms(
-    xs: Sequence[CSR], dys: Sequence[Float[Array, "_ hidden"]], num_rows: int
+    xs: Sequence[CSR | ShardedCSR],
+    dys: Sequence[Float[Array, "_ hidden"]],
+    num_rows: int,
 ) -> Terms:
     """What `row_gradient` sums, by a stable sort of the entries by column."""
-    if len(xs) == 1:
-        x = xs[0]
+    plain = [x for x in xs if isinstance(x, CSR)]
+    if len(plain) < len(xs):
+        return _terms_on_mesh(xs, dys, num_rows)
+    if len(plain) == 1:
+        x = plain[0]
         by_column = x.by_column()
         data = None if x.data is None else jnp.asarray(x.data, jnp.float32)
     else:
-        num_cols = max(x.num_cols for x in xs)
-        column, row, data = _concatenated(xs, num_cols)
+        num_cols = max(x.num_cols for x in plain)
+        column, row, data = _concatenated(plain, num_cols)
         by_column = Transposed.of(column, row, num_cols)
     data = None if data is None else data[by_column.order]
     return Terms(by_column, data, jnp.concatenate(dys), num_rows)
 
 
+def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
+    """Every device gathers the entries of its rows, along "data", and sorts them."""
+    xs = [x if isinstance(x, ShardedCSR) else ShardedCSR.of(x) for x in xs]
+    sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
+
+    def part(blocks, by_column):
+        blocks = local(blocks)
+        if sorted_ahead:
+            by_column = jax.tree.map(lambda a: a[0], by_column)
+            data = below_each_other(blocks[0].data)
+        else:
+            first, parts = 0, []
+            for x, block in zip(xs, blocks, strict=True):
+                column, row, value = _entries(block, block.num_cols)
+                row += first + lax.axis_index("data") * block.num_rows
+                parts.append(below_each_other((column, row, value)))
+                first += x.num_rows
+            column, row, data = _joined(parts)
+            by_column = Transposed.of(column, row, blocks[0].num_cols)
+        if data is not None:
+            data = jnp.asarray(data, jnp.float32)[by_column.order]
+        return jax.tree.map(lambda a: a[None], (by_column, data))
+
+    by_column, data = on_each_device(
+        part,
+        [x.blocks for x in xs],
+        xs[0].transposed if sorted_ahead else None,
+        in_specs=(P("data", "model"), P("model")),
+        out_specs=P("model"),
+    )
+    return Terms(by_column, data, jnp.concatenate(dys), num_rows, on_mesh=True)
+
+
 def dense_gradient(
-    x: CSR,
+    x: CSR | ShardedCSR,
     dy: Float[Array, "batch hidden"],
     num_rows: int,
     *,
@@ -128,6 +213,22 @@ def dense_gradient(
 
     Writes `num_rows * hidden` elements even where a batch touches few rows.
     """
+    if isinstance(x, ShardedCSR):
+        rows = rows_of_device(num_rows)
+
+        def part(block, dy):
+            block = local(block)
+            return lax.psum(
+                dense_gradient(block, dy, rows, implementation=implementation), "data"
+            )
+
+        return on_each_device(
+            part,
+            x.blocks,
+            dy,
+            in_specs=(P("data", "model"), P("data")),
+            out_specs=P("model"),
+        )
 
     def add(x, dy):
         count = jnp.minimum(jnp.asarray(x.indptr)[-1], x.nse)
@@ -157,10 +258,17 @@ def _entries(x: CSR, padding: int):
 
 def _concatenated(xs: Sequence[CSR], padding: int):
     """`_entries` of the matrices below each other."""
-    parts = [_entries(x, padding) for x in xs]
     firsts = itertools.accumulate([0, *(x.num_rows for x in xs[:-1])])
+    parts = [_entries(x, padding) for x in xs]
+    return _joined(
+        [(c, row + f, value) for (c, row, value), f in zip(parts, firsts, strict=True)]
+    )
+
+
+def _joined(parts):
+    """Columns, rows and values of parts, one after the other."""
     column = jnp.concatenate([part[0] for part in parts])
-    row = jnp.concatenate([part[1] + f for part, f in zip(parts, firsts, strict=True)])
+    row = jnp.concatenate([part[1] for part in parts])
     if all(part[2] is None for part in parts):
         return column, row, None
     ones = [jnp.ones_like(p[0], float) if p[2] is None else p[2] for p in parts]

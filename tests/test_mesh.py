@@ -1,0 +1,208 @@
+"""Layers, gradients and optimizers on a mesh equal those on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from matrices import oracle, random_csr, sizes
+from tolerances import assert_close
+
+import sparsejax as sj
+from sparsejax import optimizers
+from sparsejax.layers import SparseLinear
+from sparsejax.sharding import ShardedCSR
+
+FEATURES, HIDDEN, BATCH = 700, 6, 16
+MESHES = [(2, 4), (8, 1), (1, 8)]
+on_meshes = pytest.mark.parametrize("shape", MESHES, ids=lambda s: f"{s[0]}x{s[1]}")
+
+
+def mesh_of(shape, axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
+
+
+def random_x(seed=0, *, valued=False):
+    return random_csr(BATCH, FEATURES, 0.03, valued=valued, seed=seed)
+
+
+def random_w(seed=1):
+    w = np.random.default_rng(seed).standard_normal((768, HIDDEN))
+    w[FEATURES:] = 0
+    return jnp.asarray(w, jnp.float32)
+
+
+@on_meshes
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_gather_matmul(shape, combiner, axis_type):
+    if axis_type is AxisType.Explicit and shape != (2, 4):
+        pytest.skip("one shape of an explicit mesh is enough")
+    x, w = random_x(valued=True), random_w()
+    c = jnp.asarray(np.random.default_rng(2).standard_normal((BATCH, HIDDEN)))
+
+    def loss(data, w, spec):
+        y = sj.gather_matmul(x.with_data(data), w, combiner=combiner, kernel_spec=spec)
+        return jnp.sum(y * c), y
+
+    grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    data = jnp.abs(jnp.asarray(x.data)) + 0.5
+    (_, y), (ddata, dw) = grad(data, w, None)
+    mesh = mesh_of(shape, axis_type)
+    with jax.set_mesh(mesh):
+        spread = jax.device_put(w, jax.NamedSharding(mesh, P("model", None)))
+        run = jax.jit(functools.partial(grad, spec=P("model", None)))
+        (_, got), (got_ddata, got_dw) = run(data, spread)
+    used = int(x.indptr[-1])
+    np.testing.assert_allclose(got, y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_dw, dw, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got_ddata[:used], ddata[:used], rtol=1e-5, atol=1e-5)
+    assert got.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("data")), 2)
+    assert got_dw.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("model")), 2)
+
+
+def test_gather_matmul_against_the_oracle_on_a_mesh():
+    x, w = random_x(valued=True), random_w()
+    with jax.set_mesh(mesh_of((4, 2))):
+        y = sj.gather_matmul(x, w, kernel_spec=P("model"))
+    w64 = np.asarray(w, np.float64)[:FEATURES]
+    magnitude = sizes(x) @ np.abs(w64)
+    assert_close(y, oracle(x) @ w64, terms=FEATURES, magnitude=magnitude)
+
+
+class Net(nnx.Module):
+    """Two features that share a table, noise in between, and ordinary parameters."""
+
+    def __init__(self):
+        make = functools.partial(SparseLinear, FEATURES, HIDDEN, rngs=nnx.Rngs(0))
+        self.noise = sj.SparseDropout(0.3, rngs=nnx.Rngs(3))
+        self.first = make()
+        self.second = make(kernel=self.first.kernel, combiner="mean")
+        self.out = nnx.Linear(HIDDEN, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x, x2):
+        x = self.noise(sj.normalize_rows(x))
+        return self.out(nnx.tanh(self.first(x) + self.second(x2)))
+
+
+def loss_fn(model, x, x2):
+    return jnp.mean((model(x, x2) - 1) ** 2)
+
+
+def batches(count):
+    return [(random_x(2 * i), random_x(2 * i + 1, valued=True)) for i in range(count)]
+
+
+def trained(rule, steps, *, sorted_ahead=False):
+    """Loss of each step and the parameters, of training where the mesh says."""
+    model = Net()
+    optimizer = optimizers.Optimizer(model, rule)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, x, x2):
+        if sorted_ahead:
+            x = ShardedCSR.of(x).with_transposed()
+        loss, grads = optimizer.value_and_grad(loss_fn)(model, x, x2)
+        optimizer.update(model, sj.clip_by_global_norm(grads, 0.5))
+        return loss
+
+    losses = [step(model, optimizer, *batch) for batch in batches(steps)]
+    optimizer.flush(model)
+    kernel = model.first.kernel[...]
+    state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return np.asarray(losses), state, kernel.sharding
+
+
+RULES = [
+    optimizers.rmsprop(0.01),
+    optimizers.rowwise_adagrad(0.1),
+    optimizers.adamw(
+        optimizers.schedule("cosine_decay_schedule", init_value=0.01, decay_steps=30),
+        weight_decay=0.1,
+    ),
+]
+
+
+@functools.cache
+def trained_alone(name):
+    rule = next(rule for rule in RULES if rule.name == name)
+    return trained(rule, 4)
+
+
+@on_meshes
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_training_in_a_flax_loop(shape, rule):
+    losses, params, _ = trained_alone(rule.name)
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh):
+        got_losses, got_params, sharding = trained(rule, 4)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
+        got_params,
+        params,
+    )
+    assert sharding.is_equivalent_to(jax.NamedSharding(mesh, P("model")), 2)
+
+
+def test_twice_on_one_mesh_gives_the_same_bits():
+    with jax.set_mesh(mesh_of((2, 4))):
+        first, second = (trained(RULES[0], 2) for _ in range(2))
+    np.testing.assert_array_equal(first[0], second[0])
+    jax.tree.map(np.testing.assert_array_equal, first[1], second[1])
+
+
+def row_gradients(shape=None):
+    """Of one lookup of each of three batches, and of all, accumulated."""
+
+    def run():
+        layer = SparseLinear(FEATURES, HIDDEN, rngs=nnx.Rngs(0))
+        c = jnp.arange(BATCH * HIDDEN, dtype=jnp.float32).reshape(BATCH, HIDDEN) / 99
+
+        @nnx.jit
+        def one(layer, x):
+            return sj.grad(lambda layer: jnp.sum(layer(x) * c))(layer)["kernel"][...]
+
+        parts = [one(layer, x) for x, _ in batches(3)]
+        total = parts[0] + parts[1] + parts[2]
+        capacity = min(len(p.ids) for p in parts)
+        stacked = jax.tree.map(lambda *g: jnp.stack(g), *[parts[0]] * 3)
+        assert capacity > 0
+        return parts, total, sj.accumulate(stacked), sj.global_norm(total)
+
+    if shape is None:
+        return run()
+    with jax.set_mesh(mesh_of(shape)):
+        return run()
+
+
+@on_meshes
+def test_row_gradients(shape):
+    parts, total, thrice, norm = row_gradients()
+    got_parts, got_total, got_thrice, got_norm = row_gradients(shape)
+    for got, want in zip(
+        [*got_parts, got_total, got_thrice], [*parts, total, thrice], strict=True
+    ):
+        np.testing.assert_allclose(got.todense(), want.todense(), rtol=1e-5, atol=1e-5)
+        ids = np.asarray(got.ids)
+        ids = ids[ids < got.num_rows]
+        assert len(ids) == len(np.unique(ids)) == np.sum(np.asarray(want.ids) < 768)
+    np.testing.assert_allclose(got_norm, norm, rtol=1e-5)
+
+
+def test_errors_on_a_mesh():
+    x, w = random_x(), random_w()
+    with pytest.raises(ValueError, match="needs a mesh"):
+        sj.gather_matmul(x, w, kernel_spec=P("model"))
+    with jax.set_mesh(mesh_of((2, 4))):
+        with pytest.raises(ValueError, match='lie over "model"'):
+            sj.gather_matmul(x, w, kernel_spec=P("data"))
+        with pytest.raises(ValueError, match="700 columns needs 768"):
+            sj.gather_matmul(x, w[:FEATURES], kernel_spec=P("model"))
+        layer = SparseLinear(FEATURES, HIDDEN, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="needs a mesh"):
+        layer(x)
