@@ -73,10 +73,10 @@ def make_mesh(
     )
 
 
-def current_mesh() -> jax.sharding.Mesh | None:
-    """The mesh that is set by `jax.set_mesh`, if it has an axis "model"."""
-    mesh = jax.sharding.get_mesh()
-    return None if mesh.empty or "model" not in mesh.shape else mesh
+def mesh_is_set() -> bool:
+    """Whether `jax.set_mesh` has set a mesh with an axis "model"; also under tracing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and "model" in mesh.shape and not mesh.manual_axes
 
 
 def axis_sizes() -> tuple[int, int]:
@@ -118,17 +118,16 @@ def on_each_device(
 
 def on_mesh(spec: P) -> dict[str, Any]:
     """What a `flax.nnx.Variable` is told of how it lies on the mesh, if one is set."""
-    return {} if current_mesh() is None else {"out_sharding": spec}
+    return {"out_sharding": spec} if mesh_is_set() else {}
 
 
 def init_sharded[**Args, Made](
     make: Callable[Args, Made], spec: P | None
 ) -> Callable[Args, Made]:
     """`make`, compiled so that the result is made where it belongs on the mesh."""
-    mesh = current_mesh()
-    if mesh is None or spec is None:
+    if spec is None or not mesh_is_set():
         return jax.jit(make)
-    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
+    return jax.jit(make, out_shardings=spec)
 
 
 @jax.tree_util.register_pytree_with_keys_class
