@@ -306,7 +306,7 @@ class SparseDropout(nnx.Module):
         self.deterministic = False
         self.rngs = rngs.dropout.fork()
 
-    def __call__[Matrix: (CSR, ShardedCSR)](
+    def __call__[Matrix: CSR | ShardedCSR](
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
         """`x` with some entries zero; `x` itself if deterministic."""
@@ -324,10 +324,10 @@ class SparseDropout(nnx.Module):
         data = jnp.where(keep, 1 / (1 - self.rate), 0)
         if x.data is not None:
             data = data * x.data
-        return x.with_data(data)
+        return x.with_data(data)  # pyrefly: ignore[bad-return]
 
 
-def normalize_rows[Matrix: (CSR, ShardedCSR)](x: Matrix) -> Matrix:
+def normalize_rows[Matrix: CSR | ShardedCSR](x: Matrix) -> Matrix:
     """Divides each row by its L2 norm; an empty row stays empty.
 
     >>> x = CSR.from_scipy(scipy.sparse.csr_array([[3.0, 0, 4.0], [0, 0, 0]]))
@@ -338,7 +338,7 @@ def normalize_rows[Matrix: (CSR, ShardedCSR)](x: Matrix) -> Matrix:
     data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
     if x.data is not None:
         data = data * x.data
-    return x.with_data(data)
+    return x.with_data(data)  # pyrefly: ignore[bad-return]
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:

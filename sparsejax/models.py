@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
 from sparsejax.config import NetworkConfig
 from sparsejax.layers import SparseDropout, SparseLinear, SparseOutput, normalize_rows
+from sparsejax.sharding import ShardedCSR, axis_sizes, mesh_is_set
 from sparsejax.sparse import CSR
 
 
@@ -64,8 +68,14 @@ class FeedForward(nnx.Module):
             rngs=rngs,
         )
         self.rest = nnx.List(
-            nnx.Linear(before, h.size, use_bias=h.use_bias, rngs=rngs)
-            for before, h in zip(sizes, config.hidden[1:], strict=False)
+            nnx.Linear(
+                before,
+                h.size,
+                use_bias=h.use_bias,
+                rngs=rngs,
+                **_divided(before, h.size, by_inputs=i % 2 == 1),
+            )
+            for i, (before, h) in enumerate(zip(sizes, config.hidden[1:], strict=False))
         )
         self.dropout = nnx.List(
             [nnx.Dropout(h.dropout, rngs=rngs) for h in config.hidden]
@@ -83,7 +93,7 @@ class FeedForward(nnx.Module):
         return self.output.num_items
 
     def encode(
-        self, x: CSR, *, deterministic: bool | None = None
+        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
     ) -> Float[Array, "batch hidden"]:
         """The last hidden layer, `[batch, hidden]`: the vector of each row.
 
@@ -100,20 +110,21 @@ class FeedForward(nnx.Module):
             zip(self.activations, self.dropout, strict=True)
         ):
             if i > 0:
-                h = self.rest[i - 1](h)
+                layer = self.rest[i - 1]
+                h = layer(h, out_sharding=_result_spec(layer))
             h = dropout(function(h), deterministic=deterministic)
         return h
 
     def __call__(
-        self, x: CSR, *, deterministic: bool | None = None
+        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
         """All scores, `[batch, num_items]`; see `top_k` where items are many."""
         return self.output.scores(self.encode(x, deterministic=deterministic))
 
     def loss(
         self,
-        x: CSR,
-        labels: CSR,
+        x: CSR | ShardedCSR,
+        labels: CSR | ShardedCSR,
         *,
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
@@ -123,16 +134,43 @@ class FeedForward(nnx.Module):
         return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
     def top_k(
-        self, x: CSR, k: int, *, exclude: CSR | None = None
+        self,
+        x: CSR | ShardedCSR,
+        k: int,
+        *,
+        exclude: CSR | ShardedCSR | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, without noise."""
         return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
 
     def item_scores(
-        self, x: CSR, ids: Int[Array, "batch count"]
+        self, x: CSR | ShardedCSR, ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
         """Scores of the items `ids` of each row, without noise."""
         return self.output.item_scores(self.encode(x, deterministic=True), ids)
+
+
+def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
+    """How a hidden layer lies on the mesh that is set: its units over "model".
+
+    Alternately its outputs and its inputs: of two layers the first makes the part of
+    the units that the second takes, and only the sums of the second cross devices.
+    """
+    if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
+        return {}
+    kernel = P("model", None) if by_inputs else P(None, "model")
+    return {
+        "kernel_metadata": {"out_sharding": kernel},
+        "bias_metadata": {"out_sharding": P(None if by_inputs else "model")},
+    }
+
+
+def _result_spec(layer: nnx.Linear) -> P | None:
+    """How the result of a hidden layer lies, where axes are Explicit."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return None
+    divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))
+    return P("data", divided[1])
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:

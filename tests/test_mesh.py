@@ -133,8 +133,11 @@ def trained_alone(name):
     return trained(rule, 4)
 
 
-@on_meshes
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [((2, 4), rule) for rule in RULES] + [((8, 1), RULES[0]), ((1, 8), RULES[2])],
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_training_in_a_flax_loop(shape, rule):
     losses, params, _ = trained_alone(rule.name)
     mesh = mesh_of(shape)
@@ -192,6 +195,30 @@ def test_row_gradients(shape):
         ids = ids[ids < got.num_rows]
         assert len(ids) == len(np.unique(ids)) == np.sum(np.asarray(want.ids) < 768)
     np.testing.assert_allclose(got_norm, norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis_type"),
+    [((2, 4), AxisType.Auto), ((2, 4), AxisType.Explicit), ((4, 2), AxisType.Auto)],
+)
+def test_hidden_layers(shape, axis_type):
+    config = sj.NetworkConfig.autoencoder((16, 16, 8), dropout=0.5)
+    x, _ = batches(1)[0]
+
+    def encoded():
+        model = sj.FeedForward(config, inputs=700, outputs=700, rngs=nnx.Rngs(0))
+        model.train()
+        return model, nnx.jit(lambda model, x: model.encode(x))(model, x)
+
+    _, h = encoded()
+    mesh = mesh_of(shape, axis_type)
+    with jax.set_mesh(mesh):
+        sharded, got = encoded()
+    np.testing.assert_allclose(got, h, rtol=1e-5, atol=1e-6)
+    lies = [layer.kernel[...].sharding for layer in sharded.rest]
+    specs = P(None, "model"), P("model")
+    for sharding, spec in zip(lies, specs, strict=True):
+        assert sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
 
 
 def test_errors_on_a_mesh():
