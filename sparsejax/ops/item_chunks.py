@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from sparsejax.sharding import ShardedCSR, axis_sizes, local, padded_rows
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
@@ -53,17 +54,27 @@ class Shard:
 
 
 def shard_of(
-    kernel_spec: PartitionSpec | None, batch: int
-) -> tuple[jax.sharding.AbstractMesh | None, Shard]:
-    """The mesh that is set and what each of its devices has; (None, all) without spec.
+    kernel_spec: P | None, matrix: CSR | ShardedCSR | None, batch: int
+) -> Shard | None:
+    """What each device of the mesh that is set has; None if the work is not divided.
 
-    Items lie as `kernel_spec` says; the batch over "data", if that divides it.
+    Items lie as the blocks of the matrix do, or else as `kernel_spec` says; the batch
+    over "data", if that divides it.
 
     Raises:
-      ValueError: no mesh is set, or the spec names no axis of it or divides `hidden`.
+      ValueError: no mesh is set, or the spec names no axis of it, divides `hidden` or
+        says otherwise than the blocks.
     """
+    if isinstance(matrix, ShardedCSR):
+        if kernel_spec is not None and (*kernel_spec, None)[0] != "model":
+            raise ValueError(
+                f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
+                "the items"
+            )
+        axis_sizes()
+        return Shard("data", "model")
     if kernel_spec is None:
-        return None, Shard()
+        return None
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("kernel_spec needs a mesh: use `with jax.set_mesh(mesh):`")
@@ -80,7 +91,12 @@ def shard_of(
     rows = "data" if "data" in mesh.shape and items != "data" else None
     if rows is not None and batch % mesh.shape[rows]:
         rows = None
-    return mesh, Shard(rows, items)
+    return Shard(rows, items)
+
+
+def entries_spec(matrix: CSR | ShardedCSR | None) -> P:
+    """What of a matrix that is not sorted a device is given: its block, or all."""
+    return P("data", "model") if isinstance(matrix, ShardedCSR) else P()
 
 
 def chunk_size(batch: int, num_items: int, budget: int) -> int:
@@ -212,13 +228,18 @@ class Entries(NamedTuple):
 
 
 def entries_of(
-    matrix: CSR, shard: Shard, batch: int, items: int
+    matrix: CSR | ShardedCSR, shard: Shard, batch: int, items: int
 ) -> tuple[Entries, Bool[Array, "batch"]]:
     """The entries, and which of the device's rows must come out as NaN.
 
     These are the overfull ones, and those with an index out of range. The device has
-    `batch` rows and `items` items of what the matrix speaks of.
+    `batch` rows and `items` items of what the matrix speaks of, and of a matrix in
+    blocks its own.
     """
+    if isinstance(matrix, ShardedCSR):
+        block = local(matrix.blocks)
+        entries, broken = entries_of(block, Shard(), batch, items)
+        return entries, shard.sum_over_items(broken.astype(jnp.int32)) > 0
     first_row, indices = shard.first_row(batch), jnp.asarray(matrix.indices)
     rows = matrix.row_ids()
     outside = (indices < 0) | (indices >= matrix.num_cols)
@@ -273,8 +294,10 @@ def check_layer(
             )
 
 
-def check_matrix(name: str, matrix: CSR, h: jax.Array, kernel: jax.Array) -> None:
-    """Raises ValueError if the CSR called `name` does not fit the output layer."""
+def check_matrix(
+    name: str, matrix: CSR | ShardedCSR, h: jax.Array, kernel: jax.Array
+) -> None:
+    """Raises ValueError if the matrix called `name` does not fit the output layer."""
     if matrix.num_rows != h.shape[0]:
         raise ValueError(
             f"{name} has {matrix.num_rows:,} rows but h has {h.shape[0]:,}; "
@@ -287,4 +310,18 @@ def check_matrix(name: str, matrix: CSR, h: jax.Array, kernel: jax.Array) -> Non
             f"{name} has {matrix.num_cols:,} columns but the kernel has "
             f"{kernel.shape[0]:,} rows; read the data with the vocabulary the layer "
             "was made for"
+        )
+    if not isinstance(matrix, ShardedCSR):
+        return
+    sizes, blocks = axis_sizes(), matrix.blocks.indptr.shape[:-1]
+    if blocks != sizes:
+        raise ValueError(
+            f"{name} is in {blocks} blocks but the mesh that is set is {sizes} devices "
+            '("data", "model"); make the blocks for this mesh'
+        )
+    rows = padded_rows(matrix.num_cols)
+    if kernel.shape[0] != rows:
+        raise ValueError(
+            f"the kernel has {kernel.shape[0]:,} rows but on a mesh {name}, of "
+            f"{matrix.num_cols:,} columns, needs {rows:,}, a multiple of 256"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from pallas_kernels import score_tiles as tiles
 from sparsejax import losses
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
+from sparsejax.sharding import ShardedCSR, on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -34,7 +36,7 @@ def output_loss(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: CSR,
+    labels: CSR | ShardedCSR,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -74,13 +76,16 @@ def output_loss(
       kernel: one row for each item; it, `bias` and `scale` may have more rows than
         `labels` has columns. Those are padding: no loss, and a gradient of zeros.
       bias: added to the scores; -inf denies an item. None is 0.
-      labels: `[batch, items]`, indices unique in a row.
+      labels: `[batch, items]`, indices unique in a row. In blocks on a mesh, they say
+        how all lies there: the kernel's rows, as many as a multiple of 256, over
+        "model", `h` over "data".
       loss: name of a rule in `sparsejax.losses`, or a rule.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: of the examples. None is 1.
-      kernel_spec: how the kernel lies on the mesh that is set: `P("model")` divides the
-        items over the mesh's axis "model". Then each device works on its own items, and
-        on its own examples where the mesh has an axis "data".
+      kernel_spec: how the kernel lies on the mesh that is set, for labels that are not
+        in blocks: `P("model")` divides the items over the mesh's axis "model". Then each
+        device works on its own items, and on its own examples where the mesh has an axis
+        "data".
       implementation: "mosaic_gpu" is the Hopper kernel, for bfloat16 operands, labels
         without values, and the rules of `sparsejax.losses`; "xla" the reference. None
         picks what is fastest here.
@@ -105,7 +110,7 @@ def output_loss_per_example(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: CSR,
+    labels: CSR | ShardedCSR,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -148,7 +153,7 @@ class Layer(NamedTuple):
 def loss_and_updates[Carry](
     rule: losses.LossRule,
     h: Float[Array, "batch hidden"],
-    labels: CSR,
+    labels: CSR | ShardedCSR,
     weights: Float[Array, "batch"] | None,
     carry: Carry,
     *,
@@ -173,9 +178,9 @@ def loss_and_updates[Carry](
     one chunk. Softmax reads all rows once before the first update. Padding rows may be
     in a chunk and have a gradient of 0; those in none are never updated.
 
-    Not differentiable. Under `jax.shard_map` with a `shard`, operands are what the
-    device has, but for `labels`: they are of all rows and all columns. Gradients are
-    summed over the parts of the batch before they reach `update`.
+    Not differentiable. On a mesh (see `over_items`), operands are what the device has,
+    but for labels that are not in blocks: they are of all rows and all columns.
+    Gradients are summed over the parts of the batch before they reach `update`.
 
     Args:
       rule: the loss.
@@ -211,7 +216,8 @@ def loss_and_updates[Carry](
     limit = labels.num_cols - shard.first_item(rows)
     with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
     make = _KernelChunks if with_kernel else _Chunks
-    chunks = make(h, labels.data, entries, limit, with_values)
+    data = None if labels.data is None else jnp.ravel(labels.data)
+    chunks = make(h, data, entries, limit, with_values)
     num_items = rows
     if shard.items is None:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
@@ -342,7 +348,7 @@ class _Chunks(NamedTuple):
     """What is done with the scores of a chunk, by XLA."""
 
     h: jax.Array
-    data: jax.typing.ArrayLike | None  # of the labels
+    data: jax.Array | None  # of the labels
     entries: item_chunks.Entries
     limit: jax.typing.ArrayLike  # rows of the kernel from here on are no items
     with_values: bool
@@ -444,7 +450,7 @@ class _KernelChunks(_Chunks):
         return _Normaliser.merge(_Normaliser(*joined))
 
 
-def _unsupported(h, layer: Layer, labels: CSR) -> str | None:
+def _unsupported(h, layer: Layer, labels: CSR | ShardedCSR) -> str | None:
     """Why the kernel cannot be used, if so."""
     if labels.data is not None:
         return "takes labels without values"
@@ -520,12 +526,11 @@ def _compiled(
     h, kernel, bias, scale, weights, labels, *, how: _How, differentiate: bool
 ):
     """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
-    mesh, shard = item_chunks.shard_of(how.kernel_spec, len(h))
 
-    def local(h, whole, weights, labels):
+    def local(shard, h, labels, weights, whole):
         # Padding rows may be in no chunk.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
-        everything = mesh is not None or written == len(kernel)
+        everything = shard.items is not None or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
 
         def write(start, chunk, gradients):
@@ -549,21 +554,51 @@ def _compiled(
             shard=shard,
             implementation=how.implementation,
         )
-        if dh is None or gradients is None:
-            return per_example, None
-        return per_example, (dh.astype(h.dtype), *gradients)
+        return per_example, None if dh is None else dh.astype(h.dtype), gradients
 
-    whole = Layer(kernel, bias, scale)
-    if mesh is None:
-        return local(h, whole, weights, labels)
+    per_example, dh, gradients = over_items(
+        local, h, labels, weights, Layer(kernel, bias, scale), how.kernel_spec
+    )
+    return per_example, None if gradients is None else (dh, *gradients)
+
+
+def over_items(
+    f: Callable[..., tuple[Array, Array | None, Any]],
+    h: Float[Array, "batch hidden"],
+    labels: CSR | ShardedCSR,
+    weights: Float[Array, "batch"] | None,
+    tables: Any,
+    kernel_spec: P | None = None,
+    constants: Any = (),
+) -> tuple[Array, Array | None, Any]:
+    """`f(shard, h, labels, weights, tables, *constants)`, by each device of its part.
+
+    Args:
+      f: returns an array for each row of `h`, another or None, and a tree of arrays with
+        a row for each item, or None; as `loss_and_updates` does.
+      h: hidden vectors.
+      labels: `[batch, items]`.
+      weights: of the examples.
+      tables: a tree of arrays with a row for each item.
+      kernel_spec: see `output_loss`.
+      constants: what all devices need.
+    """
+    shard = item_chunks.shard_of(kernel_spec, labels, len(h))
+    if shard is None:
+        return f(Shard(), h, labels, weights, tables, *constants)
     rows, items = P(shard.rows), P(shard.items)
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(rows, items, rows, P()),
-        out_specs=(rows, (rows, items, items, items) if differentiate else None),
-        check_vma=False,
-    )(h, whole, weights, labels)
+    return on_each_device(
+        lambda h, labels, weights, tables, constants: f(
+            shard, h, labels, weights, tables, *constants
+        ),
+        h,
+        dataclasses.replace(labels, transposed=None),
+        weights,
+        tables,
+        constants,
+        in_specs=(rows, item_chunks.entries_spec(labels), rows, items, P()),
+        out_specs=(rows, rows, items),
+    )
 
 
 def _empty_like(array):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from typing import Literal, NamedTuple
@@ -13,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import item_chunks
+from sparsejax.ops.item_chunks import Shard
+from sparsejax.sharding import ShardedCSR, on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -56,7 +59,7 @@ def top_k(
     k: int,
     *,
     scale: Float[Array, "items"] | None = None,
-    exclude: CSR | None = None,
+    exclude: CSR | ShardedCSR | None = None,
     num_items: int | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
@@ -91,7 +94,8 @@ def top_k(
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       exclude: `[batch, items]`, items not to be returned; values are not looked at. A
         row that does not fit in an overfull CSR, or has an index outside the items,
-        gets scores of NaN; its ids mean nothing.
+        gets scores of NaN; its ids mean nothing. In blocks on a mesh, it says how the
+        kernel lies there, as `labels` of `sparsejax.output_loss` do.
       num_items: how many of the kernel's rows are items; by default as many as
         `exclude` has columns, or all.
       kernel_spec: how the kernel lies on the mesh that is set, see
@@ -125,7 +129,10 @@ def top_k(
 
 
 def _num_items(
-    h: jax.Array, kernel: jax.Array, exclude: CSR | None, num_items: int | None
+    h: jax.Array,
+    kernel: jax.Array,
+    exclude: CSR | ShardedCSR | None,
+    num_items: int | None,
 ) -> int:
     if exclude is not None:
         item_chunks.check_matrix("exclude", exclude, h, kernel)
@@ -156,7 +163,7 @@ def _xla(
     kernel: jax.Array,
     bias: jax.Array | None,
     scale: jax.Array | None,
-    exclude: CSR | None,
+    exclude: CSR | ShardedCSR | None,
     *,
     k: int,
     num_items: int,
@@ -164,19 +171,24 @@ def _xla(
     elements: int,
     cut: _Cut,
 ) -> tuple[jax.Array, jax.Array]:
-    mesh, shard = item_chunks.shard_of(kernel_spec, len(h))
+    shard = item_chunks.shard_of(kernel_spec, exclude, len(h))
     sizes = {"k": k, "num_items": num_items, "elements": elements, "cut": cut}
-    best = functools.partial(_best, shard=shard, **sizes)
-    if mesh is None:
+    best = functools.partial(_best, shard=shard or Shard(), **sizes)
+    if shard is None:
         return best(h, kernel, bias, scale, exclude)
+    if exclude is not None:
+        exclude = dataclasses.replace(exclude, transposed=None)
     rows, items = P(shard.rows), P(shard.items)
-    return jax.shard_map(
+    return on_each_device(
         best,
-        mesh=mesh,
-        in_specs=(rows, items, items, items, P()),
+        h,
+        kernel,
+        bias,
+        scale,
+        exclude,
+        in_specs=(rows, items, items, items, item_chunks.entries_spec(exclude)),
         out_specs=(rows, rows),
-        check_vma=False,
-    )(h, kernel, bias, scale, exclude)
+    )
 
 
 def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut):
