@@ -22,9 +22,15 @@ from jaxtyping import Array, Float
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
 from sparsejax.ops.item_chunks import slice_rows
-from sparsejax.ops.output_loss import Layer, loss_and_updates, weighted_sum
+from sparsejax.ops.output_loss import (
+    Layer,
+    loss_and_updates,
+    over_items,
+    weighted_sum,
+)
 from sparsejax.ops.row_update import State
 from sparsejax.optimizers import Optimizer
+from sparsejax.sharding import ShardedCSR
 from sparsejax.sparse import CSR
 
 
@@ -35,7 +41,7 @@ class Fusable(Protocol):
     output: SparseOutput
     loss_rule: LossRule
 
-    def encode(self, x: CSR) -> jax.Array:
+    def encode(self, x: CSR | ShardedCSR) -> jax.Array:
         """`[batch, hidden]`."""
         ...
 
@@ -92,8 +98,8 @@ def derive(model: Fusable) -> Derived:
 def train_step(
     model: Fusable,
     optimizer: Optimizer,
-    x: CSR,
-    labels: CSR,
+    x: CSR | ShardedCSR,
+    labels: CSR | ShardedCSR,
     weights: Float[Array, "batch"],
     derived: Derived,
 ) -> tuple[Float[Array, ""], Derived]:
@@ -159,17 +165,25 @@ def train_step(
         )
         return _Tables(kernel, kernel_state, bias, bias_state, after)
 
-    def surrogate(model):
-        h = model.output.hidden_operand(model.encode(x))
-        per_example, dh, after = loss_and_updates(
+    def step_output(shard, h, labels, weights, tables):
+        """Of a device's part of the batch and of the items."""
+        return loss_and_updates(
             model.loss_rule,
-            lax.stop_gradient(h),
+            h,
             labels,
             weights,
-            before,
+            tables,
             layer=operands,
             update=update,
+            shard=shard,
             implementation=layer.implementation,
+        )
+
+    def surrogate(model):
+        h = model.output.hidden_operand(model.encode(x))
+        constant = lax.stop_gradient(h)
+        per_example, dh, after = over_items(
+            step_output, constant, labels, weights, before, layer.kernel_spec
         )
         loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update

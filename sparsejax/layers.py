@@ -194,7 +194,7 @@ class SparseOutput(nnx.Module):
     def loss(
         self,
         h: Float[Array, "batch in_features"],
-        labels: CSR,
+        labels: CSR | ShardedCSR,
         *,
         loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
         weights: Float[Array, "batch"] | None = None,
@@ -214,6 +214,7 @@ class SparseOutput(nnx.Module):
             loss=loss,
             scale=scale,
             weights=weights,
+            kernel_spec=self.kernel_spec,
             implementation=self.implementation,
         )
 
@@ -222,7 +223,7 @@ class SparseOutput(nnx.Module):
         h: Float[Array, "batch in_features"],
         k: int,
         *,
-        exclude: CSR | None = None,
+        exclude: CSR | ShardedCSR | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
         h, kernel, bias, scale = self._operands(h)
@@ -234,6 +235,7 @@ class SparseOutput(nnx.Module):
             scale=scale,
             exclude=exclude,
             num_items=self.num_items,
+            kernel_spec=self.kernel_spec,
             implementation=self.implementation,
         )
 
@@ -257,6 +259,13 @@ class SparseOutput(nnx.Module):
         if scale is not None:
             scores = scores * scale[ids]
         return scores if bias is None else scores + bias[ids]
+
+    @property
+    def kernel_spec(self) -> P | None:
+        """How the kernel lies on the mesh that is set; None if it is not divided."""
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = self.kernel.get_metadata().get("out_sharding")
+        return spec if "model" in mesh.shape else None
 
     def hidden_operand(
         self, h: Float[Array, "batch in_features"]

@@ -569,9 +569,8 @@ def over_items(
     weights: Float[Array, "batch"] | None,
     tables: Any,
     kernel_spec: P | None = None,
-    constants: Any = (),
 ) -> tuple[Array, Array | None, Any]:
-    """`f(shard, h, labels, weights, tables, *constants)`, by each device of its part.
+    """`f(shard, h, labels, weights, tables)`, by each device of its part.
 
     Args:
       f: returns an array for each row of `h`, another or None, and a tree of arrays with
@@ -581,22 +580,18 @@ def over_items(
       weights: of the examples.
       tables: a tree of arrays with a row for each item.
       kernel_spec: see `output_loss`.
-      constants: what all devices need.
     """
     shard = item_chunks.shard_of(kernel_spec, labels, len(h))
     if shard is None:
-        return f(Shard(), h, labels, weights, tables, *constants)
+        return f(Shard(), h, labels, weights, tables)
     rows, items = P(shard.rows), P(shard.items)
     return on_each_device(
-        lambda h, labels, weights, tables, constants: f(
-            shard, h, labels, weights, tables, *constants
-        ),
+        functools.partial(f, shard),
         h,
         dataclasses.replace(labels, transposed=None),
         weights,
         tables,
-        constants,
-        in_specs=(rows, item_chunks.entries_spec(labels), rows, items, P()),
+        in_specs=(rows, item_chunks.entries_spec(labels), rows, items),
         out_specs=(rows, rows, items),
     )
 
