@@ -130,6 +130,41 @@ def init_sharded[**Args, Made](
     return jax.jit(make, out_shardings=spec)
 
 
+def placed[Tree](tree: Tree) -> Tree:
+    """The arrays of a tree on the mesh that is set, if one is.
+
+    One that is divided over axes of a mesh stays so, any other is whole on every device.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return tree
+
+    def put(leaf):
+        spec = getattr(leaf.sharding, "spec", P())
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def layout_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
+    """How each leaf of a tree lies on the mesh that is set, or None without one."""
+    if current_mesh() is None:
+        return None
+    return tuple(leaf.sharding for leaf in jax.tree.leaves(tree))
+
+
+def laid_out[Tree](
+    tree: Tree, layout: tuple[jax.sharding.Sharding, ...] | None
+) -> Tree:
+    """A traced tree whose leaves lie as `layout_of` said, so that they do not drift."""
+    if layout is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, layout, strict=True)
+    kept = [lax.with_sharding_constraint(leaf, place) for leaf, place in pairs]
+    return jax.tree.unflatten(structure, kept)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedCSR:
@@ -309,6 +344,53 @@ class ShardedCSR:
             num_cols=width,
         )
         return cls(blocks, num_cols=matrix.num_cols)
+
+    def take(self, rows: jax.Array, nse: int) -> ShardedCSR:
+        """Some rows of each part, for many batches: a stack of matrices.
+
+        Nothing moves between devices.
+
+        Args:
+          rows: `[steps, data, n]` rows for each batch, counted from the first of their
+            part. A row that does not exist, as -1, is empty.
+          nse: room in a block, as `fullest` says; rows that do not fit come out of
+            every operation as NaN.
+
+        Returns:
+          `[data * n, num_cols]` matrices; the leaves of the blocks are
+          `[steps, data, model, ...]`.
+        """
+
+        def block(part, rows):
+            part = local(part)
+            taken = jax.vmap(lambda r: take_rows(part, r, nse))(rows[:, 0])
+            return jax.tree.map(lambda leaf: leaf[:, None, None], taken)
+
+        blocks = on_each_device(
+            block,
+            dataclasses.replace(self.blocks, transposed=None),
+            rows,
+            in_specs=(P("data", "model"), P(None, "data")),
+            out_specs=P(None, "data", "model"),
+        )
+        return ShardedCSR(blocks, num_cols=self.num_cols)
+
+    def fullest(self, rows: jax.Array) -> jax.Array:
+        """`[]` int32: entries of the fullest block that `take` makes of these rows."""
+
+        def block(indptr, rows):
+            lengths, rows = jnp.diff(indptr[0, 0]), rows[:, 0]
+            lengths = lengths.at[rows].get(mode="fill", fill_value=0)
+            entries = jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1)
+            return lax.pmax(jnp.max(entries, initial=0), ("data", "model"))
+
+        return on_each_device(
+            block,
+            self.blocks.indptr,
+            rows,
+            in_specs=(P("data", "model"), P(None, "data")),
+            out_specs=P(),
+        )
 
     def row_lengths(self) -> jax.Array:
         """`[rows]` int32: number of entries of each row."""

@@ -22,14 +22,12 @@ from tqdm import tqdm
 from sparsejax import fused as fused_output
 from sparsejax import prediction
 from sparsejax.batching import bucket
-from sparsejax.checkpoint import Checkpoints, fingerprint
+from sparsejax.checkpoint import Checkpoints
 from sparsejax.optimizers import Optimizer
-from sparsejax.sources import Source, Table, matched
-from sparsejax.sparse import CSR, take_rows
-
-# A row belongs to shard `row % 64` in every epoch, so that each device of a mesh finds
-# its part of a batch at home and the order is the same on any mesh.
-_SHARDS = 64
+from sparsejax.resident import Examples, Resident, epoch_order, step_size
+from sparsejax.sharding import axis_sizes, current_mesh, laid_out, layout_of, placed
+from sparsejax.sources import Source
+from sparsejax.sparse import CSR
 
 # Entries of the batches of a dispatch: some 300 MB, and several milliseconds of work.
 _DISPATCH_ENTRIES = 2**23
@@ -97,8 +95,16 @@ def fit(
 
     The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
     The data is copied to the device once; some steps at a time then run as one compiled
-    program that draws its rows there. The order of examples depends on `seed` and the
-    epoch only. At the end rows are brought up to date (`Optimizer.flush`).
+    program that draws its rows there. The order of examples depends on `seed`, the epoch
+    and the batch size only. At the end rows are brought up to date (`Optimizer.flush`).
+
+    Under `jax.set_mesh(make_mesh(...))` the data is divided over the devices, and the
+    batches are the same. Make the model and the optimizer there, too::
+
+        with jax.set_mesh(make_mesh(data=2, model=4)):
+            model = FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
+            optimizer = Optimizer(model, optimizers.adam(1e-3))
+            fit(model, optimizer, train)
 
     While it runs on a terminal, a bar shows loss, examples per second and time left.
 
@@ -109,7 +115,8 @@ def fit(
       targets: `[rows, items]`, its rows matched by name where both have names; the
         inputs themselves by default (an autoencoder).
       weights: `[rows]`, weight of each example; 1 by default.
-      batch_size: examples a step. The last batch of an epoch may be smaller.
+      batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
+        last batch of an epoch may be smaller.
       num_epochs: passes over the data, those before a resume included.
       seed: of the order of examples.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
@@ -140,15 +147,21 @@ def fit(
         `SparseOutput` of its own.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
     """
-    data = _Resident.of(inputs, targets, weights)
+    examples = Examples.of(inputs, targets, weights)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
+    parts = 1 if current_mesh() is None else axis_sizes()[0]
+    num_rows = examples.num_rows
+    settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
+    batch_size = step_size(batch_size, num_rows, parts)
     if fused:
         fused_output.check(model, optimizer)
+    # Before a checkpoint is read, which puts arrays where they are.
+    nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
     evaluation = None
     if validation is not None:
         evaluation = prediction.prepare(
@@ -159,25 +172,18 @@ def fit(
             popularity=None,
             batch_size=batch_size,
         )
-    run = _Run(
-        settings={
-            "batch_size": batch_size,
-            "seed": seed,
-            "fused": fused,
-            "data": data.fingerprint() if checkpoint_dir is not None else "",
-        }
-    )
-    checkpoints = None
+    run, checkpoints = _Run(settings), None
     if checkpoint_dir is not None:
+        settings["data"] = examples.fingerprint()
         checkpoints = Checkpoints(checkpoint_dir)
         run = _resumed(run, checkpoints, (model, optimizer), resume)
     elif resume:
         raise ValueError("resume=True needs checkpoint_dir=...")
 
     model.train()
-    batch_size = min(batch_size, data.num_rows)
-    steps = math.ceil(data.num_rows / batch_size)
-    key = jax.random.key(seed)
+    data = Resident.of(examples)
+    steps = math.ceil(num_rows / batch_size)
+    key = placed(jax.random.key(seed))
     saved = time.monotonic()
 
     def save(score=None):
@@ -189,9 +195,10 @@ def fit(
             saved = time.monotonic()
 
     graphdef, state = nnx.split((model, optimizer))
+    layout = layout_of(state)
     bar = tqdm(
-        total=num_epochs * data.num_rows,
-        initial=run.epoch * data.num_rows + run.position * batch_size,
+        total=num_epochs * num_rows,
+        initial=run.epoch * num_rows + run.position * batch_size,
         unit=" examples",
         unit_scale=True,
         disable=not sys.stderr.isatty(),
@@ -199,7 +206,9 @@ def fit(
     try:
         with bar:
             while run.epoch < num_epochs and not run.stopped:
-                order, needed = _epoch_order(key, run.epoch, data, batch_size)
+                order, needed = _epoch(
+                    key, run.epoch, data, num_rows, batch_size, parts
+                )
                 capacities = tuple(bucket(int(n)) for n in needed)
                 most = _steps_per_dispatch(sum(capacities))
                 began, first = time.monotonic(), run.position
@@ -215,8 +224,9 @@ def fit(
                         capacities,
                         most,
                         fused,
+                        layout,
                     )
-                    done = _examples(run.position, count, batch_size, data.num_rows)
+                    done = _examples(run.position, count, batch_size, num_rows)
                     run.add(_checked(losses[:count], run, checkpoints), done)
                     bar.set_postfix(
                         epoch=f"{run.epoch + 1}/{num_epochs}",
@@ -228,8 +238,7 @@ def fit(
                     if run.position < steps and waited >= checkpoint_seconds:
                         save()
                 seconds = time.monotonic() - began
-                examples = data.num_rows - first * batch_size
-                entry = run.end_epoch(examples / seconds)
+                entry = run.end_epoch((num_rows - first * batch_size) / seconds)
                 score = None
                 if evaluation is not None:
                     nnx.update((model, optimizer), state)
@@ -248,52 +257,6 @@ def fit(
         nnx.update((model, optimizer), state)
     optimizer.flush(model)
     return run.history
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Resident:
-    """A data set on the device; `targets` is None where the inputs are the targets."""
-
-    inputs: CSR
-    targets: CSR | None
-    weights: jax.Array | None
-
-    @classmethod
-    def of(cls, inputs, targets, weights) -> _Resident:
-        if targets is not None:
-            targets = matched(inputs, targets, "targets")
-        sources = {"inputs": inputs, "targets": targets}
-        matrices = [Table.of(n, s).matrix for n, s in sources.items() if s is not None]
-        rows = matrices[0].num_rows
-        if rows == 0:
-            raise ValueError("inputs has no rows")
-        if weights is not None:
-            weights = np.asarray(weights, np.float32)
-            if weights.shape != (rows,):
-                raise ValueError(
-                    f"weights has shape {weights.shape}, expected ({rows},)"
-                )
-            if not np.isfinite(weights).all():
-                bad = np.flatnonzero(~np.isfinite(weights))[0]
-                raise ValueError(f"weights[{bad}] is {weights[bad]}")
-        on_device = [jax.tree.map(jnp.asarray, m) for m in matrices]
-        return cls(
-            on_device[0],
-            on_device[1] if targets is not None else None,
-            None if weights is None else jnp.asarray(weights),
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return self.inputs.num_rows
-
-    def matrices(self) -> list[CSR]:
-        return [m for m in (self.inputs, self.targets) if m is not None]
-
-    def fingerprint(self) -> str:
-        leaves = [] if self.weights is None else [self.weights]
-        return fingerprint(*self.matrices(), *leaves)
 
 
 @dataclasses.dataclass
@@ -407,86 +370,57 @@ def _checked(
     return host
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size",))
-def _epoch_order(key, epoch, data: _Resident, batch_size: int):
-    """Rows of each step of an epoch, and the entries that its largest batch holds.
-
-    Position p of the epoch is entry p // 64 of shard p % 64, which holds the rows
-    congruent to it and permutes them by a key of its own.
-
-    Returns:
-      order: `[steps, batch_size]`, -1 where the last batch has no row.
-      needed: for each matrix, the entries of its largest batch.
-    """
-    rows = data.num_rows
-    depth = -(-rows // _SHARDS)
-    epoch_key = jax.random.fold_in(key, epoch)
-
-    def permuted(shard):
-        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
-        entry = jnp.arange(depth, dtype=jnp.int32)
-        exists = entry * _SHARDS + shard < rows
-        # The sort is stable and only the last entry can be missing: it stays last.
-        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
-        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
-        return entry * _SHARDS + shard
-
-    shards = jax.vmap(permuted)(jnp.arange(_SHARDS, dtype=jnp.int32))
-    order = shards.T.reshape(-1)[:rows]
-    steps = -(-rows // batch_size)
-    order = jnp.pad(order, (0, steps * batch_size - rows), constant_values=-1)
-    order = order.reshape(steps, batch_size)
-
-    def largest(matrix):
-        lengths = matrix.row_lengths().at[order].get(mode="fill", fill_value=0)
-        return jnp.max(jnp.sum(jnp.where(order >= 0, lengths, 0), axis=1))
-
-    return order, [largest(matrix) for matrix in data.matrices()]
+@functools.partial(jax.jit, static_argnames=("num_rows", "batch_size", "parts"))
+def _epoch(key, epoch, data: Resident, num_rows: int, batch_size: int, parts: int):
+    """`epoch_order`, and for each matrix the entries that its largest batch holds."""
+    order = epoch_order(key, epoch, num_rows, batch_size, parts)
+    return order, data.needed(order)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("graphdef", "capacities", "most", "fused"),
+    static_argnames=("graphdef", "capacities", "most", "fused", "layout"),
     donate_argnames=("state",),
 )
-def _dispatch(graphdef, state, data, order, position, count, capacities, most, fused):
+def _dispatch(
+    graphdef, state, data, order, position, count, capacities, most, fused, layout
+):
     """Runs steps `position .. position + count - 1` of an epoch, `count <= most`.
 
-    `count` is not static: one program serves every dispatch of an epoch.
+    `count` is not static: one program serves every dispatch of an epoch. On a mesh the
+    state keeps its layout, and every device has the losses.
     """
     steps = position + jnp.arange(most)
     rows = order.at[steps].get(mode="fill", fill_value=-1)
-    batches = [
-        jax.vmap(lambda r, m=matrix, c=capacity: take_rows(m, r, c))(rows)
-        for matrix, capacity in zip(data.matrices(), capacities, strict=True)
-    ]
+    batches = data.take(rows, capacities)
     if _sorts_ahead():
         batches[0] = batches[0].with_transposed()
+    means = data.means(rows)
 
     def step(i, carry):
         state, losses, derived = carry
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         x, labels = used[0], used[-1]
-        exists = rows[i] >= 0
-        weights = exists / jnp.sum(exists)
-        if data.weights is not None:
-            weights = weights * data.weights[rows[i]]
         model, optimizer = nnx.merge(graphdef, state, copy=True)
 
         def loss_fn(model):
-            return model.loss(x, labels, weights=weights)
+            return model.loss(x, labels, weights=means[i])
 
         if fused:
             loss, derived = fused_output.train_step(
-                model, optimizer, x, labels, weights, derived
+                model, optimizer, x, labels, means[i], derived
             )
         else:
             loss, grads = optimizer.value_and_grad(loss_fn)(model)
             optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), losses.at[i].set(loss), derived
+        state = laid_out(nnx.state((model, optimizer)), layout)
+        return state, losses.at[i].set(loss), derived
 
     derived = None
     if fused:
         derived = fused_output.derive(nnx.merge(graphdef, state, copy=True)[0])
     losses = jnp.zeros(most, jnp.float32)
-    return lax.fori_loop(0, count, step, (state, losses, derived))[:2]
+    state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
+    if layout is not None:
+        losses = lax.with_sharding_constraint(losses, jax.P())
+    return laid_out(state, layout), losses

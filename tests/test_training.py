@@ -14,7 +14,6 @@ from sparsejax.checkpoint import Checkpoints, CheckpointWarning, checksums
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset
 from sparsejax.models import FeedForward
-from sparsejax.sparse import CSR
 from sparsejax.training import EarlyStopping, fit
 
 
@@ -77,28 +76,6 @@ def test_learns_a_checkerboard(loss):
     assert measured["popularity_recall@1"] < 0.5
 
 
-def order(rows: int, epoch: int, batch_size: int, seed: int = 0) -> np.ndarray:
-    matrix = CSR(None, jnp.zeros(rows, int), jnp.arange(rows + 1), num_cols=3)
-    data = training._Resident(matrix, None, None)
-    key = jax.random.key(seed)
-    result, needed = training._epoch_order(key, epoch, data, batch_size)
-    assert [int(n) for n in needed] == [min(batch_size, rows)]
-    return np.asarray(result)
-
-
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
-def test_an_epoch_is_a_permutation_in_shards(rows):
-    drawn = order(rows, 0, 32).reshape(-1)
-    assert (drawn[rows:] == -1).all()
-    np.testing.assert_array_equal(np.sort(drawn[:rows]), np.arange(rows))
-    # Position p holds a row of shard p % 64, whatever the batch size.
-    np.testing.assert_array_equal(drawn[:rows] % 64, np.arange(rows) % 64)
-    np.testing.assert_array_equal(drawn[:rows], order(rows, 0, 50).reshape(-1)[:rows])
-    if rows == 1000:
-        assert (drawn[:rows] != order(rows, 1, 32).reshape(-1)[:rows]).mean() > 0.8
-        assert (drawn[:rows] != order(rows, 0, 32, seed=1).reshape(-1)[:rows]).any()
-
-
 def test_one_step_is_the_mean_gradient_of_the_batch():
     train, _ = checkerboard(10, 8)
     rate = 0.5
@@ -149,7 +126,7 @@ def test_last_batch_counts_its_own_examples():
     whole = fit(model, optimizer, train, batch_size=10, num_epochs=1)
     parts = fit(model, optimizer, train, batch_size=6, num_epochs=1)
     more = fit(model, optimizer, train, batch_size=10**9, num_epochs=1)
-    assert more[0]["loss"] == whole[0]["loss"]
+    np.testing.assert_allclose(more[0]["loss"], whole[0]["loss"], rtol=1e-6)
     np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
 
 

@@ -1,0 +1,262 @@
+"""Training data on the device, and the order in which its rows are trained on.
+
+The order does not depend on the mesh. Row `r` belongs to shard `r mod 64`, and in each
+epoch a shard permutes its rows by a key of its own. A batch has as many rows of each
+shard, those of a shard together::
+
+    shard 0        shard 1        ...  shard 63
+    r r r r | r r  r r r r | r r       r r r r | r r      | end of the first batch
+    batch 0:  shard 0's, shard 1's, ..., shard 63's
+
+So part `d` of `D` of every batch is what shards `64 d / D` to `64 (d + 1) / D - 1` have,
+whose rows are on the devices at `d` of the axis "data": nothing has to be fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from sparsejax.checkpoint import fingerprint
+from sparsejax.sharding import (
+    VIRTUAL_SHARDS,
+    ShardedCSR,
+    axis_sizes,
+    current_mesh,
+    imbalance,
+)
+from sparsejax.sources import Source, Table, matched
+from sparsejax.sparse import CSR, take_rows
+
+# A fullest device with more than this many times the mean is worth a warning, where it
+# has so many entries that time goes into them.
+_MAX_IMBALANCE, _MANY_ENTRIES = 1.3, 2**20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """Checked arguments of `fit`, not yet on the device.
+
+    Attributes:
+      matrices: the inputs, and the targets if they are something else.
+      weights: `[rows]` float32, or None.
+    """
+
+    matrices: tuple[CSR, ...]
+    weights: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, inputs: Source, targets: Source | None, weights: ArrayLike | None
+    ) -> Examples:
+        """Matches the rows.
+
+        Raises:
+          TypeError: a source is none.
+          ValueError: there is no row, one is missing, or a weight is wrong.
+        """
+        if targets is not None:
+            targets = matched(inputs, targets, "targets")
+        sources = {"inputs": inputs, "targets": targets}
+        matrices = [Table.of(n, s).matrix for n, s in sources.items() if s is not None]
+        rows = matrices[0].num_rows
+        if rows == 0:
+            raise ValueError("inputs has no rows")
+        if weights is not None:
+            weights = np.asarray(weights, np.float32)
+            if weights.shape != (rows,):
+                raise ValueError(
+                    f"weights has shape {weights.shape}, expected ({rows},)"
+                )
+            if not np.isfinite(weights).all():
+                bad = np.flatnonzero(~np.isfinite(weights))[0]
+                raise ValueError(f"weights[{bad}] is {weights[bad]}")
+        return cls(tuple(jax.tree.map(_canonical, m) for m in matrices), weights)
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrices[0].num_rows
+
+    def fingerprint(self) -> str:
+        """A hash of the contents; the same on any mesh."""
+        weights = [] if self.weights is None else [self.weights]
+        return fingerprint(*self.matrices, *weights)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resident:
+    """A data set on the device, or in blocks on the mesh.
+
+    Attributes:
+      matrices: the inputs, and the targets if they are something else.
+      weights: `[data, rows of a part]`, or None; without a mesh there is one part.
+    """
+
+    matrices: tuple[CSR | ShardedCSR, ...]
+    weights: jax.Array | None
+
+    @classmethod
+    def of(cls, examples: Examples) -> Resident:
+        """Places the data, on the mesh if one is set.
+
+        A warning says when the devices of the mesh have very different shares.
+        """
+        mesh, weights = current_mesh(), examples.weights
+        if mesh is None:
+            matrices = (jax.tree.map(jnp.asarray, m) for m in examples.matrices)
+            return cls(
+                tuple(matrices), None if weights is None else jnp.asarray(weights)[None]
+            )
+        rows = home_rows(examples.num_rows, axis_sizes()[0])
+        blocks = tuple(ShardedCSR.from_host(m, rows, mesh) for m in examples.matrices)
+        for what, matrix in zip(("inputs", "targets"), blocks, strict=False):
+            _warn_of_imbalance(what, matrix, mesh)
+        if weights is not None:
+            home = np.where(rows >= 0, weights[rows], 0)
+            weights = jax.make_array_from_callback(
+                home.shape, NamedSharding(mesh, P("data")), lambda index: home[index]
+            )
+        return cls(blocks, weights)
+
+    def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
+        """Of each matrix the batches of some steps, a stack of matrices.
+
+        Args:
+          rows: `[steps, data, n]` from `epoch_order`.
+          capacities: room for the entries of a batch, or of a block of it.
+        """
+        rows = _local(rows)
+        return [
+            matrix.take(rows, nse)
+            if isinstance(matrix, ShardedCSR)
+            else jax.vmap(lambda r, m=matrix, n=nse: take_rows(m, r, n))(rows[:, 0])
+            for matrix, nse in zip(self.matrices, capacities, strict=True)
+        ]
+
+    def needed(self, rows: jax.Array) -> list[jax.Array]:
+        """Of each matrix the room that `take` needs."""
+        rows = _local(rows)
+        return [
+            matrix.fullest(rows)
+            if isinstance(matrix, ShardedCSR)
+            else _largest(matrix, rows[:, 0])
+            for matrix in self.matrices
+        ]
+
+    def means(self, rows: jax.Array) -> jax.Array:
+        """`[steps, batch]`: the weights with which a step's losses are summed.
+
+        They make the sum the mean of `weights_b loss_b` over the rows that exist.
+        """
+        exists = rows >= 0
+        means = exists / jnp.sum(exists, axis=(1, 2), keepdims=True)
+        if self.weights is not None:
+            pick = jax.vmap(lambda w, r: w[r], in_axes=(0, 1), out_axes=1)
+            means *= pick(self.weights, _local(rows))
+        return means.reshape(len(rows), -1)
+
+
+def home_rows(num_rows: int, data: int) -> np.ndarray:
+    """`[data, rows of a part]`: the rows of each of `data` parts, -1 is none."""
+    shards = VIRTUAL_SHARDS // data
+    place = np.arange(-(-num_rows // VIRTUAL_SHARDS) * shards)
+    rows = place // shards * VIRTUAL_SHARDS + place % shards
+    rows = rows + np.arange(data)[:, None] * shards
+    return np.where(rows < num_rows, rows, -1)
+
+
+def step_size(batch_size: int, num_rows: int, data: int) -> int:
+    """Rows a step, those that do not exist included.
+
+    Raises:
+      ValueError: a batch cannot be divided over `data` devices.
+    """
+    if batch_size % VIRTUAL_SHARDS == 0:
+        return min(batch_size, -(-num_rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS)
+    if data > 1:
+        raise ValueError(
+            f"{batch_size=} must be a multiple of {VIRTUAL_SHARDS} where the mesh has "
+            f"data={data}"
+        )
+    return min(batch_size, num_rows)
+
+
+def epoch_order(
+    key: jax.Array, epoch: jax.Array | int, num_rows: int, batch_size: int, data: int
+) -> jax.Array:
+    """`[steps, data, batch_size / data]`: rows of each step of an epoch, -1 is none.
+
+    With a batch size that 64 does not divide, the batches cut up one sequence instead,
+    whose position `p` is entry `p // 64` of shard `p mod 64`.
+    """
+    depth = -(-num_rows // VIRTUAL_SHARDS)
+    steps = -(-num_rows // batch_size)
+    epoch_key = jax.random.fold_in(key, epoch)
+
+    def permuted(shard):
+        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
+        entry = jnp.arange(depth, dtype=jnp.int32)
+        exists = entry * VIRTUAL_SHARDS + shard < num_rows
+        # The sort is stable and only the last entry can be missing: it stays last.
+        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
+        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
+        return jnp.where(exists, entry * VIRTUAL_SHARDS + shard, -1)
+
+    shards = jax.vmap(permuted)(jnp.arange(VIRTUAL_SHARDS, dtype=jnp.int32))
+    if batch_size % VIRTUAL_SHARDS:
+        order = shards.T.reshape(-1)[:num_rows]
+        missing = (0, steps * batch_size - num_rows)
+        order = jnp.pad(order, missing, constant_values=-1)
+        return order.reshape(steps, data, -1)
+    each = batch_size // VIRTUAL_SHARDS
+    missing = ((0, 0), (0, steps * each - depth))
+    order = jnp.pad(shards, missing, constant_values=-1)
+    return (
+        order.reshape(data, -1, steps, each)
+        .transpose(2, 0, 1, 3)
+        .reshape(steps, data, -1)
+    )
+
+
+def _local(rows: jax.Array) -> jax.Array:
+    """Rows `[steps, data, n]`, counted from the first of their part; see `home_rows`."""
+    shards = VIRTUAL_SHARDS // rows.shape[1]
+    place = rows // VIRTUAL_SHARDS * shards + rows % shards
+    return jnp.where(rows >= 0, place, -1)
+
+
+def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:
+    lengths = matrix.row_lengths().at[rows].get(mode="fill", fill_value=0)
+    return jnp.max(jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1))
+
+
+def _canonical(array):
+    """A NumPy array in the dtype that it has on the device."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -> None:
+    """Says so if a device has far more than its share of the entries."""
+    everywhere = NamedSharding(mesh, P())
+    ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
+    counts = np.asarray(ends(matrix.blocks.indptr))
+    ratio = imbalance(counts)
+    if ratio > _MAX_IMBALANCE and counts.max() > _MANY_ENTRIES:
+        warnings.warn(
+            f"the fullest device has {ratio:.1f} times the mean of the entries of "
+            f"{what}, and the others wait for it; read the data with sparsejax's "
+            "readers, whose vocabulary order is balanced, or bring the columns into "
+            "such an order with sparsejax.data.vocabulary_order",
+            stacklevel=3,
+        )
