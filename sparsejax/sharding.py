@@ -79,6 +79,12 @@ def mesh_is_set() -> bool:
     return not mesh.empty and "model" in mesh.shape and not mesh.manual_axes
 
 
+def current_mesh() -> jax.sharding.Mesh | None:
+    """The mesh that is set, if it has an axis "model"; not under tracing."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty or "model" not in mesh.shape else mesh
+
+
 def axis_sizes() -> tuple[int, int]:
     """Sizes of "data" and "model" in the mesh that is set; also under tracing.
 
@@ -148,7 +154,7 @@ def placed[Tree](tree: Tree) -> Tree:
 
 def layout_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
     """How each leaf of a tree lies on the mesh that is set, or None without one."""
-    if current_mesh() is None:
+    if not mesh_is_set():
         return None
     return tuple(leaf.sharding for leaf in jax.tree.leaves(tree))
 
