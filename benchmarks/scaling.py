@@ -1,0 +1,198 @@
+"""Trains an autoencoder of 8,000,000 items on one, two and four GPUs.
+
+    python benchmarks/scaling.py run [--commit NAME]    on GPUs of one host
+    python benchmarks/scaling.py table                  anywhere
+
+The command that users run: `fit` under a mesh, `fused`, 8,000,000 items in and out,
+256 hidden units, RMSProp, sigmoid cross-entropy, 1,024 examples a step of 64 entries
+each, zipf ids; weights and state float32, products of the output bfloat16. And the same
+with 40,000,000 items, whose weights and state no single GPU can hold. Meshes of more GPUs
+than there are, are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import command, origin, table, write_section
+
+_HIDDEN, _LENGTH, _SKEW = 256, 64, 0.8
+_STEPS, _BATCH = 64, 1_024
+# Items, and the sizes of the axes "data" and "model".
+_PARTS = {
+    "8M, 1x1": (8_000_000, 1, 1),
+    "8M, 1x2": (8_000_000, 1, 2),
+    "8M, 1x4": (8_000_000, 1, 4),
+    "8M, 2x2": (8_000_000, 2, 2),
+    "40M, 1x4": (40_000_000, 1, 4),
+}
+
+
+def main() -> None:
+    command(__doc__, __file__, {part: {} for part in _PARTS}, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    import jax
+    from flax import nnx
+
+    import sparsejax as sj
+
+    items, data, model = _PARTS[part]
+    if data * model > jax.device_count():
+        return
+    examples = _examples(items, _STEPS)
+    config = sj.NetworkConfig(
+        layers=(
+            sj.InputConfig(),
+            sj.HiddenConfig(name="hidden", size=_HIDDEN, activation="sigmoid"),
+            sj.OutputConfig(dtype="bfloat16"),
+        ),
+        loss="sigmoid_binary_cross_entropy",
+    )
+    with jax.set_mesh(sj.make_mesh(data=data, model=model)):
+        network = sj.FeedForward(config, inputs=items, outputs=items, rngs=nnx.Rngs(0))
+        optimizer = sj.Optimizer(network, sj.optimizers.rmsprop(1e-3))
+        kept = sum(
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves(nnx.state((network, optimizer)))
+            if hasattr(leaf, "addressable_shards")
+            and not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        )
+
+        def fit(epochs):
+            return sj.fit(
+                network,
+                optimizer,
+                examples,
+                batch_size=_BATCH,
+                num_epochs=epochs,
+                fused=True,
+            )
+
+        # The first epoch compiles.
+        history = fit(4)
+        speed = statistics.median(e["examples_per_second"] for e in history[1:])
+        peaks = [(d.memory_stats() or {}) for d in jax.devices()[: data * model]]
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                fit(1)
+            kernels = _kernels(jax.profiler.ProfileData, folder)
+    yield {
+        "items": items,
+        "data": data,
+        "model": model,
+        "step_milliseconds": 1e3 * _BATCH / speed,
+        "examples_per_second": speed,
+        "weights_and_state_bytes": kept,
+        "peak_bytes": max(p.get("peak_bytes_in_use", 0) for p in peaks),
+        "entries": _BATCH * _LENGTH * _STEPS // (data * model),
+        "kernel_milliseconds": {n: 1e-6 * t / _STEPS for n, t in kernels.items()},
+        "losses": [entry["loss"] for entry in history],
+        "versions": {
+            "jax": jax.__version__,
+            "device": jax.devices()[0].device_kind,
+        },
+    }
+
+
+def _examples(items: int, steps: int):
+    """Rows of popular and rare items, which lie anywhere among the ids."""
+    import sparsejax as sj
+
+    rng = np.random.default_rng(0)
+    rows = steps * _BATCH
+    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
+    places = rng.random((rows, _LENGTH), np.float32) ** (1 / (1 - _SKEW)) * items
+    ids = (places.astype(np.int64) * 3_000_017 % items).astype(np.int32)
+    ids.sort(axis=1)
+    # What a row has twice moves to the free place behind it.
+    for _ in range(8):
+        twice = ids[:, 1:] == ids[:, :-1]
+        ids[:, 1:] += twice
+        np.minimum(ids, items - 1, out=ids)
+        ids.sort(axis=1)
+    kept = np.concatenate([np.ones((rows, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)
+    return sj.CSR(None, ids[kept], indptr, num_cols=items)
+
+
+def _kernels(profile, folder: str) -> dict[str, float]:
+    """Nanoseconds of the first GPU, by kind of kernel."""
+    totals: dict[str, float] = collections.Counter()
+    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+        for plane in profile.from_file(str(path)).planes:
+            if not re.fullmatch(r"/device:GPU:0.*", plane.name):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    totals[_kind(event.name)] += event.duration_ns
+    return dict(totals)
+
+
+def _kind(name: str) -> str:
+    if "nccl" in name.lower():
+        return "collectives"
+    if "mosaic" in name.lower():
+        return "our kernels"
+    if re.search("gemm|cublas|cutlass|nvjet|sm90_", name, re.IGNORECASE):
+        return "products"
+    return "Memcpy" if "memcpy" in name.lower() else "all else"
+
+
+def _write_table(report: dict) -> None:
+    results = report["results"]
+    alone = {r["items"]: r for r in results if r["data"] * r["model"] == 1}
+    rows = []
+    for r in results:
+        devices = r["data"] * r["model"]
+        ratio = "-"
+        if r["items"] in alone:
+            one = alone[r["items"]]["step_milliseconds"]
+            times = one / r["step_milliseconds"]
+            ratio = f"{times:.2f}x, {100 * times / devices:.0f} %"
+        spent = r["kernel_milliseconds"]
+        rows.append(
+            [
+                f"{r['items'] / 1e6:.0f} M",
+                f"{r['data']} x {r['model']}",
+                f"{r['step_milliseconds']:.1f}",
+                f"{r['examples_per_second']:,.0f}",
+                ratio,
+                f"{spent.get('collectives', 0):.2f}",
+                f"{r['weights_and_state_bytes'] * devices / 1e9:.0f}",
+                f"{r['peak_bytes'] / 1e9:.1f}",
+                f"{r['entries']:,}",
+                f"{1e7 / r['examples_per_second'] / 3600:.2f}",
+            ]
+        )
+    columns = [
+        "items",
+        "data x model",
+        "ms a step",
+        "examples/s",
+        "to one GPU, of ideal",
+        "collectives, ms",
+        "weights and state, GB",
+        "peak a GPU, GB",
+        "entries a GPU",
+        "hours, 10 M users",
+    ]
+    write_section("scaling", [origin(report), "", *table(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()
