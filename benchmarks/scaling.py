@@ -130,7 +130,7 @@ def _examples(items: int, steps: int):
 
 def _kernels(profile, folder: str) -> dict[str, float]:
     """Nanoseconds of the first GPU, by kind of kernel."""
-    totals: dict[str, float] = collections.Counter()
+    totals: dict[str, float] = collections.defaultdict(float)
     for path in pathlib.Path(folder).rglob("*.xplane.pb"):
         for plane in profile.from_file(str(path)).planes:
             if not re.fullmatch(r"/device:GPU:0.*", plane.name):

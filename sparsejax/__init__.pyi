@@ -10,6 +10,7 @@ from .config import InputConfig as InputConfig
 from .config import NetworkConfig as NetworkConfig
 from .config import OutputConfig as OutputConfig
 from .data import DataError as DataError
+from .data import ScannedDataset as ScannedDataset
 from .data import SparseDataset as SparseDataset
 from .data import UnknownFeaturesWarning as UnknownFeaturesWarning
 from .data import datasets as datasets
@@ -19,6 +20,7 @@ from .data import read_adjacency as read_adjacency
 from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
 from .data import read_text as read_text
+from .data import scan_parquet as scan_parquet
 from .export import export_predictor as export_predictor
 from .gradients import RowParam as RowParam
 from .gradients import grad as grad

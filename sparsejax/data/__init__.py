@@ -10,5 +10,7 @@ from sparsejax.data.readers import read_adjacency as read_adjacency
 from sparsejax.data.readers import read_pairs as read_pairs
 from sparsejax.data.readers import read_parquet as read_parquet
 from sparsejax.data.readers import read_text as read_text
+from sparsejax.data.scan import ScannedDataset as ScannedDataset
+from sparsejax.data.scan import scan_parquet as scan_parquet
 from sparsejax.data.sniff import guess_format as guess_format
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

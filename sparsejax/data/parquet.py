@@ -31,6 +31,9 @@ from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
 
 VERSION = 1
+
+# Rows that can be read without the others: some 30 MB.
+_GROUP_ROWS = 2**16
 _VERSION_KEY = b"sparsejax.dataset.version"
 _COLUMNS = {
     "row": pa.large_string(),
@@ -68,7 +71,13 @@ def write_parquet(
     ).replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
 
     with replacing(path) as temporary, open(temporary, "xb") as file:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+        pq.write_table(
+            table,
+            file,
+            row_group_size=_GROUP_ROWS,
+            compression="zstd",
+            write_page_checksum=True,
+        )
         file.flush()
         os.fsync(file.fileno())
 
@@ -83,7 +92,7 @@ def read_parquet(path: Path) -> tuple[CSR, Names, Names]:
     if files[0].path != path:
         raise DataError.at(path, "is a directory; expected a file")
     with files[0].open() as file:
-        _check_schema(path, file.schema_arrow)
+        check_schema(path, file.schema_arrow)
         return _read_table(path, file)
 
 
@@ -175,7 +184,8 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _check_schema(path: Path, schema: pa.Schema) -> None:
+def check_schema(path: Path, schema: pa.Schema) -> None:
+    """Raises DataError unless a file of this schema was made by `write_parquet`."""
     version = (schema.metadata or {}).get(_VERSION_KEY, b"").decode(errors="replace")
     if not version or not {"row", "indices", "feature"} <= set(schema.names):
         raise DataError.at(
