@@ -17,6 +17,7 @@ from etils import epath
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
+from sparsejax import distributed
 from sparsejax.sparse import CSR
 
 _KEPT = 3  # newest checkpoints that stay; the best one stays beside them
@@ -36,6 +37,9 @@ class Checkpoints:
     reading, because the storage format itself does not notice a changed byte.
 
     The newest three stay, and the one with the highest `score`.
+
+    What was saved on one mesh can be restored on any other, or on none. Several
+    processes call each method together, and need the same file system.
 
     Args:
       directory: made when the first checkpoint is saved.
@@ -126,21 +130,26 @@ class Checkpoints:
                 # Stable: among steps without a score the newest stays first.
                 steps.sort(key=lambda step: -_score(checkpointer, step))
             for step in steps:
+                progress, arrays, failure = {}, {}, ""
                 try:
                     record = _record(checkpointer, step)
+                    progress = record["progress"]
                     arrays = _load(checkpointer, step, modules, record)
                 except _OtherModel as error:
                     raise ValueError(f"{self.directory / str(step)}: {error}") from None
                 except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
+                    failure = f"{type(error).__name__}: {str(error)[:200]}"
+                # Each process reads its own part: another's may be the damaged one.
+                if distributed.is_true_anywhere(bool(failure)):
                     warnings.warn(
                         f"checkpoint {self.directory / str(step)} is damaged and was "
-                        f"skipped ({type(error).__name__}: {str(error)[:200]})",
+                        f"skipped ({failure or 'in another process'})",
                         CheckpointWarning,
                         stacklevel=2,
                     )
                     continue
                 _set_arrays(modules, arrays)
-                return record["progress"]
+                return progress
         raise ValueError(
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
@@ -162,9 +171,13 @@ class Checkpoints:
 
     def delete_after(self, step: int) -> None:
         """Removes checkpoints later than `step`: damaged ones that were passed over."""
-        for later in self.steps():
-            if later > step:
-                (self.directory / str(later)).rmtree()
+
+        def delete():
+            for later in self.steps():
+                if later > step:
+                    (self.directory / str(later)).rmtree()
+
+        distributed.in_first(delete)
 
 
 class _OtherModel(Exception):
@@ -187,7 +200,12 @@ def _checksums(arrays):
             array = array.astype(jnp.uint8)
         width = jnp.dtype(array.dtype).itemsize * 8
         bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-        position = jax.lax.iota(jnp.uint32, bits.size).reshape(bits.shape)
+        # By axes, so that each device makes its own part.
+        position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            position += place * jnp.uint32(stride % 2**32)
+            stride *= bits.shape[axis]
         return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
     return jax.tree.map(checksum, arrays)

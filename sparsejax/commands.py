@@ -17,7 +17,15 @@ import scipy.sparse
 from flax import nnx
 from tqdm import tqdm
 
-from sparsejax import cli, optimizers, prediction, run, training, writers
+from sparsejax import (
+    cli,
+    distributed,
+    optimizers,
+    prediction,
+    run,
+    training,
+    writers,
+)
 from sparsejax import report as reports
 from sparsejax import vectors as vector_files
 from sparsejax.checkpoint import fingerprint
@@ -29,7 +37,8 @@ from sparsejax.sparse import CSR
 
 def train(flags: cli.Train) -> None:
     """`sparsejax train`."""
-    run.check_folder(flags.run, resume=flags.resume)
+    check = functools.partial(run.check_folder, flags.run, resume=flags.resume)
+    distributed.in_first(check)
     stopping = None
     if flags.patience is not None:
         if flags.validation is None:

@@ -30,8 +30,8 @@ from sparsejax.sharding import (
     VIRTUAL_SHARDS,
     ShardedCSR,
     axis_sizes,
-    current_mesh,
     imbalance,
+    mesh_is_set,
 )
 from sparsejax.sources import Source, Table, matched
 from sparsejax.sparse import CSR, take_rows
@@ -110,12 +110,13 @@ class Resident:
 
         A warning says when the devices of the mesh have very different shares.
         """
-        mesh, weights = current_mesh(), examples.weights
-        if mesh is None:
+        weights = examples.weights
+        if not mesh_is_set():
             matrices = (jax.tree.map(jnp.asarray, m) for m in examples.matrices)
             return cls(
                 tuple(matrices), None if weights is None else jnp.asarray(weights)[None]
             )
+        mesh = jax.sharding.get_mesh()
         rows = home_rows(examples.num_rows, axis_sizes()[0])
         blocks = tuple(ShardedCSR.from_host(m, rows, mesh) for m in examples.matrices)
         for what, matrix in zip(("inputs", "targets"), blocks, strict=False):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import shutil
@@ -20,13 +21,14 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from sparsejax import optimizers
+from sparsejax import distributed, optimizers
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.models import FeedForward
 from sparsejax.optimizers import Optimizer
+from sparsejax.sharding import placed
 from sparsejax.sparse import CSR
 from sparsejax.writers import whole_file
 
@@ -63,7 +65,7 @@ class Run:
     patience: int | None
 
     def build(self) -> tuple[FeedForward, Optimizer]:
-        """A new model and its optimizer.
+        """A new model and its optimizer, on the mesh if one is set.
 
         Raises:
           ValueError: the network cannot be made.
@@ -71,7 +73,9 @@ class Run:
         size = self.num_features
         rngs = nnx.Rngs(self.seed)
         model = FeedForward(self.network, inputs=size, outputs=size, rngs=rngs)
-        return model, Optimizer(model, self.optimizer)
+        optimizer = Optimizer(model, self.optimizer)
+        nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+        return model, optimizer
 
     def to_json(self) -> str:
         """JSON text that `from_json` reads."""
@@ -230,7 +234,7 @@ def begun(
       ValueError: it is no run folder, or of a run with other settings or features.
     """
     directory = pathlib.Path(directory)
-    check_folder(directory, resume=resume)
+    distributed.in_first(functools.partial(check_folder, directory, resume=resume))
     checkpoints = checkpoints_of(directory)
     if checkpoints.steps():
         before, names = load_run(directory)
@@ -240,14 +244,23 @@ def begun(
                 f"cannot resume with other data: {directory} has other features"
             )
     new = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
+
+    def make():
         directory.mkdir(parents=True, exist_ok=True)
         _vocabulary(features).save(directory / _VOCABULARY)
         with whole_file(directory / _SETTINGS) as file:
             file.write(run.to_json())
+
+    try:
+        distributed.in_first(make)
+        if distributed.is_true_anywhere(not (directory / _SETTINGS).is_file()):
+            raise ValueError(
+                f"{directory}: is not the same folder for all processes; name one on a "
+                "file system that they share"
+            )
         yield directory / _CHECKPOINTS
     except Exception:
-        if new and not checkpoints.steps():
+        if new and distributed.is_first() and not checkpoints.steps():
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run may be in there by now
                 for parent in new[1:]:

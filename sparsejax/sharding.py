@@ -141,9 +141,9 @@ def placed[Tree](tree: Tree) -> Tree:
 
     One that is divided over axes of a mesh stays so, any other is whole on every device.
     """
-    mesh = current_mesh()
-    if mesh is None:
+    if not mesh_is_set():
         return tree
+    mesh = jax.sharding.get_mesh()
 
     def put(leaf):
         spec = getattr(leaf.sharding, "spec", P())

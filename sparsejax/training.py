@@ -19,13 +19,13 @@ from jax import lax
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
+from sparsejax import distributed, prediction
 from sparsejax import fused as fused_output
-from sparsejax import prediction
 from sparsejax.batching import bucket
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.optimizers import Optimizer
 from sparsejax.resident import Examples, Resident, epoch_order, step_size
-from sparsejax.sharding import axis_sizes, current_mesh, laid_out, layout_of, placed
+from sparsejax.sharding import axis_sizes, laid_out, layout_of, mesh_is_set, placed
 from sparsejax.sources import Source
 from sparsejax.sparse import CSR
 
@@ -133,7 +133,8 @@ def fit(
       fused: apply the gradient of each chunk of the output's items where it is made, so
         that no array of the size of its kernel exists beside the kernel and its state.
         The result is the same, up to rounding.
-      log: called after each epoch with the step number and that epoch's history entry.
+      log: called after each epoch with the step number and that epoch's history entry,
+        by the first process if there are several.
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
@@ -146,6 +147,8 @@ def fit(
       NotImplementedError: `fused` with a tied output, or with a model that has no
         `SparseOutput` of its own.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
+      KeyboardInterrupt: one of several processes was told to end (SIGTERM): all have
+        saved a checkpoint, and end.
     """
     examples = Examples.of(inputs, targets, weights)
     if batch_size < 1 or num_epochs < 1:
@@ -154,7 +157,7 @@ def fit(
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
-    parts = 1 if current_mesh() is None else axis_sizes()[0]
+    parts = axis_sizes()[0] if mesh_is_set() else 1
     num_rows = examples.num_rows
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
     batch_size = step_size(batch_size, num_rows, parts)
@@ -173,8 +176,11 @@ def fit(
             batch_size=batch_size,
         )
     run, checkpoints = _Run(settings), None
-    if checkpoint_dir is not None:
+    if checkpoint_dir is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
+        if not distributed.is_same_everywhere(settings["data"]):
+            raise ValueError("the processes were given different data")
+    if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir)
         run = _resumed(run, checkpoints, (model, optimizer), resume)
     elif resume:
@@ -194,6 +200,13 @@ def fit(
             checkpoints.save(run.step, (model, optimizer), progress, score=score)
             saved = time.monotonic()
 
+    def is_due():
+        if checkpoints is None:
+            return False
+        # One clock decides, as all processes have to save.
+        waited = time.monotonic() - saved
+        return distributed.is_true_in_first(waited >= checkpoint_seconds)
+
     graphdef, state = nnx.split((model, optimizer))
     layout = layout_of(state)
     bar = tqdm(
@@ -201,7 +214,7 @@ def fit(
         initial=run.epoch * num_rows + run.position * batch_size,
         unit=" examples",
         unit_scale=True,
-        disable=not sys.stderr.isatty(),
+        disable=not (sys.stderr.isatty() and distributed.is_first()),
     )
     try:
         with bar:
@@ -234,8 +247,10 @@ def fit(
                         refresh=False,
                     )
                     bar.update(int(done.sum()))
-                    waited = time.monotonic() - saved
-                    if run.position < steps and waited >= checkpoint_seconds:
+                    if distributed.is_told_to_end():
+                        save()
+                        raise KeyboardInterrupt("told to end by SIGTERM")
+                    if run.position < steps and is_due():
                         save()
                 seconds = time.monotonic() - began
                 entry = run.end_epoch((num_rows - first * batch_size) / seconds)
@@ -245,12 +260,12 @@ def fit(
                     measured = evaluation.run(model, optimizer=optimizer)
                     entry.update({m: v for m, v in measured.items() if m != "users"})
                     score = run.judge(entry, early_stopping, f"ndcg@{k}")
-                if log is not None:
+                if log is not None and distributed.is_first():
                     log(run.step, entry)
                 last = run.epoch == num_epochs or run.stopped
                 if last or score is not None:
                     save(score)
-                elif time.monotonic() - saved >= checkpoint_seconds:
+                elif is_due():
                     save()
     finally:
         # Also after an interrupt: the arrays the model held were given to the program.

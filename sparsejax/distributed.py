@@ -1,0 +1,138 @@
+"""What the processes of a distributed run do together: begin, agree, and end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+# A process that was not heard of for so long is lost, and all others end.
+HEARTBEAT_SECONDS = 60
+
+# How long a process that fails waits for the others, which may be failing, too.
+_GRACE_SECONDS = 5
+
+_times_asked = itertools.count()
+
+
+class OtherProcessError(RuntimeError):
+    """Another process has failed, and its message says why."""
+
+
+def begin(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Joins the processes of a run; before anything else asks JAX for its devices.
+
+    Args:
+      coordinator: `host:port` where process 0 listens. Without it the cluster is looked
+        for: Slurm, Open MPI, Kubernetes and others, see `jax.distributed.initialize`.
+      num_processes: of the run.
+      process_id: of this one, from 0.
+
+    Raises:
+      ValueError: no cluster was found, or only some arguments are given.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None in given and given != (None, None, None):
+        raise ValueError(
+            "give the coordinator, the number of processes and the id of this one, or "
+            "none of them"
+        )
+    try:
+        jax.distributed.initialize(
+            *given,
+            cluster_detection_method=None if coordinator is None else "deactivate",
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        if coordinator is not None:
+            raise
+        raise ValueError(
+            "no cluster was found (Slurm, Open MPI and Kubernetes tell their processes "
+            "of it); give --coordinator, --num-processes and --process-id"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes files."""
+    return jax.process_index() == 0
+
+
+def is_true_anywhere(flag: bool) -> bool:
+    """Whether a flag is set in some process. All have to ask."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def is_same_everywhere(text: str) -> bool:
+    """Whether all processes have the same text. All have to ask."""
+    if jax.process_count() == 1:
+        return True
+    # As numbers that no mode of JAX narrows.
+    words = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    lengths = multihost_utils.process_allgather(np.asarray(len(words), np.int32))
+    if (lengths != lengths[0]).any():
+        return False
+    return bool((multihost_utils.process_allgather(words) == words).all())
+
+
+def is_true_in_first(flag: bool) -> bool:
+    """The flag that process 0 has. All have to ask."""
+    return is_true_anywhere(flag and is_first())
+
+
+def in_first(function: Callable[[], object]) -> None:
+    """Calls a function in process 0; the others wait, and fail if it has.
+
+    Raises:
+      OtherProcessError: it failed; in process 0 itself the error it raised.
+    """
+    failed = None
+    if is_first():
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - raised below, when all know
+            failed = error
+    anywhere = is_true_anywhere(failed is not None)
+    if failed is not None:
+        raise failed
+    if anywhere:
+        raise OtherProcessError("process 0 has failed; its message says why")
+
+
+def is_told_to_end() -> bool:
+    """Whether a process got a SIGTERM; true at the same time for all of them.
+
+    All have to ask, equally often, and then end: JAX keeps the signal from doing so.
+    """
+    return multihost_utils.reached_preemption_sync_point(next(_times_asked))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that an operation over all devices has lost one."""
+    words = ("Gloo", "NCCL", "heartbeat", "coordination service")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in str(error) for word in words
+    )
+
+
+def leave(status: int) -> None:
+    """Ends a process that has failed, without waiting long for the others.
+
+    At an ordinary exit JAX waits for all of them, for minutes if one does not come.
+    """
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        # Those that fail for the same reason come soon; then all say their own message.
+        end = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        end.start()
+        end.join(_GRACE_SECONDS)
+        os._exit(status)
