@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import sys
+import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Annotated, Literal
@@ -52,6 +53,34 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """One or several, in one process or in several, which run the same command.
+
+    Attributes:
+      mesh: How many parts batches and kernels are divided into, as data=2,model=4. By
+        default one device is used; by several processes all, each kernel divided over
+        the devices of a process and each batch over the processes.
+      distributed: This is one of several processes, which srun, mpirun or Kubernetes has
+        started and tells of each other.
+      coordinator: Where process 0 listens, if nothing tells the processes.
+      num_processes: How many there are.
+      process_id: Which one this is, from 0.
+    """
+
+    mesh: Annotated[str | None, arg(metavar="data=INT,model=INT")] = None
+    distributed: Flag = False
+    coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    num_processes: Annotated[int | None, arg(metavar="INT")] = None
+    process_id: Annotated[int | None, arg(metavar="INT")] = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several processes."""
+        explicit = (self.coordinator, self.num_processes, self.process_id)
+        return self.distributed or explicit != (None, None, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
     """Trains an autoencoder on a file of interactions.
 
@@ -82,6 +111,7 @@ class Train:
       resume: Continue from the last checkpoint, if there is one. The other options must
         be those that the run was begun with; only epochs may be raised.
       network: The network.
+      devices: What to train on.
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
@@ -104,6 +134,7 @@ class Train:
     checkpoint_seconds: float = 30.0
     resume: Flag = False
     network: Network = Network()
+    devices: Devices = Devices()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +154,7 @@ class Evaluate:
       popularity: The interactions that popularity is counted from; by default TRAIN.
       k: Number of recommendations that count.
       format: Format of all files, where it is not clear from name and content.
+      devices: What to compute on.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -134,6 +166,7 @@ class Evaluate:
     popularity: Annotated[str | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
+    devices: Devices = Devices()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +182,7 @@ class Predict:
       exclude: Do not recommend a row's interactions in this file; rows are matched by
         name, and one that the file lacks has nothing excluded.
       format: Format of the files, where it is not clear from name and content.
+      devices: What to compute on.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -158,6 +192,7 @@ class Predict:
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _File] = None
     format: Annotated[Format | None, _Formats] = None
+    devices: Devices = Devices()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +238,7 @@ class Report:
       out: File to write, by default report.html in the folder of the run.
       k: Cut-off of the metrics.
       format: Format of both files, where it is not clear from name and content.
+      devices: What to compute on.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -211,6 +247,7 @@ class Report:
     out: Annotated[pathlib.Path | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
+    devices: Devices = Devices()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,26 +310,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = None
     try:
         command = _parse(argv)
-        with _one_line_warnings():
+        with _one_line_warnings(), _on(getattr(command, "devices", Devices())):
             _run(command, argv)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version or wrong usage
         return int(stopped.code or 0)
-    except KeyboardInterrupt:
-        resumable = isinstance(command, Train)
-        how = "; to continue, repeat the command with --resume" if resumable else ""
-        _say(f"interrupted{how}")
-        return 130
-    except BrokenPipeError:  # whoever read the output has enough
+    except BaseException as error:  # noqa: BLE001 - raised again, if it is a bug
+        return _failed(error, command)
+    return 0
+
+
+def _failed(error: BaseException, command: Command | None) -> int:
+    """Says why a command failed and returns its exit status; raises what is a bug."""
+    from sparsejax import distributed
+
+    status, resume = 1, ""
+    if isinstance(command, Train):
+        resume = "; to continue, repeat the command with --resume"
+    if isinstance(error, KeyboardInterrupt):
+        _say(f"interrupted{resume}")
+        status = 130
+    elif isinstance(error, BrokenPipeError):  # whoever read the output has enough
         # At exit Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:
-        if not _is_for_users(error):
-            raise
+    elif distributed.is_lost_peer(error):
+        _say(f"error: another process was lost{resume} ({_message(error)})")
+    elif isinstance(error, distributed.OtherProcessError) or _is_for_users(error):
         _say(f"error: {_message(error)}")
-        return 1
-    return 0
+    elif distributed.is_begun():
+        traceback.print_exception(error)
+    else:
+        raise error
+    distributed.leave(status)
+    return status
+
+
+@contextlib.contextmanager
+def _on(devices: Devices) -> Generator[None]:
+    """Joins the processes, of which the first alone prints, and sets the mesh."""
+    if devices == Devices():
+        yield
+        return
+
+    import jax
+
+    from sparsejax import distributed
+
+    with contextlib.ExitStack() as stack:
+        if devices.several:
+            distributed.begin(
+                devices.coordinator, devices.num_processes, devices.process_id
+            )
+            # Gloo, of CPUs, prints to the process's stdout, which is for results.
+            sys.stdout = os.fdopen(os.dup(1), "w")
+            os.dup2(2, 1)
+            if not distributed.is_first():
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+        stack.enter_context(jax.set_mesh(distributed.mesh_of(devices.mesh)))
+        yield
 
 
 def _parse(argv: Sequence[str]) -> Command:
@@ -347,7 +424,7 @@ def _given(flags: type, argv: Sequence[str]) -> list[str]:
     return [flag for flag in known if flag in words]
 
 
-def _is_for_users(error: Exception) -> bool:
+def _is_for_users(error: BaseException) -> bool:
     """Whether the message helps; any other error is a bug, which needs its traceback."""
     kinds = (ValueError, OSError, ArithmeticError, MemoryError, NotImplementedError)
     # For a network or a batch that is too large JAX has no class of its own.
@@ -366,7 +443,7 @@ def _one_line_warnings() -> Generator[None]:
         yield
 
 
-def _message(error: Exception | str) -> str:
+def _message(error: BaseException | str) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split("\n")) or type(error).__name__

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from sparsejax.sharding import make_mesh
 
 # A process that was not heard of for so long is lost, and all others end.
 HEARTBEAT_SECONDS = 60
@@ -59,6 +62,43 @@ def begin(
             "no cluster was found (Slurm, Open MPI and Kubernetes tell their processes "
             "of it); give --coordinator, --num-processes and --process-id"
         ) from error
+
+
+def is_begun() -> bool:
+    """Whether this is one of several processes, or is about to be."""
+    return jax.distributed.is_initialized()
+
+
+def mesh_of(text: str | None) -> jax.sharding.Mesh:
+    """The mesh that a text describes, as "data=2,model=4".
+
+    By default a kernel is divided over the devices of a process, which are close to each
+    other, and a batch over the processes.
+
+    Raises:
+      ValueError: it describes none, or not one of all devices of several processes.
+    """
+    processes, devices = jax.process_count(), jax.device_count()
+    if text is None:
+        try:
+            return make_mesh(data=processes, model=devices // processes)
+        except ValueError as error:
+            raise ValueError(
+                f"{processes} processes with {devices} devices need --mesh: {error}"
+            ) from None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in ("data", "model") or name in sizes or not size.isdecimal():
+            raise ValueError(f"--mesh is written data=2,model=4, got {text!r}")
+        sizes[name] = int(size)
+    mesh = make_mesh(data=sizes.get("data", 1), model=sizes.get("model", 1))
+    if processes > 1 and mesh.size != devices:
+        raise ValueError(
+            f"--mesh {text} has {mesh.size} devices, but {processes} processes have "
+            f"{devices}, and each must take part"
+        )
+    return mesh
 
 
 def is_first() -> bool:
@@ -130,8 +170,10 @@ def leave(status: int) -> None:
 
     At an ordinary exit JAX waits for all of them, for minutes if one does not come.
     """
-    if jax.distributed.is_initialized() and jax.process_count() > 1:
+    if is_begun():
         # Those that fail for the same reason come soon; then all say their own message.
+        sys.stdout.flush()
+        sys.stderr.flush()
         end = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
