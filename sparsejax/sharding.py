@@ -79,12 +79,6 @@ def mesh_is_set() -> bool:
     return not mesh.empty and "model" in mesh.shape and not mesh.manual_axes
 
 
-def current_mesh() -> jax.sharding.Mesh | None:
-    """The mesh that is set, if it has an axis "model"; not under tracing."""
-    mesh = jax.sharding.get_mesh()
-    return None if mesh.empty or "model" not in mesh.shape else mesh
-
-
 def axis_sizes() -> tuple[int, int]:
     """Sizes of "data" and "model" in the mesh that is set; also under tracing.
 
