@@ -232,7 +232,10 @@ class ShardedCSR:
         """`[data, model, nse]` values, or None for an indicator matrix."""
         return self.blocks.data
 
-    def with_data(self, data: jax.Array | None) -> ShardedCSR:
+    # `Self` cannot be checked at run time.
+    def with_data[Matrix: ShardedCSR](  # noqa: PYI019
+        self: Matrix, data: jax.Array | None
+    ) -> Matrix:
         """The same entries with other values."""
         return dataclasses.replace(
             self, blocks=dataclasses.replace(self.blocks, data=data)

@@ -1,5 +1,6 @@
 """The output side on a mesh: the same as on one device, and where it lies."""
 
+import contextlib
 import functools
 import inspect
 
@@ -8,15 +9,20 @@ import jax.numpy as jnp
 import matrices
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tolerances import tolerance
 
-from sparsejax import losses
+from sparsejax import fused, losses, optimizers
+from sparsejax.config import NetworkConfig
+from sparsejax.layers import SparseOutput
+from sparsejax.models import FeedForward
 from sparsejax.ops import output_loss as loss_module
 from sparsejax.ops import top_k as top_k_module
 from sparsejax.ops.output_loss import output_loss, output_loss_per_example
 from sparsejax.ops.top_k import top_k
+from sparsejax.optimizers import Optimizer
 from sparsejax.sharding import ShardedCSR, make_mesh
 from sparsejax.sparse import CSR
 
@@ -225,9 +231,11 @@ def test_what_does_not_fit_is_refused():
     h, kernel = arrays["h"], arrays["kernel"]
     blocks = blocks_of(some_labels(), mesh)
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match="has 700 rows but on a mesh labels, of 7"):
+        with pytest.raises(
+            ValueError, match="kernel has 700 rows; on a mesh .* needs 768"
+        ):
             function(h, kernel[:ITEMS], None, blocks)
-        with pytest.raises(ValueError, match="has 1,024 rows but on a mesh exclude"):
+        with pytest.raises(ValueError, match="kernel has 1,024 rows; on a mesh"):
             more = jnp.zeros((1024, HIDDEN))
             inspect.unwrap(top_k)(h, more, None, 3, exclude=blocks)
         with pytest.raises(ValueError, match='the blocks lie over "model"'):
@@ -239,3 +247,96 @@ def test_what_does_not_fit_is_refused():
         function(h, kernel, None, blocks)
     with pytest.raises(ValueError, match="needs a mesh"):
         function(h, kernel, None, blocks)
+
+
+# The layer, and updates fused into its loss
+
+
+def trained(shape, fuse, rule, **options):
+    """Losses, parameters and state after some steps, where the mesh says; and again."""
+    config = NetworkConfig.autoencoder((8, 6), **options)
+    x = matrices.random_csr(BATCH, 40, 0.2, valued=True, extra=0)
+    labels, weights = some_labels(seed=2), operands()["weights"]
+    mesh = None if shape is None else mesh_of(shape)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        if mesh is not None:
+            x, labels = blocks_of(x, mesh), blocks_of(labels, mesh)
+
+        @nnx.jit(donate_argnums=(0, 1))
+        def step(model, optimizer, x, labels, derived):
+            if fuse:
+                return fused.train_step(model, optimizer, x, labels, weights, derived)
+
+            def loss(model):
+                return model.loss(x, labels, weights=weights)
+
+            value, gradients = optimizer.value_and_grad(loss)(model)
+            optimizer.update(model, gradients)
+            return value, derived
+
+        def run():
+            model = FeedForward(config, inputs=40, outputs=ITEMS, rngs=nnx.Rngs(0))
+            optimizer = Optimizer(model, rule)
+            derived, history = fused.derive(model) if fuse else (), []
+            for _ in range(3):
+                loss, derived = step(model, optimizer, x, labels, derived)
+                history.append(float(loss))
+            assert mesh is None or lies(model.output.kernel[...], P("model"), mesh)
+            state = nnx.state((model, optimizer), nnx.Not(nnx.RngState))
+            return history, jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+
+        return run(), run()
+
+
+RULES = [
+    (optimizers.rmsprop(1e-2), {"loss": "softmax_cross_entropy", "temperature": 0.3}),
+    (optimizers.adam(1e-2), {"loss": "l2_loss"}),
+]
+
+
+@functools.cache
+def trained_alone(case):
+    rule, options = RULES[case]
+    return trained(None, False, rule, **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "fuse", "case"),
+    [((2, 4), True, 0), ((2, 4), False, 0), ((1, 8), True, 0), ((8, 1), True, 1)],
+    ids=str,
+)
+def test_training_steps(shape, fuse, case):
+    rule, options = RULES[case]
+    want = trained_alone(case)
+    got, again = trained(shape, fuse, rule, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    # Squares of gradients that nearly cancel are the least exact.
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4)
+    jax.tree.map(close, got[1], want[1])
+
+
+def test_scores_of_a_layer():
+    h = operands()["h"]
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, ITEMS, (BATCH, 9)))
+
+    def run(h):
+        layer = SparseOutput(HIDDEN, ITEMS, temperature=0.5, rngs=nnx.Rngs(0))
+        exclude = matrices.random_csr(BATCH, ITEMS, 0.3)
+        scores, some = (
+            nnx.jit(SparseOutput.scores)(layer, h),
+            jax.jit(layer.item_scores),
+        )
+        best = jax.jit(layer.top_k, static_argnums=1)(h, 4, exclude=exclude)
+        text = some.lower(h, ids).compile().as_text()
+        return (scores, some(h, ids), best), text or ""
+
+    want, _ = run(h)
+    mesh = mesh_of((2, 4))
+    with jax.set_mesh(mesh):
+        h = jax.device_put(h, NamedSharding(mesh, P("data")))
+        ids = jax.device_put(ids, NamedSharding(mesh, P("data")))
+        got, text = run(h)
+    assert_trees_close(got, want, HIDDEN)
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert not [line for line in gathers if f"{ROWS}," in line], "of the kernel"

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from sparsejax.sharding import ShardedCSR, axis_sizes, local, padded_rows
+from sparsejax.sharding import ShardedCSR, axis_sizes, check_rows, local
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
@@ -319,9 +319,4 @@ def check_matrix(
             f"{name} is in {blocks} blocks but the mesh that is set is {sizes} devices "
             '("data", "model"); make the blocks for this mesh'
         )
-    rows = padded_rows(matrix.num_cols)
-    if kernel.shape[0] != rows:
-        raise ValueError(
-            f"the kernel has {kernel.shape[0]:,} rows but on a mesh {name}, of "
-            f"{matrix.num_cols:,} columns, needs {rows:,}, a multiple of 256"
-        )
+    check_rows("the kernel", kernel, matrix)

@@ -18,7 +18,7 @@ from pallas_kernels import score_tiles as tiles
 from sparsejax import losses
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import ShardedCSR, on_each_device
+from sparsejax.sharding import ShardedCSR, on_each_device, on_one_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -462,11 +462,8 @@ def _kernel_is_fastest() -> bool:
     if jax.default_backend() != "gpu":
         return False
     # Without `shard_map` the partitioner would have to divide the kernel's work.
-    divided = (
-        jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
-    )
     capability = float(getattr(jax.devices()[0], "compute_capability", 0))
-    return capability == 9.0 and not divided
+    return capability == 9.0 and on_one_device()
 
 
 # Derivatives, and the choice of the implementation
