@@ -262,8 +262,10 @@ class SparseOutput(nnx.Module):
 
     @property
     def kernel_spec(self) -> P | None:
-        """How the kernel lies on the mesh it was made for, if it was for one."""
-        return self.kernel.get_metadata().get("out_sharding")
+        """How the kernel lies on the mesh that is set; None if it is not divided."""
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = self.kernel.get_metadata().get("out_sharding")
+        return spec if "model" in mesh.shape else None
 
     def hidden_operand(
         self, h: Float[Array, "batch in_features"]

@@ -232,10 +232,7 @@ class ShardedCSR:
         """`[data, model, nse]` values, or None for an indicator matrix."""
         return self.blocks.data
 
-    # `Self` cannot be checked at run time.
-    def with_data[Matrix: ShardedCSR](  # noqa: PYI019
-        self: Matrix, data: jax.Array | None
-    ) -> Matrix:
+    def with_data(self, data: jax.Array | None) -> ShardedCSR:
         """The same entries with other values."""
         return dataclasses.replace(
             self, blocks=dataclasses.replace(self.blocks, data=data)

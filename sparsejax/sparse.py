@@ -158,8 +158,7 @@ class CSR:
         """Capacity: number of entries that can be stored, padding included."""
         return self.indices.shape[-1]
 
-    # `Self` cannot be checked at run time.
-    def with_data[Matrix: CSR](self: Matrix, data: Array | None) -> Matrix:  # noqa: PYI019
+    def with_data(self, data: Array | None) -> CSR:
         """The same entries with other values, or with none: an indicator."""
         return dataclasses.replace(self, data=data)
 
