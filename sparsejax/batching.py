@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.sharding import ShardedCSR, axis_sizes, current_mesh, padded_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
@@ -54,17 +55,19 @@ class Batch:
     """Some rows of a matrix, to be taken inside a compiled program.
 
     Attributes:
-      matrix: all rows, on the device.
+      matrix: all rows, on the device; or in blocks on a mesh, those of the batch.
       rows: `[batch]`; -1 makes an empty row.
-      nse: room for their entries (static).
+      nse: room for their entries, or for those of a block (static).
     """
 
-    matrix: CSR
+    matrix: CSR | ShardedCSR
     rows: Array
     nse: int = dataclasses.field(metadata={"static": True})
 
-    def take(self) -> CSR:
+    def take(self) -> CSR | ShardedCSR:
         """`[batch, num_cols]`."""
+        if isinstance(self.matrix, ShardedCSR):
+            return self.matrix
         return take_rows(self.matrix, jnp.asarray(self.rows), self.nse)
 
 
@@ -73,27 +76,69 @@ class Batches:
     """Rows of a matrix in batches of one size, with room for the fullest of them.
 
     Attributes:
-      matrix: all rows, on the device.
+      matrix: all rows, on the device; with a mesh on the host.
       rows: `[steps, batch]` int32, -1 where there is none, as at the end of the last.
-      nse: room for the entries of a batch.
+      nse: room for the entries of a batch, or of a block of one.
+      mesh: on whose devices each batch is put, in blocks.
     """
 
     matrix: CSR
     rows: np.ndarray
     nse: int
+    mesh: jax.sharding.Mesh | None = None
 
     @classmethod
     def of(cls, matrix: CSR, rows: np.ndarray, batch_size: int) -> Batches:
-        """Batches of `rows: [n]` in their order; -1 is an empty row."""
+        """Batches of `rows: [n]` in their order; -1 is an empty row.
+
+        Args:
+          matrix: from `for_batches`.
+          rows: of the matrix.
+          batch_size: from `rows_in_a_batch`.
+        """
         steps = -(-len(rows) // batch_size)
         missing = (0, steps * batch_size - len(rows))
         padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
         batches = padded.reshape(steps, batch_size)
-        lengths = np.diff(np.asarray(matrix.indptr))
-        return cls(matrix, batches, bucket(largest_batch(lengths, batches)))
+        mesh = current_mesh()
+        if mesh is None:
+            lengths = np.diff(np.asarray(matrix.indptr))
+            return cls(matrix, batches, bucket(largest_batch(lengths, batches)))
+        most = _largest_block(matrix, batches, *axis_sizes())
+        return cls(matrix, batches, bucket(most), mesh)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (Batch(self.matrix, rows, self.nse) for rows in self.rows)
+        for rows in self.rows:
+            matrix = self.matrix
+            if self.mesh is not None:
+                parts = rows.reshape(self.mesh.shape["data"], -1)
+                matrix = ShardedCSR.from_host(matrix, parts, self.mesh, nse=self.nse)
+            yield Batch(matrix, rows, self.nse)
+
+
+def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> int:
+    """Number of entries in the fullest block of `batches: [steps, batch]`."""
+    parts = batches.reshape(len(batches), data, -1)
+    place = matrix.indices // (padded_rows(matrix.num_cols) // model)
+    most = 0
+    for m in range(model):
+        before = np.append(0, np.cumsum(place == m))
+        most = max(most, largest_batch(np.diff(before[matrix.indptr]), parts))
+    return most
+
+
+def rows_in_a_batch(most: int, rows: int) -> int:
+    """Of batches of `rows`: `most`, or fewer if there are few; on a mesh a multiple of
+    the parts it divides them in."""
+    parts = 1 if current_mesh() is None else axis_sizes()[0]
+    return -(-min(most, bucket(rows)) // parts) * parts
+
+
+def for_batches(matrix: CSR) -> CSR:
+    """The matrix on the device; with a mesh on the host, which makes the blocks."""
+    if current_mesh() is None:
+        return on_device(matrix)
+    return jax.tree.map(np.asarray, matrix)
 
 
 def on_device(matrix: CSR) -> CSR:

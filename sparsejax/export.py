@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from sparsejax.layers import SparseLinear, SparseOutput
 from sparsejax.prediction import Recommender
 from sparsejax.predictor import save_predictor
 from sparsejax.recommendations import check_positive
+from sparsejax.sharding import without_mesh
 from sparsejax.sparse import CSR
 
 _PLATFORMS = ("cpu", "cuda")
@@ -61,16 +61,16 @@ def export_predictor(
                 f"{len(items):,} names were given but the model has "
                 f"{model.num_items:,} items"
             )
+    # A copy, whose weights are the same arrays.
+    model = nnx.merge(*nnx.split(model))
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, SparseLinear | SparseOutput):
+            # A kernel is of one platform and cannot be in a program for two.
+            node.implementation = "xla"
+        elif isinstance(node, nnx.Variable):
+            node.set_metadata(out_sharding=None)  # the program is for one device
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
     weights, structure = jax.tree.flatten(state)
-    model = nnx.merge(
-        graphdef, keys, state
-    )  # a copy, whose weights are the same arrays
-    for _, module in nnx.iter_modules(cast(nnx.Module, model)):
-        if isinstance(module, SparseLinear | SparseOutput):
-            # A kernel is of one platform and cannot be in a program for two.
-            module.implementation = "xla"
-    graphdef = nnx.graphdef(model)
 
     def top_k(weights, data, indices, indptr, seen_indices, seen_indptr):
         state = jax.tree.unflatten(structure, weights)
@@ -87,8 +87,9 @@ def export_predictor(
             data = jax.ShapeDtypeStruct((entries,), jnp.float32)
             shown = (data, _int32(entries), offsets)
             seen = (_int32(seen_entries), offsets)
-            exported = export.export(jax.jit(top_k), platforms=_PLATFORMS)
-            yield rows, exported(abstract, *shown, *seen)
+            with without_mesh():
+                exported = export.export(jax.jit(top_k), platforms=_PLATFORMS)
+                yield rows, exported(abstract, *shown, *seen)
 
     save_predictor(
         path,

@@ -36,16 +36,21 @@ computed in float64::
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from sparsejax.sharding import ShardedCSR, local, on_each_device
 from sparsejax.sparse import CSR
 
 
 def recall_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Share of the labels that are among the first `k` ids.
 
@@ -64,7 +69,7 @@ def recall_at_k(
 
 
 def truncated_recall_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Hits among the first `k` ids over the most there could be, `min(k, labels)`.
 
@@ -76,7 +81,7 @@ def truncated_recall_at_k(
 
 
 def precision_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Share of the first `k` ranks that hold a label; an empty rank holds none.
 
@@ -87,7 +92,7 @@ def precision_at_k(
 
 
 def ndcg_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Normalised discounted cumulative gain: hits count less at lower ranks.
 
@@ -105,7 +110,7 @@ def ndcg_at_k(
 
 
 def hit_rate_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """1 if a label is among the first `k` ids, else 0.
 
@@ -117,7 +122,7 @@ def hit_rate_at_k(
 
 
 def mrr_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Reciprocal of the rank of the first label, 0 if none is among the first `k` ids.
 
@@ -130,7 +135,7 @@ def mrr_at_k(
 
 
 def map_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Average precision: the mean of the precision at the rank of each label.
 
@@ -187,11 +192,15 @@ def mean_popularity(
     return float(given @ np.asarray(popularity, np.float64) / max(given.sum(), 1))
 
 
-def is_label(ids: Int[Array, "batch k_max"], labels: CSR) -> Bool[Array, "batch k_max"]:
+def is_label(
+    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR
+) -> Bool[Array, "batch k_max"]:
     """Whether each id is among the labels of its row; -1 never is.
 
     A binary search in the row: `batch k_max log2(nse)` reads of `labels.indices`.
     """
+    if isinstance(labels, ShardedCSR):
+        return _any_block(_is_label_of_block, labels, ids)
     if labels.nse == 0:
         return jnp.zeros(ids.shape, bool)
     indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
@@ -213,7 +222,7 @@ def is_label(ids: Int[Array, "batch k_max"], labels: CSR) -> Bool[Array, "batch 
     return (ids >= 0) & (low < ends) & (indices[low] == ids)
 
 
-def _hits(ids, labels: CSR, k: int):
+def _hits(ids, labels: CSR | ShardedCSR, k: int):
     """`[batch]` number of labels among the first `k` ids; NaN for a broken row."""
     # All ids are looked up and then cut, not the other way round: so XLA sees that the
     # metrics of one ranking at several k look up the same, and does it once.
@@ -221,18 +230,48 @@ def _hits(ids, labels: CSR, k: int):
     return hits.astype(jnp.float32) + _nan_where_broken(labels)
 
 
-def _nan_where_broken(labels: CSR):
+def _nan_where_broken(labels: CSR | ShardedCSR):
     """`[batch]`: NaN for a row with an index out of range or no room, else 0."""
+    if isinstance(labels, ShardedCSR):
+        broken = _any_block(_broken, labels)
+    else:
+        broken = _broken(labels)
+    return jnp.where(broken, jnp.nan, 0.0)
+
+
+def _broken(labels: CSR) -> Bool[Array, "batch"]:
     if labels.nse == 0:
-        return jnp.where(labels.overfull_rows(), jnp.nan, 0.0)
+        return labels.overfull_rows()
     indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
-    first, last = indices[indptr[:-1]], indices[indptr[1:] - 1]  # indices ascend
-    outside = (first < 0) | (last >= labels.num_cols)
+    # Indices ascend, but in a block -1 stands for any that is wrong.
+    first, last = indices[indptr[:-1]], indices[indptr[1:] - 1]
+    outside = (first < 0) | (last < 0) | (last >= labels.num_cols)
     outside &= labels.row_lengths() > 0
-    return jnp.where(outside | labels.overfull_rows(), jnp.nan, 0.0)
+    return outside | labels.overfull_rows()
 
 
-def _check(ids, labels: CSR, k: int | None) -> int:
+def _is_label_of_block(block: CSR, ids: jax.Array) -> Bool[Array, "batch k_max"]:
+    ids = ids - lax.axis_index("model") * block.num_cols
+    return is_label(jnp.where(ids < block.num_cols, ids, -1), block)
+
+
+def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Array):
+    """Whether `f` of a block and of its rows of the arrays is true for any block."""
+
+    def on_device(blocks, *arrays):
+        return lax.psum(f(local(blocks), *arrays).astype(jnp.int32), "model") > 0
+
+    rows = P("data")
+    return on_each_device(
+        on_device,
+        labels.blocks,
+        *arrays,
+        in_specs=(P("data", "model"), *[rows] * len(arrays)),
+        out_specs=rows,
+    )
+
+
+def _check(ids, labels: CSR | ShardedCSR, k: int | None) -> int:
     batch, k_max = ids.shape
     if labels.num_rows != batch:
         raise ValueError(f"ids has {batch:,} rows but labels has {labels.num_rows:,}")

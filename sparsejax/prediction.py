@@ -15,7 +15,13 @@ import scipy.sparse
 from flax import nnx
 
 from sparsejax import metrics
-from sparsejax.batching import Array, Batch, Batches, bucket, on_device
+from sparsejax.batching import (
+    Array,
+    Batch,
+    Batches,
+    for_batches,
+    rows_in_a_batch,
+)
 from sparsejax.data import SparseDataset
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
@@ -28,6 +34,7 @@ from sparsejax.recommendations import (
     indicator,
     recommend_by,
 )
+from sparsejax.sharding import ShardedCSR, everywhere, padded_rows, placed
 from sparsejax.sources import (
     Source,
     Table,
@@ -52,7 +59,7 @@ _METRICS = {
 class Recommender(Protocol):
     """What `recommend` and `evaluate` need of a model: an `nnx.Module` with these.
 
-    `sparsejax.FeedForward` has them.
+    `sparsejax.FeedForward` has them. On a mesh it is given `ShardedCSR`s.
     """
 
     @property
@@ -85,6 +92,7 @@ def recommend(
 
     A row without entries gets what the model says for an empty row. One program is
     compiled for all batches; it also serves later calls with data of similar size.
+    Under `jax.set_mesh`, with a model made there, batches and kernels are divided.
 
     >>> found = recommend(model, train, k=10, exclude=train)
     >>> found.names(train)[0]
@@ -107,6 +115,7 @@ def recommend(
       ValueError: `inputs` or `exclude` does not fit the model or the other.
     """
     graphdef, state = nnx.split((model, optimizer))
+    state = placed(state)
 
     def step(shown: Batch, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
         return _recommended(graphdef, state, shown, unwanted, k)
@@ -237,8 +246,8 @@ def prepare(
             f"{unknown.size:,} of {scored.size:,} rows of heldout are not in inputs: "
             f"{labels.labels(unknown)}; without inputs the model has nothing to go by"
         )
-    batch_size = min(batch_size, bucket(scored.size))
-    matrix = on_device(x.matrix)
+    batch_size = rows_in_a_batch(batch_size, scored.size)
+    matrix = for_batches(x.matrix)
     unwanted = None
     if seen is not None:
         unwanted = exclusion(x, rows, matrix, seen, batch_size)
@@ -254,7 +263,7 @@ def prepare(
         rows=scored,
         batches=Batches.of(matrix, rows, batch_size),
         exclude=unwanted,
-        labels=Batches.of(on_device(indicator(labels.matrix)), scored, batch_size),
+        labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
         candidates=ids,
         popularity=share,
         baseline={},
@@ -274,9 +283,9 @@ class Evaluation:
       ks: the cut-offs.
       heldout: the held-out entries as they were given.
       rows: `[users]` the rows of `heldout` that have entries.
-      batches: what the model is shown for these, on the device.
-      exclude: what is not to be recommended to them, on the device.
-      labels: what it should find, on the device.
+      batches: what the model is shown for these.
+      exclude: what is not to be recommended to them.
+      labels: what it should find.
       candidates: `[steps, batch, count]` the items to rank, -1 is none; all if None.
       popularity: `[items]` share of the rows that have the item, or None.
       baseline: metrics of the baseline, or empty.
@@ -305,7 +314,8 @@ class Evaluation:
                 f"{type(model).__name__} has not"
             )
         graphdef, state = nnx.split((model, optimizer))
-        counts = jnp.zeros((len(self.ks), items), jnp.int32)
+        state = placed(state)
+        counts = placed(jnp.zeros((len(self.ks), items), jnp.int32))
         parts = []
         for step in zip(
             self.batches,
@@ -340,11 +350,15 @@ class _Popularity(nnx.Module):
         self.scores = nnx.Variable(jnp.asarray(ranks, jnp.float32))
         self.num_features, self.num_items = num_features, len(counts)
 
-    def top_k(self, x: CSR, k: int, *, exclude: CSR | None = None):
-        h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((self.num_items, 1))
-        return top_k(h, kernel, self.scores[...], k, exclude=exclude)
+    def top_k(
+        self, x: CSR | ShardedCSR, k: int, *, exclude: CSR | ShardedCSR | None = None
+    ):
+        rows = padded_rows(self.num_items)
+        h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((rows, 1))
+        bias = jnp.pad(self.scores[...], (0, rows - self.num_items))
+        return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
 
-    def item_scores(self, x: CSR, ids):
+    def item_scores(self, x: CSR | ShardedCSR, ids):
         return self.scores[...][ids]
 
 
@@ -399,7 +413,13 @@ def _ranked(
         return _ranked_among(model, x.take(), candidates, unwanted, k)
 
 
-def _ranked_among(model, x: CSR, candidates, exclude: CSR | None, k: int):
+def _ranked_among(
+    model,
+    x: CSR | ShardedCSR,
+    candidates,
+    exclude: CSR | ShardedCSR | None,
+    k: int,
+):
     """As `model.top_k`, of `candidates: [batch, count]` alone, ascending, then -1."""
     valid = candidates >= 0
     if exclude is not None:
@@ -421,7 +441,7 @@ def _ranked_among(model, x: CSR, candidates, exclude: CSR | None, k: int):
 @functools.partial(jax.jit, static_argnames=("graphdef", "k"))
 def _recommended(graphdef, state, x: Batch, exclude: Batch | None, k: int):
     """Ids and scores, `[batch, k]`."""
-    return _ranked(graphdef, state, x, exclude, k)
+    return everywhere(_ranked(graphdef, state, x, exclude, k))
 
 
 @functools.partial(
@@ -447,7 +467,8 @@ def _measured(
     ids = jnp.where(wanted.row_lengths()[:, None] > 0, ids, -1)
     num_items = counts.shape[1]
     counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
-    return jnp.where(bad[None, :], jnp.nan, jnp.stack(values)), counts
+    values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
+    return everywhere((values, counts))
 
 
 def _candidate_ids(

@@ -32,6 +32,7 @@ from sparsejax.batching import Batch, bucket
 from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names
 from sparsejax.recommendations import Recommendations, recommend_by
+from sparsejax.sharding import without_mesh
 from sparsejax.sources import Source, Table, check_same_features
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
@@ -85,15 +86,16 @@ class Predictor:
         x = Table.of("inputs", inputs)
         if self.num_items == self.num_features:
             check_same_features(x, Table("the predictor", x.matrix, None, self.items))
-        return recommend_by(
-            self._step,
-            x,
-            self.k,
-            exclude=exclude,
-            num_features=self.num_features,
-            num_items=self.num_items,
-            batch_size=max(self.programs),
-        )
+        with without_mesh():  # programs are for one device
+            return recommend_by(
+                self._step,
+                x,
+                self.k,
+                exclude=exclude,
+                num_features=self.num_features,
+                num_items=self.num_items,
+                batch_size=max(self.programs),
+            )
 
     def names(self, found: Recommendations) -> list[list[str]]:
         """The recommended items of each row by name.
@@ -121,12 +123,14 @@ def _taking(program: export.Exported):
 
     def call(weights, shown: Batch, unwanted: Batch | None):
         x = shown.take()
+        assert isinstance(x, CSR)  # as no mesh is set
         data = jnp.ones(x.nse) if x.data is None else jnp.asarray(x.data)
         if unwanted is None:
             nothing = jnp.zeros(bucket(0), jnp.int32)
             seen = CSR(None, nothing, jnp.zeros_like(x.indptr), num_cols=1)
         else:
             seen = unwanted.take()
+            assert isinstance(seen, CSR)
         arrays = (data, x.indices, x.indptr, seen.indices, seen.indptr)
         return program.call(weights, *arrays)
 

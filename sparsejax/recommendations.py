@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
 from sparsejax.sources import (
@@ -96,8 +96,8 @@ def recommend_by(
     """
     check_positive(k=k, batch_size=batch_size)
     check_columns(x.what, x.matrix.num_cols, num_features, "features")
-    batch_size = min(batch_size, bucket(x.num_rows))
-    matrix = on_device(x.matrix)
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
+    matrix = for_batches(x.matrix)
     rows = np.arange(x.num_rows)
     batches = Batches.of(matrix, rows, batch_size)
     unwanted = None
@@ -122,7 +122,7 @@ def recommend_by(
 def exclusion(
     x: Table, rows: np.ndarray, matrix: CSR, seen: Table, batch_size: int
 ) -> Batches:
-    """What `seen` has for some rows of `x`, whose matrix is on the device already."""
+    """What `seen` has for some rows of `x`, whose `matrix` batches are made from."""
     if seen.matrix is not x.matrix:
         found = find_rows(x, seen)
         if found.size and found.max() < 0:
@@ -131,7 +131,7 @@ def exclusion(
                 f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
                 f"among {seen.labels(theirs)}"
             )
-        rows, matrix = found[rows], on_device(indicator(seen.matrix))
+        rows, matrix = found[rows], for_batches(indicator(seen.matrix))
     return Batches.of(indicator(matrix), rows, batch_size)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from sparsejax.sparse import CSR, MAX_ENTRIES, Transposed, take_rows
 
 ROW_MULTIPLE = 256
 VIRTUAL_SHARDS = 64
+
+# In a piece of an array that one process sends to all others: 256 MB.
+_EXCHANGED_ELEMENTS = 2**26
 
 # How a kernel lies on a mesh: its rows, which are features or items, over "model".
 BY_ROWS = P("model", None)
@@ -146,6 +150,39 @@ def placed[Tree](tree: Tree) -> Tree:
     return jax.tree.map(put, tree)
 
 
+def everywhere[Tree](tree: Tree) -> Tree:
+    """A traced tree that every device of the mesh has whole, if a mesh is set.
+
+    So every process can read it.
+    """
+    return lax.with_sharding_constraint(tree, P()) if mesh_is_set() else tree
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole array, in every process, all of which must ask for it.
+
+    Some rows at a time where processes have to exchange them, as a device may not have
+    room for more than its part.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    whole = np.empty(array.shape, array.dtype)
+    size = max(1, _EXCHANGED_ELEMENTS * len(whole) // whole.size)
+    get = jax.jit(
+        lambda array, rows: array.at[rows].get(mode="clip"),
+        out_shardings=NamedSharding(cast(NamedSharding, array.sharding).mesh, P()),
+    )
+    for start in range(0, len(whole), size):
+        part = np.asarray(get(array, np.arange(start, start + size, dtype=np.int32)))
+        whole[start : start + size] = part[: len(whole) - start]
+    return whole
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Within it no mesh is set."""
+    return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
 def layout_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
     """How each leaf of a tree lies on the mesh that is set, or None without one."""
     if not mesh_is_set():
@@ -259,7 +296,8 @@ class ShardedCSR:
         def block(x):
             first = lax.axis_index("data") * rows
             part = take_rows(x, first + jnp.arange(rows, dtype=jnp.int32), x.nse)
-            part = columns_between(part, lax.axis_index("model"), width)
+            cut = lax.dynamic_slice_in_dim(x.overfull_rows(), first, rows)
+            part = columns_between(part, lax.axis_index("model"), width, cut)
             return jax.tree.map(lambda leaf: leaf[None, None], part)
 
         plain = dataclasses.replace(x, transposed=None)
@@ -527,10 +565,11 @@ def below_each_other(arrays: Any) -> Any:
     return jax.tree.map(gathered, arrays)
 
 
-def columns_between(x: CSR, part: jax.Array, width: int) -> CSR:
+def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
 
-    Room stays for all. An index that is no column of `x` stays wrong, in part 0.
+    Room stays for all. An index that is no column of `x` stays wrong, in part 0. Rows
+    that are `cut` lack entries, as all after them do, and are overfull in the result.
     """
     columns = jnp.asarray(x.indices)
     row = x.row_ids()
@@ -547,8 +586,6 @@ def columns_between(x: CSR, part: jax.Array, width: int) -> CSR:
         .at[row]
         .add(kept.astype(jnp.int32), mode="drop")
     )
-    # A row that did not fit in `x` must not seem to here.
-    cut = x.overfull_rows()
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     ends = jnp.where(cut, x.nse + 1, ends)
     indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])

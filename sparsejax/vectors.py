@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from flax import nnx
 
-from sparsejax.batching import Batch, Batches, bucket, on_device
+from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
 from sparsejax.data import SparseDataset
 from sparsejax.data.files import replacing
 from sparsejax.data.names import as_names, examples, find_names, to_arrow
@@ -24,6 +24,7 @@ from sparsejax.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
 from sparsejax.recommendations import Recommendations, check_positive
+from sparsejax.sharding import everywhere, placed, to_host
 from sparsejax.sources import Source, Table, check_columns
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
@@ -70,7 +71,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
         up to date, as after `fit`, `load_model` or `Optimizer.flush`.
     """
     output = model.output
-    return np.array(output.kernel[...][: output.num_items], np.float32)
+    return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
 
 
 def user_vectors(
@@ -98,11 +99,12 @@ def user_vectors(
     check_positive(batch_size=batch_size)
     x = Table.of("inputs", inputs)
     check_columns("inputs", x.matrix.num_cols, model.num_features, "features")
-    batch_size = min(batch_size, bucket(x.num_rows))
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
     # Without rows one that is empty, so that there is a batch to take the width from.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
-    batches = Batches.of(on_device(x.matrix), rows, batch_size)
+    batches = Batches.of(for_batches(x.matrix), rows, batch_size)
     graphdef, state = nnx.split((model, optimizer))
+    state = placed(state)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
     return np.concatenate(parts)[: x.num_rows]
 
@@ -138,7 +140,7 @@ def similar_items(
     output = model.output
     ids = _ids(items, output.num_items, names)
     kernel = output.kernel[...].astype(jnp.float32)
-    found = _similar(kernel, jnp.asarray(ids), k, output.num_items)
+    found = _similar(kernel, ids, k, output.num_items, output.kernel_spec)
     return Recommendations(*map(np.asarray, found))
 
 
@@ -199,16 +201,27 @@ def _encoded(graphdef, state, x: Batch) -> jax.Array:
     if optimizer is not None:
         current = optimizer.reading(model)
     with current:
-        return model.encode(x.take(), deterministic=True).astype(jnp.float32)
+        h = model.encode(x.take(), deterministic=True).astype(jnp.float32)
+        return everywhere(h)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "num_items"))
-def _similar(kernel, ids, k: int, num_items: int):
+@functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
+def _similar(kernel, ids, k: int, num_items: int, kernel_spec: jax.P | None):
     square = jnp.sum(jnp.square(kernel), axis=1)
     inverse = jnp.where(square > 0, jax.lax.rsqrt(square), 0)
     h = kernel[ids] * inverse[ids][:, None]
     itself = CSR(None, ids, jnp.arange(len(ids) + 1), num_cols=num_items)
-    return top_k(h, kernel, None, k, scale=inverse, exclude=itself)
+    return everywhere(
+        top_k(
+            h,
+            kernel,
+            None,
+            k,
+            scale=inverse,
+            exclude=itself,
+            kernel_spec=kernel_spec,
+        )
+    )
 
 
 def _ids(items, num_items: int, names) -> np.ndarray:
