@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.sharding import ShardedCSR, axis_sizes, current_mesh, padded_rows
+from sparsejax.sharding import ShardedCSR, axis_sizes, mesh_is_set, padded_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
@@ -100,12 +100,11 @@ class Batches:
         missing = (0, steps * batch_size - len(rows))
         padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
         batches = padded.reshape(steps, batch_size)
-        mesh = current_mesh()
-        if mesh is None:
+        if not mesh_is_set():
             lengths = np.diff(np.asarray(matrix.indptr))
             return cls(matrix, batches, bucket(largest_batch(lengths, batches)))
         most = _largest_block(matrix, batches, *axis_sizes())
-        return cls(matrix, batches, bucket(most), mesh)
+        return cls(matrix, batches, bucket(most), jax.sharding.get_mesh())
 
     def __iter__(self) -> Iterator[Batch]:
         for rows in self.rows:
@@ -130,15 +129,15 @@ def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> i
 def rows_in_a_batch(most: int, rows: int) -> int:
     """Of batches of `rows`: `most`, or fewer if there are few; on a mesh a multiple of
     the parts it divides them in."""
-    parts = 1 if current_mesh() is None else axis_sizes()[0]
+    parts = axis_sizes()[0] if mesh_is_set() else 1
     return -(-min(most, bucket(rows)) // parts) * parts
 
 
 def for_batches(matrix: CSR) -> CSR:
     """The matrix on the device; with a mesh on the host, which makes the blocks."""
-    if current_mesh() is None:
-        return on_device(matrix)
-    return jax.tree.map(np.asarray, matrix)
+    if mesh_is_set():
+        return jax.tree.map(np.asarray, matrix)
+    return on_device(matrix)
 
 
 def on_device(matrix: CSR) -> CSR:
