@@ -62,11 +62,15 @@ class Transposed(NamedTuple):
         before = jnp.pad(columns, ((0, 0), (1, 0)), constant_values=-1)[:, :nse]
         first = used & (columns != before)
         capacity = min(nse, num_cols)
-        slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, capacity + 1)
+        # All places differ, also those that are dropped, so that XLA's deterministic
+        # operations leave the scatter alone. They take a place that is out of range in a
+        # matrix of the stack for one in the next, and lose its first column.
+        dropped = capacity + 1 + positions
+        slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, dropped)
         count = jnp.sum(used, axis=1, dtype=jnp.int32)[:, None]
         indptr = jnp.broadcast_to(count, (stack, capacity + 1))
         each = jnp.arange(stack, dtype=jnp.int32)[:, None]
-        indptr = indptr.at[each, slot].set(positions, mode="drop")
+        indptr = indptr.at[each, slot].set(positions, mode="drop", unique_indices=True)
         return cls(columns, rows.astype(jnp.int32), order, indptr)
 
     def distinct(self, padding: int) -> jax.Array:
