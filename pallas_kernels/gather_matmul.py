@@ -83,7 +83,8 @@ def gather_matmul(
     elements of `w` and writes `rows * hidden`; rows longer than `T` add some
     `2 hidden / T` float32 numbers an entry.
 
-    Fast where `hidden` is a multiple of 128. Any other is padded, which copies `w`.
+    Where `hidden` is no multiple of 128 the last programs take columns again that others
+    have taken, and write the same there. Below 128 `w` is padded, which copies it.
 
     Args:
       data: values, or None if every entry is 1. Not finite in a row: nor is the result.
@@ -116,8 +117,8 @@ def gather_matmul(
         # Nothing can be read. A row is NaN if it has entries all the same.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(w.dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
-    padding = -w.shape[1] % _LANES
-    if padding:
+    padding = _LANES - w.shape[1]
+    if padding > 0:
         w_padded = jnp.pad(w, ((0, 0), (0, padding)))
         y = gather_matmul(data, indices, indptr, w_padded, num_cols, config=config)
         return y[:, :-padding]
@@ -157,7 +158,7 @@ def gather_matmul(
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
             jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
-        grid=(hidden // chunk, programs + pl.cdiv(num_rows, _FILL_ROWS)),
+        grid=(pl.cdiv(hidden, chunk), programs + pl.cdiv(num_rows, _FILL_ROWS)),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
     )(indices, indptr, w, *values)
@@ -173,7 +174,7 @@ def gather_matmul(
     plgpu.kernel(
         gather_matmul_reduce,
         out_type=[],
-        grid=(hidden // chunk, programs),
+        grid=(pl.cdiv(hidden, chunk), programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
     )(partial, cut_rows, out_ref)
@@ -181,17 +182,27 @@ def gather_matmul(
 
 
 def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
-    """Elements of a program, which divide `hidden`, and those of a thread's access."""
-    units = hidden // _LANES
-    width = max(u for u in range(1, most // _LANES + 1) if units % u == 0)
-    return width * _LANES, min(width & -width, 16 // itemsize)
+    """Elements of a program, at least 128 in all, and those of a thread's access.
+
+    The fewest in all programs together, of those the fewest programs.
+    """
+    units = range(1, min(most, hidden) // _LANES + 1)
+    unit = min(units, key=lambda u: (pl.cdiv(hidden, u * _LANES) * u, -u))
+    return unit * _LANES, min(unit & -unit, hidden & -hidden, 16 // itemsize)
+
+
+def columns_of(hidden: int, chunk: int):
+    """The columns of a program: a whole chunk, also at the end."""
+    start = lax.axis_index("chunk") * chunk
+    if hidden % chunk:
+        start = jnp.minimum(start, hidden - chunk)
+    return pl.ds(start, chunk)
 
 
 def _fill_body(indptr_gmem, out_gmem, *, nse, programs, chunk, vec):
     """Rows without entries are 0, rows that do not fit are NaN."""
-    num_rows = out_gmem.shape[0]
-    p, c = lax.axis_index("program"), lax.axis_index("chunk")
-    columns = pl.ds(c * chunk, chunk)
+    num_rows, hidden = out_gmem.shape
+    p, columns = lax.axis_index("program"), columns_of(hidden, chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
     @pl.when(p >= programs)
@@ -244,7 +255,7 @@ def sum_body(
     programs = cut_rows_gmem.shape[1]
     t, unroll = config.entries, config.unroll
     p, c = lax.axis_index("program"), lax.axis_index("chunk")
-    columns = pl.ds(c * chunk, chunk)
+    columns = columns_of(w_gmem.shape[1], chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
     def splat(value):
@@ -427,8 +438,8 @@ def reduce_body(partial_gmem, cut_rows_gmem, store, *, chunk, vec):
 
     Calls `store` with the row, the columns and the sum.
     """
-    p, c = lax.axis_index("program"), lax.axis_index("chunk")
-    columns = pl.ds(c * chunk, chunk)
+    p = lax.axis_index("program")
+    columns = columns_of(partial_gmem.shape[-1], chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
     def load(which, q):

@@ -262,9 +262,12 @@ def reading(model: Any, readers: Mapping[Path, Reader]) -> Iterator[None]:
 
 def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     num_rows, hidden = kernel.shape
-    if sum(x.nse for x in xs) == 0:
+    nse = sum(x.nse for x in xs)
+    if nse == 0:
         ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden))
-    elif gather.kernel_is_fastest(dys[0], divided=is_divided(kernel)):
+    elif hidden % 128 == 0 and gather.kernel_is_fastest(
+        dys[0], nse, divided=is_divided(kernel)
+    ):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)
         return RowGradient.of_terms(terms, current)
     else:

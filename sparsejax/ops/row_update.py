@@ -174,12 +174,13 @@ def step_terms(
         )
     fits = rule.elementwise and not rule.drifts
     fits &= all(array.shape == table.w.shape for array in table.state.values())
-    if implementation is None and fits and kernel_is_fastest(terms.dy):
+    column, dy = terms.by_column.columns, terms.dy
+    fits &= dy.shape[1] % 128 == 0 and kernel_is_fastest(dy, column.shape[0])
+    if implementation is None and fits:
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
         return step_rows(rule, table, terms.ids(), terms.values(), count)
     by_column, names = terms.by_column, list(table.state)
-    column = by_column.columns
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
     is_last = (position < by_column.indptr[-1]) & (column != following)
