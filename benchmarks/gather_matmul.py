@@ -1,84 +1,90 @@
-"""Times gather-matmul against its peers and writes results and table.
+"""Times gather-matmul against its peers, and over shapes.
 
     python benchmarks/gather_matmul.py run [--commit NAME]    on a GPU
     python benchmarks/gather_matmul.py table                  anywhere
 
-`run` starts a process for JAX, one for JAX with its cuSPARSE flag, and one for torch
-and CuPy, since they do not share a GPU's memory well. Every result is checked against
-float64 on fresh random inputs before it is timed.
+JAX, JAX with its cuSPARSE flag, and torch with CuPy run in processes of their own, since
+they do not share a GPU's memory well; so do the shapes, on which the default choice of
+an implementation rests. Every result is checked against float64 before it is timed.
+`table` also draws the plots.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import (
-    RESULTS,
-    emit,
-    origin,
-    reported,
-    run_parts,
-    table,
-    write_section,
-)
+from report import command, origin, reported, table, write_section
 from timing import Time, time_jax, time_torch
-from workloads import WORKLOADS, Workload, make_rows
+from workloads import (
+    HIDDEN_SHAPES,
+    LENGTH_SHAPES,
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    make_rows,
+)
 
-_RESULTS = RESULTS / "gather_matmul.json"
 _BATCHES = 3
-_PARTS = {"jax": {}, "cusparse": {"JAX_BCOO_CUSPARSE_LOWERING": "true"}, "torch": {}}
+_PARTS = {
+    "jax": {},
+    "cusparse": {"JAX_BCOO_CUSPARSE_LOWERING": "true"},
+    "torch": {},
+    "shapes": {},
+}
+Cases = dict[tuple[str, str], dict[str, dict]]
 _DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table", "jax", "cusparse", "torch"])
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    parser.add_argument("--only", nargs="*", help="names of workloads")
-    arguments = parser.parse_args()
-    chosen = [w for w in WORKLOADS if not arguments.only or w.name in arguments.only]
-    if arguments.action == "run":
-        names = [workload.name for workload in chosen]
-        run_parts(
-            __file__, _PARTS, ["--only", *names], arguments.output, arguments.commit
-        )
-    elif arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-    else:
-        measure = _measure_torch if arguments.action == "torch" else _measure_jax
-        for workload in chosen:
-            for result in measure(workload, arguments.action):
-                emit(result)
+    command(__doc__, __file__, _PARTS, _measure, _write_table)
 
 
-def _weights(workload: Workload) -> np.ndarray:
-    """Random weights; a block of 2^24 numbers again and again, since some are large."""
-    block = np.random.default_rng(1).standard_normal(2**24, np.float32)
-    count = workload.num_cols * workload.hidden
-    # An odd stride between repetitions: equal rows are never a power of two apart.
-    w = np.resize(block[: 2**24 - 37], count)
-    return w.reshape(workload.num_cols, workload.hidden)
+def _measure(part: str) -> Iterator[dict]:
+    measure = {"torch": _measure_torch, "shapes": _measure_shape}.get(part)
+    measure = measure or functools.partial(_measure_jax, part)
+    for workload in SHAPES if part == "shapes" else WORKLOADS:
+        yield from measure(workload)
 
 
-def _error(actual: np.ndarray, rows: tuple, w: np.ndarray) -> float:
+@functools.cache
+def _block() -> np.ndarray:
+    """What the weights repeat, since some are large.
+
+    Its odd length keeps equal rows from being a power of two apart.
+    """
+    return np.random.default_rng(1).standard_normal(2**24 - 37, np.float32)
+
+
+def _jax_weights(workload: Workload, dtype: str):
+    import jax
+    import jax.numpy as jnp
+
+    shape = workload.num_cols, workload.hidden
+    repeat = jax.jit(jnp.resize, static_argnums=1)
+    return repeat(jnp.asarray(_block(), dtype), shape)
+
+
+def _error(actual: np.ndarray, rows: tuple, hidden: int) -> float:
     """Relative error of some rows, the longest among them, against float64."""
     indices, indptr = rows
     lengths = np.diff(indptr)
     some = np.random.default_rng(2).integers(0, len(lengths), 16)
     some = np.concatenate([np.argsort(-lengths)[:2], some, [len(lengths) - 1]])
-    terms = [w[indices[indptr[r] : indptr[r + 1]]].astype(np.float64) for r in some]
-    expected = np.stack([term.sum(0) for term in terms])
+    expected = []
+    for row in some:
+        ids = indices[indptr[row] : indptr[row + 1]].astype(np.int64)
+        places = ids[:, None] * hidden + np.arange(hidden)
+        terms = _block()[places % len(_block())]
+        expected.append(terms.sum(0, dtype=np.float64))
     off = np.linalg.norm(np.asarray(actual, np.float64)[some] - expected)
     return float(off / np.linalg.norm(expected))
 
@@ -99,21 +105,25 @@ def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
     }
 
 
-def _measure_jax(workload: Workload, part: str) -> Iterator[dict]:
+def _implementations(workload: Workload) -> dict[str, Callable]:
+    """Ours, for entries of value 1."""
+    from sparsejax.ops import gather_matmul as op
+    from sparsejax.sparse import CSR
+
+    def product(implementation, indices, indptr, w):
+        x = CSR(None, indices, indptr, num_cols=workload.num_cols)
+        return op.gather_sum(x, w, implementation)
+
+    names = "mosaic_gpu", "xla"
+    return {name: functools.partial(product, name) for name in names}
+
+
+def _measure_jax(part: str, workload: Workload) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
     from jax.experimental import sparse
 
-    from pallas_kernels import gather_matmul as kernel
-    from sparsejax.ops import gather_matmul as op
-    from sparsejax.sparse import CSR
-
-    def mosaic(indices, indptr, w):
-        return kernel.gather_matmul(None, indices, indptr, w, workload.num_cols)
-
-    def xla(indices, indptr, w):
-        x = CSR(None, indices, indptr, num_cols=workload.num_cols)
-        return op.gather_sum(x, w, "xla")
+    ours = _implementations(workload)
 
     def bcsr(indices, indptr, w):
         ones = jnp.ones(workload.entries, w.dtype)
@@ -125,8 +135,7 @@ def _measure_jax(workload: Workload, part: str) -> Iterator[dict]:
         return jax.ops.segment_sum(w[indices], ends - 1, num_segments=workload.num_rows)
 
     candidates: dict[str, Callable] = {
-        "mosaic_gpu": mosaic,
-        "xla": xla,
+        **ours,
         "take + segment_sum": take,
         "BCSR": bcsr,
     }
@@ -134,21 +143,37 @@ def _measure_jax(workload: Workload, part: str) -> Iterator[dict]:
         candidates = {"BCSR, cuSPARSE": bcsr}
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
-    host = _weights(workload)
     for dtype in ("float32", "bfloat16"):
-        w = jnp.asarray(host, dtype)
+        w = _jax_weights(workload, dtype)
         inputs = [(*map(jnp.asarray, batch), w) for batch in batches]
         for name, function in candidates.items():
-            if dtype == "bfloat16" and name not in ("mosaic_gpu", "xla"):
+            if dtype == "bfloat16" and name not in ours:
                 continue
             with reported(workload.name, dtype, name):
                 jitted = jax.jit(function)
-                error = _error(jitted(*inputs[0]), batches[0], host)
+                error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
                 time = time_jax(jitted, inputs)
                 yield _result(workload, dtype, name, time, error, versions)
 
 
-def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
+def _measure_shape(workload: Workload) -> Iterator[dict]:
+    import jax
+    import jax.numpy as jnp
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
+    for dtype in ("float32", "bfloat16"):
+        w = _jax_weights(workload, dtype)
+        inputs = [(*map(jnp.asarray, batch), w) for batch in batches]
+        for name, function in _implementations(workload).items():
+            with reported(workload.name, dtype, name):
+                jitted = jax.jit(function)
+                error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
+                time = time_jax(jitted, inputs, rounds=2)
+                yield _result(workload, dtype, name, time, error, versions)
+
+
+def _measure_torch(workload: Workload) -> Iterator[dict]:
     import cupy  # pyrefly: ignore[missing-import]
     import cupyx.scipy.sparse  # pyrefly: ignore[missing-import]
     import torch  # pyrefly: ignore[missing-import]
@@ -166,11 +191,13 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
 
     versions = {"torch": torch.__version__, "cupy": cupy.__version__}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
-    host = _weights(workload)
+    block = torch.from_numpy(_block()).cuda()
     shape = workload.num_rows, workload.num_cols
     cells = workload.num_rows * workload.num_cols
     for dtype in ("float32", "bfloat16"):
-        w = torch.from_numpy(host).cuda().to(getattr(torch, dtype))
+        size = workload.num_cols * workload.hidden
+        w = block.to(getattr(torch, dtype)).repeat(-(-size // len(block)))[:size]
+        w = w.view(workload.num_cols, workload.hidden)
         inputs = []
         for indices, indptr in batches:
             tensors = [torch.from_numpy(a).cuda() for a in (indices, indptr)]
@@ -185,7 +212,7 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
         for name, function in candidates.items():
             with reported(workload.name, dtype, name):
                 y = function(*inputs[0]).float().cpu().numpy()
-                error = _error(y, batches[0], host)
+                error = _error(y, batches[0], workload.hidden)
                 time = time_torch(function, inputs)
                 yield _result(workload, dtype, name, time, error, versions)
         if dtype == "float32":
@@ -201,23 +228,23 @@ def _measure_torch(workload: Workload, part: str) -> Iterator[dict]:
                 return matrix @ w
 
             with reported(workload.name, dtype, "CuPy"):
-                error = _error(cupy.asnumpy(multiply(*pairs[0])), batches[0], host)
+                error = _error(
+                    cupy.asnumpy(multiply(*pairs[0])), batches[0], workload.hidden
+                )
                 time = time_torch(multiply, pairs)
                 yield _result(workload, dtype, "CuPy", time, error, versions)
         del inputs, w
 
 
 def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    results = report["results"]
-    names = list(dict.fromkeys(row["implementation"] for row in results))
+    """Puts the results between the marks in README.md, and draws the plots."""
+    cases = _by_case(report["results"])
+    compared = {workload.name for workload in WORKLOADS}
+    names = list(dict.fromkeys(r["implementation"] for r in report["results"]))
     rows = []
-    for workload, dtype in dict.fromkeys((r["workload"], r["dtype"]) for r in results):
-        cells = {
-            r["implementation"]: r
-            for r in results
-            if (r["workload"], r["dtype"]) == (workload, dtype)
-        }
+    for (workload, dtype), cells in cases.items():
+        if workload not in compared:
+            continue
         some = next(iter(cells.values()))
         floor = 1e6 * some["bytes"] / report["ceiling_bytes_per_second"]
         ours = cells.get("mosaic_gpu", {}).get("kernel")
@@ -235,6 +262,81 @@ def _write_table(report: dict) -> None:
     columns = ["workload", "dtype", "ceiling", *names, "share of ceiling"]
     lines = [origin(report), "", *table(columns, rows)]
     write_section("gather_matmul", lines)
+    _write_choice(cases)
+    ceiling = report["ceiling_bytes_per_second"]
+    _plot("hidden", {w.hidden: w for w in HIDDEN_SHAPES}, cases, ceiling)
+    lengths = {w.entries // w.batch: w for w in LENGTH_SHAPES}
+    _plot("entries a row", lengths, cases, ceiling)
+
+
+def _by_case(results: Sequence[dict]) -> Cases:
+    """Results of the implementations for each workload and dtype."""
+    cases: Cases = {}
+    for r in results:
+        cases.setdefault((r["workload"], r["dtype"]), {})[r["implementation"]] = r
+    return cases
+
+
+def _write_choice(cases: Cases) -> None:
+    """What `implementation=None` picks, and how much slower than the best that is."""
+    from sparsejax.ops.gather_matmul import kernel_fits
+
+    about = {w.name: w for w in (*WORKLOADS, *SHAPES)}
+    rows = []
+    for (name, dtype), cells in cases.items():
+        if not {"mosaic_gpu", "xla"} <= cells.keys():
+            continue
+        w, ours = about[name], {n: cells[n]["kernel"] for n in ("mosaic_gpu", "xla")}
+        fits = kernel_fits(w.num_cols, w.hidden, w.entries)
+        choice = "mosaic_gpu" if fits else "xla"
+        rows.append(
+            [
+                f"{w.num_cols:,} x {w.hidden:,}",
+                f"{w.num_rows:,}",
+                f"{w.entries:,}",
+                dtype,
+                *(f"{time:.0f}" for time in ours.values()),
+                choice,
+                f"{100 * (ours[choice] / min(ours.values()) - 1):.0f} %",
+            ]
+        )
+    columns = ["w", "rows", "entries", "dtype", "mosaic_gpu", "xla", "choice", "off"]
+    write_section("choice", table(columns, rows))
+
+
+def _plot(
+    label: str, workloads: Mapping[int, Workload], cases: Cases, ceiling: float
+) -> None:
+    """Bandwidth of both implementations over one number of a shape."""
+    workloads = {n: w for n, w in workloads.items() if (w.name, "float32") in cases}
+    if not workloads:  # not measured
+        return
+    import matplotlib  # pyrefly: ignore[missing-import]
+    from matplotlib import pyplot  # pyrefly: ignore[missing-import]
+
+    # The same file from the same results, with text as text.
+    matplotlib.rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    for dtype, line in (("float32", "-"), ("bfloat16", "--")):
+        for name, colour in (("mosaic_gpu", "C0"), ("xla", "C1")):
+            points = {
+                place: cases[w.name, dtype][name]
+                for place, w in workloads.items()
+                if name in cases.get((w.name, dtype), {})
+            }
+            rates = [r["bytes"] / r["kernel"] / 1e6 for r in points.values()]
+            text = f"{name}, {dtype}"
+            axes.plot([*points], rates, line, marker=".", color=colour, label=text)
+    axes.axhline(ceiling / 1e12, color="0.5", linestyle=":", label="device copy")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(0)
+    axes.set_xlabel(label)
+    axes.set_ylabel("TB/s")
+    axes.legend(fontsize="small")
+    name = "gather_matmul_" + label.replace(" ", "_")
+    figure.savefig(_HERE / f"{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

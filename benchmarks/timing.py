@@ -24,14 +24,16 @@ class Time:
     call: float
 
 
-def time_jax(function: Callable, inputs: Sequence[tuple]) -> Time:
+def time_jax(
+    function: Callable, inputs: Sequence[tuple], *, rounds: int = _ROUNDS
+) -> Time:
     """Times a jitted function over the inputs, which have equal shapes."""
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
     measured = profiler.measure(function)
     kernel = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         for arguments in inputs:
             _, milliseconds = measured(*arguments)
             if milliseconds is None:

@@ -100,6 +100,50 @@ WORKLOADS = (
     dataclasses.replace(BIG, name="big_t", about="its gradient", transposed=True),
 )
 
+# Shapes over which the implementations are compared: one number varies at a time.
+HIDDEN_SHAPES = tuple(
+    H128
+    if hidden == H128.hidden
+    else dataclasses.replace(H128, name=f"hidden {hidden}", about="", hidden=hidden)
+    for hidden in (32, 64, 96, 100, 128, 192, 256, 384, 512, 768, 1000, 1024)
+)
+LENGTH_SHAPES = tuple(
+    dataclasses.replace(
+        H128,
+        name=f"length {length}",
+        about="",
+        batch=2**19 // length,
+        hidden=256,
+        entries=2**19,
+        spread=0.0,
+    )
+    for length in (1, 4, 16, 64, 256, 1024, 4096)
+)
+BATCH_SHAPES = tuple(
+    dataclasses.replace(
+        H128,
+        name=f"batch {batch}",
+        about="",
+        batch=batch,
+        hidden=256,
+        entries=64 * batch,
+    )
+    for batch in (8, 128, 1024)
+)
+# Matrices of few rows, of widths for which the kernel pads them or reads some columns
+# twice.
+CACHED_SHAPES = tuple(
+    dataclasses.replace(
+        H128, name=f"cached {hidden}", about="", features=27_000, hidden=hidden
+    )
+    for hidden in (32, 64, 100, 200)
+)
+SHAPES = tuple(
+    shape
+    for shape in HIDDEN_SHAPES + LENGTH_SHAPES + BATCH_SHAPES + CACHED_SHAPES
+    if shape is not H128
+)
+
 # Output layers: the rows are labels, or items to exclude.
 OUT256 = Workload(
     "out256",
