@@ -13,6 +13,7 @@ tile's 256 items.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,10 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import score_tiles as tiles
-from pallas_kernels.score_tiles import Config
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS
 
 _WORDS = tiles.TILE_ITEMS // 32
-_STORE = 64  # columns that are worked on and written at once
+_STORE = 64  # columns that are written at once
+_PIECE = 16  # columns that are worked on at once
+_LOG2E = math.log2(math.e)
+_LEAST = 8  # columns of the smallest array
 
 
 def label_words(
@@ -57,7 +61,6 @@ def slopes(
     size: int,
     limit: jax.typing.ArrayLike,
     with_values: bool = True,
-    config: Config | None = None,
 ) -> tuple[Float[Array, "parts batch"] | None, Float[Array, "batch size"]]:
     """`function` of the scores of items `start .. start + size - 1`.
 
@@ -65,6 +68,9 @@ def slopes(
 
         scores = (h . kernel_i) scale_i + bias_i                        float32
         values, slopes = function(scores, 1, listed, *vectors)      element by element
+
+    A function may return `odds` between the two, which are at least 0: then its values
+    are `values + log(1 + odds)`, and a logarithm is taken of the product of some.
 
     Args:
       function: gets float32 arrays `[rows, columns]`, `listed` a bool one, and may only
@@ -79,13 +85,11 @@ def slopes(
       size: number of items, a multiple of 256.
       limit: items from this one on (of the kernel's rows) have no value and no slope.
       with_values: whether the values are wanted.
-      config: how the work is cut.
 
     Returns:
-      The values, summed over each 256 items, or None; the slopes in bfloat16.
+      The values, summed over each 128 items, or None; the slopes in bfloat16.
     """
     batch = h.shape[0]
-    config = config or Config()
     layer = _Layer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
@@ -93,34 +97,52 @@ def slopes(
         layer_refs, words_gmem, *vector_refs = layer.split(inputs)
         *values_gmem, slopes_gmem = outputs
         vectors = [tiles.row_vector(ref, row) for ref in vector_refs]
+        vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
         words = _load_words(words_gmem, row, column)
         products = make()
-        total = jnp.zeros(tiles.ROWS, jnp.float32)
-        width = _STORE
-        for c in range(0, tiles.TILE_ITEMS, width):
-            item = first + column + c
-            scores = layer.apply(layer_refs, products[:, c : c + width], item)
-            values, slopes = function(
-                scores,
-                jnp.ones_like(scores),
-                _listed(words, c, width),
-                *(tiles.spread_rows(vector, width) for vector in vectors),
-            )
-            inside = tiles.column_numbers(width) < end - item
-            if with_values:
-                total = total + jnp.sum(jnp.where(inside, values, 0.0), axis=1)
-            slot = c // width % 2
-            # Of the two slots, the older must have been read.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            slopes = jnp.where(inside, slopes, 0.0).astype(slopes_gmem.dtype)
-            smem[warpgroup, slot] = slopes
-            plgpu.commit_smem()
-            target = pl.ds(row, tiles.ROWS), pl.ds(column + c, width)
-            plgpu.copy_smem_to_gmem(smem.at[warpgroup, slot], slopes_gmem.at[target])
-        for ref in values_gmem:
-            ref[column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)] = total
 
-    values = jax.ShapeDtypeStruct((size // tiles.TILE_ITEMS, batch), jnp.float32)
+        def piece(c, total, odds, operands, masked):
+            products, words = operands
+            item = first + column + c
+            scores = layer.apply(layer_refs, products[:, c : c + _PIECE], item)
+            listed = _listed(words, c, _PIECE)
+            made = function(scores, jnp.ones_like(scores), listed, *vectors)
+            if masked:
+                inside = tiles.column_numbers(_PIECE) < end - item
+                made = [None if x is None else jnp.where(inside, x, 0.0) for x in made]
+            values, *more, slopes = made
+            for i in range(0, _PIECE if with_values else 0, _LEAST):
+                total = total + values[:, i : i + _LEAST]
+                for x in more:
+                    x = x[:, i : i + _LEAST]
+                    odds = odds * x + (odds + x)  # (1 + odds) (1 + x) - 1
+            return total, odds, slopes.astype(slopes_gmem.dtype)
+
+        def finish(masked):
+            operands = products, words
+            if masked:  # else LLVM hoists what both branches do, which costs registers
+                operands = lax.optimization_barrier(operands)
+            total = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
+            odds = total
+            for c in range(0, tiles.COLUMNS, _STORE):
+                pieces = []
+                for i in range(c, c + _STORE, _PIECE):
+                    total, odds, slopes = piece(i, total, odds, operands, masked)
+                    pieces.append(slopes)
+                # What was there must have been read.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                smem[warpgroup] = lax.concatenate(pieces, 1)
+                plgpu.commit_smem()
+                target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
+                plgpu.copy_smem_to_gmem(smem.at[warpgroup], slopes_gmem.at[target])
+            for ref in values_gmem:
+                values = jnp.sum(total + _log1p(odds), axis=1)
+                ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
+
+        all_inside = first + column + tiles.COLUMNS <= end
+        lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
+
+    values = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     made = tiles.score_tiles(
         epilogue,
         h,
@@ -131,9 +153,8 @@ def slopes(
         start=start,
         size=size,
         scratch=plgpu.SMEM(
-            (2, 2, tiles.ROWS, _STORE), h.dtype, transforms=tiles.LAYOUT
+            (tiles.WARPGROUPS, ROWS, _STORE), h.dtype, transforms=LAYOUT
         ),
-        config=config,
     )
     return made[0] if with_values else None, made[-1]
 
@@ -148,9 +169,8 @@ def normalise(
     start: jax.typing.ArrayLike,
     size: int,
     limit: jax.typing.ArrayLike,
-    config: Config | None = None,
 ) -> list[Float[Array, "parts batch"]]:
-    """What softmax needs to know of the scores, for each 256 items.
+    """What softmax needs to know of the scores, for each 128 items.
 
     The arguments are those of `slopes`.
 
@@ -159,7 +179,6 @@ def normalise(
       the number of labels; the sum of their scores.
     """
     batch = h.shape[0]
-    config = config or Config()
     layer = _Layer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
@@ -167,28 +186,39 @@ def normalise(
         layer_refs, words_gmem = layer.split(inputs)
         words = _load_words(words_gmem, row, column)
         products = make()
-        parts, width = [], _STORE
-        for c in range(0, tiles.TILE_ITEMS, width):
-            item = first + column + c
-            scores = layer.apply(layer_refs, products[:, c : c + width], item)
-            inside = tiles.column_numbers(width) < end - item
-            parts.append(jnp.where(inside, scores, -jnp.inf))
-        largest = functools.reduce(
-            jnp.maximum, [jnp.max(part, axis=1) for part in parts]
-        )
-        shift = jnp.where(largest == -jnp.inf, 0.0, largest)
-        shift = tiles.spread_rows(shift, width)
-        total, count, found = (jnp.zeros(tiles.ROWS, jnp.float32) for _ in range(3))
-        for i, scores in enumerate(parts):
-            listed = _listed(words, i * width, width)
-            total = total + jnp.sum(jnp.exp(scores - shift), axis=1)
-            count = count + jnp.sum(jnp.where(listed, 1.0, 0.0), axis=1)
-            found = found + jnp.sum(jnp.where(listed, scores, 0.0), axis=1)
-        place = column // tiles.TILE_ITEMS, pl.ds(row, tiles.ROWS)
-        for ref, x in zip(outputs, (largest, total, count, found), strict=True):
-            ref[place] = x
+        parts = range(0, tiles.COLUMNS, _LEAST)
 
-    out = jax.ShapeDtypeStruct((size // tiles.TILE_ITEMS, batch), jnp.float32)
+        def scores_of(c, products, masked):
+            item = first + column + c
+            scores = layer.apply(layer_refs, products[:, c : c + _LEAST], item)
+            if masked:
+                inside = tiles.column_numbers(_LEAST) < end - item
+                scores = jnp.where(inside, scores, -jnp.inf)
+            return scores
+
+        def finish(masked):
+            operands = products, words
+            if masked:  # see `slopes`
+                operands = lax.optimization_barrier(operands)
+            scores = [scores_of(c, operands[0], masked) for c in parts]
+            largest = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
+            shift = jnp.where(largest == -jnp.inf, 0.0, largest) * _LOG2E
+            shift = tiles.spread_rows(shift, _LEAST)
+            total = count = found = jnp.zeros_like(shift)
+            for c, x in zip(parts, scores, strict=True):
+                listed = _listed(operands[1], c, _LEAST)
+                total = total + jnp.exp2(x * _LOG2E - shift)
+                count = count + jnp.where(listed, 1.0, 0.0)
+                found = found + jnp.where(listed, x, 0.0)
+            place = column // tiles.COLUMNS, pl.ds(row, ROWS)
+            sums = [jnp.sum(x, axis=1) for x in (total, count, found)]
+            for ref, x in zip(outputs, (largest, *sums), strict=True):
+                ref[place] = x
+
+        all_inside = first + column + tiles.COLUMNS <= end
+        lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
+
+    out = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     return tiles.score_tiles(
         epilogue,
         h,
@@ -198,7 +228,6 @@ def normalise(
         [out] * 4,
         start=start,
         size=size,
-        config=config,
     )
 
 
@@ -225,11 +254,22 @@ class _Layer:
         return products
 
 
+def _log1p(x):
+    """`log(1 + x)` for x from 0 on, with a small relative error also of small results."""
+    z = x * jnp.square(lax.rsqrt(x + 2.0))
+    square = jnp.square(z)
+    series = 2 / 13
+    for power in range(11, 0, -2):
+        series = series * square + 2 / power
+    return jnp.where(x < 1.0, series * z, jnp.log(x + 1.0))
+
+
 def _load_words(words_gmem, row, column):
-    """`[64, 8]` words of a tile."""
-    first = pl.multiple_of(column // 32, _WORDS)
-    block = words_gmem.at[pl.ds(row, tiles.ROWS), pl.ds(first, _WORDS)]
-    return plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
+    """`[64, 8]` words of a tile, with the bits from item `column` of it on."""
+    first = pl.multiple_of(column // tiles.TILE_ITEMS * _WORDS, _WORDS)
+    block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
+    words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
+    return lax.shift_right_logical(words, lax.rem(column, tiles.TILE_ITEMS) // _WORDS)
 
 
 def _listed(words, column: int, columns: int):

@@ -4,16 +4,13 @@
 
     scores[b, i] = h[b] . kernel[i]        h [batch, hidden], kernel [items, hidden]
 
-A program (one an SM) goes through tiles of 128 rows and 256 items. One warpgroup copies
-operands to shared memory, `stages` steps of 64 ahead, also while the other two are busy
-with the last tile's scores. Of a tile these have 64 rows each; once its scores are summed
-an `epilogue` makes something smaller of them. Scores are never written to memory.
+Of a tile of 128 rows and 256 items, four warpgroups have 64 rows and 128 items each
+(`matmul_tiles`). Once their scores are summed an `epilogue` makes something smaller of
+them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,27 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul_tiles import ROWS, STEP, Shape, call, matmul_tiles
+
 TILE_ROWS = 128  # of a program's tile
 TILE_ITEMS = 256
-STEP = 64  # of `hidden`: 128 bytes of bfloat16
-ROWS = 64  # of a warpgroup, which `wgmma` asks for
-
-# How operands and results of 64 two-byte columns lie in shared memory.
-LAYOUT = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP))
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How the work is cut. The defaults are the fastest on an H200, jax 0.11.2.
-
-    Attributes:
-      stages: steps of 64 that are copied ahead.
-      width: tiles of items that are gone through side by side, so that `h` and they
-        stay in the cache.
-    """
-
-    stages: int = 4
-    width: int = 8
+WARPGROUPS = 4  # two by two
+COLUMNS = TILE_ITEMS // 2  # of a warpgroup
+# Tiles of items that are gone through side by side, so that `h` and they stay in the cache.
+_WIDTH = 8
 
 
 def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
@@ -67,14 +51,13 @@ def score_tiles(
     start: jax.typing.ArrayLike,
     size: int,
     scratch: object | None = None,
-    config: Config,
 ):
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function that makes the float32 scores `[64, 256]`, the first of
-    which is that of `row` and item `start + column`. What it loads before it calls the
-    function is there when the scores are.
+    references, and a function that makes the float32 scores `[64, COLUMNS]`, the first
+    of which is that of `row` and item `start + column`. What it loads before it calls
+    the function is there when the scores are.
 
     Args:
       epilogue: see above.
@@ -86,107 +69,52 @@ def score_tiles(
       start: first item.
       size: number of items, a multiple of 256.
       scratch: shared memory of the epilogue.
-      config: how the work is cut.
     """
     batch, hidden = h.shape
-    tiles = batch // TILE_ROWS, size // TILE_ITEMS
-    steps = hidden // STEP
+    down, across = batch // TILE_ROWS, size // TILE_ITEMS
+    shape = Shape(warpgroups=WARPGROUPS, pairs=down % 2 == 0)
+    together = 1 + shape.pairs
     numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (start, *scalars)])
 
     def body(numbers_gmem, h_gmem, kernel_gmem, *refs):
-        inputs_gmem, outputs_gmem = refs[: len(inputs)], refs[len(inputs) :]
+        first = numbers_gmem[0]
+        numbers = [numbers_gmem[1 + i] for i in range(len(scalars))]
+        refs = refs[: len(inputs)], refs[len(inputs) :]
 
-        def pipeline(step, context):
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(steps,),
-                memory_registers=40,
-                in_specs=[
-                    plgpu.BlockSpec((rows, STEP), lambda k: (0, k), transforms=LAYOUT)
-                    for rows in (TILE_ROWS, TILE_ITEMS)
-                ],
-                wg_axis="warpgroup",
-                num_compute_wgs=2,
-                max_concurrent_steps=min(config.stages, steps),
-                compute_context=context,
-            )
+        def tile_of(i, half):
+            m, n = plgpu.planar_snake(i, (down // together, across), 0, _WIDTH)
+            return (m * together + half) * TILE_ROWS, n * TILE_ITEMS
 
-        def nothing(*_):
-            pass
+        def factors(h_smem, kernel_smem, warpgroup):
+            i, j = lax.rem(warpgroup, 2) * ROWS, lax.div(warpgroup, 2) * COLUMNS
+            items = kernel_smem.at[pl.ds(j, COLUMNS)]
+            return h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0))
 
-        buffers = {
-            "allocations": pipeline(nothing, nothing).get_allocations(
-                h_gmem, kernel_gmem
-            )
-        }
-        if scratch is not None:
-            buffers["scratch_smem"] = scratch
+        def finish(tile, warpgroup, make, scratch_smem=None):
+            row = tile[0] + lax.rem(warpgroup, 2) * ROWS
+            column = tile[1] + lax.div(warpgroup, 2) * COLUMNS
+            epilogue(make, row, column, warpgroup, numbers, *refs, scratch_smem)
 
-        @functools.partial(pl.run_scoped, **buffers, collective_axes="warpgroup")
-        def _(allocations, scratch_smem=None):
-            warpgroup = lax.axis_index("warpgroup")
-            first = numbers_gmem[0]
-            numbers = [numbers_gmem[1 + i] for i in range(len(scalars))]
+        matmul_tiles(
+            down // together * across,
+            tile_of,
+            [
+                (h_gmem, (TILE_ROWS, STEP), lambda tile, k: (tile[0], k * STEP)),
+                (
+                    kernel_gmem,
+                    (TILE_ITEMS, STEP),
+                    lambda tile, k: (first + tile[1], k * STEP),
+                ),
+            ],
+            factors,
+            finish,
+            columns=COLUMNS,
+            steps=hidden // STEP,
+            shape=shape,
+            scratch=[] if scratch is None else [scratch],
+        )
 
-            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="program")
-            def _(info):
-                m, n = plgpu.planar_snake(info.index[0], tiles, 0, config.width)
-                row, column = m * TILE_ROWS, n * TILE_ITEMS
-
-                def context(run):
-                    @functools.partial(
-                        pl.run_scoped, acc=plgpu.ACC((ROWS, TILE_ITEMS), jnp.float32)
-                    )
-                    def _(acc):
-                        def make():
-                            run(acc)
-                            return acc[...]
-
-                        epilogue(
-                            make,
-                            row + warpgroup * ROWS,
-                            column,
-                            warpgroup,
-                            numbers,
-                            inputs_gmem,
-                            outputs_gmem,
-                            scratch_smem,
-                        )
-
-                def multiply(_, h_smem, kernel_smem, acc):
-                    mine = h_smem.at[pl.ds(warpgroup * ROWS, ROWS)]
-                    plgpu.wgmma(acc, mine, kernel_smem.transpose((1, 0)))
-                    plgpu.wgmma_wait(0)
-                    return acc
-
-                pipeline(multiply, context)(
-                    h_gmem.at[pl.ds(row, TILE_ROWS), :],
-                    kernel_gmem.at[pl.ds(first + column, TILE_ITEMS), :],
-                    allocations=allocations,
-                )
-
-            if scratch is not None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        grid=(_num_programs(),),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # With the default semantics inferring the layouts takes half a minute.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )(numbers, h, kernel, *inputs)
-
-
-def _num_programs() -> int:
-    """One for each SM; where there is no GPU, a few, for lowering and interpretation."""
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 2
+    return call(body, out_type, shape, numbers, h, kernel, *inputs)
 
 
 def row_vector(ref, row) -> jax.Array:

@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import output_loss as kernels
 from pallas_kernels import score_tiles
 
-BATCH, HIDDEN, ITEMS = 128, 128, 768
+BATCH, HIDDEN, ITEMS = 256, 320, 768
+COLUMNS = score_tiles.COLUMNS
 # The second chunk of 256 items, of which the last 6 do not count.
 START, SIZE, LIMIT = 256, 512, 762
 
@@ -48,9 +49,9 @@ def make(seed=0):
 
 def words_of(listed):
     rows, columns = map(jnp.asarray, np.nonzero(listed))
-    rows = jnp.append(rows, BATCH)  # padding is left out
+    rows = jnp.append(rows, len(listed))  # padding is left out
     columns = jnp.append(columns, 300)
-    return kernels.label_words(rows, columns - START, BATCH, SIZE)
+    return kernels.label_words(rows, columns - START, len(listed), SIZE)
 
 
 def exact_scores(h, kernel, bias=0.0, scale=1.0):
@@ -71,9 +72,12 @@ def test_words_hold_the_labels():
 def test_slopes(run, with_layer):
     h, kernel, bias, scale, vector, listed = make()
     layer = (bias, scale) if with_layer else (None, None)
+    batch = BATCH // 2 if with_layer else BATCH  # of tiles, an odd or an even number
+    h, vector, listed = h[:batch], vector[:batch], listed[:batch]
 
     def function(scores, ones, listed, vector):
-        return scores + ones, jnp.where(listed, vector * scores, scores)
+        odds = [jnp.exp(-4 * jnp.abs(scores))] if with_layer else []
+        return scores + ones, *odds, jnp.where(listed, vector * scores, scores)
 
     def call(h, kernel, bias, scale, words, vector, start):
         return kernels.slopes(
@@ -98,7 +102,8 @@ def test_slopes(run, with_layer):
     want = np.where(listed, np.asarray(vector)[:, None] * scores, scores) * inside
     assert slopes.dtype == jnp.bfloat16
     np.testing.assert_allclose(slopes.astype(np.float64), want, rtol=2**-7, atol=1e-5)
-    want = np.where(inside, scores + 1, 0).reshape(BATCH, -1, 256).sum(2).T
+    want = scores + 1 + with_layer * np.log1p(np.exp(-4 * np.abs(scores)))
+    want = np.where(inside, want, 0).reshape(batch, -1, COLUMNS).sum(2).T
     np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-4)
 
 
@@ -114,9 +119,9 @@ def test_normalise(run):
     parts = run(call, h, kernel, bias, scale, words_of(no_label))
     scores = exact_scores(h, kernel, bias, scale)
     scores[:, LIMIT - START :] = -np.inf
-    scores = scores.reshape(BATCH, -1, 256).transpose(1, 0, 2)
+    scores = scores.reshape(BATCH, -1, COLUMNS).transpose(1, 0, 2)
     listed = no_label[:, START : START + SIZE].copy()
-    listed = listed.reshape(BATCH, -1, 256).transpose(1, 0, 2)
+    listed = listed.reshape(BATCH, -1, COLUMNS).transpose(1, 0, 2)
     largest = scores.max(2)
     shift = np.where(np.isinf(largest), 0, largest)[..., None]
     found = np.where(listed & (scores > -np.inf), scores, 0).sum(2)
@@ -125,6 +130,23 @@ def test_normalise(run):
         if i == 3:  # a label may be in the 6 items that do not count
             exact = np.where((listed & np.isinf(scores)).any(2), -np.inf, exact)
         np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+
+
+def test_small_odds_are_not_lost(run):
+    h, kernel, *_, listed = make()
+
+    def call(h, kernel, words):
+        def function(scores, ones, listed):
+            odds = jnp.where(listed, 1e-9 * ones, 3e-9)
+            return jnp.zeros_like(scores), odds, scores
+
+        size = {"start": START, "size": SIZE, "limit": ITEMS}
+        return kernels.slopes(function, h, kernel, None, None, words, [], **size)[0]
+
+    values = run(call, h, kernel, words_of(listed))
+    odds = np.where(listed[:, START : START + SIZE], 1e-9, 3e-9)
+    want = np.log1p(odds).reshape(BATCH, -1, COLUMNS).sum(2).T
+    np.testing.assert_allclose(values, want, rtol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,8 @@ def loss_and_updates[Carry](
     else:
         vectors = (weights,)
         function = functools.partial(_elementwise, rule)
+        if with_kernel and rule == losses.SigmoidBinaryCrossEntropy():
+            function = _sigmoid
         per_example = zeros
 
     def step(start, size, state):
@@ -298,6 +300,16 @@ def _elementwise(rule, scores, labels, listed, weights):
         lambda scores: rule(scores, labels, listed), (scores,), (jnp.ones_like(scores),)
     )
     return values, jnp.where(weights != 0, weights * slopes, 0)
+
+
+def _sigmoid(scores, labels, listed, weights):
+    """`_elementwise` of the sigmoid cross-entropy, if labels are 1, for the kernel."""
+    del labels
+    scores = jnp.where(listed, -scores, scores)
+    odds = jnp.exp(-jnp.abs(scores))
+    slopes = jnp.where(scores > 0, 1.0, odds) * jnp.square(lax.rsqrt(1 + odds))
+    slopes = jnp.where(listed, -weights, weights) * slopes
+    return jnp.maximum(scores, 0), odds, jnp.where(weights != 0, slopes, 0)
 
 
 def _softmax_slopes(scores, labels, listed, weights, log_sum_exp, label_sum):
