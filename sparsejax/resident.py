@@ -15,6 +15,7 @@ whose rows are on the devices at `d` of the axis "data": nothing has to be fetch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 
 import jax
@@ -70,25 +71,55 @@ class Examples:
         rows = matrices[0].num_rows
         if rows == 0:
             raise ValueError("inputs has no rows")
-        if weights is not None:
-            weights = np.asarray(weights, np.float32)
-            if weights.shape != (rows,):
-                raise ValueError(
-                    f"weights has shape {weights.shape}, expected ({rows},)"
-                )
-            if not np.isfinite(weights).all():
-                bad = np.flatnonzero(~np.isfinite(weights))[0]
-                raise ValueError(f"weights[{bad}] is {weights[bad]}")
+        weights = checked_weights(weights, rows)
         return cls(tuple(jax.tree.map(_canonical, m) for m in matrices), weights)
 
     @property
     def num_rows(self) -> int:
         return self.matrices[0].num_rows
 
+    @property
+    def chunks(self) -> list[int]:
+        """Rows of each part that is on the devices at a time: here of all."""
+        return [self.num_rows]
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        del seed, epoch
+        return [0]
+
+    def resident(self, chunk: int, following: int | None) -> Resident:
+        """The data of a chunk on the devices; `following` comes next."""
+        return self._resident
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @functools.cached_property
+    def _resident(self) -> Resident:
+        return Resident.of(self)
+
     def fingerprint(self) -> str:
         """A hash of the contents; the same on any mesh."""
         weights = [] if self.weights is None else [self.weights]
         return fingerprint(*self.matrices, *weights)
+
+
+def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
+    """Weights of `rows` examples in float32.
+
+    Raises:
+      ValueError: there are not so many, or one is not finite.
+    """
+    if weights is None:
+        return None
+    weights = np.asarray(weights, np.float32)
+    if weights.shape != (rows,):
+        raise ValueError(f"weights has shape {weights.shape}, expected ({rows},)")
+    if not np.isfinite(weights).all():
+        bad = np.flatnonzero(~np.isfinite(weights))[0]
+        raise ValueError(f"weights[{bad}] is {weights[bad]}")
+    return weights
 
 
 @jax.tree_util.register_dataclass
@@ -99,10 +130,15 @@ class Resident:
     Attributes:
       matrices: the inputs, and the targets if they are something else.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
+      num_rows: that there are (static).
+      contiguous: whether the rows of a shard follow each other, see `first_row`; else
+        row `r` belongs to shard `r mod 64` (static).
     """
 
     matrices: tuple[CSR | ShardedCSR, ...]
     weights: jax.Array | None
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(cls, examples: Examples) -> Resident:
@@ -113,20 +149,16 @@ class Resident:
         weights = examples.weights
         if not mesh_is_set():
             matrices = (jax.tree.map(jnp.asarray, m) for m in examples.matrices)
-            return cls(
-                tuple(matrices), None if weights is None else jnp.asarray(weights)[None]
-            )
+            weights = None if weights is None else jnp.asarray(weights)[None]
+            return cls(tuple(matrices), weights, examples.num_rows)
         mesh = jax.sharding.get_mesh()
         rows = home_rows(examples.num_rows, axis_sizes()[0])
         blocks = tuple(ShardedCSR.from_host(m, rows, mesh) for m in examples.matrices)
         for what, matrix in zip(("inputs", "targets"), blocks, strict=False):
             _warn_of_imbalance(what, matrix, mesh)
         if weights is not None:
-            home = np.where(rows >= 0, weights[rows], 0)
-            weights = jax.make_array_from_callback(
-                home.shape, NamedSharding(mesh, P("data")), lambda index: home[index]
-            )
-        return cls(blocks, weights)
+            weights = by_parts(np.where(rows >= 0, weights[rows], 0), mesh)
+        return cls(blocks, weights, examples.num_rows)
 
     def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
         """Of each matrix the batches of some steps, a stack of matrices.
@@ -135,7 +167,7 @@ class Resident:
           rows: `[steps, data, n]` from `epoch_order`.
           capacities: room for the entries of a batch, or of a block of it.
         """
-        rows = _local(rows)
+        rows = self._local(rows)
         return [
             matrix.take(rows, nse)
             if isinstance(matrix, ShardedCSR)
@@ -145,7 +177,7 @@ class Resident:
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """Of each matrix the room that `take` needs."""
-        rows = _local(rows)
+        rows = self._local(rows)
         return [
             matrix.fullest(rows)
             if isinstance(matrix, ShardedCSR)
@@ -162,8 +194,32 @@ class Resident:
         means = exists / jnp.sum(exists, axis=(1, 2), keepdims=True)
         if self.weights is not None:
             pick = jax.vmap(lambda w, r: w[r], in_axes=(0, 1), out_axes=1)
-            means *= pick(self.weights, _local(rows))
+            means *= pick(self.weights, self._local(rows))
         return means.reshape(len(rows), -1)
+
+    def _local(self, rows: jax.Array) -> jax.Array:
+        """Rows `[steps, data, n]`, counted from the first of their part."""
+        data = rows.shape[1]
+        if self.contiguous:
+            shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
+            place = rows - first_row(shard, self.num_rows)[None, :, None]
+        else:  # see `home_rows`
+            shards = VIRTUAL_SHARDS // data
+            place = rows // VIRTUAL_SHARDS * shards + rows % shards
+        return jnp.where(rows >= 0, place, -1)
+
+
+def by_parts(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """`[data, n]` on the mesh, each part on its devices."""
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
+    )
+
+
+def first_row(shard, num_rows: int):
+    """Where a shard starts, if its rows follow each other; as even as can be."""
+    each, more = divmod(num_rows, VIRTUAL_SHARDS)
+    return shard * each + (np if isinstance(shard, int) else jnp).minimum(shard, more)
 
 
 def home_rows(num_rows: int, data: int) -> np.ndarray:
@@ -192,7 +248,13 @@ def step_size(batch_size: int, num_rows: int, data: int) -> int:
 
 
 def epoch_order(
-    key: jax.Array, epoch: jax.Array | int, num_rows: int, batch_size: int, data: int
+    key: jax.Array,
+    epoch: jax.Array | int,
+    num_rows: int,
+    batch_size: int,
+    data: int,
+    *,
+    contiguous: bool = False,
 ) -> jax.Array:
     """`[steps, data, batch_size / data]`: rows of each step of an epoch, -1 is none.
 
@@ -210,7 +272,10 @@ def epoch_order(
         # The sort is stable and only the last entry can be missing: it stays last.
         bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
         _, entry = lax.sort_key_val(bits, entry, is_stable=True)
-        return jnp.where(exists, entry * VIRTUAL_SHARDS + shard, -1)
+        row = entry * VIRTUAL_SHARDS + shard
+        if contiguous:
+            row = first_row(shard, num_rows) + entry
+        return jnp.where(exists, row, -1)
 
     shards = jax.vmap(permuted)(jnp.arange(VIRTUAL_SHARDS, dtype=jnp.int32))
     if batch_size % VIRTUAL_SHARDS:
@@ -226,13 +291,6 @@ def epoch_order(
         .transpose(2, 0, 1, 3)
         .reshape(steps, data, -1)
     )
-
-
-def _local(rows: jax.Array) -> jax.Array:
-    """Rows `[steps, data, n]`, counted from the first of their part; see `home_rows`."""
-    shards = VIRTUAL_SHARDS // rows.shape[1]
-    place = rows // VIRTUAL_SHARDS * shards + rows % shards
-    return jnp.where(rows >= 0, place, -1)
 
 
 def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:

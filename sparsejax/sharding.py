@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,12 +29,17 @@ BY_ROWS = P("model", None)
 
 
 def padded_rows(rows: int) -> int:
-    """Rows a kernel is allocated with: `rows` rounded up to a multiple of 256.
+    """Rows a kernel is allocated with: `rows`, rounded up by at most 1/32.
 
-    The multiple does not depend on the mesh, so that a checkpoint fits any mesh whose
-    axis divides it. Rows beyond `rows` stay zero and take part in nothing.
+    To a multiple of 256, and from 16,384 rows on of 512, 1,024, ... 65,536, so that also
+    the parts of a large kernel are multiples of 256, as the GPU kernels take them. It does
+    not depend on the mesh, so that a checkpoint fits any mesh. Rows beyond `rows` stay
+    zero and take part in nothing.
     """
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    multiple = ROW_MULTIPLE
+    while multiple < ROW_MULTIPLE**2 and multiple * 64 <= rows:
+        multiple *= 2
+    return -(-rows // multiple) * multiple
 
 
 def make_mesh(
@@ -317,8 +324,6 @@ class ShardedCSR:
     ) -> ShardedCSR:
         """The blocks of some rows of a NumPy matrix, each put on its device.
 
-        Every process makes the blocks of its own devices.
-
         Args:
           matrix: all rows.
           rows: `[data, n]` the rows of each part; -1 is an empty one.
@@ -328,23 +333,45 @@ class ShardedCSR:
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
         """
-        data, model = mesh.shape["data"], mesh.shape["model"]
-        width = padded_rows(matrix.num_cols) // model
-        ptr = np.asarray(matrix.indptr, np.int64)
-        parts = []
-        for mine in rows:
-            exists = mine >= 0
-            lengths = np.where(exists, ptr[mine + 1] - ptr[mine], 0)
-            ends = np.cumsum(lengths)
-            first = np.repeat(ptr[mine] - (ends - lengths), lengths)
-            at = first + np.arange(len(first))
-            place = np.asarray(matrix.indices)[at] // width
-            row = np.repeat(np.arange(len(mine)), lengths)
-            counts = np.zeros((model, len(mine) + 1), np.int64)
-            np.add.at(counts, (place, row + 1), 1)
-            parts.append((at, place, np.cumsum(counts, axis=1)))
-        fullest = max((int(part[2][:, -1].max()) for part in parts), default=0)
-        nse = max(fullest, 1) if nse is None else nse
+        parts = {d: _host_rows(matrix, rows[d]) for d in parts_of_process(mesh)}
+        return cls.from_parts(parts, rows.shape[1], mesh, nse=nse)
+
+    @classmethod
+    def from_parts(
+        cls,
+        parts: Mapping[int, CSR],
+        rows: int,
+        mesh: jax.sharding.Mesh,
+        *,
+        nse: int | Callable[[int], int] | None = None,
+    ) -> ShardedCSR:
+        """The blocks of a matrix of which each process has the rows of its devices.
+
+        All processes call it together.
+
+        Args:
+          parts: NumPy matrices of at most `rows` rows: of each of `parts_of_process`.
+          rows: of a part; what a matrix lacks are empty rows.
+          mesh: with the axes "data" and "model".
+          nse: room in a block, or a function that makes it of what the fullest of all
+            needs; by default just that.
+
+        Raises:
+          ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
+        """
+        some = next(iter(parts.values()))
+        shape = mesh.shape["data"], mesh.shape["model"]
+        width = padded_rows(some.num_cols) // shape[1]
+        places = {d: np.asarray(part.indices) // width for d, part in parts.items()}
+        counts = {
+            d: np.bincount(place, minlength=shape[1]) for d, place in places.items()
+        }
+        fullest = max(int(count.max()) for count in counts.values())
+        if jax.process_count() > 1:
+            everywhere = np.asarray(min(fullest, 2**31 - 1), np.int32)
+            fullest = int(multihost_utils.process_allgather(everywhere).max())
+        if not isinstance(nse, int):
+            nse = max(fullest, 1) if nse is None else nse(fullest)
         if fullest > min(nse, MAX_ENTRIES):
             raise ValueError(
                 f"a block has {fullest:,} entries, there is room for "
@@ -353,35 +380,30 @@ class ShardedCSR:
 
         def entries(values, index):
             d, m = (part.start or 0 for part in index[:2])
-            at, place, _ = parts[d]
-            mine = values[at[place == m]]
+            mine = values(parts[d])[places[d] == m]
             return np.pad(mine, (0, nse - len(mine)))[None, None]
 
         def columns(index):
-            found = entries(np.asarray(matrix.indices), index)
+            found = entries(lambda part: np.asarray(part.indices), index)
             # Padding may be anything.
             return (found - (index[1].start or 0) * width).astype(np.int32)
 
         def indptr(index):
             d, m = (part.start or 0 for part in index[:2])
-            return parts[d][2][m].astype(np.int32)[None, None]
+            before = np.concatenate([[0], np.cumsum(places[d] == m)])
+            ends = before[np.asarray(parts[d].indptr)].astype(np.int32)
+            return np.pad(ends, (0, rows + 1 - len(ends)), mode="edge")[None, None]
 
         def made(size, block):
             return jax.make_array_from_callback(
-                (data, model, size), NamedSharding(mesh, P("data", "model")), block
+                (*shape, size), NamedSharding(mesh, P("data", "model")), block
             )
 
-        values = None
-        if matrix.data is not None:
-            host = np.asarray(matrix.data)
-            values = made(nse, lambda index: entries(host, index))
-        blocks = CSR(
-            values,
-            made(nse, columns),
-            made(rows.shape[1] + 1, indptr),
-            num_cols=width,
-        )
-        return cls(blocks, num_cols=matrix.num_cols)
+        data = None
+        if some.data is not None:
+            data = made(nse, functools.partial(entries, lambda p: np.asarray(p.data)))
+        blocks = CSR(data, made(nse, columns), made(rows + 1, indptr), num_cols=width)
+        return cls(blocks, num_cols=some.num_cols)
 
     def take(self, rows: jax.Array, nse: int) -> ShardedCSR:
         """Some rows of each part, for many batches: a stack of matrices.
@@ -522,6 +544,28 @@ def on_one_device() -> bool:
     divides the work."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or bool(mesh.manual_axes)
+
+
+def parts_of_process(mesh: jax.sharding.Mesh) -> list[int]:
+    """The places on the axis "data" where this process has a device."""
+    mine = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    axis = mesh.axis_names.index("data")
+    here = np.moveaxis(mine == jax.process_index(), axis, 0)
+    return np.flatnonzero(here.reshape(len(here), -1).any(axis=1)).tolist()
+
+
+def _host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
+    """Some rows of a NumPy matrix, in this order; -1 is an empty one."""
+    ptr = np.asarray(matrix.indptr, np.int64)
+    lengths = np.where(rows >= 0, ptr[rows + 1] - ptr[rows], 0)
+    ends = np.cumsum(lengths)
+    at = np.repeat(ptr[rows] - (ends - lengths), lengths) + np.arange(lengths.sum())
+    data = None if matrix.data is None else np.asarray(matrix.data)[at]
+    indices = np.asarray(matrix.indices)[at]
+    indptr = np.concatenate([[0], ends])
+    # Not the constructor: it would look at every entry again.
+    leaves = (data, indices, indptr, None)
+    return CSR.tree_unflatten(matrix.num_cols, leaves)
 
 
 def local(tree: Any) -> Any:

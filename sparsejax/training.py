@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,13 @@ from sparsejax import distributed, prediction
 from sparsejax import fused as fused_output
 from sparsejax.batching import bucket
 from sparsejax.checkpoint import Checkpoints
+from sparsejax.data import ScannedDataset
 from sparsejax.optimizers import Optimizer
 from sparsejax.resident import Examples, Resident, epoch_order, step_size
 from sparsejax.sharding import axis_sizes, laid_out, layout_of, mesh_is_set, placed
 from sparsejax.sources import Source
 from sparsejax.sparse import CSR
+from sparsejax.streaming import Stream
 
 # Entries of the batches of a dispatch: some 300 MB, and several milliseconds of work.
 _DISPATCH_ENTRIES = 2**23
@@ -71,8 +74,8 @@ class Trainable(prediction.Recommender, Protocol):
 def fit(
     model: Trainable,
     optimizer: Optimizer,
-    inputs: Source,
-    targets: Source | None = None,
+    inputs: Source | ScannedDataset,
+    targets: Source | ScannedDataset | None = None,
     *,
     weights: ArrayLike | None = None,
     batch_size: int = 512,
@@ -111,7 +114,8 @@ def fit(
     Args:
       model: a `FeedForward`, or a module with the methods of `Trainable`.
       optimizer: of this model.
-      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix.
+      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
+        `scan_parquet` gives, which is read from disk a chunk at a time.
       targets: `[rows, items]`, its rows matched by name where both have names; the
         inputs themselves by default (an autoencoder).
       weights: `[rows]`, weight of each example; 1 by default.
@@ -151,7 +155,7 @@ def fit(
       KeyboardInterrupt: one of several processes was told to end (SIGTERM): all have
         saved a checkpoint, and end.
     """
-    examples = Examples.of(inputs, targets, weights)
+    examples = _examples_of(inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
     if not checkpoint_seconds >= 0:
@@ -161,7 +165,7 @@ def fit(
     parts = axis_sizes()[0] if mesh_is_set() else 1
     num_rows = examples.num_rows
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
-    batch_size = step_size(batch_size, num_rows, parts)
+    batch_size = step_size(batch_size, max(examples.chunks), parts)
     if fused:
         fused_output.check(model, optimizer)
     # Before a checkpoint is read, which puts arrays where they are.
@@ -169,10 +173,10 @@ def fit(
     evaluation = None
     if validation is not None:
         evaluation = prediction.prepare(
-            inputs,
+            cast(Source, inputs),  # not scanned, as there is a validation
             validation,
             k=k,
-            exclude="inputs" if targets is None else targets,
+            exclude="inputs" if targets is None else cast(Source, targets),
             popularity=None,
             batch_size=batch_size,
         )
@@ -188,8 +192,6 @@ def fit(
         raise ValueError("resume=True needs checkpoint_dir=...")
 
     model.train()
-    data = Resident.of(examples)
-    steps = math.ceil(num_rows / batch_size)
     key = placed(jax.random.key(seed))
     saved = time.monotonic()
 
@@ -220,41 +222,49 @@ def fit(
     try:
         with bar:
             while run.epoch < num_epochs and not run.stopped:
-                order, needed = _epoch(
-                    key, run.epoch, data, num_rows, batch_size, parts
-                )
-                capacities = tuple(bucket(int(n)) for n in needed)
-                most = _steps_per_dispatch(sum(capacities))
-                began, first = time.monotonic(), run.position
-                while run.position < steps:
-                    count = min(most, steps - run.position)
-                    state, losses = _dispatch(
-                        graphdef,
-                        state,
-                        data,
-                        order,
-                        run.position,
-                        count,
-                        capacities,
-                        most,
-                        fused,
-                        layout,
+                began, before, end = time.monotonic(), run.examples, 0
+                chunks = examples.order(seed, run.epoch)
+                for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+                    rows, start = examples.chunks[chunk], end
+                    end += math.ceil(rows / batch_size)
+                    if run.position >= end:
+                        continue  # done before a resume
+                    data = None  # makes room
+                    data = examples.resident(chunk, following)
+                    order, needed = _epoch(
+                        key, run.epoch, data, chunk, batch_size, parts
                     )
-                    done = _examples(run.position, count, batch_size, num_rows)
-                    run.add(_checked(losses[:count], run, checkpoints), done)
-                    bar.set_postfix(
-                        epoch=f"{run.epoch + 1}/{num_epochs}",
-                        loss=f"{run.loss_sum / run.examples:.4g}",
-                        refresh=False,
-                    )
-                    bar.update(int(done.sum()))
-                    if distributed.is_told_to_end():
-                        save()
-                        raise KeyboardInterrupt("told to end by SIGTERM")
-                    if run.position < steps and is_due():
-                        save()
+                    capacities = tuple(bucket(int(n)) for n in needed)
+                    most = _steps_per_dispatch(sum(capacities))
+                    while run.position < end:
+                        count = min(most, end - run.position)
+                        state, losses = _dispatch(
+                            graphdef,
+                            state,
+                            data,
+                            order,
+                            run.position - start,
+                            count,
+                            capacities,
+                            most,
+                            fused,
+                            layout,
+                        )
+                        done = _examples(run.position - start, count, batch_size, rows)
+                        run.add(_checked(losses[:count], run, checkpoints), done)
+                        bar.set_postfix(
+                            epoch=f"{run.epoch + 1}/{num_epochs}",
+                            loss=f"{run.loss_sum / run.examples:.4g}",
+                            refresh=False,
+                        )
+                        bar.update(int(done.sum()))
+                        if distributed.is_told_to_end():
+                            save()
+                            raise KeyboardInterrupt("told to end by SIGTERM")
+                        if run.examples < num_rows and is_due():
+                            save()
                 seconds = time.monotonic() - began
-                entry = run.end_epoch((num_rows - first * batch_size) / seconds)
+                entry = run.end_epoch((run.examples - before) / seconds)
                 score = None
                 if evaluation is not None:
                     nnx.update((model, optimizer), state)
@@ -271,6 +281,7 @@ def fit(
     finally:
         # Also after an interrupt: the arrays the model held were given to the program.
         nnx.update((model, optimizer), state)
+        examples.close()
     optimizer.flush(model)
     return run.history
 
@@ -386,10 +397,29 @@ def _checked(
     return host
 
 
-@functools.partial(jax.jit, static_argnames=("num_rows", "batch_size", "parts"))
-def _epoch(key, epoch, data: Resident, num_rows: int, batch_size: int, parts: int):
-    """`epoch_order`, and for each matrix the entries that its largest batch holds."""
-    order = epoch_order(key, epoch, num_rows, batch_size, parts)
+def _examples_of(inputs, targets, weights, validation) -> Examples | Stream:
+    if not isinstance(inputs, ScannedDataset):
+        if isinstance(targets, ScannedDataset):
+            raise TypeError("targets is scanned, so inputs must be scanned too")
+        return Examples.of(inputs, targets, weights)
+    if targets is not None and not isinstance(targets, ScannedDataset):
+        raise TypeError("inputs is scanned, so targets must be scanned too")
+    if validation is not None:
+        raise ValueError(
+            "validation needs the inputs in host memory, and these are scanned; call "
+            "evaluate with some rows of them, for example in log=..."
+        )
+    return Stream(inputs, targets, weights)
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "parts"))
+def _epoch(key, epoch, data: Resident, chunk, batch_size: int, parts: int):
+    """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
+    if data.contiguous:  # there are others
+        key = jax.random.fold_in(key, chunk)
+    order = epoch_order(
+        key, epoch, data.num_rows, batch_size, parts, contiguous=data.contiguous
+    )
     return order, data.needed(order)
 
 

@@ -49,8 +49,8 @@ def trained(shape: Shape, **options: Any):
     with on(shape):
         model, optimizer = build()
         before = layout(model, optimizer)
-        options = {"batch_size": 128, "num_epochs": 3} | options
-        history = fit(model, optimizer, x, y, weights=weights, **options)
+        settings: dict[str, Any] = {"batch_size": 128, "num_epochs": 3} | options
+        history = fit(model, optimizer, x, y, weights=weights, **settings)
         if shape is not None:
             after = layout(model, optimizer)
             everywhere = jax.sharding.NamedSharding(

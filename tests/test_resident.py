@@ -51,7 +51,7 @@ def test_an_epoch_is_a_permutation_in_shards(rows, batch_size):
 def test_a_batch_is_the_same_on_any_mesh_and_its_rows_are_at_home(data):
     expected = order(1000, 3, 128)
     parts = epoch_order(jax.random.key(0), 3, 1000, 128, data)
-    local = np.asarray(resident._local(parts))
+    local = np.asarray(resident.Resident((), None, 1000)._local(parts))
     parts = np.asarray(parts)
     np.testing.assert_array_equal(parts.reshape(len(parts), -1), expected)
     home = home_rows(1000, data)

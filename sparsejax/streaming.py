@@ -1,0 +1,162 @@
+"""Training data that stays on disk, of which a chunk at a time is on the devices.
+
+While one chunk is trained on, the next is read. Within a chunk the order is that of
+`sparsejax.resident`, but a shard is a run of rows that follow each other, so that a process
+reads no more of the file than its devices train on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from sparsejax.batching import bucket
+from sparsejax.data import ScannedDataset
+from sparsejax.resident import Resident, by_parts, checked_weights, first_row
+from sparsejax.sharding import (
+    VIRTUAL_SHARDS,
+    ShardedCSR,
+    mesh_is_set,
+    parts_of_process,
+)
+from sparsejax.sparse import CSR
+
+# Data that takes no more than this share of the devices' memory is read once; otherwise
+# two chunks of the smaller share are there at a time, at the change.
+_SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
+
+
+class Stream:
+    """What `fit` trains on, from disk.
+
+    Attributes:
+      chunks: rows of each part that is on the devices at a time.
+    """
+
+    def __init__(
+        self,
+        inputs: ScannedDataset,
+        targets: ScannedDataset | None,
+        weights: ArrayLike | None,
+    ):
+        self._sources = [inputs] if targets is None else [inputs, targets]
+        if targets is not None and targets.num_rows != inputs.num_rows:
+            raise ValueError(
+                f"targets has {targets.num_rows:,} rows but inputs has "
+                f"{inputs.num_rows:,}; scanned rows are matched by position"
+            )
+        if inputs.num_rows == 0:
+            raise ValueError("inputs has no rows")
+        self._weights = checked_weights(weights, inputs.num_rows)
+        # Kept, as the mesh that is set is a matter of the thread.
+        self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        wanted = inputs.chunk_rows or self._rows_that_fit()
+        self._ends = [0]
+        for end in itertools.accumulate(group.rows for group in inputs.groups):
+            if end - self._ends[-1] >= wanted or end == inputs.num_rows:
+                self._ends.append(end)
+        self.chunks = np.diff(self._ends).tolist()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "sparsejax-reader")
+        self._ahead: dict[int, concurrent.futures.Future] = {}
+        self._here: tuple[int, Resident] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self._sources[0].num_rows
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        rng = np.random.default_rng((seed, epoch))
+        return rng.permutation(len(self.chunks)).tolist()
+
+    def resident(self, chunk: int, following: int | None) -> Resident:
+        """The data of a chunk on the devices, once read; `following` comes next."""
+        if self._here is None or self._here[0] != chunk:
+            self._here = None  # makes room
+            ahead = self._ahead.pop(chunk, None)
+            parts = self._read(chunk) if ahead is None else ahead.result()
+            self._here = chunk, self._placed(chunk, parts)
+        if following is not None and following not in (chunk, *self._ahead):
+            self._ahead[following] = self._thread.submit(self._read, following)
+        return self._here[1]
+
+    def close(self) -> None:
+        """Ends the thread that reads."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def fingerprint(self) -> str:
+        """A hash of what the files say of themselves, and of the chunks."""
+        weights = b"" if self._weights is None else self._weights.tobytes()
+        parts = [source.fingerprint() for source in self._sources]
+        return "-".join([*parts, *map(str, self.chunks), weights.hex()])
+
+    def _read(self, chunk: int) -> list[dict[int, CSR]]:
+        """Of each source, the parts of the chunk that are trained on here."""
+        start, rows = self._ends[chunk], self.chunks[chunk]
+        if self._mesh is None:
+            return [{0: source.read(start, start + rows)} for source in self._sources]
+        ends = _part_ends(rows, self._mesh.shape["data"])
+        return [
+            {
+                part: source.read(start + ends[part], start + ends[part + 1])
+                for part in parts_of_process(self._mesh)
+            }
+            for source in self._sources
+        ]
+
+    def _placed(self, chunk: int, parts: list[dict[int, CSR]]) -> Resident:
+        start, rows = self._ends[chunk], self.chunks[chunk]
+        weights = self._weights
+        if weights is not None:
+            weights = weights[start : start + rows]
+        if self._mesh is None:
+            matrices = tuple(_on_device(mine[0]) for mine in parts)
+            if weights is not None:
+                weights = jnp.asarray(weights)[None]
+            return Resident(matrices, weights, rows, contiguous=True)
+        ends = _part_ends(rows, self._mesh.shape["data"])
+        room = int(np.diff(ends).max())
+        # Rounded, so that one program serves all chunks.
+        blocks = tuple(
+            ShardedCSR.from_parts(mine, room, self._mesh, nse=bucket) for mine in parts
+        )
+        if weights is not None:
+            each = [weights[a:b] for a, b in itertools.pairwise(ends)]
+            padded = np.stack([np.pad(w, (0, room - len(w))) for w in each])
+            weights = by_parts(padded, self._mesh)
+        return Resident(blocks, weights, rows, contiguous=True)
+
+    def _rows_that_fit(self) -> int:
+        """Rows of a chunk, by the memory of the devices."""
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if "bytes_limit" not in stats:
+            return self.num_rows
+        needed = sum(
+            source.num_entries * (4 if source.indicator else 8)
+            for source in self._sources
+        )
+        room = stats["bytes_limit"] * (1 if self._mesh is None else self._mesh.size)
+        if needed <= _SHARE * room:
+            return self.num_rows
+        return max(1, int(self.num_rows * _CHUNK_SHARE * room / needed))
+
+
+def _part_ends(rows: int, data: int) -> list[int]:
+    """Where each of `data` parts of the rows of a chunk ends; begins with 0."""
+    shards = range(0, VIRTUAL_SHARDS + 1, VIRTUAL_SHARDS // data)
+    return [int(first_row(shard, rows)) for shard in shards]
+
+
+def _on_device(matrix: CSR) -> CSR:
+    """With rounded room, so that one program serves all chunks."""
+    more = (0, bucket(matrix.nse) - matrix.nse)
+    data = None
+    if matrix.data is not None:
+        data = jnp.asarray(np.pad(np.asarray(matrix.data), more))
+    indices = jnp.asarray(np.pad(np.asarray(matrix.indices), more))
+    return CSR(data, indices, jnp.asarray(matrix.indptr), num_cols=matrix.num_cols)

@@ -1,0 +1,148 @@
+"""Training on data that stays on disk."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.data import parquet
+from sparsejax.resident import Resident, epoch_order
+from sparsejax.streaming import Stream
+
+ROWS, ITEMS = 300, 40
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A saved data set in row groups of 32 rows."""
+    monkeypatch.setattr(parquet, "_GROUP_ROWS", 32)
+    rng = np.random.default_rng(0)
+    matrix = rng.random((ROWS, ITEMS)) < 0.15
+    matrix[:, 0] |= np.arange(ROWS) % 2 == 0
+    data = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(matrix))
+    data.save(tmp_path / "data.parquet")
+    return tmp_path / "data.parquet"
+
+
+def on(shape):
+    if shape is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
+
+
+def trained(path, shape=None, *, chunk_rows=None, **options):
+    with on(shape):
+        config = sj.NetworkConfig.autoencoder((4,), temperature=None)
+        model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
+        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
+        settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
+        history = sj.fit(model, optimizer, scanned, **settings)
+    kernel = np.asarray(model.first.kernel[...])
+    return [entry["loss"] for entry in history], kernel, history
+
+
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+@pytest.mark.parametrize("chunk_rows", [None, 90])
+def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
+    expected = sj.SparseDataset.load(path).matrix.to_scipy().toarray()
+    seen = []
+    parts = 1 if shape is None else shape[0]
+    with on(shape):
+        weights = np.arange(1.0, ROWS + 1)
+        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
+        stream = Stream(scanned, None, weights)
+        order = stream.order(seed=0, epoch=1)
+        assert sorted(order) == list(range(len(stream.chunks)))
+        assert len(order) == (1 if chunk_rows is None else 4)
+        for chunk, following in zip(order, [*order[1:], None], strict=True):
+            data = stream.resident(chunk, following)
+            rows = epoch_order(
+                jax.random.key(0), 1, data.num_rows, 64, parts, contiguous=True
+            )
+            (x,), means = (
+                jax.jit(Resident.take, static_argnums=2)(data, rows, (600,)),
+                jax.jit(Resident.means)(data, rows),
+            )
+            dense = jax.jit(jax.vmap(lambda x: x.todense()))(x)
+            exists = np.asarray(rows).reshape(len(rows), -1) >= 0
+            which = means * exists.sum(axis=1, keepdims=True)
+            seen += zip(
+                np.asarray(which)[exists].round().astype(int),
+                np.asarray(dense)[exists],
+                strict=True,
+            )
+        stream.close()
+    seen.sort(key=lambda pair: pair[0])
+    assert [number for number, _ in seen] == list(range(1, ROWS + 1))
+    np.testing.assert_array_equal([row for _, row in seen], expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+def test_the_same_on_a_mesh(path, shape):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    got_losses, got_kernel, _ = trained(path, shape, chunk_rows=90)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(got_kernel, kernel, rtol=1e-3, atol=1e-5)
+
+
+def test_it_learns_what_resident_data_teaches(path):
+    losses, _, history = trained(path, chunk_rows=90, num_epochs=4)
+    assert losses[-1] < losses[0]
+    assert history[-1]["step"] == 4 * (2 + 2 + 2 + 1)
+    assert history[-1]["examples_per_second"] > 0
+    resident, _, _ = trained(path, num_epochs=4)
+    np.testing.assert_allclose(losses, resident, rtol=0.1)
+
+
+def test_a_resumed_run_has_the_same_bits(path, tmp_path, monkeypatch):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    stopped = []
+
+    def interrupted(*_):
+        stopped.append(None)
+        return len(stopped) == 6  # in the second epoch, behind its first chunk
+
+    monkeypatch.setattr("sparsejax.distributed.is_told_to_end", lambda: interrupted())
+    checkpoints = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 1e9}
+    with pytest.raises(KeyboardInterrupt):
+        trained(path, chunk_rows=90, **checkpoints)
+    monkeypatch.undo()
+    got, resumed, _ = trained(path, chunk_rows=90, resume=True, **checkpoints)
+    assert got == losses
+    np.testing.assert_array_equal(resumed, kernel)
+
+
+def test_the_next_chunk_is_read_ahead(path, monkeypatch):
+    scanned = sj.scan_parquet(path, chunk_rows=90)
+    stream = Stream(scanned, None, None)
+    stream.resident(2, 0)
+    stream._thread.submit(lambda: None).result()
+    monkeypatch.setattr(type(scanned), "read", None)
+    assert stream.resident(0, None).num_rows == stream.chunks[0]
+    stream.close()
+
+
+def test_what_cannot_be_scanned(path):
+    data = sj.SparseDataset.load(path)
+    scanned = sj.scan_parquet(path)
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
+    with pytest.raises(ValueError, match="call evaluate with some rows"):
+        sj.fit(model, optimizer, scanned, validation=data)
+    with pytest.raises(TypeError, match="inputs must be scanned too"):
+        sj.fit(model, optimizer, data, scanned)
+    with pytest.raises(ValueError, match=r"weights has shape \(3,\)"):
+        sj.fit(model, optimizer, scanned, weights=jnp.ones(3))
+    (path.parent / "other").mkdir()
+    data.split_rows(0.5, seed=0)[0].save(path.parent / "other" / "data")
+    fewer = sj.scan_parquet(path.parent / "other" / "data")
+    with pytest.raises(ValueError, match="scanned rows are matched by position"):
+        sj.fit(model, optimizer, scanned, fewer)
