@@ -62,7 +62,7 @@ def export_predictor(
                 f"{model.num_items:,} items"
             )
     # A copy, whose weights are the same arrays.
-    model = nnx.merge(*nnx.split(model))
+    model = nnx.merge(*nnx.split(model), copy=True)
     for _, node in nnx.iter_graph(model):
         if isinstance(node, SparseLinear | SparseOutput):
             # A kernel is of one platform and cannot be in a program for two.

@@ -1,6 +1,7 @@
 """The output side on a mesh: the same as on one device, and where it lies."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tolerances import tolerance
 
-from sparsejax import fused, losses, optimizers
+from sparsejax import fused, losses, metrics, optimizers
 from sparsejax.config import NetworkConfig
 from sparsejax.layers import SparseOutput
 from sparsejax.models import FeedForward
@@ -162,6 +163,22 @@ def test_rows_that_are_broken_in_a_block_are_nan(shape, rule):
     assert jnp.isnan(got).tolist() == expected
     assert jnp.isnan(scores).all(axis=1).tolist() == expected
     assert not jnp.isnan(scores[0]).any()
+
+
+def test_one_wrong_index_in_the_last_block_is_seen_by_all():
+    arrays, mesh = operands(), mesh_of((2, 4))
+    blocks = blocks_of(matrices.random_csr(BATCH, ITEMS, 0.3, extra=0), mesh)
+    indices = jnp.asarray(blocks.blocks.indices).at[1, -1, 0].set(-1)
+    inner = dataclasses.replace(blocks.blocks, indices=indices)
+    blocks = dataclasses.replace(blocks, blocks=inner)
+    expected = [False] * 8 + [True] + [False] * 7
+    with jax.set_mesh(mesh):
+        got = output_loss_per_example(arrays["h"], arrays["kernel"], None, blocks)
+        _, scores = top_k(arrays["h"], arrays["kernel"], None, 3, exclude=blocks)
+        recall = metrics.recall_at_k(jnp.zeros((BATCH, 1), jnp.int32), blocks)
+    assert jnp.isnan(got).tolist() == expected
+    assert jnp.isnan(scores).all(axis=1).tolist() == expected
+    assert jnp.isnan(recall).tolist() == expected
 
 
 # Top-k
