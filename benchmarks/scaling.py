@@ -28,7 +28,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 from report import command, origin, table, write_section
 
 _HIDDEN, _LENGTH, _SKEW = 256, 64, 0.8
-_STEPS, _BATCH = 64, 1_024
+_STEPS, _BATCH = 32, 1_024
 # Items, and the sizes of the axes "data" and "model".
 _PARTS = {
     "8M, 1x1": (8_000_000, 1, 1),
@@ -82,7 +82,7 @@ def _measure(part: str) -> Iterator[dict]:
             )
 
         # The first epoch compiles.
-        history = fit(4)
+        history = fit(3)
         speed = statistics.median(e["examples_per_second"] for e in history[1:])
         peaks = [(d.memory_stats() or {}) for d in jax.devices()[: data * model]]
         with tempfile.TemporaryDirectory() as folder:

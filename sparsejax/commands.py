@@ -124,23 +124,25 @@ def evaluate(flags: cli.Evaluate) -> None:
 def predict(flags: cli.Predict) -> None:
     """`sparsejax predict`."""
     settings, names = run.load_run(flags.run)
+    writers.check_writable(flags.out)
     model = run.restored_model(flags.run, settings)
-    with writers.whole_file(flags.out) as file:
-        data = read(
-            flags.data,
-            format=flags.format,
-            features=names,
-            indicator=settings.indicator,
+    data = read(
+        flags.data, format=flags.format, features=names, indicator=settings.indicator
+    )
+    writers.check_recommendation_names(data.row_names, names)
+    exclude = data if flags.exclude_seen else None
+    if flags.exclude is not None:
+        unwanted = read(
+            flags.exclude, format=flags.format, features=names, indicator=True
         )
-        writers.check_recommendation_names(data.row_names, names)
-        exclude = data if flags.exclude_seen else None
-        if flags.exclude is not None:
-            unwanted = read(
-                flags.exclude, format=flags.format, features=names, indicator=True
-            )
-            exclude = _union(data, unwanted) if flags.exclude_seen else unwanted
-        found = prediction.recommend(model, data, flags.k, exclude=exclude)
-        writers.write_recommendations(file, data.row_names, found, names)
+        exclude = _union(data, unwanted) if flags.exclude_seen else unwanted
+    found = prediction.recommend(model, data, flags.k, exclude=exclude)
+
+    def write() -> None:
+        with writers.whole_file(flags.out) as file:
+            writers.write_recommendations(file, data.row_names, found, names)
+
+    distributed.in_first(write)
 
 
 def convert(flags: cli.Convert) -> None:

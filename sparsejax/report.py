@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparsejax import writers
+from sparsejax import distributed, writers
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names, find_names
 from sparsejax.prediction import Recommender, recommend
@@ -91,17 +91,21 @@ def write_report(
         _section("Parameters", _layers(model)),
         _section("Settings", _settings(settings or {})),
     ]
-    with writers.whole_file(path) as file:
-        file.write(
-            '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            '<meta http-equiv="Content-Security-Policy" '
-            "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-            f"<title>{_text(title)}</title>\n"
-            f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
-        )
-        file.write("\n".join(part for part in parts if part))
-        file.write("\n</html>\n")
+
+    def write() -> None:
+        with writers.whole_file(path) as file:
+            file.write(
+                '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+                '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+                '<meta http-equiv="Content-Security-Policy" '
+                "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+                f"<title>{_text(title)}</title>\n"
+                f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
+            )
+            file.write("\n".join(part for part in parts if part))
+            file.write("\n</html>\n")
+
+    distributed.in_first(write)
 
 
 def examples_of(
