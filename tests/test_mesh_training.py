@@ -49,15 +49,8 @@ def trained(shape: Shape, **options: Any):
     with on(shape):
         model, optimizer = build()
         before = layout(model, optimizer)
-<<<<<<< HEAD
         settings: dict[str, Any] = {"batch_size": 128, "num_epochs": 3} | options
         history = fit(model, optimizer, x, y, weights=weights, **settings)
-=======
-        options.setdefault("num_epochs", 3)
-        history = fit(
-            model, optimizer, x, y, weights=weights, batch_size=128, **options
-        )
->>>>>>> a3eda8d (Write predictions and reports in the first process alone)
         if shape is not None:
             after = layout(model, optimizer)
             everywhere = jax.sharding.NamedSharding(
