@@ -133,8 +133,8 @@ def fit(
         an epoch is the best so far, and at the end. 0 saves as often as possible.
       resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
         result has the same bits as an uninterrupted run's; on a GPU only under
-        `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which costs time: without it each
-        process picks its matrix products by timing them.
+        `XLA_FLAGS=--xla_gpu_autotune_level=0`: without it each process picks its matrix
+        products by timing them.
       fused: apply the gradient of each chunk of the output's items where it is made, so
         that no array of the size of its kernel exists beside the kernel and its state.
         The result is the same, up to rounding.
