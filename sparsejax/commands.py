@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -30,7 +31,13 @@ from sparsejax import report as reports
 from sparsejax import vectors as vector_files
 from sparsejax.checkpoint import fingerprint
 from sparsejax.config import NetworkConfig
-from sparsejax.data import DataError, SparseDataset, read
+from sparsejax.data import (
+    DataError,
+    ScannedDataset,
+    SparseDataset,
+    read,
+    scan_parquet,
+)
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.sparse import CSR
 
@@ -50,10 +57,18 @@ def train(flags: cli.Train) -> None:
         network = NetworkConfig.autoencoder(**vars(flags.network))
     else:
         network = NetworkConfig.load(flags.config)
-    data = read(flags.data, format=flags.format, indicator=flags.indicator)
     heldout = None
-    if flags.validation is not None:
-        heldout = _heldout(flags.validation, flags.format, data, flags.data)
+    if flags.chunk_rows is None:
+        data = read(flags.data, format=flags.format, indicator=flags.indicator)
+        indicator = data.matrix.data is None
+        if flags.validation is not None:
+            heldout = _heldout(flags.validation, flags.format, data, flags.data)
+    elif flags.validation is not None:
+        raise ValueError("--validation needs all of the data; leave out --chunk-rows")
+    else:
+        data = scan_parquet(flags.data, chunk_rows=flags.chunk_rows)
+        indicator = flags.indicator or data.indicator
+        data = dataclasses.replace(data, indicator=indicator)
     settings = run.Run(
         network=network,
         optimizer=_rule(flags, data.num_rows),
@@ -61,7 +76,7 @@ def train(flags: cli.Train) -> None:
         num_epochs=flags.epochs,
         batch_size=flags.batch_size,
         seed=flags.seed,
-        indicator=data.matrix.data is None,
+        indicator=indicator,
         validation=None if heldout is None else fingerprint(heldout.matrix),
         k=flags.k,
         patience=flags.patience,
@@ -232,7 +247,7 @@ def similar(flags: cli.Similar) -> None:
     writers.write_recommendations(sys.stdout, as_names(flags.items), found, names)
 
 
-def print_summary(data: SparseDataset, model: nnx.Module) -> None:
+def print_summary(data: SparseDataset | ScannedDataset, model: nnx.Module) -> None:
     """Says on stderr what is trained on what."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     parameters = sum(leaf.size for leaf in leaves)

@@ -444,6 +444,19 @@ def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     assert predicted(data) != predicted(ones)
 
 
+def test_train_on_a_part_of_the_data_at_a_time(small, tmp_path, capsys):
+    saved = str(tmp_path / "saved.parquet")
+    assert main(["convert", small[1], saved]) == 0
+    train = ["train", saved, *small[2:], "--chunk-rows", "10"]
+    assert main(train) == 0
+    assert "epoch 1/1" in capsys.readouterr().err
+    assert main([*train, "--resume", "--epochs", "2"]) == 0
+    assert main([*train, "--resume", "--validation", saved]) == 1
+    assert "leave out --chunk-rows" in capsys.readouterr().err
+    assert main(["train", *small[1:], "--chunk-rows", "10", "--resume"]) == 1
+    assert "is not a Parquet file" in capsys.readouterr().err
+
+
 # Resuming
 
 
