@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +20,7 @@ HEARTBEAT_SECONDS = 60
 # How long a process that fails waits for the others, which may be failing, too.
 _GRACE_SECONDS = 5
 
-_times_asked = itertools.count()
+_told_to_end = False
 
 
 class OtherProcessError(RuntimeError):
@@ -33,6 +33,9 @@ def begin(
     process_id: int | None = None,
 ) -> None:
     """Joins the processes of a run; before anything else asks JAX for its devices.
+
+    From then on a SIGTERM, with which a cluster announces that it takes a machine away,
+    is left to `fit`, which saves a checkpoint and ends. A second one ends the process.
 
     Args:
       coordinator: `host:port` where process 0 listens. Without it the cluster is looked
@@ -62,6 +65,13 @@ def begin(
             "no cluster was found (Slurm, Open MPI and Kubernetes tell their processes "
             "of it); give --coordinator, --num-processes and --process-id"
         ) from error
+    signal.signal(signal.SIGTERM, _note)
+
+
+def _note(number: int, frame: object) -> None:
+    global _told_to_end
+    _told_to_end = True
+    signal.signal(number, signal.SIG_DFL)
 
 
 def is_begun() -> bool:
@@ -106,11 +116,16 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def true_anywhere(*flags: bool) -> list[bool]:
+    """Whether each flag is set in some process. All have to ask."""
+    if jax.process_count() == 1:
+        return list(flags)
+    return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
+
+
 def is_true_anywhere(flag: bool) -> bool:
     """Whether a flag is set in some process. All have to ask."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+    return true_anywhere(flag)[0]
 
 
 def is_same_everywhere(text: str) -> bool:
@@ -123,11 +138,6 @@ def is_same_everywhere(text: str) -> bool:
     if (lengths != lengths[0]).any():
         return False
     return bool((multihost_utils.process_allgather(words) == words).all())
-
-
-def is_true_in_first(flag: bool) -> bool:
-    """The flag that process 0 has. All have to ask."""
-    return is_true_anywhere(flag and is_first())
 
 
 def in_first(function: Callable[[], object]) -> None:
@@ -150,11 +160,8 @@ def in_first(function: Callable[[], object]) -> None:
 
 
 def is_told_to_end() -> bool:
-    """Whether a process got a SIGTERM; true at the same time for all of them.
-
-    All have to ask, equally often, and then end: JAX keeps the signal from doing so.
-    """
-    return multihost_utils.reached_preemption_sync_point(next(_times_asked))
+    """Whether this process got a SIGTERM, after `begin`."""
+    return _told_to_end
 
 
 def is_lost_peer(error: BaseException) -> bool:

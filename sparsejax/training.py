@@ -152,8 +152,8 @@ def fit(
       NotImplementedError: `fused` with a tied output, or with a model that has no
         `SparseOutput` of its own.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
-      KeyboardInterrupt: one of several processes was told to end (SIGTERM): all have
-        saved a checkpoint, and end.
+      KeyboardInterrupt: one of several processes was told to end, by SIGTERM: all have
+        saved a checkpoint.
     """
     examples = _examples_of(inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
@@ -204,11 +204,8 @@ def fit(
             saved = time.monotonic()
 
     def is_due():
-        if checkpoints is None:
-            return False
         # One clock decides, as all processes have to save.
-        waited = time.monotonic() - saved
-        return distributed.is_true_in_first(waited >= checkpoint_seconds)
+        return distributed.is_first() and time.monotonic() - saved >= checkpoint_seconds
 
     graphdef, state = nnx.split((model, optimizer))
     layout = layout_of(state)
@@ -258,11 +255,13 @@ def fit(
                             refresh=False,
                         )
                         bar.update(int(done.sum()))
-                        if distributed.is_told_to_end():
+                        told, due = distributed.true_anywhere(
+                            distributed.is_told_to_end(), is_due()
+                        )
+                        if told or (due and run.examples < num_rows):
                             save()
-                            raise KeyboardInterrupt("told to end by SIGTERM")
-                        if run.examples < num_rows and is_due():
-                            save()
+                        if told:
+                            raise KeyboardInterrupt("a process was told to end")
                 seconds = time.monotonic() - began
                 entry = run.end_epoch((run.examples - before) / seconds)
                 score = None
@@ -276,7 +275,7 @@ def fit(
                 last = run.epoch == num_epochs or run.stopped
                 if last or score is not None:
                     save(score)
-                elif is_due():
+                elif distributed.is_true_anywhere(is_due()):
                     save()
     finally:
         # Also after an interrupt: the arrays the model held were given to the program.
