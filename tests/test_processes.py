@@ -1,0 +1,222 @@
+"""Several processes train together, lose one, are told to end, and go on as others."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from sparsejax import distributed
+from sparsejax.checkpoint import Checkpoints
+from sparsejax.cli import main
+from sparsejax.data.datasets import msweb
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# A short time to notice a loss, so that the test is.
+HEARTBEAT = 5
+PROGRAM = f"""
+from sparsejax import cli, distributed
+distributed.HEARTBEAT_SECONDS = {HEARTBEAT}
+raise SystemExit(cli.main())
+"""
+
+
+def start(argv: list[str], folder: pathlib.Path, *, processes: int, devices: int):
+    """The processes of one command; what they print is in `folder`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(ROOT),
+    }
+    started = []
+    for i in range(processes):
+        flags = ["--coordinator", address, "--num-processes", str(processes)]
+        with open(folder / f"{i}.out", "w") as out, open(folder / f"{i}.err", "w") as e:
+            started.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        PROGRAM,
+                        *argv,
+                        *flags,
+                        "--process-id",
+                        f"{i}",
+                    ],
+                    stdout=out,
+                    stderr=e,
+                    env=environment,
+                )
+            )
+    return started
+
+
+def said(folder: pathlib.Path, process: int, where: str = "err") -> str:
+    return (folder / f"{process}.{where}").read_text()
+
+
+def wait_for(step: int, checkpoints: Checkpoints, processes) -> None:
+    """Until there is a checkpoint after a step."""
+    while not [s for s in checkpoints.steps() if s > step]:
+        assert all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+
+
+def ended(processes) -> list[int]:
+    """The exit statuses; whoever still runs later than docs/distributed.md says fails."""
+    end = time.monotonic() + HEARTBEAT + 60
+    try:
+        return [p.wait(end - time.monotonic()) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+
+
+def history(run: pathlib.Path) -> list[dict[str, float]]:
+    progress = Checkpoints(run / "checkpoints").progress()
+    assert progress is not None
+    return progress["history"]
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_processes(tmp_path):
+    rows, _ = msweb().train.split_rows(0.25, seed=0)
+    train, heldout = rows.split(0.8, seed=0)
+    files = [str(tmp_path / name) for name in ("train.parquet", "heldout.parquet")]
+    train.save(files[0])
+    heldout.save(files[1])
+    argv = ["train", files[0], "--validation", files[1], "--hidden", "8"]
+    argv += ["--batch-size", "64", "--optimizer", "sgd"]  # compiles fastest
+    assert main([*argv, "--run", str(tmp_path / "whole"), "--epochs", "3"]) == 0
+    expected = history(tmp_path / "whole")
+
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(run / "checkpoints")
+    argv += ["--run", str(run), "--checkpoint-seconds", "0"]
+
+    # Two processes, and one is killed.
+    two = start([*argv, "--epochs", "1"], tmp_path, processes=2, devices=2)
+    wait_for(0, checkpoints, two)
+    two[1].send_signal(signal.SIGKILL)
+    statuses = ended(two)
+    assert statuses[0] != 0, said(tmp_path, 0)
+    message = said(tmp_path, 0)
+    assert "another process was lost" in message or "another task died" in message
+    assert said(tmp_path, 0, "out") == "" and "rows" not in said(tmp_path, 1)
+    newest = checkpoints.steps()[-1]
+    assert 0 < newest < expected[0]["step"]
+
+    # Four go on, and one is told to end: all save, and end.
+    argv += ["--resume"]
+    flags = ["--epochs", "2", "--mesh", "data=2,model=2"]
+    four = start([*argv, *flags], tmp_path, processes=4, devices=1)
+    wait_for(newest, checkpoints, four)
+    four[2].send_signal(signal.SIGTERM)
+    assert ended(four) == [130] * 4, said(tmp_path, 0)
+    assert "interrupted; to continue, repeat the command with --resume" in said(
+        tmp_path, 2
+    )
+    assert newest < checkpoints.steps()[-1] < expected[1]["step"]
+
+    # One goes on to the end.
+    assert main([*argv, "--epochs", "3"]) == 0
+    for ours, theirs in zip(history(run), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"examples_per_second"}:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3)
+
+    # What is written comes from the first alone.
+    out = tmp_path / "recommended.tsv"
+    argv = ["predict", str(run), files[0], "--out", str(out), "--k", "3"]
+    assert ended(start(argv, tmp_path, processes=2, devices=1)) == [0, 0]
+    lines = out.read_text().splitlines()
+    assert len(lines) == train.num_rows and lines[0].count(":") == 2
+    expected_lines = tmp_path / "expected.tsv"
+    argv[4] = str(expected_lines)
+    assert main(argv) == 0
+    alone = expected_lines.read_text().splitlines()
+    same = [
+        a.split(",")[0] == b.split(",")[0] for a, b in zip(lines, alone, strict=True)
+    ]
+    assert np.mean(same) > 0.99  # but for ties and rounding
+
+
+def test_commands_on_a_mesh_say_the_same(tmp_path, capsys):
+    train, heldout = msweb().train.split_rows(0.02, seed=0)[0].split(0.8, seed=0)
+    files = [str(tmp_path / name) for name in ("train.parquet", "heldout.parquet")]
+    train.save(files[0])
+    heldout.save(files[1])
+    argv = ["train", files[0], "--run", str(tmp_path / "run"), "--hidden", "8"]
+    argv += ["--epochs", "1", "--optimizer", "sgd", "--mesh", "data=2,model=2"]
+    assert main(argv) == 0
+    measured = []
+    for flags in ([], ["--mesh", "model=4"]):
+        capsys.readouterr()
+        assert main(["evaluate", str(tmp_path / "run"), *files, *flags]) == 0
+        measured.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert measured[0].keys() == measured[1].keys()
+    for name, value in measured[0].items():
+        np.testing.assert_allclose(value, measured[1][name], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--mesh", "data=2;model=4"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "data=2,data=4"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "rows=2"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "data=3"], "data must be a divisor of 64, got 3"),
+        (["--mesh", "data=2,model=64"], "needs 128 devices, there are 8"),
+        (["--process-id", "1"], "give the coordinator, the number of processes and"),
+    ],
+)
+def test_devices_that_cannot_be(flags, message, tmp_path, capsys):
+    assert main(["train", "data.tsv", "--run", str(tmp_path / "r"), *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_without_a_cluster(monkeypatch, tmp_path, capsys):
+    def initialize(*args, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    argv = ["train", "data.tsv", "--run", str(tmp_path / "r"), "--distributed"]
+    assert main(argv) == 1
+    assert "no cluster was found" in capsys.readouterr().err
+
+
+def test_the_mesh_of_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert distributed.mesh_of(None).shape == {"data": 4, "model": 2}
+    with pytest.raises(ValueError, match="has 4 devices, but 4 processes have 8"):
+        distributed.mesh_of("model=4")
+    monkeypatch.setattr(jax, "device_count", lambda: 12)
+    with pytest.raises(ValueError, match="with 12 devices need --mesh: model must be"):
+        distributed.mesh_of(None)
+
+
+def test_what_one_process_does_for_all(monkeypatch):
+    done = []
+    distributed.in_first(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        distributed.in_first(lambda: 1 / 0)
+    assert done == [1] and distributed.is_same_everywhere("a")
+    assert distributed.true_anywhere(True, False) == [True, False]
+
+    def others_failed(flags):
+        return np.stack([flags, [True] * len(flags)])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", others_failed)
+    with pytest.raises(distributed.OtherProcessError):
+        distributed.in_first(lambda: done.append(2))
+    assert done == [1, 2]
