@@ -37,6 +37,14 @@ def symbolic_sizes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For programs of many devices: compiles in half the time, to slower programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is none."""
     if jax.default_backend() != "gpu":

@@ -17,6 +17,8 @@ from sparsejax import optimizers
 from sparsejax.layers import SparseLinear
 from sparsejax.sharding import ShardedCSR
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FEATURES, HIDDEN, BATCH = 700, 6, 16
 MESHES = [(2, 4), (8, 1), (1, 8)]
 on_meshes = pytest.mark.parametrize("shape", MESHES, ids=lambda s: f"{s[0]}x{s[1]}")

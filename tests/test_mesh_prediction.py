@@ -18,6 +18,8 @@ from sparsejax import metrics, prediction
 from sparsejax.sharding import ShardedCSR, make_mesh, to_host
 from sparsejax.sparse import CSR
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROWS, ITEMS = 45, 300
 
 

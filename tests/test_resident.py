@@ -10,6 +10,8 @@ from sparsejax.resident import Examples, Resident, epoch_order, home_rows, step_
 from sparsejax.sharding import ShardedCSR, make_mesh
 from sparsejax.sparse import CSR
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SHAPES = [(1, 1), (2, 4), (8, 1)]
 
 

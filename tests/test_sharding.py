@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.sharding import ShardedCSR, make_mesh
 from sparsejax.sparse import CSR
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SHAPES = [(1, 1), (1, 8), (2, 4), (8, 1)]
 
 
