@@ -3,16 +3,10 @@
 A program (one an SM) goes through tiles. One warpgroup copies operands to shared memory,
 some steps of 64 of the summed dimension ahead, also while the others are busy with what
 comes after the sums. Of a tile these have a part each.
-
-A step's operands are read from the cache faster than it can give them. So two programs
-have tiles with the same second operand, where there is an even number of such tiles, and
-each reads half of it for both.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -26,24 +20,10 @@ ROWS = 64  # of a warpgroup, which `wgmma` asks for
 # How operands and results of 64 two-byte columns lie in shared memory.
 LAYOUT = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP))
 
+_STAGES = 4  # steps that are copied ahead
 # Registers of a thread that computes or copies, by the number of warpgroups that compute:
 # together what 512 (of an SM), divided by all and rounded down to 8, gives them at first.
 _REGISTERS = {2: (232, 40), 4: (112, 32)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """How the work is cut.
-
-    Attributes:
-      warpgroups: 2 or 4, that compute.
-      stages: steps that are copied ahead.
-      pairs: whether programs work two by two.
-    """
-
-    warpgroups: int
-    pairs: bool
-    stages: int = 4
 
 
 def matmul_tiles(
@@ -55,15 +35,14 @@ def matmul_tiles(
     *,
     columns: int,
     steps: int,
-    shape: Shape,
+    warpgroups: int,
     scratch: Sequence = (),
 ) -> None:
-    """The body of a kernel that `call` runs, with the same `shape`.
+    """The body of a kernel that `call` runs.
 
     Args:
-      num_tiles: of a program, or of two.
-      tile_of: from a tile's number, and which of the two programs it is for, to what the
-        other functions get as `tile`.
+      num_tiles: of all programs.
+      tile_of: from a tile's number to what the other functions get as `tile`.
       operands: (matrix, shape of a step's block, place), twice, where `place(tile, k)` is
         its first row and column at step k.
       factors: from the blocks of a step and a warpgroup's number to the two operands of
@@ -73,18 +52,17 @@ def matmul_tiles(
         are.
       columns: see `factors`.
       steps: of 64, which a tile takes.
-      shape: how the work is cut.
+      warpgroups: 2 or 4, that compute.
       scratch: shared memory.
     """
-    stages, warpgroups = min(shape.stages, steps), shape.warpgroups
+    stages = min(_STAGES, steps)
     registers, of_loader = _REGISTERS[warpgroups]
     warpgroup = lax.axis_index("warpgroup")
-    half = lax.axis_index("half") if shape.pairs else 0
 
     def each_tile(function):
         @plgpu.nd_loop((num_tiles,), collective_axes="program")
         def _(info):
-            function(tile_of(info.index[0], half), info.local_index * steps)
+            function(tile_of(info.index[0]), info.local_index * steps)
 
     def scope(blocks, full, free, *scratch_smem):
         @pl.when(warpgroup == warpgroups)
@@ -101,20 +79,13 @@ def matmul_tiles(
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    for i, (matrix, extent, place) in enumerate(operands):
+                    for (matrix, extent, place), block in zip(
+                        operands, blocks, strict=True
+                    ):
                         at = map(pl.ds, place(tile, k), extent)
                         plgpu.copy_gmem_to_smem(
-                            matrix.at[*at],
-                            blocks[i].at[slot],
-                            full.at[slot],
-                            collective_axes="half" if shape.pairs and i == 1 else None,
+                            matrix.at[*at], block.at[slot], full.at[slot]
                         )
-
-            # Not before the other program is done with what is in this one.
-            @pl.when(lax.axis_index("program") < num_tiles)
-            def _():
-                for slot in range(stages):
-                    plgpu.barrier_wait(free.at[slot])
 
         @pl.when(warpgroup < warpgroups)
         def _():
@@ -142,9 +113,6 @@ def matmul_tiles(
             if scratch:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    barrier = plgpu.Barrier
-    if shape.pairs:
-        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("half",))
     pl.run_scoped(
         scope,
         [
@@ -152,33 +120,34 @@ def matmul_tiles(
             for matrix, extent, _ in operands
         ],
         plgpu.Barrier(num_arrivals=len(operands), num_barriers=stages),
-        barrier(num_arrivals=warpgroups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         *scratch,
         collective_axes="warpgroup",
     )
 
 
-def call(body: Callable, out_type: Sequence, shape: Shape, *arguments):
-    """Runs `body`, which is to call `matmul_tiles`, on arrays or references."""
-    programs = _num_programs()
+def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *arguments):
+    """Runs `body`, which is to call `matmul_tiles`, on arrays or references.
+
+    A profiler shows the name.
+    """
+    body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(programs // 2 if shape.pairs else programs,),
+        grid=(_num_programs(),),
         grid_names=("program",),
-        num_threads=shape.warpgroups + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # With the default semantics inferring the layouts takes half a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        cluster=(2,) * shape.pairs,
-        cluster_names=("half",) * shape.pairs,
     )(*arguments)
 
 
 def _num_programs() -> int:
     """One for each SM; where there is no GPU, a few, for lowering and interpretation."""
     device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 4
+    return device.core_count if device.platform == "gpu" else 2

@@ -90,7 +90,7 @@ def slopes(
       The values, summed over each 128 items, or None; the slopes in bfloat16.
     """
     batch = h.shape[0]
-    layer = _Layer(bias, scale)
+    layer = ItemLayer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
@@ -98,15 +98,15 @@ def slopes(
         *values_gmem, slopes_gmem = outputs
         vectors = [tiles.row_vector(ref, row) for ref in vector_refs]
         vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
-        words = _load_words(words_gmem, row, column)
+        words = load_words(words_gmem, row, column)
         products = make()
 
         def piece(c, total, odds, operands, masked):
             products, words = operands
             item = first + column + c
             scores = layer.apply(layer_refs, products[:, c : c + _PIECE], item)
-            listed = _listed(words, c, _PIECE)
-            made = function(scores, jnp.ones_like(scores), listed, *vectors)
+            bits = listed(words, c, _PIECE)
+            made = function(scores, jnp.ones_like(scores), bits, *vectors)
             if masked:
                 inside = tiles.column_numbers(_PIECE) < end - item
                 made = [None if x is None else jnp.where(inside, x, 0.0) for x in made]
@@ -144,6 +144,7 @@ def slopes(
 
     values = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     made = tiles.score_tiles(
+        "slopes",
         epilogue,
         h,
         kernel,
@@ -179,12 +180,12 @@ def normalise(
       the number of labels; the sum of their scores.
     """
     batch = h.shape[0]
-    layer = _Layer(bias, scale)
+    layer = ItemLayer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
         layer_refs, words_gmem = layer.split(inputs)
-        words = _load_words(words_gmem, row, column)
+        words = load_words(words_gmem, row, column)
         products = make()
         parts = range(0, tiles.COLUMNS, _LEAST)
 
@@ -206,10 +207,10 @@ def normalise(
             shift = tiles.spread_rows(shift, _LEAST)
             total = count = found = jnp.zeros_like(shift)
             for c, x in zip(parts, scores, strict=True):
-                listed = _listed(operands[1], c, _LEAST)
+                bits = listed(operands[1], c, _LEAST)
                 total = total + jnp.exp2(x * _LOG2E - shift)
-                count = count + jnp.where(listed, 1.0, 0.0)
-                found = found + jnp.where(listed, x, 0.0)
+                count = count + jnp.where(bits, 1.0, 0.0)
+                found = found + jnp.where(bits, x, 0.0)
             place = column // tiles.COLUMNS, pl.ds(row, ROWS)
             sums = [jnp.sum(x, axis=1) for x in (total, count, found)]
             for ref, x in zip(outputs, (largest, *sums), strict=True):
@@ -220,6 +221,7 @@ def normalise(
 
     out = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     return tiles.score_tiles(
+        "normalise",
         epilogue,
         h,
         kernel,
@@ -231,7 +233,7 @@ def normalise(
     )
 
 
-class _Layer:
+class ItemLayer:
     """Scale and bias, of which there may be none."""
 
     def __init__(self, bias, scale):
@@ -253,6 +255,12 @@ class _Layer:
             products = products + tiles.spread_columns(refs.pop(0), item, columns)
         return products
 
+    def denied(self, refs, item, columns: int) -> list:
+        """Whether the bias is -inf, `[64, columns]`, if there is one."""
+        if self.bias is None:
+            return []
+        return [tiles.spread_columns(refs[-1], item, columns) == -jnp.inf]
+
 
 def _log1p(x):
     """`log(1 + x)` for x from 0 on, with a small relative error also of small results."""
@@ -264,7 +272,7 @@ def _log1p(x):
     return jnp.where(x < 1.0, series * z, jnp.log(x + 1.0))
 
 
-def _load_words(words_gmem, row, column):
+def load_words(words_gmem, row, column):
     """`[64, 8]` words of a tile, with the bits from item `column` of it on."""
     first = pl.multiple_of(column // tiles.TILE_ITEMS * _WORDS, _WORDS)
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
@@ -272,7 +280,7 @@ def _load_words(words_gmem, row, column):
     return lax.shift_right_logical(words, lax.rem(column, tiles.TILE_ITEMS) // _WORDS)
 
 
-def _listed(words, column: int, columns: int):
+def listed(words, column: int, columns: int):
     """`[64, columns]` whether items from `column` of the tile on are labels."""
     bits = range(column // _WORDS, (column + columns) // _WORDS)
     masks = [1 << bit if bit < 31 else -(2**31) for bit in bits]

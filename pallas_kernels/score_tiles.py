@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul_tiles import ROWS, STEP, Shape, call, matmul_tiles
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles
 
 TILE_ROWS = 128  # of a program's tile
 TILE_ITEMS = 256
@@ -41,6 +41,7 @@ def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
 
 
 def score_tiles(
+    name: str,
     epilogue: Callable,
     h: jax.Array,
     kernel: jax.Array,
@@ -60,6 +61,7 @@ def score_tiles(
     the function is there when the scores are.
 
     Args:
+      name: what a profiler shows.
       epilogue: see above.
       h: rows in a multiple of 128.
       kernel: see `unsupported`.
@@ -72,8 +74,6 @@ def score_tiles(
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // TILE_ITEMS
-    shape = Shape(warpgroups=WARPGROUPS, pairs=down % 2 == 0)
-    together = 1 + shape.pairs
     numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (start, *scalars)])
 
     def body(numbers_gmem, h_gmem, kernel_gmem, *refs):
@@ -81,9 +81,9 @@ def score_tiles(
         numbers = [numbers_gmem[1 + i] for i in range(len(scalars))]
         refs = refs[: len(inputs)], refs[len(inputs) :]
 
-        def tile_of(i, half):
-            m, n = plgpu.planar_snake(i, (down // together, across), 0, _WIDTH)
-            return (m * together + half) * TILE_ROWS, n * TILE_ITEMS
+        def tile_of(i):
+            m, n = plgpu.planar_snake(i, (down, across), 0, _WIDTH)
+            return m * TILE_ROWS, n * TILE_ITEMS
 
         def factors(h_smem, kernel_smem, warpgroup):
             i, j = lax.rem(warpgroup, 2) * ROWS, lax.div(warpgroup, 2) * COLUMNS
@@ -96,7 +96,7 @@ def score_tiles(
             epilogue(make, row, column, warpgroup, numbers, *refs, scratch_smem)
 
         matmul_tiles(
-            down // together * across,
+            down * across,
             tile_of,
             [
                 (h_gmem, (TILE_ROWS, STEP), lambda tile, k: (tile[0], k * STEP)),
@@ -110,11 +110,11 @@ def score_tiles(
             finish,
             columns=COLUMNS,
             steps=hidden // STEP,
-            shape=shape,
+            warpgroups=WARPGROUPS,
             scratch=[] if scratch is None else [scratch],
         )
 
-    return call(body, out_type, shape, numbers, h, kernel, *inputs)
+    return call(name, body, out_type, WARPGROUPS, numbers, h, kernel, *inputs)
 
 
 def row_vector(ref, row) -> jax.Array:
