@@ -256,8 +256,8 @@ def _write_table(report: dict) -> None:
 
 
 _GROUPS = {
-    "our kernel": ("body_mosaic_gpu",),
-    "two products": ("nvjet", "gemm"),
+    "our kernel": ("slopes_mosaic", "normalise_mosaic"),
+    "two products": ("nvjet", "gemm", "kernel_gradient_mosaic"),
     "copies of chunks": ("loop_dynamic_slice", "loop_dynamic_update"),
     "labels to bits, row ids": (
         "input_scatter",

@@ -335,6 +335,17 @@ def test_kernel_equals_the_oracle(rule, monkeypatch):
         check(rule, problem, implementation="mosaic_gpu")
 
 
+def test_kernel_reads_and_writes_in_place(monkeypatch):
+    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 256 * 256)
+    labels = matrices.random_csr(150, 500)
+    options = ("bias", "weights")  # a scale makes copies of the kernel anyway
+    problem = make_problem(
+        labels, hidden=64, extra_rows=12, options=options, dtype=jnp.bfloat16
+    )
+    with kernel_can_run():
+        check(RULES[0], problem, implementation="mosaic_gpu")
+
+
 @both_kinds
 def test_kernel_lowers_for_cuda_on_a_mesh(rule):
     # It cannot be interpreted there: devices would share one shared memory.
@@ -367,10 +378,17 @@ def test_kernel_lowers_for_cuda(rule, options):
 
 @pytest.mark.gpu
 @every_rule
-def test_kernel_equals_xla_at_real_sizes(rule):
+@pytest.mark.parametrize("in_place", [False, True])
+def test_kernel_equals_xla_at_real_sizes(rule, in_place, monkeypatch):
     labels = matrices.random_csr(700, 27_278, 0.005)
     extra = 27_392 - 27_278
-    problem = make_problem(labels, hidden=1024, extra_rows=extra, dtype=jnp.bfloat16)
+    options = OPERANDS
+    if in_place:
+        options = ("bias", "weights")
+        monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 2**22)
+    problem = make_problem(
+        labels, hidden=1024, extra_rows=extra, options=options, dtype=jnp.bfloat16
+    )
     problem.h = problem.h / 32
     results = [
         run(rule, problem, implementation=implementation)

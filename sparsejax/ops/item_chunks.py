@@ -15,7 +15,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from sparsejax.sharding import ShardedCSR, axis_sizes, check_rows, local
+from pallas_kernels.output_loss import label_words
+from pallas_kernels.score_tiles import TILE_ROWS
+from sparsejax.sharding import (
+    ShardedCSR,
+    axis_sizes,
+    check_rows,
+    local,
+    on_one_device,
+)
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
@@ -226,6 +234,13 @@ class Entries(NamedTuple):
         place = self.places(start, shape)
         return chunk.at[place].set(values, mode="drop", unique_indices=True)
 
+    def words(
+        self, start: jax.typing.ArrayLike, shape: tuple[int, int]
+    ) -> Int[Array, "batch words"]:
+        """The same as bits, for the kernels."""
+        columns = jnp.where(self.rows < 0, -1, self.columns - start)
+        return label_words(self.rows, columns, *shape)
+
 
 def entries_of(
     matrix: CSR | ShardedCSR, shard: Shard, batch: int, items: int
@@ -257,6 +272,21 @@ def rounded_items(num_items: int, rows: int) -> int:
     """`num_items`, rounded up to what products are fast for, if there are the rows."""
     rounded = -(-num_items // _ROUNDED) * _ROUNDED
     return rounded if rounded <= rows else num_items
+
+
+def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest"]:
+    """With rows of zeros up to a multiple of what the kernels take."""
+    extra = -len(array) % TILE_ROWS
+    return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
+
+
+def kernel_is_fastest() -> bool:
+    """Whether there is a GPU for it, and none beside it but under `shard_map`."""
+    if jax.default_backend() != "gpu":
+        return False
+    # Without `shard_map` the partitioner would have to divide the kernel's work.
+    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
+    return capability == 9.0 and on_one_device()
 
 
 def check_implementation(implementation: str | None) -> None:

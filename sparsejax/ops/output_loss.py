@@ -15,10 +15,11 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import output_loss as kernels
 from pallas_kernels import score_tiles as tiles
+from pallas_kernels.kernel_gradient import kernel_gradient
 from sparsejax import losses
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import ShardedCSR, on_each_device, on_one_device
+from sparsejax.sharding import ShardedCSR, on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -200,7 +201,9 @@ def loss_and_updates[Carry](
     """
     whole, shard = layer(carry), shard or Shard()
     if implementation is None:
-        fast = type(rule).__module__ == losses.__name__ and _kernel_is_fastest()
+        fast = (
+            type(rule).__module__ == losses.__name__ and item_chunks.kernel_is_fastest()
+        )
         fast = fast and not _unsupported(h, whole, labels)
         implementation = "mosaic_gpu" if fast else "xla"
     elif implementation == "mosaic_gpu" and (why := _unsupported(h, whole, labels)):
@@ -222,6 +225,9 @@ def loss_and_updates[Carry](
     if shard.items is None:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
     size = chunks.size(num_items)
+    # XLA would copy each chunk of the gradient after its product.
+    in_place = with_kernel and update is write_gradients and size < num_items
+    in_place = in_place and whole.scale is None and shard.rows is None
 
     def fold(step, carry):
         return item_chunks.fold(step, carry, num_items, size)
@@ -285,6 +291,12 @@ def loss_and_updates[Carry](
                 lambda x: item_chunks.slice_rows(x, start, size), current
             )
             made, more = gradients(chunk, delta)
+            if in_place:  # all rows are written by the product, none by `update`
+                assert isinstance(carry, Layer)
+                pad = item_chunks.pad_rows
+                kernel = kernel_gradient(pad(delta), pad(h_live), carry.kernel, start)
+                carry = carry._replace(kernel=kernel)
+                made = made._replace(kernel=made.kernel[:0])
             # All reads of these rows come first: so they can be updated in place.
             made, dh = lax.optimization_barrier((made, dh + more))
             carry = update(start, made, carry)
@@ -292,6 +304,15 @@ def loss_and_updates[Carry](
 
     total, dh, carry = fold(step, (zeros, dh, carry))
     return finish(per_example + shard.sum_over_items(total), dh, carry)
+
+
+def write_gradients(start, chunk: Layer, gradients: Any) -> Any:
+    """An `update` that writes the gradients, rounded, into arrays of all items."""
+    return jax.tree.map(lambda array, x: _write(array, x, start), gradients, chunk)
+
+
+def _write(array, rows, start):
+    return lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), start, 0)
 
 
 def _elementwise(rule, scores, labels, listed, weights):
@@ -388,12 +409,13 @@ class _Chunks(NamedTuple):
 
         The function gets the `vectors [batch]` as columns.
         """
-        scores, labels, listed, inside = self.scores(start, size, layer)
+        *operands, inside = self.scores(start, size, layer)
         columns = [vector[:, None] for vector in vectors]
-        values, slopes = function(scores, labels, listed, *columns)
+        values, slopes = function(*operands, *columns)
+        slopes = jnp.where(inside, slopes, 0).astype(self.h.dtype)
         if values is not None:
             values = jnp.sum(jnp.where(inside, values, 0), axis=1)
-        return values, jnp.where(inside, slopes, 0).astype(self.h.dtype)
+        return values, slopes
 
     def normalise(self, start, size, layer: Layer, found: _Normaliser) -> _Normaliser:
         scores, labels, listed, inside = self.scores(start, size, layer)
@@ -413,19 +435,13 @@ class _KernelChunks(_Chunks):
     """The same by the kernels; rows are padded to whole tiles."""
 
     def size(self, num_items):
-        batch = len(self._pad(self.h))
+        batch = len(item_chunks.pad_rows(self.h))
         size = item_chunks.chunk_size(batch, num_items, _KERNEL_CHUNK_ELEMENTS)
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
-    def _pad(self, array):
-        extra = -len(array) % tiles.TILE_ROWS
-        return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
-
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
         """What both kernels take."""
-        h = self._pad(self.h)
-        rows, columns = self.entries
-        columns = jnp.where(rows < 0, -1, columns - start)
+        h = item_chunks.pad_rows(self.h)
         bias, scale = (
             None if x is None else x.astype(jnp.float32)
             for x in (layer.bias, layer.scale)
@@ -435,7 +451,7 @@ class _KernelChunks(_Chunks):
             "kernel": layer.kernel,
             "bias": bias,
             "scale": scale,
-            "words": kernels.label_words(rows, columns, len(h), size),
+            "words": self.entries.words(start, (len(h), size)),
             "start": start,
             "size": size,
             "limit": self.limit,
@@ -444,7 +460,7 @@ class _KernelChunks(_Chunks):
     def slopes(self, start, size, layer, function, vectors):
         values, slopes = kernels.slopes(
             function,
-            vectors=[self._pad(vector) for vector in vectors],
+            vectors=[item_chunks.pad_rows(vector) for vector in vectors],
             with_values=self.with_values,
             **self._arguments(start, size, layer),
         )
@@ -467,15 +483,6 @@ def _unsupported(h, layer: Layer, labels: CSR | ShardedCSR) -> str | None:
     if labels.data is not None:
         return "takes labels without values"
     return tiles.unsupported(h.shape[1], len(layer.kernel), h.dtype)
-
-
-def _kernel_is_fastest() -> bool:
-    """Whether there is a GPU for it, and none beside it but under `shard_map`."""
-    if jax.default_backend() != "gpu":
-        return False
-    # Without `shard_map` the partitioner would have to divide the kernel's work.
-    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
-    return capability == 9.0 and on_one_device()
 
 
 # Derivatives, and the choice of the implementation
@@ -542,15 +549,6 @@ def _compiled(
         everything = shard.items is not None or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
 
-        def write(start, chunk, gradients):
-            return jax.tree.map(
-                lambda array, x: lax.dynamic_update_slice_in_dim(
-                    array, x.astype(array.dtype), start, 0
-                ),
-                gradients,
-                chunk,
-            )
-
         per_example, dh, gradients = loss_and_updates(
             how.rule,
             h,
@@ -558,7 +556,7 @@ def _compiled(
             weights,
             jax.tree.map(unwritten, whole) if differentiate else None,
             layer=lambda _: whole,
-            update=write if differentiate else None,
+            update=write_gradients if differentiate else None,
             gradient_dtype=kernel.dtype,
             shard=shard,
             implementation=how.implementation,
