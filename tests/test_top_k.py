@@ -1,5 +1,6 @@
 """`top_k` against a full sort."""
 
+import contextlib
 import dataclasses
 import inspect
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from memory import temporary_bytes
@@ -314,3 +316,97 @@ def test_wrong_arguments_are_refused():
         function(h, kernel, bias[:3], 1)
     with pytest.raises(ValueError, match='None, "xla" or "mosaic_gpu"'):
         function(h, kernel, bias, 1, implementation="triton")
+
+
+# The kernel, under the same function
+
+
+@contextlib.contextmanager
+def kernel_can_run():
+    """On a GPU the kernel is what it is; elsewhere it is interpreted."""
+    if jax.default_backend() == "gpu":
+        yield
+    else:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+
+
+def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
+    """Operands whose scores are small whole numbers: exact, with many ties."""
+    rng = np.random.default_rng(seed)
+    h = rng.integers(-2, 3, (batch, hidden)) * (rng.random((batch, hidden)) < 0.2)
+    kernel = rng.integers(-2, 3, (items + extra_rows, hidden))
+    return jnp.asarray(h, jnp.bfloat16), jnp.asarray(kernel, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("k", "plain"), [(5, False), (600, True)])
+def test_kernel_equals_a_full_sort(k, plain, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)  # two chunks, with a k of 5
+    items = 500
+    h, kernel = whole_numbers(5, items, extra_rows=12)
+    want = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)[:items].T
+    exclude = bias = None
+    if not plain:
+        h = h.at[3, 5].set(jnp.nan)
+        want[3] = np.nan
+        bias = jnp.zeros(512).at[jnp.arange(90, 120)].set(-jnp.inf)
+        exclude = matrices.random_csr(5, items)
+        denied = matrices.oracle(dataclasses.replace(exclude, data=None)) != 0
+        want[denied | (np.arange(items) // 30 == 3)] = -np.inf
+    with kernel_can_run():
+        ids, scores = top_k(
+            h,
+            kernel,
+            bias,
+            k,
+            exclude=exclude,
+            num_items=items,
+            implementation="mosaic_gpu",
+        )
+    want_ids, want = full_sort(want, k)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(scores, want)
+
+
+@pytest.mark.parametrize("kernel_spec", [None, P("model")])
+def test_kernel_lowers_for_cuda(kernel_spec):
+    h, kernel = whole_numbers(4, 512)
+    exclude = matrices.random_csr(4, 512)
+    axes = {"axis_types": (AxisType.Auto, AxisType.Auto)}
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), **axes)):
+
+        def function(h, kernel, exclude):
+            return top_k(
+                h,
+                kernel,
+                None,
+                3,
+                exclude=exclude,
+                kernel_spec=kernel_spec,
+                implementation="mosaic_gpu",
+            )
+
+        traced = jax.jit(function).trace(h, kernel, exclude)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @mosaic_gpu" in text
+
+
+def test_what_the_kernel_cannot_do():
+    h, kernel = whole_numbers(4, 300)
+    with pytest.raises(NotImplementedError, match='multiple of 256 rows.* use "xla"'):
+        top_k(h, kernel, None, 3, implementation="mosaic_gpu")
+    h, kernel = (x.astype(jnp.float32) for x in whole_numbers(4, 256))
+    with pytest.raises(NotImplementedError, match='float32; use "xla"'):
+        top_k(h, kernel, None, 3, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+def test_kernel_equals_xla_at_real_sizes():
+    items = 300_000
+    h, kernel = whole_numbers(700, items, hidden=256, extra_rows=32)
+    exclude = matrices.random_csr(700, items, 0.001)
+    results = [
+        top_k(h, kernel, None, 100, exclude=exclude, implementation=implementation)
+        for implementation in ("xla", "mosaic_gpu")
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)

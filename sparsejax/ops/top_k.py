@@ -13,6 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import score_tiles as tiles
+from pallas_kernels import top_k as kernels
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
 from sparsejax.sharding import ShardedCSR, on_each_device
@@ -100,12 +102,14 @@ def top_k(
         `exclude` has columns, or all.
       kernel_spec: how the kernel lies on the mesh that is set, see
         `sparsejax.output_loss`; the best of each part are put together.
-      implementation: that of a layer's `output_loss`; here all names mean XLA.
+      implementation: "mosaic_gpu" is the Hopper kernel, for bfloat16 operands; "xla" the
+        reference. None picks what is fastest here.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
         implementation, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
+      NotImplementedError: the kernel is asked for what it cannot do.
     """
     item_chunks.check_implementation(implementation)
     item_chunks.check_layer(h, kernel, bias, scale)
@@ -114,7 +118,12 @@ def top_k(
     k = int(k)
     num_items = _num_items(h, kernel, exclude, num_items)
     on_gpu = jax.default_backend() == "gpu"
-    return _xla(
+    why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
+    if implementation == "mosaic_gpu" and why:
+        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
+    if implementation is None and not why and item_chunks.kernel_is_fastest():
+        implementation = "mosaic_gpu"
+    return _compiled(
         h,
         kernel,
         bias,
@@ -125,6 +134,7 @@ def top_k(
         kernel_spec=kernel_spec,
         elements=_GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS,
         cut=_GPU_CUT if on_gpu else _CPU_CUT,
+        with_kernel=implementation == "mosaic_gpu",
     )
 
 
@@ -152,13 +162,18 @@ def _num_items(
     return num_items
 
 
-# XLA implementation
-
-
 @functools.partial(
-    jax.jit, static_argnames=("k", "num_items", "kernel_spec", "elements", "cut")
+    jax.jit,
+    static_argnames=(
+        "k",
+        "num_items",
+        "kernel_spec",
+        "elements",
+        "cut",
+        "with_kernel",
+    ),
 )
-def _xla(
+def _compiled(
     h: jax.Array,
     kernel: jax.Array,
     bias: jax.Array | None,
@@ -170,10 +185,18 @@ def _xla(
     kernel_spec: P | None,
     elements: int,
     cut: _Cut,
+    with_kernel: bool,
 ) -> tuple[jax.Array, jax.Array]:
     shard = item_chunks.shard_of(kernel_spec, exclude, len(h))
-    sizes = {"k": k, "num_items": num_items, "elements": elements, "cut": cut}
-    best = functools.partial(_best, shard=shard or Shard(), **sizes)
+    best = functools.partial(
+        _best,
+        k=k,
+        num_items=num_items,
+        shard=shard or Shard(),
+        elements=elements,
+        cut=cut,
+        with_kernel=with_kernel,
+    )
     if shard is None:
         return best(h, kernel, bias, scale, exclude)
     if exclude is not None:
@@ -191,26 +214,54 @@ def _xla(
     )
 
 
-def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut):
+def _best(
+    h,
+    kernel,
+    bias,
+    scale,
+    exclude,
+    *,
+    k,
+    num_items,
+    shard,
+    elements,
+    cut,
+    with_kernel,
+):
     """The best of all items for a device's part of the batch."""
     batch, rows = len(h), len(kernel)
     here = rows
     if shard.items is None:
         here = item_chunks.rounded_items(num_items, rows)
     size = item_chunks.chunk_size(batch, here, max(elements, batch * k * _CHUNK_PER_K))
+    if with_kernel:
+        size = -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
     first_item = shard.first_item(rows)
     excluded, broken = None, jnp.zeros(batch, bool)
     if exclude is not None:
         excluded, broken = item_chunks.entries_of(exclude, shard, batch, rows)
+
+    def step_with_kernel(start, size, best):
+        padded = item_chunks.pad_rows(h)
+        scores, maxima = kernels.scores_and_maxima(
+            padded,
+            kernel,
+            None if bias is None else bias.astype(jnp.float32),
+            None if scale is None else scale.astype(jnp.float32),
+            None if excluded is None else excluded.words(start, (len(padded), size)),
+            start=start,
+            size=size,
+            limit=num_items - first_item,
+        )
+        places, scores = _select(scores[:batch], k, cut, maxima[:batch])
+        return _join(best, (places + first_item + start, scores), k)
 
     def step(start, size, best):
         scores = item_chunks.scores(h, kernel, bias, scale, start, size)
         if excluded is not None:
             place = excluded.places(start, (batch, size))
             scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
-        # `lax.top_k` goes by bits: one NaN and one zero are wanted, not two.
-        scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
-        scores = jnp.where(scores == 0, 0, scores)
+        scores = _one_of_each(scores)
         if bias is not None:
             denied = item_chunks.slice_rows(bias, start, size) == -jnp.inf
             scores = jnp.where(denied[None], -jnp.inf, scores)
@@ -226,6 +277,7 @@ def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut
         jnp.full((batch, k), -1, jnp.int32),
         jnp.full((batch, k), -jnp.inf, item_chunks.accumulator(h.dtype)),
     )
+    step = step_with_kernel if with_kernel else step
     ids, scores = item_chunks.fold(step, nothing, here, size)
     if shard.items is not None:
         ids, scores = (
@@ -237,6 +289,12 @@ def _best(h, kernel, bias, scale, exclude, *, k, num_items, shard, elements, cut
     return ids, jnp.where(broken[:, None], jnp.nan, scores)
 
 
+def _one_of_each(scores):
+    """With one NaN and one zero: `lax.top_k` goes by bits and knows several."""
+    scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
+    return jnp.where(scores == 0, 0, scores)
+
+
 def _join(best, more, k: int):
     """The k best of two lists (ids, scores), if `more` has the higher ids in a tie."""
     ids, scores = (
@@ -246,7 +304,9 @@ def _join(best, more, k: int):
     return jnp.take_along_axis(ids, places, axis=1), scores
 
 
-def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]:
+def _select(
+    scores: jax.Array, k: int, cut: _Cut, maxima: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Places and scores of the k best of each row, or of all where there are fewer.
 
     Where there are many, only the k groups of neighbours with the largest maxima, ties
@@ -254,19 +314,26 @@ def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]
     the k best: let x be in another group. Each of the k has a maximum that is larger
     than that of x's group, or equal to it and at a lower place. So k elements come
     before x.
+
+    With the `maxima` of groups that the kernel made, scores may be any NaN or zero.
     """
     batch, size = scores.shape
-    if size <= cut.direct * k:
+    if maxima is None and size <= cut.direct * k:
         scores, places = lax.top_k(scores, min(k, size))
         return places, scores
     group = cut.group if size >= cut.many * k else cut.small
+    if maxima is not None:
+        group = size // maxima.shape[1]
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
-    chosen, _ = _select(jnp.max(grouped, axis=2), k, cut)
+    best = jnp.max(grouped, axis=2) if maxima is None else _one_of_each(maxima)
+    chosen, _ = _select(best, k, cut)
     # In order of place, because `lax.top_k` breaks ties by it.
     chosen = jnp.sort(chosen, axis=1)[:, :, None]
     inside = jnp.take_along_axis(grouped, chosen, axis=1).reshape(batch, -1)
     inside = jnp.concatenate([inside, scores[:, split:]], axis=1)
+    if maxima is not None:
+        inside = _one_of_each(inside)
     within = jnp.arange(group, dtype=jnp.int32)[None, None]
     places = (chosen * group + within).reshape(batch, -1)
     rest = jnp.arange(split, size, dtype=jnp.int32)[None]
