@@ -36,6 +36,8 @@ from .ops.output_loss import output_loss as output_loss
 from .ops.output_loss import output_loss_per_example as output_loss_per_example
 from .ops.top_k import top_k as top_k
 from .optimizers import Optimizer as Optimizer
+from .planning import Plan as Plan
+from .planning import plan as plan
 from .prediction import evaluate as evaluate
 from .prediction import recommend as recommend
 from .predictor import Predictor as Predictor

@@ -40,6 +40,7 @@ class Network:
       dropout: Probability with which a hidden unit is dropped in training.
       temperature: Make scores cosines divided by this; None: dot products.
       tied: Share one kernel between the first and the last layer.
+      output_dtype: Of the operands of the output's products: bfloat16 is faster on GPUs.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -50,6 +51,7 @@ class Network:
     dropout: float = 0.0
     temperature: Annotated[float | None, arg(metavar="{FLOAT,None}")] = 0.1
     tied: Flag = False
+    output_dtype: Annotated[str | None, arg(metavar="{bfloat16,None}")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +290,48 @@ class Similar:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Says what training takes of each GPU's memory, and whether it fits.
+
+    The exit status is 1 if it does not. Nothing of that size is made.
+
+    Attributes:
+      items: Number of items.
+      rows: Rows of the data.
+      entries: Entries of the data, in all its rows.
+      features: Number of input features, where they are not the items. The targets are
+        other data then.
+      target_entries: Entries of the targets; as many as of the inputs unless given.
+      values: The entries have values.
+      mesh: Devices over which batches (data) and the kernels of the first and the last
+        layer (model) are divided.
+      memory: Of a device, as 141GB. Unless given, what JAX may take of the one here.
+      compile: Also say what the compiler takes, for such a mesh of devices of the kind
+        here: there need not be so many.
+      config: The network as JSON, instead of the network options below.
+      optimizer: Its name, as for train.
+      batch_size: Rows a step.
+      fused: As for train.
+      network: The network.
+    """
+
+    items: int
+    rows: int
+    entries: int
+    features: Annotated[int | None, arg(metavar="INT")] = None
+    target_entries: Annotated[int | None, arg(metavar="INT")] = None
+    values: Flag = False
+    mesh: Annotated[str, arg(metavar="data=D,model=M")] = "data=1,model=1"
+    memory: Annotated[str | None, arg(metavar="SIZE")] = None
+    compile: Flag = False
+    config: Annotated[pathlib.Path | None, _File] = None
+    optimizer: str = "adam"
+    batch_size: int = 512
+    fused: Flag = False
+    network: Network = Network()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
     """Trains on the data that comes with the package and shows recommendations.
 
@@ -300,13 +344,16 @@ class Demo:
     report: Annotated[pathlib.Path, _File] = pathlib.Path("sparsejax-demo.html")
 
 
-Command = Train | Evaluate | Predict | Convert | Report | Vectors | Similar | Demo
+Command = (
+    Train | Evaluate | Predict | Convert | Report | Vectors | Similar | Plan | Demo
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
-    0: done; 1: a line on stderr says what is wrong; 2: wrong usage; 130: interrupted.
+    0: done; 1: a line on stderr says what is wrong, or a plan does not fit; 2: wrong
+    usage; 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     # Orbax logs what a killed process left behind; what matters is a warning of ours.
@@ -317,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _one_line_warnings(), _on(getattr(command, "devices", Devices())):
             _run(command, argv)
         sys.stdout.flush()
-    except SystemExit as stopped:  # --help, --version or wrong usage
+    except SystemExit as stopped:  # --help, --version, wrong usage, a plan too large
         return int(stopped.code or 0)
     except BaseException as error:  # noqa: BLE001 - raised again, if it is a bug
         return _failed(error, command)
@@ -397,13 +444,16 @@ def _run(command: Command, argv: Sequence[str]) -> None:
     from sparsejax import commands, demo
 
     match command:
-        case Train():
+        case Train() | Plan():
             if command.config and (given := _given(Network, argv)):
                 raise ValueError(
                     f"--config describes the whole network: leave out {given[0]}, or "
                     "--config"
                 )
-            commands.train(command)
+            if isinstance(command, Train):
+                commands.train(command)
+            elif not commands.plan(command):
+                raise SystemExit(1)
         case Evaluate():
             commands.evaluate(command)
         case Predict():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,6 +23,7 @@ from sparsejax import (
     cli,
     distributed,
     optimizers,
+    planning,
     prediction,
     run,
     training,
@@ -53,10 +55,7 @@ def train(flags: cli.Train) -> None:
         stopping = training.EarlyStopping(
             metric=f"ndcg@{flags.k}", patience=flags.patience
         )
-    if flags.config is None:
-        network = NetworkConfig.autoencoder(**vars(flags.network))
-    else:
-        network = NetworkConfig.load(flags.config)
+    network = _network(flags)
     heldout = None
     if flags.chunk_rows is None:
         data = read(flags.data, format=flags.format, indicator=flags.indicator)
@@ -247,6 +246,39 @@ def similar(flags: cli.Similar) -> None:
     writers.write_recommendations(sys.stdout, as_names(flags.items), found, names)
 
 
+def plan(flags: cli.Plan) -> bool:
+    """`sparsejax plan`: whether it fits."""
+    data, model = distributed.axes_of(flags.mesh)
+    if flags.compile and data * model > 1:
+        _pretend_devices(data * model)
+    planned = planning.plan(
+        _network(flags),
+        optimizers.get(flags.optimizer, learning_rate=1e-3),
+        inputs=flags.items if flags.features is None else flags.features,
+        outputs=None if flags.features is None else flags.items,
+        rows=flags.rows,
+        entries=flags.entries,
+        target_entries=flags.target_entries,
+        values=flags.values,
+        batch_size=flags.batch_size,
+        fused=flags.fused,
+        data=data,
+        model=model,
+        memory=None if flags.memory is None else planning.read_bytes(flags.memory),
+        compile=flags.compile,
+    )
+    if planned.fits is None:
+        raise ValueError("the device here does not say its memory: pass --memory 141GB")
+    print(planned.table())
+    return planned.fits
+
+
+def _pretend_devices(count: int) -> None:
+    """Makes the CPU so many devices, unless JAX has begun already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)
+
+
 def print_summary(data: SparseDataset | ScannedDataset, model: nnx.Module) -> None:
     """Says on stderr what is trained on what."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
@@ -278,6 +310,12 @@ def table(measured: Mapping[str, float]) -> str:
         model, popularity = measured[name], measured[f"popularity_{name}"]
         lines.append(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
     return "\n".join([*lines, f"means over {measured['users']:,} users"])
+
+
+def _network(flags: cli.Train | cli.Plan) -> NetworkConfig:
+    if flags.config is None:
+        return NetworkConfig.autoencoder(**vars(flags.network))
+    return NetworkConfig.load(flags.config)
 
 
 def _rule(flags: cli.Train, num_rows: int) -> optimizers.Rule:

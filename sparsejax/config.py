@@ -147,6 +147,7 @@ class NetworkConfig:
         dropout: float = 0.0,
         temperature: float | None = 0.1,
         tied: bool = False,
+        output_dtype: str | None = None,
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
     ) -> NetworkConfig:
@@ -171,7 +172,11 @@ class NetworkConfig:
             layers=(
                 InputConfig(normalize=normalize, corruption=corruption),
                 *middle,
-                OutputConfig(temperature=temperature, tied="hidden1" if tied else None),
+                OutputConfig(
+                    temperature=temperature,
+                    tied="hidden1" if tied else None,
+                    dtype=output_dtype,
+                ),
             ),
             loss=loss,
             loss_options=tuple(sorted(loss_options.items())),

@@ -96,19 +96,29 @@ def mesh_of(text: str | None) -> jax.sharding.Mesh:
             raise ValueError(
                 f"{processes} processes with {devices} devices need --mesh: {error}"
             ) from None
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in ("data", "model") or name in sizes or not size.isdecimal():
-            raise ValueError(f"--mesh is written data=2,model=4, got {text!r}")
-        sizes[name] = int(size)
-    mesh = make_mesh(data=sizes.get("data", 1), model=sizes.get("model", 1))
+    data, model = axes_of(text)
+    mesh = make_mesh(data=data, model=model)
     if processes > 1 and mesh.size != devices:
         raise ValueError(
             f"--mesh {text} has {mesh.size} devices, but {processes} processes have "
             f"{devices}, and each must take part"
         )
     return mesh
+
+
+def axes_of(text: str) -> tuple[int, int]:
+    """The sizes of "data" and "model" in a text as "data=2,model=4".
+
+    Raises:
+      ValueError: it is no such text.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in ("data", "model") or name in sizes or not size.isdecimal():
+            raise ValueError(f"--mesh is written data=2,model=4, got {text!r}")
+        sizes[name] = int(size)
+    return sizes.get("data", 1), sizes.get("model", 1)
 
 
 def is_first() -> bool:

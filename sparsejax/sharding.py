@@ -64,12 +64,7 @@ def make_mesh(
     Raises:
       ValueError: a size does not divide, or there are not so many devices.
     """
-    for name, size, whole in (
-        ("data", data, VIRTUAL_SHARDS),
-        ("model", model, ROW_MULTIPLE),
-    ):
-        if size < 1 or whole % size:
-            raise ValueError(f"{name} must be a divisor of {whole}, got {size}")
+    check_axes(data, model)
     devices = jax.devices() if devices is None else devices
     if data * model > len(devices):
         raise ValueError(
@@ -82,6 +77,16 @@ def make_mesh(
         axis_types=(AxisType.Auto,) * 2,
         devices=devices[: data * model],
     )
+
+
+def check_axes(data: int, model: int) -> None:
+    """Raises ValueError if no mesh can have axes of these sizes."""
+    for name, size, whole in (
+        ("data", data, VIRTUAL_SHARDS),
+        ("model", model, ROW_MULTIPLE),
+    ):
+        if size < 1 or whole % size:
+            raise ValueError(f"{name} must be a divisor of {whole}, got {size}")
 
 
 def mesh_is_set() -> bool:

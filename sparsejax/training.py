@@ -364,6 +364,11 @@ def _steps_per_dispatch(entries: int) -> int:
     """
     if jax.default_backend() == "cpu":
         return 16
+    return steps_on_gpu(entries)
+
+
+def steps_on_gpu(entries: int) -> int:
+    """Steps of a dispatch whose batches have so many entries."""
     return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import re
+import shlex
 import sys
 import types
 
@@ -13,7 +14,7 @@ from flax import nnx
 from test_readme import blocks
 
 import sparsejax as sj
-from sparsejax import rules
+from sparsejax import cli, rules
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -58,6 +59,13 @@ def test_deployment(trained, tmp_path):
         "items.parquet",
         "model.predictor",
     ]
+
+
+def test_large_models(capsys):
+    command, output, *_ = blocks((DOCS / "large_models.md").read_text(), "")
+    words = shlex.split(command.replace("\\\n", ""))
+    assert words[:2] == ["sparsejax", "plan"] and cli.main(words[1:]) == 0
+    assert capsys.readouterr().out == output
 
 
 def test_tensorboard(trained, tmp_path):
