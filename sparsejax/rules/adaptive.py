@@ -65,11 +65,13 @@ class RowwiseAdagrad(Rule):
 
     def dense(self):
         def init(params):
-            def first(p):
-                shape = p.shape[:1] + (1,) * (p.ndim - 1)
-                return jnp.full(shape, self.initial_accumulator_value, p.dtype)
+            def of(p):
+                # Like a part of the parameter, so that it lies on a mesh as that does.
+                places = (slice(None), *[slice(1)] * (p.ndim - 1))
+                first = self.initial_accumulator_value
+                return jnp.full_like(p[places[: p.ndim]], first)
 
-            return optax.ScaleByRssState(jax.tree.map(first, params))
+            return optax.ScaleByRssState(jax.tree.map(of, params))
 
         def update(updates, state, params=None):
             total = jax.tree.map(self._total, updates, state.sum_of_squares)
