@@ -1,6 +1,5 @@
 """Several processes train together, lose one, are told to end, and go on as others."""
 
-import json
 import os
 import pathlib
 import signal
@@ -71,9 +70,9 @@ def wait_for(step: int, checkpoints: Checkpoints, processes) -> None:
         time.sleep(0.05)
 
 
-def ended(processes) -> list[int]:
-    """The exit statuses; whoever still runs later than docs/distributed.md says fails."""
-    end = time.monotonic() + HEARTBEAT + 60
+def ended(processes, seconds: float = 300) -> list[int]:
+    """The exit statuses."""
+    end = time.monotonic() + seconds
     try:
         return [p.wait(end - time.monotonic()) for p in processes]
     finally:
@@ -107,7 +106,8 @@ def test_a_run_survives_its_processes(tmp_path):
     two = start([*argv, "--epochs", "1"], tmp_path, processes=2, devices=2)
     wait_for(0, checkpoints, two)
     two[1].send_signal(signal.SIGKILL)
-    statuses = ended(two)
+    # As docs/distributed.md says, and what a busy machine takes.
+    statuses = ended(two, HEARTBEAT + 60)
     assert statuses[0] != 0, said(tmp_path, 0)
     message = said(tmp_path, 0)
     assert "another process was lost" in message or "another task died" in message
@@ -127,8 +127,8 @@ def test_a_run_survives_its_processes(tmp_path):
     )
     assert newest < checkpoints.steps()[-1] < expected[1]["step"]
 
-    # One goes on to the end.
-    assert main([*argv, "--epochs", "3"]) == 0
+    # One goes on to the end, on a mesh of its own.
+    assert main([*argv, "--epochs", "3", "--mesh", "data=2,model=4"]) == 0
     for ours, theirs in zip(history(run), expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - {"examples_per_second"}:
@@ -140,32 +140,6 @@ def test_a_run_survives_its_processes(tmp_path):
     assert ended(start(argv, tmp_path, processes=2, devices=1)) == [0, 0]
     lines = out.read_text().splitlines()
     assert len(lines) == train.num_rows and lines[0].count(":") == 2
-    expected_lines = tmp_path / "expected.tsv"
-    argv[4] = str(expected_lines)
-    assert main(argv) == 0
-    alone = expected_lines.read_text().splitlines()
-    same = [
-        a.split(",")[0] == b.split(",")[0] for a, b in zip(lines, alone, strict=True)
-    ]
-    assert np.mean(same) > 0.99  # but for ties and rounding
-
-
-def test_commands_on_a_mesh_say_the_same(tmp_path, capsys):
-    train, heldout = msweb().train.split_rows(0.02, seed=0)[0].split(0.8, seed=0)
-    files = [str(tmp_path / name) for name in ("train.parquet", "heldout.parquet")]
-    train.save(files[0])
-    heldout.save(files[1])
-    argv = ["train", files[0], "--run", str(tmp_path / "run"), "--hidden", "8"]
-    argv += ["--epochs", "1", "--optimizer", "sgd", "--mesh", "data=2,model=2"]
-    assert main(argv) == 0
-    measured = []
-    for flags in ([], ["--mesh", "model=4"]):
-        capsys.readouterr()
-        assert main(["evaluate", str(tmp_path / "run"), *files, *flags]) == 0
-        measured.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    assert measured[0].keys() == measured[1].keys()
-    for name, value in measured[0].items():
-        np.testing.assert_allclose(value, measured[1][name], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
