@@ -25,6 +25,7 @@ from sparsejax import fused as fused_output
 from sparsejax.batching import bucket
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.data import ScannedDataset
+from sparsejax.gradients import row_params
 from sparsejax.optimizers import Optimizer
 from sparsejax.resident import Examples, Resident, epoch_order, step_size
 from sparsejax.sharding import axis_sizes, laid_out, layout_of, mesh_is_set, placed
@@ -170,6 +171,7 @@ def fit(
         fused_output.check(model, optimizer)
     # Before a checkpoint is read, which puts arrays where they are.
     nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+    _check_divided(model)
     evaluation = None
     if validation is not None:
         evaluation = prediction.prepare(
@@ -354,6 +356,19 @@ def _resumed(run, checkpoints, modules, resume: bool) -> _Run:
             )
     checkpoints.delete_after(before.step)
     return before
+
+
+def _check_divided(model: Any) -> None:
+    """Raises ValueError if a kernel is whole on every device of a mesh."""
+    if not mesh_is_set() or axis_sizes()[1] == 1:
+        return
+    for path, kernel in row_params(model).items():
+        if kernel[...].sharding.is_fully_replicated:
+            raise ValueError(
+                f"'{'.'.join(map(str, path))}' is not divided over the mesh's axis "
+                '"model"; make the model and the optimizer under the same '
+                "`with jax.set_mesh(mesh):`"
+            )
 
 
 def _steps_per_dispatch(entries: int) -> int:

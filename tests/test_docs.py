@@ -68,6 +68,14 @@ def test_large_models(capsys):
     assert capsys.readouterr().out == output
 
 
+@pytest.mark.usefixtures("quick_compiles")
+def test_distributed(trained, capsys):
+    [code] = python("distributed.md")
+    exec(compile(code, "distributed.md", "exec"), trained)  # noqa: S102
+    assert "popularity_recall@20" in capsys.readouterr().out
+    assert trained["model"].output.kernel[...].sharding.spec[0] == "model"
+
+
 def test_tensorboard(trained, tmp_path):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     [events] = (tmp_path / "logs").iterdir()

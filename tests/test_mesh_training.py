@@ -133,3 +133,9 @@ def test_what_a_mesh_refuses():
         model, optimizer = build()
         with pytest.raises(ValueError, match="batch_size=100 must be a multiple of 64"):
             fit(model, optimizer, x, batch_size=100)
+    model, optimizer = build()
+    with (
+        on((2, 4)),
+        pytest.raises(ValueError, match="'first.kernel' is not divided over the mesh"),
+    ):
+        fit(model, optimizer, x)
