@@ -4,6 +4,7 @@ from . import data as data
 from . import losses as losses
 from . import metrics as metrics
 from . import optimizers as optimizers
+from .blocks import ShardedCSR as ShardedCSR
 from .checkpoint import CheckpointWarning as CheckpointWarning
 from .config import HiddenConfig as HiddenConfig
 from .config import InputConfig as InputConfig
@@ -50,7 +51,6 @@ from .row_gradient import accumulate as accumulate
 from .row_gradient import clip_by_global_norm as clip_by_global_norm
 from .row_gradient import global_norm as global_norm
 from .run import load_model as load_model
-from .sharding import ShardedCSR as ShardedCSR
 from .sharding import make_mesh as make_mesh
 from .sparse import CSR as CSR
 from .training import EarlyStopping as EarlyStopping

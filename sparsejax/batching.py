@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.sharding import ShardedCSR, axis_sizes, mesh_is_set, padded_rows
+from sparsejax.blocks import ShardedCSR
+from sparsejax.sharding import axis_sizes, mesh_is_set, padded_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
 from sparsejax.ops.item_chunks import slice_rows
@@ -30,7 +31,6 @@ from sparsejax.ops.output_loss import (
 )
 from sparsejax.ops.row_update import State
 from sparsejax.optimizers import Optimizer
-from sparsejax.sharding import ShardedCSR
 from sparsejax.sparse import CSR
 
 

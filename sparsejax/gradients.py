@@ -30,10 +30,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.row_gradient import RowGradient
-from sparsejax.sharding import BY_ROWS, ShardedCSR
+from sparsejax.sharding import BY_ROWS
 from sparsejax.sparse import CSR
 
 Path = tuple[Any, ...]  # of attribute names and indices

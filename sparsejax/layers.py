@@ -11,16 +11,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import gradients, losses
+from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
-from sparsejax.sharding import (
-    BY_ROWS,
-    ShardedCSR,
-    init_sharded,
-    on_mesh,
-    padded_rows,
-)
+from sparsejax.sharding import BY_ROWS, init_sharded, on_mesh, padded_rows
 from sparsejax.sparse import CSR
 
 Initializer = Callable[..., jax.Array]

@@ -45,7 +45,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.sharding import ShardedCSR, local, on_each_device
+from sparsejax.blocks import ShardedCSR, local
+from sparsejax.sharding import on_each_device
 from sparsejax.sparse import CSR
 
 

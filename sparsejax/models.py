@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
+from sparsejax.blocks import ShardedCSR
 from sparsejax.config import NetworkConfig
 from sparsejax.layers import SparseDropout, SparseLinear, SparseOutput, normalize_rows
-from sparsejax.sharding import ShardedCSR, axis_sizes, mesh_is_set
+from sparsejax.sharding import axis_sizes, mesh_is_set
 from sparsejax.sparse import CSR
 
 

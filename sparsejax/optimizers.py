@@ -24,12 +24,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import gradients, rules, schedules
+from sparsejax.blocks import ShardedCSR
 from sparsejax.gradients import Path, RowParam
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.row_update import State, Table
 from sparsejax.row_gradient import RowGradient
-from sparsejax.sharding import ShardedCSR, init_sharded, on_mesh
+from sparsejax.sharding import init_sharded, on_mesh
 from sparsejax.sparse import CSR
 
 sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov

@@ -15,17 +15,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import training
+from sparsejax.blocks import ShardedCSR
 from sparsejax.config import NetworkConfig
 from sparsejax.footprint import Footprint, Job, divided_axis, footprint
 from sparsejax.optimizers import Rule
 from sparsejax.resident import Resident, step_size
-from sparsejax.sharding import (
-    ROW_MULTIPLE,
-    ShardedCSR,
-    check_axes,
-    make_mesh,
-    padded_rows,
-)
+from sparsejax.sharding import ROW_MULTIPLE, check_axes, make_mesh, padded_rows
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 

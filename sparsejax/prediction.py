@@ -22,6 +22,7 @@ from sparsejax.batching import (
     for_batches,
     rows_in_a_batch,
 )
+from sparsejax.blocks import ShardedCSR
 from sparsejax.data import SparseDataset
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
@@ -34,7 +35,7 @@ from sparsejax.recommendations import (
     indicator,
     recommend_by,
 )
-from sparsejax.sharding import ShardedCSR, everywhere, padded_rows, placed
+from sparsejax.sharding import everywhere, padded_rows, placed
 from sparsejax.sources import (
     Source,
     Table,

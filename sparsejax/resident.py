@@ -26,14 +26,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from sparsejax.blocks import ShardedCSR, imbalance
 from sparsejax.checkpoint import fingerprint
-from sparsejax.sharding import (
-    VIRTUAL_SHARDS,
-    ShardedCSR,
-    axis_sizes,
-    imbalance,
-    mesh_is_set,
-)
+from sparsejax.sharding import VIRTUAL_SHARDS, axis_sizes, mesh_is_set
 from sparsejax.sources import Source, Table, matched
 from sparsejax.sparse import CSR, take_rows
 

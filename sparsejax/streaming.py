@@ -16,14 +16,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.batching import bucket
+from sparsejax.blocks import ShardedCSR, parts_of_process
 from sparsejax.data import ScannedDataset
 from sparsejax.resident import Resident, by_parts, checked_weights, first_row
-from sparsejax.sharding import (
-    VIRTUAL_SHARDS,
-    ShardedCSR,
-    mesh_is_set,
-    parts_of_process,
-)
+from sparsejax.sharding import VIRTUAL_SHARDS, mesh_is_set
 from sparsejax.sparse import CSR
 
 # Data that takes no more than this share of the devices' memory is read once; otherwise

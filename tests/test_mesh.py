@@ -14,8 +14,8 @@ from tolerances import assert_close
 
 import sparsejax as sj
 from sparsejax import optimizers
+from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseLinear
-from sparsejax.sharding import ShardedCSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

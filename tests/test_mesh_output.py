@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tolerances import tolerance
 
 from sparsejax import fused, losses, metrics, optimizers
+from sparsejax.blocks import ShardedCSR
 from sparsejax.config import NetworkConfig
 from sparsejax.layers import SparseOutput
 from sparsejax.models import FeedForward
@@ -24,7 +25,7 @@ from sparsejax.ops import top_k as top_k_module
 from sparsejax.ops.output_loss import output_loss, output_loss_per_example
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
-from sparsejax.sharding import ShardedCSR, make_mesh
+from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

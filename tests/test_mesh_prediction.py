@@ -15,7 +15,8 @@ from matrices import random_csr
 
 import sparsejax as sj
 from sparsejax import metrics, prediction
-from sparsejax.sharding import ShardedCSR, make_mesh, to_host
+from sparsejax.blocks import ShardedCSR
+from sparsejax.sharding import make_mesh, to_host
 from sparsejax.sparse import CSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

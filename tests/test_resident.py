@@ -6,8 +6,9 @@ import pytest
 import scipy.sparse
 
 from sparsejax import resident
+from sparsejax.blocks import ShardedCSR
 from sparsejax.resident import Examples, Resident, epoch_order, home_rows, step_size
-from sparsejax.sharding import ShardedCSR, make_mesh
+from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

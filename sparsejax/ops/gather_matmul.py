@@ -12,15 +12,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as kernel
+from sparsejax.blocks import ShardedCSR, check_rows, local
 from sparsejax.ops import scatter_gradient
-from sparsejax.sharding import (
-    ShardedCSR,
-    check_rows,
-    check_spec,
-    local,
-    on_each_device,
-    on_one_device,
-)
+from sparsejax.sharding import check_spec, on_each_device, on_one_device
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]

@@ -17,9 +17,10 @@ from pallas_kernels import output_loss as kernels
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.kernel_gradient import kernel_gradient
 from sparsejax import losses
+from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import ShardedCSR, on_each_device
+from sparsejax.sharding import on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

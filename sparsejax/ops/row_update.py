@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as kernel
+from sparsejax.blocks import ShardedCSR, local
 from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
-from sparsejax.sharding import ShardedCSR, local, on_each_device, rows_of_device
+from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR, segment_ids
 
 State = dict[str, jax.Array]

@@ -12,14 +12,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from sparsejax.blocks import ShardedCSR, below_each_other, local
 from sparsejax.ops import gather_matmul
-from sparsejax.sharding import (
-    ShardedCSR,
-    below_each_other,
-    local,
-    on_each_device,
-    rows_of_device,
-)
+from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR, Transposed
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels import top_k as kernels
+from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import ShardedCSR, on_each_device
+from sparsejax.sharding import on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

@@ -9,7 +9,8 @@ import pytest
 import scipy.sparse
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.sharding import ShardedCSR, make_mesh
+from sparsejax.blocks import ShardedCSR
+from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
