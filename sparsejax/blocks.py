@@ -21,7 +21,13 @@ from sparsejax.sharding import (
     on_each_device,
     padded_rows,
 )
-from sparsejax.sparse import CSR, MAX_ENTRIES, Transposed, take_rows
+from sparsejax.sparse import (
+    CSR,
+    MAX_ENTRIES,
+    Transposed,
+    segment_ids,
+    take_rows,
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -47,11 +53,14 @@ class ShardedCSR:
       num_cols: number of columns (static).
       transposed: of each part of the columns the entries of all rows by column, its
         leaves `[model, ...]`, if they were sorted ahead of time.
+      spread: whether sums over its rows lie over both axes, each device having those of
+        its own rows; else over "data" alone (static), see `of_rows`.
     """
 
     blocks: CSR
     num_cols: int = dataclasses.field(kw_only=True)
     transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
+    spread: bool = dataclasses.field(kw_only=True, default=False)
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
@@ -59,14 +68,13 @@ class ShardedCSR:
             (key("blocks"), self.blocks),
             (key("transposed"), self.transposed),
         ]
-        return leaves, self.num_cols
+        return leaves, (self.num_cols, self.spread)
 
     @classmethod
-    def tree_unflatten(cls, num_cols, leaves) -> ShardedCSR:
+    def tree_unflatten(cls, static, leaves) -> ShardedCSR:
         self = object.__new__(cls)
-        for name, value in zip(
-            ("blocks", "transposed", "num_cols"), (*leaves, num_cols), strict=True
-        ):
+        names = ("blocks", "transposed", "num_cols", "spread")
+        for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(self, name, value)
         return self
 
@@ -127,6 +135,42 @@ class ShardedCSR:
             block, plain, in_specs=(P(),), out_specs=P("data", "model")
         )
         return cls(blocks, num_cols=x.num_cols)
+
+    @classmethod
+    def of_rows(cls, parts: CSR) -> ShardedCSR:
+        """The blocks of a batch of which each device has some rows, with all columns.
+
+        As where every device is fed with examples of its own: the devices along "model"
+        exchange their entries, and what a lookup of the result gives lies as the batch
+        did, over all devices. Differentiable in `data`.
+
+        Args:
+          parts: a stack of matrices, its leaves `[data, model, ...]` over both axes of
+            the mesh. Row by row the batch is that of part (0, 0), of (0, 1), ...
+        """
+        data, model = axis_sizes()
+        if parts.indptr.ndim != 3 or parts.indptr.shape[:2] != (data, model):
+            raise ValueError(
+                f"expected leaves [data={data}, model={model}, n], got indptr "
+                f"{parts.indptr.shape}"
+            )
+        width = padded_rows(parts.num_cols) // model
+
+        def block(part):
+            mine = jax.tree.map(lambda a: lax.all_gather(a, "model"), local(part))
+            cut = jax.vmap(CSR.overfull_rows)(mine)
+            where = lax.axis_index("model")
+            found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))
+            joined = _below_each_other(found(mine, cut), cut)
+            return jax.tree.map(lambda leaf: leaf[None, None], joined)
+
+        blocks = on_each_device(
+            block,
+            dataclasses.replace(parts, transposed=None),
+            in_specs=(P("data", "model"),),
+            out_specs=P("data", "model"),
+        )
+        return cls(blocks, num_cols=parts.num_cols, spread=True)
 
     @classmethod
     def from_host(
@@ -219,6 +263,23 @@ class ShardedCSR:
             data = made(nse, functools.partial(entries, lambda p: np.asarray(p.data)))
         blocks = CSR(data, made(nse, columns), made(rows + 1, indptr), num_cols=width)
         return cls(blocks, num_cols=some.num_cols)
+
+    @property
+    def rows_spec(self) -> P:
+        """How what has a row for each row of the matrix lies, as a lookup's result."""
+        return P(("data", "model")) if self.spread else P("data")
+
+    def sum_over_columns(self, values: jax.Array) -> jax.Array:
+        """On each device: adds what the devices along "model" have, as `rows_spec` lies.
+
+        `values` has a row for each row of a block; sums are made in float32.
+        """
+        wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        if self.spread:
+            total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
+        else:
+            total = lax.psum(wide, "model")
+        return total.astype(values.dtype)
 
     def take(self, rows: jax.Array, nse: int) -> ShardedCSR:
         """Some rows of each part, for many batches: a stack of matrices.
@@ -384,6 +445,28 @@ def below_each_other(arrays: Any) -> Any:
         return lax.all_gather(array, "data", axis=array.ndim - 1, tiled=True)
 
     return jax.tree.map(gathered, arrays)
+
+
+def _below_each_other(parts: CSR, cut: jax.Array) -> CSR:
+    """A stack `[count, ...]` of matrices as one; rows that are `cut` get a wrong index."""
+    count, nse = parts.indices.shape
+    indptr = jnp.asarray(parts.indptr)
+    starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
+    wrong = count * nse  # where an entry stands that is no column
+    starts = jnp.where(cut, wrong, starts).reshape(-1)
+    lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    joined = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    positions = jnp.arange(count * nse, dtype=jnp.int32)
+    row = jnp.minimum(segment_ids(joined, count * nse), lengths.shape[0] - 1)
+    source = jnp.clip(starts[row] + positions - joined[row], 0, wrong)
+
+    def entries(values, last):
+        return jnp.append(jnp.asarray(values).reshape(-1), last)[source]
+
+    data = None if parts.data is None else entries(parts.data, 0)
+    indices = entries(parts.indices, -1)
+    return CSR(data, indices, joined, num_cols=parts.num_cols)
 
 
 def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:

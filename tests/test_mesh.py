@@ -38,12 +38,12 @@ def random_w(seed=1):
     return jnp.asarray(w, jnp.float32)
 
 
-@on_meshes
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("shape", "axis_type"),
+    [*((shape, AxisType.Auto) for shape in MESHES), ((2, 4), AxisType.Explicit)],
+)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_gather_matmul(shape, combiner, axis_type):
-    if axis_type is AxisType.Explicit and shape != (2, 4):
-        pytest.skip("one shape of an explicit mesh is enough")
     x, w = random_x(valued=True), random_w()
     c = jnp.asarray(np.random.default_rng(2).standard_normal((BATCH, HIDDEN)))
 
@@ -221,6 +221,70 @@ def test_hidden_layers(shape, axis_type):
     specs = P(None, "model"), P("model")
     for sharding, spec in zip(lies, specs, strict=True):
         assert sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
+
+
+def batch_over_all_devices(x, shape, mesh):
+    """Each device's own rows, as of a data loader for each."""
+    host = jax.tree.map(np.asarray, x)
+    rows = BATCH // (shape[0] * shape[1])
+    parts = [
+        jax.jit(lambda x, r: x.take(r, nse=64))(host, first + np.arange(rows))
+        for first in range(0, BATCH, rows)
+    ]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves).reshape(*shape, -1), *parts)
+    return jax.device_put(stacked, jax.NamedSharding(mesh, P("data", "model")))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
+@pytest.mark.parametrize("rule", [RULES[0], RULES[2]], ids=lambda rule: rule.name)
+def test_every_device_brings_examples_of_its_own(shape, rule):
+    x, c = random_x(valued=True), jnp.asarray(random_w())[:BATCH]
+
+    def trained(make):
+        layer = SparseLinear(FEATURES, HIDDEN, rngs=nnx.Rngs(0))
+        optimizer = optimizers.Optimizer(layer, rule)
+
+        @nnx.jit
+        def step(layer, optimizer, x):
+            x = make(x)
+
+            def loss(layer):
+                y = layer(x)
+                return jnp.sum(y * c), y
+
+            (_, y), grads = optimizer.value_and_grad(loss, has_aux=True)(layer)
+            optimizer.update(layer, grads)
+            return y
+
+        return lambda x: (step(layer, optimizer, x), layer.kernel[...])
+
+    run = trained(lambda x: x)
+    expected = [run(x) for _ in range(2)]
+    mesh = mesh_of(shape)
+    with jax.set_mesh(mesh):
+        parts = batch_over_all_devices(x, shape, mesh)
+        run = trained(ShardedCSR.of_rows)
+        got = [run(parts) for _ in range(2)]
+    for (y, kernel), (want_y, want_kernel) in zip(got, expected, strict=True):
+        np.testing.assert_allclose(y, want_y, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(kernel, want_kernel, rtol=1e-4, atol=1e-5)
+        everywhere = jax.NamedSharding(mesh, P(("data", "model")))
+        assert y.sharding.is_equivalent_to(everywhere, 2)
+
+
+def test_rows_that_are_wrong_stay_wrong_in_exchange():
+    shape = (2, 4)
+    with jax.set_mesh(mesh_of(shape)):
+        indices = np.tile(np.array([5, 300, 690, 0], np.int32), (*shape, 1))
+        indices[1, 2, 0] = FEATURES
+        indptr = np.tile(np.array([0, 2, 3], np.int32), (*shape, 1))
+        indptr[0, 1] = [0, 1, 9]  # does not fit
+        parts = sj.CSR.tree_unflatten(FEATURES, (None, indices, indptr, None))
+        blocks = jax.jit(ShardedCSR.of_rows)(jax.tree.map(jnp.asarray, parts))
+        dense = np.asarray(jax.jit(ShardedCSR.todense)(blocks))
+    bad = np.isnan(dense).any(axis=1)
+    assert np.flatnonzero(bad).tolist() == [3, 12]
+    assert dense[~bad].sum(axis=1).tolist() == [2, 1, 1, *[2, 1] * 4, 1, 2, 1]
 
 
 def test_errors_on_a_mesh():

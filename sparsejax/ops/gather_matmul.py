@@ -61,7 +61,8 @@ def gather_matmul(
       combiner: how the rows of a bag are put together.
       kernel_spec: how `w` lies on the mesh that is set: `P("model", None)` divides its
         rows. Then each device sums the rows it has for its part of the batch, and the
-        sums are added; the result lies by rows over "data". A `ShardedCSR` implies it.
+        sums are added; the result lies by rows over "data" (see also
+        `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
       implementation: "mosaic_gpu" is the GPU kernel (Hopper or newer), "xla" the
         reference. None picks what is fastest here.
 
@@ -157,15 +158,14 @@ def gather_sum(
     if isinstance(x, ShardedCSR):
 
         def part(blocks, w):
-            y = gather_sum(local(blocks), w, implementation)
-            return lax.psum(y.astype(jnp.float32), "model").astype(w.dtype)
+            return x.sum_over_columns(gather_sum(local(blocks), w, implementation))
 
         return on_each_device(
             part,
             x.blocks,
             w,
             in_specs=(P("data", "model"), P("model")),
-            out_specs=P("data"),
+            out_specs=x.rows_spec,
         )
     if implementation is None and kernel_is_fastest(w, x.nse):
         implementation = "mosaic_gpu"
@@ -270,7 +270,7 @@ def _backward(implementation, residuals, dy):
     # would silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
-        dx = ShardedCSR.tree_unflatten(x.num_cols, (dx, None))
+        dx = ShardedCSR.tree_unflatten((x.num_cols, x.spread), (dx, None))
     return dx, dw
 
 

@@ -312,7 +312,7 @@ def gather_current(
             y = gather_current(
                 rule, table, local(blocks), count, implementation=implementation
             )
-            return lax.psum(y.astype(jnp.float32), "model").astype(y.dtype)
+            return x.sum_over_columns(y)
 
         return on_each_device(
             part,
@@ -320,7 +320,7 @@ def gather_current(
             x.blocks,
             count,
             in_specs=(P("model"), P("data", "model"), P()),
-            out_specs=P("data"),
+            out_specs=x.rows_spec,
         )
     ids, slots = touched_rows(x, table.num_rows)
     rows, places = current_rows(rule, table, ids, count)
