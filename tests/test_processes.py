@@ -143,6 +143,20 @@ def test_a_run_survives_its_processes(tmp_path):
     assert len(lines) == train.num_rows and lines[0].count(":") == 2
 
 
+@pytest.mark.slow
+def test_processes_read_chunks_together(tmp_path):
+    data, _ = msweb().train.split_rows(0.1, seed=0)
+    path = str(tmp_path / "data.parquet")
+    data.save(path)
+    argv = ["train", path, "--chunk-rows", "1000", "--hidden", "8", "--epochs", "1"]
+    argv += ["--batch-size", "128", "--optimizer", "sgd", "--run"]
+    assert main([*argv, str(tmp_path / "alone")]) == 0
+    two = [*argv, str(tmp_path / "two"), "--mesh", "data=2"]
+    assert ended(start(two, tmp_path, processes=2, devices=1)) == [0, 0]
+    [ours], [expected] = (history(tmp_path / name) for name in ("two", "alone"))
+    np.testing.assert_allclose(ours["loss"], expected["loss"], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [

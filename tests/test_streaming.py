@@ -131,6 +131,20 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     stream.close()
 
 
+def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
+    read = []
+    with on((2, 4)):
+        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+    scanned = type(sj.scan_parquet(path))
+    monkeypatch.setattr(
+        scanned, "read", lambda _, start, stop: read.append(stop - start)
+    )
+    monkeypatch.setattr("sparsejax.streaming.parts_of_process", lambda mesh: [1])
+    stream._read(1)
+    assert stream.chunks[1] == 96 and read == [48]
+    stream.close()
+
+
 def test_what_cannot_be_scanned(path):
     data = sj.SparseDataset.load(path)
     scanned = sj.scan_parquet(path)
