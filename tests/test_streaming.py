@@ -132,16 +132,18 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
 
 
 def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
-    read = []
+    ranges, read = [], sj.ScannedDataset.read
+
+    def recorded(self, start, stop):
+        ranges.append((start, stop))
+        return read(self, start, stop)
+
     with on((2, 4)):
         stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
-    scanned = type(sj.scan_parquet(path))
-    monkeypatch.setattr(
-        scanned, "read", lambda _, start, stop: read.append(stop - start)
-    )
+    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
     monkeypatch.setattr("sparsejax.streaming.parts_of_process", lambda mesh: [1])
     stream._read(1)
-    assert stream.chunks[1] == 96 and read == [48]
+    assert ranges == [(96 + 48, 96 + 96)]
     stream.close()
 
 
