@@ -143,7 +143,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
     monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
     monkeypatch.setattr("sparsejax.streaming.parts_of_process", lambda mesh: [1])
     stream._read(1)
-    assert ranges == [(96 + 48, 96 + 96)]
+    assert ranges == [(96 + 64, 96 + 96)]  # of 64 shards 32 have a row more
     stream.close()
 
 
