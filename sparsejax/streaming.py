@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from sparsejax.batching import bucket
 from sparsejax.blocks import ShardedCSR, parts_of_process
+from sparsejax.checkpoint import fingerprint
 from sparsejax.data import ScannedDataset
 from sparsejax.resident import Resident, by_parts, checked_weights, first_row
 from sparsejax.sharding import VIRTUAL_SHARDS, mesh_is_set
@@ -87,9 +88,9 @@ class Stream:
 
     def fingerprint(self) -> str:
         """A hash of what the files say of themselves, and of the chunks."""
-        weights = b"" if self._weights is None else self._weights.tobytes()
+        weights = [] if self._weights is None else [self._weights]
         parts = [source.fingerprint() for source in self._sources]
-        return "-".join([*parts, *map(str, self.chunks), weights.hex()])
+        return "-".join([*parts, fingerprint(np.asarray(self.chunks), *weights)])
 
     def _read(self, chunk: int) -> list[dict[int, CSR]]:
         """Of each source, the parts of the chunk that are trained on here."""
