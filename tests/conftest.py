@@ -1,12 +1,15 @@
 """What every test runs under."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import hypothesis
 import jax
 import jaxtyping
+import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Every annotation of the packages is checked at run time. This must come before their
 # first import. `pep484_tower`: an int is a float, as it is for the type checker.
@@ -43,6 +46,34 @@ def quick_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+def running(request, capfd):
+    """A context in which kernels run, that fails if their programs or warpgroups race."""
+
+    @contextlib.contextmanager
+    def context(*, detect_races: bool = True) -> Iterator[None]:
+        interpret = plgpu.force_gpu_interpret_mode(
+            plgpu.InterpretGPUParams(detect_races=detect_races)
+        )
+        on_gpu = request.param == "gpu"
+        with contextlib.nullcontext() if on_gpu else interpret:
+            yield
+        assert "RACE" not in capfd.readouterr().out.upper()
+
+    return context
+
+
+@pytest.fixture
+def run_kernel(running):
+    """Calls a function with a kernel, compiled; its arrays come to the host."""
+
+    def call(function, *arguments):
+        with running():
+            return jax.tree.map(np.asarray, jax.jit(function)(*arguments))
+
+    return call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

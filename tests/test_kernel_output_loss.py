@@ -1,12 +1,8 @@
 """The output-loss kernel against float64: interpreted on a CPU, and on a GPU."""
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import output_loss as kernels
 from pallas_kernels import score_tiles
@@ -15,23 +11,6 @@ BATCH, HIDDEN, ITEMS = 128, 320, 768
 COLUMNS = score_tiles.COLUMNS
 # The second chunk of 256 items, of which the last 6 do not count.
 START, SIZE, LIMIT = 256, 512, 762
-
-
-@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
-def run(request, capfd):
-    """Calls a function with the kernel, and fails if its warpgroups race."""
-
-    def call(function, *arguments):
-        interpret = plgpu.force_gpu_interpret_mode(
-            plgpu.InterpretGPUParams(detect_races=True)
-        )
-        on_gpu = request.param == "gpu"
-        with contextlib.nullcontext() if on_gpu else interpret:
-            made = jax.tree.map(np.asarray, jax.jit(function)(*arguments))
-        assert "RACE" not in capfd.readouterr().out.upper()
-        return made
-
-    return call
 
 
 def make(seed=0):
@@ -69,7 +48,7 @@ def test_words_hold_the_labels():
 
 
 @pytest.mark.parametrize("with_layer", [False, True])
-def test_slopes(run, with_layer):
+def test_slopes(run_kernel, with_layer):
     h, kernel, bias, scale, vector, listed = make()
     layer = (bias, scale) if with_layer else (None, None)
 
@@ -93,7 +72,7 @@ def test_slopes(run, with_layer):
 
     words = words_of(listed)
     start = jnp.int32(START)
-    values, slopes = run(call, h, kernel, *layer, words, vector, start)
+    values, slopes = run_kernel(call, h, kernel, *layer, words, vector, start)
     scores = exact_scores(h, kernel, *layer if with_layer else ())
     inside = np.arange(START, START + SIZE) < LIMIT
     listed = listed[:, START : START + SIZE]
@@ -105,7 +84,7 @@ def test_slopes(run, with_layer):
     np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-4)
 
 
-def test_normalise(run):
+def test_normalise(run_kernel):
     h, kernel, bias, scale, _, listed = make()
     bias = bias.at[256:512].set(-jnp.inf)  # the first tile: all denied
 
@@ -114,7 +93,7 @@ def test_normalise(run):
         return kernels.normalise(*operands, **size)
 
     no_label = listed & (np.arange(ITEMS) >= 512)  # of denied items
-    parts = run(call, h, kernel, bias, scale, words_of(no_label))
+    parts = run_kernel(call, h, kernel, bias, scale, words_of(no_label))
     scores = exact_scores(h, kernel, bias, scale)
     scores[:, LIMIT - START :] = -np.inf
     scores = scores.reshape(BATCH, -1, COLUMNS).transpose(1, 0, 2)
@@ -130,7 +109,7 @@ def test_normalise(run):
         np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
 
 
-def test_small_odds_are_not_lost(run):
+def test_small_odds_are_not_lost(run_kernel):
     h, kernel, *_, listed = make()
 
     def call(h, kernel, words):
@@ -141,7 +120,7 @@ def test_small_odds_are_not_lost(run):
         size = {"start": START, "size": SIZE, "limit": ITEMS}
         return kernels.slopes(function, h, kernel, None, None, words, [], **size)[0]
 
-    values = run(call, h, kernel, words_of(listed))
+    values = run_kernel(call, h, kernel, words_of(listed))
     odds = np.where(listed[:, START : START + SIZE], 1e-9, 3e-9)
     want = np.log1p(odds).reshape(BATCH, -1, COLUMNS).sum(2).T
     np.testing.assert_allclose(values, want, rtol=2e-6)

@@ -1,6 +1,5 @@
 """The row update kernel against the XLA form: interpreted on a CPU, and on a GPU."""
 
-import contextlib
 import functools
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_update as kernel
 from pallas_kernels.gather_matmul import Config
@@ -27,23 +25,6 @@ RULES = [
     optimizers.adadelta(50.0),
     optimizers.rmsprop(lambda count: 0.1 / (1 + count)),
 ]
-
-
-@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
-def running(request, capfd):
-    """A context in which the kernel runs, that fails if its programs race."""
-
-    @contextlib.contextmanager
-    def context():
-        interpret = plgpu.force_gpu_interpret_mode(
-            plgpu.InterpretGPUParams(detect_races=True)
-        )
-        on_gpu = request.param == "gpu"
-        with contextlib.nullcontext() if on_gpu else interpret:
-            yield
-        assert "RACE" not in capfd.readouterr().out.upper()
-
-    return context
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,8 @@
 """The kernel of `top_k` against float64: interpreted on a CPU, and on a GPU."""
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import output_loss, top_k
 
@@ -15,25 +11,8 @@ ITEMS, HIDDEN = 768, 128
 START, SIZE, LIMIT = 256, 512, 762
 
 
-@pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
-def run(request, capfd):
-    """Calls a function with the kernel, and fails if its warpgroups race."""
-
-    def call(function, *arguments):
-        interpret = plgpu.force_gpu_interpret_mode(
-            plgpu.InterpretGPUParams(detect_races=True)
-        )
-        on_gpu = request.param == "gpu"
-        with contextlib.nullcontext() if on_gpu else interpret:
-            made = jax.tree.map(np.asarray, jax.jit(function)(*arguments))
-        assert "RACE" not in capfd.readouterr().out.upper()
-        return made
-
-    return call
-
-
 @pytest.mark.parametrize("with_all", [False, True])
-def test_scores_and_maxima(run, with_all):
+def test_scores_and_maxima(run_kernel, with_all):
     rng = np.random.default_rng(0)
     batch = 128
     h, kernel = (
@@ -53,7 +32,7 @@ def test_scores_and_maxima(run, with_all):
         size = {"start": START, "size": SIZE, "limit": LIMIT}
         return top_k.scores_and_maxima(*operands, **size)
 
-    scores, maxima = run(call, h, kernel, *extras)
+    scores, maxima = run_kernel(call, h, kernel, *extras)
     want = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64).T
     if with_all:
         want = want * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)

@@ -1,6 +1,5 @@
 """`output_loss` against a dense float64 oracle."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,9 +13,9 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernels import kernel_can_run
 from memory import temporary_bytes
 from tolerances import assert_close
 
@@ -313,16 +312,6 @@ def test_equals_optax_on_dense_labels(rule):
 
 
 # The kernel, under the same function
-
-
-@contextlib.contextmanager
-def kernel_can_run():
-    """On a GPU the kernel is what it is; elsewhere it is interpreted."""
-    if jax.default_backend() == "gpu":
-        yield
-    else:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-            yield
 
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]], ids=str)

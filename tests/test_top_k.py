@@ -1,6 +1,5 @@
 """`top_k` against a full sort."""
 
-import contextlib
 import dataclasses
 import inspect
 
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernels import kernel_can_run
 from memory import temporary_bytes
 
 from sparsejax.ops import top_k as module
@@ -319,16 +318,6 @@ def test_wrong_arguments_are_refused():
 
 
 # The kernel, under the same function
-
-
-@contextlib.contextmanager
-def kernel_can_run():
-    """On a GPU the kernel is what it is; elsewhere it is interpreted."""
-    if jax.default_backend() == "gpu":
-        yield
-    else:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-            yield
 
 
 def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
