@@ -31,6 +31,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
+from timing import kernels_of_trace
 
 _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
@@ -139,7 +140,7 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
                     num_epochs=2,
                     fused=fused,
                 )
-            kernels = _kernels(pathlib.Path(folder), 2 * _STEPS)
+            kernels = _kernels(folder, 2 * _STEPS)
         yield _result(
             "sparsejax, fused update" if fused else "sparsejax",
             seconds,
@@ -150,21 +151,11 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
         )
 
 
-def _kernels(folder: pathlib.Path, steps: int) -> dict[str, float]:
+def _kernels(folder: str, steps: int) -> dict[str, float]:
     """Microseconds a step of each kind of kernel, from a trace; the largest first."""
-    from jax.profiler import ProfileData
-
     totals: dict[str, float] = collections.defaultdict(float)
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    name = re.sub(r"[_.]?\d+", "", event.name)
-                    totals[name] += event.duration_ns / 1e3 / steps
+    for name, nanoseconds in kernels_of_trace(folder):
+        totals[re.sub(r"[_.]?\d+", "", name)] += nanoseconds / 1e3 / steps
     largest = sorted(totals.items(), key=lambda item: -item[1])[:24]
     return {name: round(time, 2) for name, time in largest}
 

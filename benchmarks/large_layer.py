@@ -19,6 +19,7 @@ import numpy as np
 import scipy.sparse
 from flax import nnx
 from report import COPY_BYTES_PER_SECOND, RESULTS, origin, table, write_section
+from workloads import zipf_ids
 
 import sparsejax as sj
 
@@ -52,10 +53,7 @@ def main() -> None:
 def _data(rng: np.random.Generator) -> tuple[sj.CSR, sj.CSR]:
     """Rows of features and a class each: that of the group the first feature is in."""
     rows = _STEPS * _BATCH
-    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
-    places = rng.random((rows, _LENGTH), np.float32) ** (1 / (1 - _SKEW)) * _FEATURES
-    # Popular ids lie anywhere.
-    ids = (places.astype(np.int64) * 3_000_017 % _FEATURES).astype(np.int32)
+    ids = zipf_ids(rng, (rows, _LENGTH), _FEATURES, _SKEW)
     ids.sort(axis=1)
     indptr = np.arange(rows + 1, dtype=np.int32) * _LENGTH
     inputs = sj.CSR(None, ids.reshape(-1), indptr, num_cols=_FEATURES)

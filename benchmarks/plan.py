@@ -22,6 +22,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
+from workloads import zipf_ids
 
 _RUNS = {
     "large_layer": "8,000,000 x 256 in, 1,000 classes, RMSProp, batch 8,192",
@@ -122,9 +123,7 @@ def _rows(rng, rows: int, features: int, mean: int) -> scipy.sparse.csr_array:
     """Lengths are lognormal, with a deviation of 1.3 times the mean; ids are zipf's."""
     lengths = rng.lognormal(np.log(mean) - 0.5, 1.0, rows)
     lengths = np.clip(lengths, 1, features // 8).astype(int)
-    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
-    places = rng.random(lengths.sum(), np.float32) ** 5 * features
-    ids = (places.astype(np.int64) * 3_000_017 % features).astype(np.int64)
+    ids = zipf_ids(rng, int(lengths.sum()), features, 0.8)
     pairs = np.unique(np.repeat(np.arange(rows), lengths) * features + ids)
     ends = np.searchsorted(pairs, np.arange(rows + 1) * features)
     ones = np.ones(len(pairs), bool)

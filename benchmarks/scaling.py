@@ -26,6 +26,8 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
+from timing import kernels_of_trace
+from workloads import zipf_ids
 
 _HIDDEN, _LENGTH, _SKEW = 256, 64, 0.8
 _STEPS, _BATCH = 32, 1_024
@@ -88,7 +90,7 @@ def _measure(part: str) -> Iterator[dict]:
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 fit(1)
-            kernels = _kernels(jax.profiler.ProfileData, folder)
+            kernels = _kernels(folder)
     yield {
         "items": items,
         "data": data,
@@ -108,14 +110,12 @@ def _measure(part: str) -> Iterator[dict]:
 
 
 def _examples(items: int, steps: int):
-    """Rows of popular and rare items, which lie anywhere among the ids."""
+    """Rows of popular and rare items; a row has an item once."""
     import sparsejax as sj
 
     rng = np.random.default_rng(0)
     rows = steps * _BATCH
-    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
-    places = rng.random((rows, _LENGTH), np.float32) ** (1 / (1 - _SKEW)) * items
-    ids = (places.astype(np.int64) * 3_000_017 % items).astype(np.int32)
+    ids = zipf_ids(rng, (rows, _LENGTH), items, _SKEW)
     ids.sort(axis=1)
     # What a row has twice moves to the free place behind it.
     for _ in range(8):
@@ -128,18 +128,11 @@ def _examples(items: int, steps: int):
     return sj.CSR(None, ids[kept], indptr, num_cols=items)
 
 
-def _kernels(profile, folder: str) -> dict[str, float]:
+def _kernels(folder: str) -> dict[str, float]:
     """Nanoseconds of the first GPU, by kind of kernel."""
     totals: dict[str, float] = collections.defaultdict(float)
-    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
-        for plane in profile.from_file(str(path)).planes:
-            if not re.fullmatch(r"/device:GPU:0.*", plane.name):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    totals[_kind(event.name)] += event.duration_ns
+    for name, nanoseconds in kernels_of_trace(folder, gpu="0"):
+        totals[_kind(name)] += nanoseconds
     return dict(totals)
 
 

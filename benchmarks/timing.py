@@ -8,9 +8,10 @@ call finds exactly its own data in the cache. Times are in microseconds.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _ROUNDS = 6
 
@@ -67,6 +68,25 @@ def time_torch(function: Callable, inputs: Sequence[tuple]) -> Time:
         total = sum(event.self_device_time_total for event in events.key_averages())
         kernel.append(total / len(inputs))
     return Time(statistics.median(kernel), min(kernel), _wall(call) / len(inputs))
+
+
+def kernels_of_trace(folder: str, *, gpu: str = "") -> Iterator[tuple[str, float]]:
+    """Name and nanoseconds of each kernel that `jax.profiler.trace` has written down.
+
+    Args:
+      folder: given to `trace`.
+      gpu: what the number of the GPU begins with; of all by default.
+    """
+    from jax.profiler import ProfileData
+
+    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+        for plane in ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith(f"/device:GPU:{gpu}"):
+                continue
+            for line in plane.lines:
+                if line.name.startswith("Stream"):
+                    for event in line.events:
+                        yield event.name, event.duration_ns
 
 
 def _wall(call: Callable[[], object]) -> float:

@@ -191,6 +191,16 @@ def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rows[order].astype(np.int32), indptr.astype(np.int32)
 
 
+def zipf_ids(
+    rng: np.random.Generator, shape: int | tuple[int, ...], features: int, skew: float
+) -> np.ndarray:
+    """Ids of which the popular ones lie anywhere; int32, for more features than
+    `make_rows` can rank."""
+    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
+    places = rng.random(shape, np.float32) ** (1 / (1 - skew)) * features
+    return (places.astype(np.int64) * 3_000_017 % features).astype(np.int32)
+
+
 def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
     """Row lengths that sum to `entries`."""
     rest = workload.entries - sum(workload.long_rows)
