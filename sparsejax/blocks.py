@@ -226,7 +226,7 @@ class ShardedCSR:
             d: np.bincount(place, minlength=shape[1]) for d, place in places.items()
         }
         fullest = max(int(count.max()) for count in counts.values())
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not isinstance(nse, int):
             everywhere = np.asarray(min(fullest, 2**31 - 1), np.int32)
             fullest = int(multihost_utils.process_allgather(everywhere).max())
         if not isinstance(nse, int):
@@ -414,7 +414,7 @@ def _host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
 
 
 def local(tree: Any) -> Any:
-    """A device's block of blocks `[..., 1, 1, n]`, or of parts `[..., 1, n]` of columns."""
+    """A device's block of blocks `[..., 1, 1, n]`."""
 
     def squeezed(leaf):
         return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
@@ -428,23 +428,21 @@ def sorted_rows(block: CSR) -> Transposed:
     On each device: `block` is its own, or a stack of blocks.
     """
 
-    def entries(block):
-        return block.columns(padding=block.num_cols), block.row_ids()
+    entries = jax.vmap(entries_of_all) if block.indptr.ndim > 1 else entries_of_all
+    return Transposed.of(*entries(block), block.num_cols)
 
-    stacked = block.indptr.ndim > 1
-    columns, rows = (jax.vmap(entries) if stacked else entries)(block)
+
+def entries_of_all(block: CSR) -> tuple[jax.Array, jax.Array]:
+    """Column (`num_cols` if it does not count) and row of each entry that the devices
+    along "data" have of the same columns."""
     first = lax.axis_index("data") * block.num_rows
-    columns, rows = below_each_other((columns, rows + first))
-    return Transposed.of(columns, rows, block.num_cols)
+    return gathered((block.columns(padding=block.num_cols), block.row_ids() + first))
 
 
-def below_each_other(arrays: Any) -> Any:
-    """What the devices along "data" have, `[..., n]`, one after the other."""
+def gathered(arrays: Any) -> Any:
+    """What the devices along "data" have, `[n]` each, one after the other."""
 
-    def gathered(array):
-        return lax.all_gather(array, "data", axis=array.ndim - 1, tiled=True)
-
-    return jax.tree.map(gathered, arrays)
+    return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 
 
 def _below_each_other(parts: CSR, cut: jax.Array) -> CSR:
@@ -496,8 +494,3 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     indices = compact(jnp.where(wrong, -1, columns - part * width))
     data = None if x.data is None else compact(jnp.asarray(x.data))
     return CSR(data, indices, indptr, num_cols=width)
-
-
-def imbalance(counts: np.ndarray) -> float:
-    """The largest of some counts, divided by their mean; 1 if there are none."""
-    return float(counts.max() / counts.mean()) if counts.any() else 1.0

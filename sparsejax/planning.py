@@ -20,7 +20,13 @@ from sparsejax.config import NetworkConfig
 from sparsejax.footprint import Footprint, Job, divided_axis, footprint
 from sparsejax.optimizers import Rule
 from sparsejax.resident import Resident, step_size
-from sparsejax.sharding import ROW_MULTIPLE, check_axes, make_mesh, padded_rows
+from sparsejax.sharding import (
+    ROW_MULTIPLE,
+    check_axes,
+    device_memory,
+    make_mesh,
+    padded_rows,
+)
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 
@@ -229,7 +235,7 @@ def plan(
         batch=step_size(batch_size, rows, data),
         fused=fused,
     ).measured()
-    memory = _device_memory() if memory is None else memory
+    memory = device_memory() if memory is None else memory
 
     def on_mesh(model: int) -> Plan:
         return Plan(**vars(footprint(job, data, model)), memory=memory)
@@ -333,8 +339,3 @@ def _readable(size: float) -> str:
         size /= 1000
     digits = 0 if not prefix or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:,.{digits}f} {prefix}B"
-
-
-def _device_memory() -> int | None:
-    stats = jax.local_devices()[0].memory_stats()
-    return None if stats is None else stats.get("bytes_limit")

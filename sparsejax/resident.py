@@ -26,15 +26,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from sparsejax.blocks import ShardedCSR, imbalance
+from sparsejax.blocks import ShardedCSR
 from sparsejax.checkpoint import fingerprint
+from sparsejax.data import vocabulary
 from sparsejax.sharding import VIRTUAL_SHARDS, axis_sizes, mesh_is_set
 from sparsejax.sources import Source, Table, matched
 from sparsejax.sparse import CSR, take_rows
 
-# A fullest device with more than this many times the mean is worth a warning, where it
-# has so many entries that time goes into them.
-_MAX_IMBALANCE, _MANY_ENTRIES = 1.3, 2**20
+# That a device has more than its share is worth a warning, where it has so many entries
+# that time goes into them.
+_MANY_ENTRIES = 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +81,6 @@ class Examples:
 
     def order(self, seed: int, epoch: int) -> list[int]:
         """The chunks in the order of an epoch."""
-        del seed, epoch
         return [0]
 
     def resident(self, chunk: int, following: int | None) -> Resident:
@@ -214,7 +214,7 @@ def by_parts(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
 def first_row(shard, num_rows: int):
     """Where a shard starts, if its rows follow each other; as even as can be."""
     each, more = divmod(num_rows, VIRTUAL_SHARDS)
-    return shard * each + (np if isinstance(shard, int) else jnp).minimum(shard, more)
+    return shard * each + shard.clip(max=more)
 
 
 def home_rows(num_rows: int, data: int) -> np.ndarray:
@@ -305,8 +305,10 @@ def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -
     everywhere = NamedSharding(mesh, P())
     ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
     counts = np.asarray(ends(matrix.blocks.indptr))
-    ratio = imbalance(counts)
-    if ratio > _MAX_IMBALANCE and counts.max() > _MANY_ENTRIES:
+    if counts.max() <= _MANY_ENTRIES:
+        return
+    ratio = vocabulary.imbalance(counts.reshape(-1), counts.size)
+    if ratio > vocabulary.MAX_IMBALANCE:
         warnings.warn(
             f"the fullest device has {ratio:.1f} times the mean of the entries of "
             f"{what}, and the others wait for it; read the data with sparsejax's "

@@ -237,3 +237,9 @@ def on_one_device() -> bool:
     divides the work."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or bool(mesh.manual_axes)
+
+
+def device_memory() -> int | None:
+    """Bytes that JAX may take of the first device here; None if it does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if stats is None else stats.get("bytes_limit")

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from sparsejax.batching import bucket
+from sparsejax.batching import bucket, on_device
 from sparsejax.blocks import ShardedCSR, parts_of_process
 from sparsejax.checkpoint import fingerprint
 from sparsejax.data import ScannedDataset
 from sparsejax.resident import Resident, by_parts, checked_weights, first_row
-from sparsejax.sharding import VIRTUAL_SHARDS, mesh_is_set
+from sparsejax.sharding import VIRTUAL_SHARDS, device_memory, mesh_is_set
 from sparsejax.sparse import CSR
 
 # Data that takes no more than this share of the devices' memory is read once; otherwise
@@ -112,7 +112,7 @@ class Stream:
         if weights is not None:
             weights = weights[start : start + rows]
         if self._mesh is None:
-            matrices = tuple(_on_device(mine[0]) for mine in parts)
+            matrices = tuple(on_device(mine[0]) for mine in parts)
             if weights is not None:
                 weights = jnp.asarray(weights)[None]
             return Resident(matrices, weights, rows, contiguous=True)
@@ -130,14 +130,14 @@ class Stream:
 
     def _rows_that_fit(self) -> int:
         """Rows of a chunk, by the memory of the devices."""
-        stats = jax.local_devices()[0].memory_stats() or {}
-        if "bytes_limit" not in stats:
+        limit = device_memory()
+        if limit is None:
             return self.num_rows
         needed = sum(
             source.num_entries * (4 if source.indicator else 8)
             for source in self._sources
         )
-        room = stats["bytes_limit"] * (1 if self._mesh is None else self._mesh.size)
+        room = limit * (1 if self._mesh is None else self._mesh.size)
         if needed <= _SHARE * room:
             return self.num_rows
         return max(1, int(self.num_rows * _CHUNK_SHARE * room / needed))
@@ -145,15 +145,5 @@ class Stream:
 
 def _part_ends(rows: int, data: int) -> list[int]:
     """Where each of `data` parts of the rows of a chunk ends; begins with 0."""
-    shards = range(0, VIRTUAL_SHARDS + 1, VIRTUAL_SHARDS // data)
-    return [int(first_row(shard, rows)) for shard in shards]
-
-
-def _on_device(matrix: CSR) -> CSR:
-    """With rounded room, so that one program serves all chunks."""
-    more = (0, bucket(matrix.nse) - matrix.nse)
-    data = None
-    if matrix.data is not None:
-        data = jnp.asarray(np.pad(np.asarray(matrix.data), more))
-    indices = jnp.asarray(np.pad(np.asarray(matrix.indices), more))
-    return CSR(data, indices, jnp.asarray(matrix.indptr), num_cols=matrix.num_cols)
+    shards = np.arange(0, VIRTUAL_SHARDS + 1, VIRTUAL_SHARDS // data)
+    return first_row(shards, rows).tolist()

@@ -17,8 +17,6 @@ from sparsejax.data.names import Names
 from sparsejax.data.split import heldout_entries, heldout_rows
 from sparsejax.sparse import CSR
 
-# Above this, the fullest device of a mesh decides how long a step takes.
-_MAX_IMBALANCE = 1.3
 _WAYS = (4, 8)
 # With fewer entries than this in a part, what looks like imbalance may be chance.
 _MIN_ENTRIES_PER_PART = 256
@@ -360,7 +358,7 @@ def _warn_if_unbalanced(dataset: SparseDataset) -> None:
     counts = np.bincount(dataset.matrix.indices, minlength=columns)
     ways = max(_WAYS, key=lambda ways: vocabulary.imbalance(counts, ways))
     given = vocabulary.imbalance(counts, ways)
-    if given <= _MAX_IMBALANCE:
+    if given <= vocabulary.MAX_IMBALANCE:
         return
     order = vocabulary.vocabulary_order(counts, dataset.feature_names)
     balanced = vocabulary.imbalance(counts[order], ways)

@@ -40,6 +40,10 @@ def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
     return by_rank[np.lexsort((rank, _BIT_REVERSED[rank % HANDS]))]
 
 
+# Above this, the fullest device of a mesh decides how long a step takes.
+MAX_IMBALANCE = 1.3
+
+
 def imbalance(counts: np.ndarray, ways: int) -> float:
     """Entries of the fullest of `ways` contiguous column ranges over their mean."""
     total = counts.sum(dtype=np.int64)

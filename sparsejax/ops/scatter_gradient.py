@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.blocks import ShardedCSR, below_each_other, local
+from sparsejax.blocks import ShardedCSR, entries_of_all, gathered, local
 from sparsejax.ops import gather_matmul
 from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR, Transposed
@@ -173,13 +173,12 @@ def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
         blocks = local(blocks)
         if sorted_ahead:
             by_column = jax.tree.map(lambda a: a[0], by_column)
-            data = below_each_other(blocks[0].data)
+            data = gathered(blocks[0].data)
         else:
             first, parts = 0, []
             for x, block in zip(xs, blocks, strict=True):
-                column, row, value = _entries(block, block.num_cols)
-                row += first + lax.axis_index("data") * block.num_rows
-                parts.append(below_each_other((column, row, value)))
+                column, row = entries_of_all(block)
+                parts.append((column, row + first, gathered(block.data)))
                 first += x.num_rows
             column, row, data = _joined(parts)
             by_column = Transposed.of(column, row, blocks[0].num_cols)
