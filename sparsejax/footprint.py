@@ -209,7 +209,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
     if data > 1:
         hidden += 4 * job.batch * sizes[0]
-    output = _output(job, batch, model)
+    output = _output(job, data, model)
     input_gradient = _input_gradient(job, column, model)
     stays = output.gradient + (output.operand if job.fused else 0)
     stages = output.at_once(job.fused), stays + input_gradient
@@ -251,8 +251,9 @@ class _Output(NamedTuple):
         return self.operand + self.gradient + self.chunk
 
 
-def _output(job: Job, batch: int, model: int) -> _Output:
+def _output(job: Job, data: int, model: int) -> _Output:
     layer, width = job.network.output, job.network.hidden[-1].size
+    batch = job.batch // data
     items = padded_rows(job.outputs) // model
     dtype = jnp.dtype(layer.dtype or jnp.float32)
     operand = items * width * dtype.itemsize if dtype != jnp.float32 else 0
@@ -273,6 +274,11 @@ def _output(job: Job, batch: int, model: int) -> _Output:
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
+    alike = all(shape == (2, width) for shape in job.state_shapes(width))
+    in_product = with_kernel and data == 1 and layer.temperature is None
+    if job.fused and in_product and job.rule.elementwise and alike:
+        copied = 0 if size >= items else dtype.itemsize * rows
+        return _Output(operand, gradient, made + copied, size >= items)
     if size >= items:  # whole arrays are updated in place, without copies of rows
         return _Output(operand, gradient, made + job.fused * 4 * rows, True)
     read = made + (8 if with_kernel else 12) * rows

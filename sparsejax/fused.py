@@ -19,6 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import kernel_update as kernels
 from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
@@ -29,7 +30,7 @@ from sparsejax.ops.output_loss import (
     over_items,
     weighted_sum,
 )
-from sparsejax.ops.row_update import State
+from sparsejax.ops.row_update import State, step_of_arrays
 from sparsejax.optimizers import Optimizer
 from sparsejax.sparse import CSR
 
@@ -110,7 +111,7 @@ def train_step(
     """
     layer, rule = model.output, optimizer.rule
     count = optimizer.step[...] + 1
-    rate = rule.rate(count)
+    numbers = rule.numbers(count)
     keys = _keys(model)
     states = optimizer.state_of(keys)
     bias = None if layer.bias is None else layer.bias[...]
@@ -120,6 +121,10 @@ def train_step(
         bias,
         states[keys[1]] if bias is not None else {},
         derived,
+    )
+
+    fits = rule.elementwise and all(
+        array.shape == before.kernel.shape for array in before.kernel_state.values()
     )
 
     def operands(tables: _Tables) -> Layer:
@@ -135,7 +140,7 @@ def train_step(
         old = slice_rows(w, start, size)
         parts = {name: slice_rows(array, start, size) for name, array in state.items()}
         new, parts = rule.step(
-            old.astype(jnp.float32), parts, gradient.astype(jnp.float32), count, rate
+            old.astype(jnp.float32), parts, gradient.astype(jnp.float32), numbers
         )
         new = new.astype(w.dtype)
         # Else XLA works out the chunk once more for each array that is written, from
@@ -144,7 +149,33 @@ def train_step(
         state = {name: _write(state[name], parts[name], start) for name in state}
         return _write(w, new, start), state, more
 
+    def update_kernel(start, slopes, h, tables: _Tables) -> _Tables:
+        """The same by the kernel that makes the gradient."""
+        step, scalars = step_of_arrays(rule, tables.kernel_state, count)
+        (kernel, *state), operand = kernels.kernel_update(
+            step,
+            slopes,
+            h,
+            [tables.kernel, *tables.kernel_state.values()],
+            tables.derived.operand,
+            start,
+            scalars,
+        )
+        return tables._replace(
+            kernel=kernel,
+            kernel_state=dict(zip(tables.kernel_state, state, strict=True)),
+            derived=tables.derived._replace(operand=operand),
+        )
+
     def update(start, gradient: Layer, tables: _Tables) -> _Tables:
+        if len(gradient.kernel):
+            tables = update_rows(start, gradient, tables)
+        if tables.bias is None:
+            return tables
+        bias, state, _ = move(tables.bias, tables.bias_state, gradient.bias, start)
+        return tables._replace(bias=bias, bias_state=state)
+
+    def update_rows(start, gradient: Layer, tables: _Tables) -> _Tables:
         slope = gradient.kernel
         if gradient.scale is not None:
             old = slice_rows(tables.kernel, start, len(slope))
@@ -157,13 +188,12 @@ def train_step(
             start,
             functools.partial(_derived, layer),
         )
-        bias, bias_state = tables.bias, tables.bias_state
-        if bias is not None:
-            bias, bias_state, _ = move(bias, bias_state, gradient.bias, start)
-        after = jax.tree.map(
+        derived = jax.tree.map(
             lambda whole, chunk: _write(whole, chunk, start), tables.derived, more
         )
-        return _Tables(kernel, kernel_state, bias, bias_state, after)
+        return tables._replace(
+            kernel=kernel, kernel_state=kernel_state, derived=derived
+        )
 
     def step_output(shard, h, labels, weights, tables):
         """Of a device's part of the batch and of the items."""
@@ -175,6 +205,7 @@ def train_step(
             tables,
             layer=operands,
             update=update,
+            update_kernel=update_kernel if fits else None,
             shard=shard,
             implementation=layer.implementation,
         )
@@ -182,9 +213,13 @@ def train_step(
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
         constant = lax.stop_gradient(h)
-        per_example, dh, after = over_items(
-            step_output, constant, labels, weights, before, layer.kernel_spec
+        # A program of its own, as what is written in place cannot be in one that is
+        # differentiated.
+        run = jax.jit(
+            functools.partial(over_items, kernel_spec=layer.kernel_spec),
+            static_argnums=0,
         )
+        per_example, dh, after = run(step_output, constant, labels, weights, before)
         loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update
         slopes = lax.stop_gradient(dh).astype(jnp.float32)

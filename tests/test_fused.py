@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernels import kernel_can_run
 from matrices import random_csr
 from memory import temporary_bytes
 
@@ -92,6 +93,49 @@ def test_operands_of_another_dtype_follow_the_kernel():
     np.testing.assert_array_equal(derived.operand, expected.operand)
     np.testing.assert_allclose(derived.scale, expected.scale, rtol=1e-6)
     assert jnp.abs(model.output.kernel[...] - before).max() > 1e-4
+
+
+# Adam's step works element by element, row-wise Adagrad's does not.
+@pytest.mark.parametrize(
+    "rule",
+    [optimizers.adam(1e-2), optimizers.rowwise_adagrad(1e-2)],
+    ids=lambda rule: rule.name,
+)
+def test_equals_with_kernels(rule):
+    def step(implementation):
+        config = NetworkConfig.autoencoder(
+            hidden=(64,), temperature=None, output_dtype="bfloat16"
+        )
+        model = FeedForward(config, inputs=40, outputs=ITEMS, rngs=nnx.Rngs(0))
+        model.output.implementation = implementation
+        optimizer = Optimizer(model, rule)
+        x, labels = random_csr(9, 40, seed=1), random_csr(9, ITEMS, seed=2)
+        weights = jnp.full(9, 1 / 9)
+        graphdef, state = nnx.split((model, optimizer))
+
+        @jax.jit
+        def run(state, x, labels):
+            model, optimizer = nnx.merge(graphdef, state)
+            derived = fused.derive(model)
+            loss, derived = fused.train_step(
+                model, optimizer, x, labels, weights, derived
+            )
+            return loss, derived, nnx.state((model, optimizer))
+
+        with kernel_can_run():
+            return run(state, x, labels), state
+
+    (actual, before), (expected, _) = step("mosaic_gpu"), step("xla")
+    leaves = zip(*map(jax.tree.leaves, (actual, expected)), strict=True)
+    for a, b in leaves:
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            np.testing.assert_allclose(
+                a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-2, atol=1e-5
+            )
+    kernel = actual[2][0]["output"]["kernel"][...]
+    np.testing.assert_array_equal(actual[1].operand, kernel.astype(jnp.bfloat16))
+    moved = jnp.abs(kernel - before[0]["output"]["kernel"][...])
+    assert moved[:ITEMS].max() > 1e-3 and moved[ITEMS:].max() == 0
 
 
 def test_no_gradient_of_the_kernels_size():

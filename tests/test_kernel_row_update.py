@@ -24,6 +24,7 @@ RULES = [
     optimizers.rmsprop(0.1, 0.7),
     optimizers.adadelta(50.0),
     optimizers.rmsprop(lambda count: 0.1 / (1 + count)),
+    optimizers.lazy_adam(0.1),
 ]
 
 

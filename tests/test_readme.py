@@ -78,7 +78,7 @@ def test_rules_of_the_docs():
     assert names["rule"].weight_decay == 0.01
     exec(compile(own, "optimizers.md", "exec"), names)  # noqa: S102
     w, slope = jnp.ones((1, 2)), jnp.array([[5.0, -1.0]])
-    moved, _ = names["rule"].step(w, {}, slope, 1, 0.25)
+    moved, _ = names["rule"].step(w, {}, slope, 0.25)
     assert moved.tolist() == [[0.75, 1.25]]
 
 

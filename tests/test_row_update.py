@@ -76,8 +76,7 @@ def test_blocks_do_not_change_what_is_done(block, monkeypatch):
         w[used],
         jax.tree.map(lambda a: a[used], state),
         gradient[:5],
-        count + 1,
-        0.1,
+        rule.numbers(count + 1),
     )
     np.testing.assert_allclose(after.w, table.w.at[used].set(moved), **close)
     for name, rows in moments.items():

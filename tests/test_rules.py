@@ -150,7 +150,7 @@ def test_steps_equal_numpy_and_optax(rule):
 
     @jax.jit
     def step(w, state, twin, twin_state, g, count):
-        w, state = rule.step(w, state, g, count, rule.rate(count))
+        w, state = rule.step(w, state, g, rule.numbers(count))
         updates, twin_state = dense.update(g, twin_state, twin)
         return w, state, optax.apply_updates(twin, updates), twin_state
 
@@ -242,8 +242,9 @@ def test_a_gradient_too_small_to_square():
         rule = optimizers.get(name, learning_rate=0.1)
         for g in (0.0, 1e-30):
             gradient = jnp.full((2, 3), g, jnp.float32)
+            numbers = rule.numbers(jnp.asarray(1))
             w, state = rule.step(
-                jnp.zeros((2, 3)), rule.init((2, 3)), gradient, jnp.asarray(1), 0.1
+                jnp.zeros((2, 3)), rule.init((2, 3)), gradient, numbers
             )
             assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((w, state)))
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
 from sparsejax.blocks import ShardedCSR, check_rows, local
-from sparsejax.sharding import axis_sizes, on_one_device
+from sparsejax.sharding import axis_sizes, on_one_device, padded_rows
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
@@ -74,8 +74,8 @@ def shard_of(
                 f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
                 "the items"
             )
-        axis_sizes()
-        return Shard("data", "model")
+        rows = "data" if axis_sizes()[0] > 1 else None
+        return Shard(rows, "model")
     if kernel_spec is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
@@ -264,9 +264,12 @@ def entries_of(
 
 
 def rounded_items(num_items: int, rows: int) -> int:
-    """`num_items`, rounded up to what products are fast for, if there are the rows."""
-    rounded = -(-num_items // _ROUNDED) * _ROUNDED
-    return rounded if rounded <= rows else num_items
+    """`num_items`, rounded up to what products are fast for, if there are the rows.
+
+    To all rows of a layer's kernel: a part of it would be copied.
+    """
+    rounded = min(padded_rows(num_items), rows)
+    return num_items if rounded % _ROUNDED else rounded
 
 
 def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest"]:

@@ -144,6 +144,12 @@ def _check(h, kernel, bias, labels, scale, implementation) -> None:
 # A chunk of items at a time
 
 
+# (first item, slopes [batch, size], h [batch, hidden], carry) -> carry
+type UpdateKernel[Carry] = Callable[
+    [jax.typing.ArrayLike, jax.Array, jax.Array, Carry], Carry
+]
+
+
 class Layer(NamedTuple):
     """What scores are made of, for all items or a chunk; or gradients of these."""
 
@@ -161,6 +167,7 @@ def loss_and_updates[Carry](
     *,
     layer: Callable[[Carry], Layer],
     update: Callable[[jax.typing.ArrayLike, Layer, Carry], Carry] | None,
+    update_kernel: UpdateKernel[Carry] | None = None,
     gradient_dtype: jnp.dtype | None = None,
     shard: Shard | None = None,
     implementation: Implementation = None,
@@ -192,6 +199,10 @@ def loss_and_updates[Carry](
       carry: what `update` changes: a tree of arrays, or an empty one.
       layer: what of the carry (or of what is constant) makes the scores.
       update: None if only the losses are wanted.
+      update_kernel: what may be called in place of `update` with the kernel's gradient,
+        where it is the product of a chunk's slopes and `h`: `update_kernel(start, slopes,
+        h, carry)` with two bfloat16 arrays whose product `slopes^T h` it is, of rows in a
+        multiple of 128. Then the kernel that `update` gets has no rows.
       gradient_dtype: of the kernel's gradient as `update` gets it; by default, and for
         bias and scale always, that in which products are summed.
       shard: which part of a mesh's work this is.
@@ -226,9 +237,8 @@ def loss_and_updates[Carry](
     if shard.items is None:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
     size = chunks.size(num_items)
-    # XLA would copy each chunk of the gradient after its product.
-    in_place = with_kernel and update is write_gradients and size < num_items
-    in_place = in_place and whole.scale is None and shard.rows is None
+    if not with_kernel or whole.scale is not None or shard.rows is not None:
+        update_kernel = None
 
     def fold(step, carry):
         return item_chunks.fold(step, carry, num_items, size)
@@ -292,14 +302,13 @@ def loss_and_updates[Carry](
                 lambda x: item_chunks.slice_rows(x, start, size), current
             )
             made, more = gradients(chunk, delta)
-            if in_place:  # all rows are written by the product, none by `update`
-                assert isinstance(carry, Layer)
-                pad = item_chunks.pad_rows
-                kernel = kernel_gradient(pad(delta), pad(h_live), carry.kernel, start)
-                carry = carry._replace(kernel=kernel)
+            if update_kernel is not None:
                 made = made._replace(kernel=made.kernel[:0])
             # All reads of these rows come first: so they can be updated in place.
-            made, dh = lax.optimization_barrier((made, dh + more))
+            made, delta, dh = lax.optimization_barrier((made, delta, dh + more))
+            if update_kernel is not None:
+                pad = item_chunks.pad_rows
+                carry = update_kernel(start, pad(delta), pad(h_live), carry)
             carry = update(start, made, carry)
         return total, dh, carry
 
@@ -307,9 +316,19 @@ def loss_and_updates[Carry](
     return finish(per_example + shard.sum_over_items(total), dh, carry)
 
 
-def write_gradients(start, chunk: Layer, gradients: Any) -> Any:
+def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
     """An `update` that writes the gradients, rounded, into arrays of all items."""
     return jax.tree.map(lambda array, x: _write(array, x, start), gradients, chunk)
+
+
+def _write_kernel_gradient(start, slopes, h, gradients: Any) -> Any:
+    """The same of the kernel. XLA would copy a chunk after its product."""
+    kernel = gradients.kernel
+    if slopes.shape[1] == len(kernel):
+        kernel = item_chunks.dot(slopes, h, (0, 0), kernel.dtype)
+    else:
+        kernel = kernel_gradient(slopes, h, kernel, start)
+    return gradients._replace(kernel=kernel)
 
 
 def _write(array, rows, start):
@@ -561,7 +580,8 @@ def _compiled(
             weights,
             jax.tree.map(unwritten, whole) if differentiate else None,
             layer=lambda _: whole,
-            update=write_gradients if differentiate else None,
+            update=_write_gradients if differentiate else None,
+            update_kernel=_write_kernel_gradient,
             gradient_dtype=kernel.dtype,
             shard=shard,
             implementation=how.implementation,

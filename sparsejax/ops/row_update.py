@@ -35,8 +35,8 @@ NEVER = -1
 class RowRule(Protocol):
     """A rule on some rows: `w [rows, hidden]` in float32, and of each state array."""
 
-    # Whether `catch_up` and `step` work element by element, by operations that Pallas
-    # has on GPUs; then the arrays they see may be pieces of a row.
+    # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
+    # operations that Pallas has on GPUs; then the arrays they see may be pieces of a row.
     elementwise: ClassVar[bool]
 
     @property
@@ -44,8 +44,8 @@ class RowRule(Protocol):
         """Whether the weights of a row change in steps that do not touch it."""
         ...
 
-    def rate(self, count: jax.Array) -> Any:
-        """The learning rate of step `count`, a scalar."""
+    def numbers(self, count: jax.Array) -> Any:
+        """What step `count` needs beside arrays, as its learning rate: a tree of scalars."""
         ...
 
     def catch_up(
@@ -59,10 +59,10 @@ class RowRule(Protocol):
         w: jax.Array,
         state: State,
         gradient: jax.Array,
-        count: jax.Array,
-        rate: Any,
+        numbers: Any,
+        /,
     ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step, number `count`, of this learning rate."""
+        """Rows, up to date, after one more step, of these `numbers`."""
         ...
 
 
@@ -127,13 +127,13 @@ def step_rows(
 
     def step(table, ids, gradient, count, block):
         order = _longest_lag_first(rule, table, ids, count)
-        rate = rule.rate(count + 1)
+        numbers = rule.numbers(count + 1)
 
         def work(table, block_ids, positions):
             source = order.at[positions].get(mode="clip")
             w, state = _caught_up(rule, table, block_ids, count)
             slope = gradient.at[source].get(mode="clip").astype(jnp.float32)
-            w, state = rule.step(w, state, slope, count + 1, rate)
+            w, state = rule.step(w, state, slope, numbers)
             return _written(table, block_ids, w, state, count + 1)
 
         used = jnp.sum(ids < table.num_rows)
@@ -181,7 +181,7 @@ def step_terms(
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
         return step_rows(rule, table, terms.ids(), terms.values(), count)
-    by_column, names = terms.by_column, list(table.state)
+    by_column = terms.by_column
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
     is_last = (position < by_column.indptr[-1]) & (column != following)
@@ -192,13 +192,15 @@ def step_terms(
         # Not `unique_indices`, as entries that are not the last of a row are alike.
         last = last.at[done].set(count + 1, mode="drop")
 
+    step, scalars = step_of_arrays(rule, table.state, count + 1)
+
     def update(arrays, gradient, lag, scalars):
-        w, state = arrays[0], dict(zip(names, arrays[1:], strict=True))
-        rate, count = scalars
+        done, *scalars = scalars
         if lag is not None:
-            w, state = rule.catch_up(w, state, lag, count - 1)
-        w, state = rule.step(w, state, gradient, count, rate)
-        return [w, *(state[name] for name in names)]
+            state = dict(zip(table.state, arrays[1:], strict=True))
+            w, state = rule.catch_up(arrays[0], state, lag, done)
+            arrays = [w, *state.values()]
+        return step(arrays, gradient, scalars)
 
     w, *state = kernel.row_update(
         update,
@@ -209,12 +211,28 @@ def step_terms(
         jnp.where(is_last, column, -1),
         lags,
         terms.dy,
-        [
-            jnp.asarray(value, jnp.float32)
-            for value in (rule.rate(count + 1), count + 1)
-        ],
+        [jnp.asarray(count, jnp.float32), *scalars],
     )
-    return Table(w, dict(zip(names, state, strict=True)), last)
+    return Table(w, dict(zip(table.state, state, strict=True)), last)
+
+
+def step_of_arrays(
+    rule: RowRule, state: State, count: jax.Array
+) -> tuple[Callable, list[Float[Array, ""]]]:
+    """Step `count` as a kernel has it.
+
+    Returns:
+      A function of `[w, *state.values()]`, gradient and scalars, to such a list; and the
+      scalars.
+    """
+    numbers, tree = jax.tree.flatten(rule.numbers(count))
+
+    def step(arrays, gradient, scalars):
+        old = dict(zip(state, arrays[1:], strict=True))
+        w, new = rule.step(arrays[0], old, gradient, tree.unflatten(scalars))
+        return [w, *(new[name] for name in state)]
+
+    return step, [jnp.asarray(number, jnp.float32) for number in numbers]
 
 
 def step_whole(
@@ -228,8 +246,8 @@ def step_whole(
     if not rule.drifts and table.last is not None:
         lag = _lag(table.last, count)[:, None]
         w, state = rule.catch_up(w, state, lag, count)
-    slope, rate = gradient.astype(jnp.float32), rule.rate(count + 1)
-    w, state = rule.step(w, state, slope, count + 1, rate)
+    slope = gradient.astype(jnp.float32)
+    w, state = rule.step(w, state, slope, rule.numbers(count + 1))
     last = None if table.last is None else jnp.full_like(table.last, count + 1)
     return Table(w.astype(table.w.dtype), state, last)
 

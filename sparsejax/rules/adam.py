@@ -23,6 +23,7 @@ from sparsejax.rules.missed_steps import Linear
 class _Moments(Rule):
     """What adam and its kin have in common."""
 
+    elementwise = True
     shrinks_state = True
     moves_weights = True
     b1: float = 0.9
@@ -98,11 +99,15 @@ class _Moments(Rule):
         }
         return w - mu * total, state
 
-    def step(self, w, state, gradient, count, rate):
+    def numbers(self, count):
+        return self.rate(count), 1 - self.b1**count, 1 - self.b2**count
+
+    def step(self, w, state, gradient, numbers):
+        rate, mu_total, nu_total = numbers
         mu = (1 - self.b1) * gradient + self.b1 * state["mu"]
         nu = (1 - self.b2) * jnp.square(gradient) + self.b2 * state["nu"]
-        mean = mu / (1 - self.b1**count)
-        root = jnp.sqrt(nu / (1 - self.b2**count))
+        mean = mu / mu_total
+        root = jnp.sqrt(nu / nu_total)
         update = penalised(mean / (root + self.eps), w, self.weight_decay)
         return w - rate * update, {"mu": mu, "nu": nu}
 

@@ -36,7 +36,7 @@ class Adagrad(Rule):
         first = self.initial_accumulator_value
         return {"sum_of_squares": jnp.full(shape, first, jnp.float32)}
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         total = jnp.square(gradient) + state["sum_of_squares"]
         scale = jnp.where(total > 0, lax.rsqrt(total + self.eps), 0)
         return w - rate * (scale * gradient), {"sum_of_squares": total}
@@ -85,7 +85,7 @@ class RowwiseAdagrad(Rule):
         first = self.initial_accumulator_value
         return {"sum_of_squares": jnp.full((shape[0], 1), first, jnp.float32)}
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         total = self._total(gradient, state["sum_of_squares"])
         return w - rate * self._scaled(gradient, total), {"sum_of_squares": total}
 
@@ -127,7 +127,7 @@ class RmsProp(Rule):
     def catch_up(self, w, state, lag, count):
         return w, {"nu": state["nu"] * power(self.decay, lag)}
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         nu = (1 - self.decay) * jnp.square(gradient) + self.decay * state["nu"]
         return w - rate * (lax.rsqrt(nu + self.eps) * gradient), {"nu": nu}
 
@@ -168,7 +168,7 @@ class Adadelta(Rule):
         factor = power(self.rho, lag)
         return w, {name: value * factor for name, value in state.items()}
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         e_g = (1 - self.rho) * jnp.square(gradient) + self.rho * state["e_g"]
         ratio = jnp.sqrt(state["e_x"] + self.eps) / jnp.sqrt(e_g + self.eps)
         update = ratio * gradient

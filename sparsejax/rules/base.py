@@ -36,8 +36,8 @@ class Rule:
     # What a step does to rows that it does not touch, weight decay apart.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
-    # Whether `catch_up` and `step` work element by element, by operations that Pallas
-    # has on GPUs. A kernel gives them pieces of rows.
+    # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
+    # operations that Pallas has on GPUs. A kernel gives them pieces of rows.
     elementwise: ClassVar[bool] = False
     # Whether `step` and `catch_up` know of it.
     takes_weight_decay: ClassVar[bool] = False
@@ -106,18 +106,22 @@ class Rule:
         """
         return w, state
 
+    def numbers(self, count: ArrayLike) -> Any:
+        """What step `count`, from 1, needs beside arrays: here its learning rate.
+
+        A tree of numbers, of the shape of `count`. Kernels are given them ready.
+        """
+        return self.rate(count)
+
     def step(
         self,
         w: Float[Array, "rows hidden"],
         state: State,
         gradient: Float[Array, "rows hidden"],
-        count: Any,
-        rate: Any,
+        numbers: Any,
+        /,
     ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step: number `count`, from 1.
-
-        `rate` is `self.rate(count)`, which a kernel is given as a number.
-        """
+        """Rows, up to date, after one more step, of these `numbers`."""
         raise NotImplementedError
 
     def missed(self, rate: Any) -> Linear:

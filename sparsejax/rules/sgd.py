@@ -34,7 +34,7 @@ class Sgd(Rule):
             return w, state
         return w + self.all_missed(lag, count).ww * w, state
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         return w - rate * penalised(gradient, w, self.weight_decay), state
 
     def missed(self, rate):
@@ -52,6 +52,7 @@ class Momentum(Rule):
     """
 
     name = "momentum"
+    elementwise = True
     takes_weight_decay = True
     shrinks_state = True
     moves_weights = True
@@ -79,7 +80,7 @@ class Momentum(Rule):
             return w + (missed.ww * w + missed.wm * trace), {"trace": after}
         return w + missed.wm * trace, {"trace": after}
 
-    def step(self, w, state, gradient, count, rate):
+    def step(self, w, state, gradient, rate):
         g = penalised(gradient, w, self.weight_decay)
         trace = g + self.momentum * state["trace"]
         update = g + self.momentum * trace if self.nesterov else trace

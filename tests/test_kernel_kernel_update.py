@@ -1,0 +1,72 @@
+"""The step within the product against float64: interpreted on a CPU, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kernel_update import kernel_update
+from sparsejax import optimizers
+from sparsejax.ops.row_update import step_of_arrays
+
+ITEMS, START, SIZE = 640, 128, 384
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def moved(rule, slopes, h, w, state, operand, start, count):
+    step, scalars = step_of_arrays(rule, state, count)
+    tables = [w, *state.values()]
+    return kernel_update(step, slopes, h, tables, operand, start, scalars)
+
+
+# Of one block of columns and of several.
+@pytest.mark.parametrize(("batch", "hidden"), [(128, 192), (64, 320)])
+@pytest.mark.parametrize(
+    "rule",
+    [optimizers.adamw(1e-2), optimizers.sgd(lambda count: 1e-2 / count)],
+    ids=lambda rule: rule.name,
+)
+def test_kernel_update(run_kernel, rule, batch, hidden):
+    slopes, h = normal(0, batch, SIZE), normal(1, batch, hidden)
+    slopes, h = slopes.astype(jnp.bfloat16), h.astype(jnp.bfloat16)
+    w = normal(2, ITEMS, hidden)
+    state = {
+        name: jnp.abs(normal(3 + i, ITEMS, hidden))
+        for i, name in enumerate(rule.init((1, 1)))
+    }
+    operand = w.astype(jnp.bfloat16)
+    count = jnp.int32(3)
+    arguments = slopes, h, w, state, operand, jnp.int32(START), count
+    tables, copy = run_kernel(functools.partial(moved, rule), *arguments)
+    rows = slice(START, START + SIZE)
+    gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
+    with jax.enable_x64(True):
+        old = [np.asarray(x, np.float64)[rows] for x in (w, *state.values())]
+        numbers = rule.numbers(jnp.float64(3))
+        new, new_state = rule.step(
+            old[0], dict(zip(state, old[1:], strict=True)), gradient, numbers
+        )
+    for got, before, after in zip(
+        tables, (w, *state.values()), (new, *new_state.values()), strict=True
+    ):
+        want = np.array(before, np.float64)
+        want[rows] = after
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert np.abs(want - np.asarray(before))[rows].max() > 1e-2
+    np.testing.assert_array_equal(copy, tables[0].astype(jnp.bfloat16))
+
+
+def test_lowers_for_cuda():
+    rule = optimizers.adadelta(1.0)
+    shape = ITEMS, 256
+    state = rule.init(shape)
+    slopes, h = jnp.zeros((64, SIZE), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
+    arguments = slopes, h, normal(0, *shape), state, None, jnp.int32(0), jnp.int32(1)
+    traced = jax.jit(functools.partial(moved, rule)).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
