@@ -155,10 +155,11 @@ def _write_table(report: dict) -> None:
                 "-" if trying is None else f"{trying / 1e9:.2f}",
                 "-" if peak is None else f"{peak / 1e9:.2f}",
                 "-" if peak is None else f"{100 * (planned / peak - 1):+.1f} %",
+                r.get("commit", report.get("commit")),
             ]
         )
     columns = ["run", "kept", "temporary", "plan", "compiler", "trying out"]
-    columns += ["peak", "plan to peak"]
+    columns += ["peak", "plan to peak", "commit"]
     write_section("plan", [origin(report), "", *table(columns, rows)])
 
 

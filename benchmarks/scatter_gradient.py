@@ -302,9 +302,9 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
             yield _result(case, "gradient", name, time, error, versions)
 
     for sparse in (True, False):
-        name = "torch Adagrad, " + ("sparse" if sparse else "dense, fused")
+        name = "torch Adagrad, " + ("sparse" if sparse else "dense, foreach")
         with reported(workload.name, "step", name):
-            options = {} if sparse else {"fused": True}
+            options = {} if sparse else {"foreach": True}
             optimizer = torch.optim.Adagrad([w], lr=_RATE, eps=_EPS, **options)
 
             def step(indices, indptr, dy, sparse=sparse, optimizer=optimizer):
