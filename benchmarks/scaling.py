@@ -151,9 +151,7 @@ def _write_table(report: dict) -> None:
     results = report["results"]
     # Rows that were measured later name their commit, and are compared among themselves.
     alone = {
-        (r["items"], r.get("commit")): r
-        for r in results
-        if r["data"] * r["model"] == 1
+        (r["items"], r.get("commit")): r for r in results if r["data"] * r["model"] == 1
     }
     rows = []
     for r in results:

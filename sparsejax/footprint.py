@@ -196,7 +196,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     batch, rows = job.batch // data, job.rows_of(data, model)
     itemsize = 8 if job.values else 4
     own = job.capacities(data, model)
-    steps = training.steps_on_gpu(sum(own))
+    steps = training.steps_on_gpu(training.entries_of_step(own, data))
     # Of its columns, a device is sent the entries of the whole batch.
     column = data * own[0]
     starts = min(column, padded_rows(job.inputs) // model)

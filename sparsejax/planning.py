@@ -307,7 +307,7 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
             number,
             number,
             capacities,
-            training._steps_per_dispatch(sum(capacities)),
+            training._steps_per_dispatch(training.entries_of_step(capacities, data)),
             job.fused,
             None if mesh is None else tuple(x.sharding for x in jax.tree.leaves(state)),
         ).compile()

@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -234,7 +234,7 @@ def fit(
                         key, run.epoch, data, chunk, batch_size, parts
                     )
                     capacities = tuple(bucket(int(n)) for n in needed)
-                    most = _steps_per_dispatch(sum(capacities))
+                    most = _steps_per_dispatch(entries_of_step(capacities, parts))
                     while run.position < end:
                         count = min(most, end - run.position)
                         state, losses = _dispatch(
@@ -380,6 +380,15 @@ def _steps_per_dispatch(entries: int) -> int:
     if jax.default_backend() == "cpu":
         return 16
     return steps_on_gpu(entries)
+
+
+def entries_of_step(capacities: Sequence[int], parts: int) -> int:
+    """Entries that a device has to do with, its block of each matrix having this room.
+
+    It sorts those of its input columns in all parts of the batch.
+    """
+    inputs, *targets = capacities
+    return parts * inputs + sum(targets)
 
 
 def steps_on_gpu(entries: int) -> int:

@@ -117,6 +117,8 @@ def test_steps_of_a_dispatch(monkeypatch):
     assert training._steps_per_dispatch(0) == 64
     assert training._steps_per_dispatch(655_360) == 12
     assert training._steps_per_dispatch(10**9) == 1
+    # Inputs of both parts of a batch, and a device's own targets.
+    assert training.entries_of_step((100, 10), 2) == 210
 
 
 def test_last_batch_counts_its_own_examples():
