@@ -1,7 +1,9 @@
-"""Scores for choosing the best of them, and the largest of each group: Mosaic GPU, Hopper.
+"""For choosing the best of all scores, without them: Mosaic GPU kernels for Hopper.
 
-The groups are of 16 neighbours, so their maxima need not be looked for in the scores again,
-which takes as long as to write these.
+`maxima` makes scores in registers (`score_tiles`) and keeps the largest of each group of 16
+neighbours. `scores_of_groups` makes those of the groups that were chosen again, with the same
+bits, as `wgmma` sums each product in the same order wherever it stands. Where that would take
+longer than to write all scores and read some, `maxima` writes them too.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import score_tiles as tiles
-from pallas_kernels.matmul_tiles import ROWS
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP
 from pallas_kernels.output_loss import ItemLayer, listed, load_words
+from pallas_kernels.selection import members, pick
 
 GROUP = 16
-_GROUPS = tiles.COLUMNS // GROUP  # of a warpgroup
+BLOCK = tiles.COLUMNS  # of which a warpgroup makes the maximum
+_GROUPS = BLOCK // GROUP
 _STORE = 32  # columns that are written at once: 128 bytes
 _LAYOUT = (plgpu.TilingTransform((8, _STORE)), plgpu.SwizzleTransform(4 * _STORE))
 
 
-def scores_and_maxima(
+def maxima(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
@@ -33,8 +37,9 @@ def scores_and_maxima(
     start: jax.typing.ArrayLike,
     size: int,
     limit: jax.typing.ArrayLike,
+    with_scores: bool,
 ) -> list[Float[Array, "batch _"]]:
-    """Scores of items `start .. start + size - 1`, and the maximum of each 16.
+    """Maxima of the scores of items `start .. start + size - 1`: of each 16, of each 128.
 
     ::
 
@@ -51,6 +56,7 @@ def scores_and_maxima(
       start: first item.
       size: number of items, a multiple of 256.
       limit: from this one on (of the kernel's rows) there are no items.
+      with_scores: whether the scores are returned, in place of the maxima of each 128.
     """
     batch = h.shape[0]
     layer = ItemLayer(bias, scale)
@@ -58,7 +64,7 @@ def scores_and_maxima(
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
         layer_refs, *words_refs = layer.split(inputs)
-        scores_gmem, maxima_gmem = outputs
+        maxima_gmem, more_gmem = outputs
         words = [load_words(ref, row, column) for ref in words_refs]
         products = make()
 
@@ -78,32 +84,37 @@ def scores_and_maxima(
             if masked:  # see `output_loss.slopes`
                 operands = lax.optimization_barrier(operands)
             places = tiles.column_numbers(_GROUPS)
-            maxima = places.astype(jnp.float32)
-            for c in range(0, tiles.COLUMNS, _STORE):
+            largest = places.astype(jnp.float32)
+            for c in range(0, BLOCK, _STORE):
                 pieces = []
                 for i in range(c, c + _STORE, GROUP):
                     scores = group(i, operands[0], operands[1], masked)
                     pieces.append(scores)
-                    largest = tiles.spread_rows(jnp.max(scores, axis=1), _GROUPS)
-                    maxima = jnp.where(places == i // GROUP, largest, maxima)
+                    here = tiles.spread_rows(jnp.max(scores, axis=1), _GROUPS)
+                    largest = jnp.where(places == i // GROUP, here, largest)
+                if not with_scores:
+                    continue
                 # What was there must have been read.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 smem[warpgroup] = lax.concatenate(pieces, 1)
                 plgpu.commit_smem()
                 target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
-                plgpu.copy_smem_to_gmem(smem.at[warpgroup], scores_gmem.at[*target])
+                plgpu.copy_smem_to_gmem(smem.at[warpgroup], more_gmem.at[*target])
             at = pl.ds(pl.multiple_of(column // GROUP, _GROUPS), _GROUPS)
-            target = maxima_gmem.at[pl.ds(row, ROWS), at]
-            if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
-                plgpu.store(target, maxima, optimized=False)
-            else:
-                target[...] = maxima
+            _store(maxima_gmem.at[pl.ds(row, ROWS), at], largest)
+            if not with_scores:
+                target = more_gmem.at[pl.ds(row, ROWS), column // BLOCK]
+                _store(target, jnp.max(largest, axis=1))
 
-        all_inside = first + column + tiles.COLUMNS <= end
+        all_inside = first + column + BLOCK <= end
         lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
 
+    more = size if with_scores else size // BLOCK
+    stored = plgpu.SMEM(
+        (tiles.WARPGROUPS, ROWS, _STORE), jnp.float32, transforms=_LAYOUT
+    )
     return tiles.score_tiles(
-        "scores_and_maxima",
+        "maxima",
         epilogue,
         h,
         kernel,
@@ -111,11 +122,149 @@ def scores_and_maxima(
         [*layer.arrays(), *([] if words is None else [words])],
         [
             jax.ShapeDtypeStruct((batch, count), jnp.float32)
-            for count in (size, size // GROUP)
+            for count in (size // GROUP, more)
         ],
         start=start,
         size=size,
-        scratch=plgpu.SMEM(
-            (tiles.WARPGROUPS, ROWS, _STORE), jnp.float32, transforms=_LAYOUT
-        ),
+        scratch=stored if with_scores else None,
     )
+
+
+def _store(target, values):
+    if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
+        plgpu.store(target, values, optimized=False)
+    else:
+        target[...] = values
+
+
+def scores_of_groups(
+    h: Float[Array, "padded hidden"],
+    kernel: Float[Array, "items hidden"],
+    bias: Float[Array, "items"] | None,
+    scale: Float[Array, "items"] | None,
+    words: Int[Array, "padded words"] | None,
+    groups: Int[Array, "batch groups"],
+    *,
+    start: jax.typing.ArrayLike,
+    limit: jax.typing.ArrayLike,
+) -> Float[Array, "batch scores"]:
+    """The scores of which `maxima` gives the largest, of the groups that are asked for.
+
+    A program has a row. 64 items are a factor of `wgmma`, eight rows of `h` the other, of
+    which one is wanted: shared memory is read as fast as items arrive.
+
+    Args:
+      groups: numbers of groups from item `start` on. All else is as for `maxima`.
+    """
+    hidden, (batch, wanted) = h.shape[1], groups.shape
+    across = ROWS // GROUP
+    groups = jnp.pad(groups, ((0, 0), (0, -wanted % across)))
+    count = groups.shape[1]
+    places = members(groups, GROUP)
+    items = start + places
+    beside = [None if x is None else x[items] for x in (scale, bias)]
+    width = next(n for n in (4 * STEP, 2 * STEP, STEP) if hidden % n == 0)
+    steps = hidden // width
+    total = count // across * steps
+    stages = min(3, total)
+
+    def scores_of_groups_body(groups_gmem, h_gmem, kernel_gmem, *refs):
+        *layer_refs, out_gmem = refs
+        row = lax.axis_index("row")
+        others = pl.multiple_of(row // 8 * 8, 8)
+
+        def scope(items_smem, h_smem, full):
+            def copy(i):
+                slot, tile = lax.rem(i, stages), lax.div(i, steps)
+                at = pl.ds(lax.rem(i, steps) * width, width)
+                plgpu.copy_gmem_to_smem(
+                    h_gmem.at[pl.ds(others, 8), at], h_smem.at[slot], full.at[slot]
+                )
+                for j in range(across):
+                    first = groups_gmem[row, tile * across + j] * GROUP
+                    first = pl.multiple_of(first, GROUP)
+                    plgpu.copy_gmem_to_smem(
+                        kernel_gmem.at[pl.ds(first, GROUP), at],
+                        items_smem.at[slot, pl.ds(j * GROUP, GROUP)],
+                        full.at[slot],
+                    )
+
+            @pl.loop(0, stages)
+            def _(i):
+                copy(i)
+
+            @pl.loop(0, count // across)
+            def _(tile):
+                def multiply(sums):
+                    @pl.loop(0, steps)
+                    def _(k):
+                        i = tile * steps + k
+                        slot = lax.rem(i, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        rows = h_smem.at[slot].transpose((1, 0))
+                        plgpu.wgmma(sums, items_smem.at[slot], rows)
+                        plgpu.wgmma_wait(0)
+
+                        @pl.when(i + stages < total)
+                        def _():
+                            copy(i + stages)
+
+                    return sums[...]
+
+                products = pl.run_scoped(multiply, plgpu.ACC((ROWS, 8)))
+                mine = tiles.column_numbers(8) == row - others
+                scores = jnp.max(jnp.where(mine, products, -jnp.inf), axis=1)
+                at = pl.ds(tile * ROWS, ROWS)
+                layer = [
+                    plgpu.load(
+                        ref.at[row, at],
+                        layout=plgpu.Layout.WGMMA.reduce(1),
+                        optimized=False,
+                    )
+                    for ref in layer_refs
+                ]
+                if scale is not None:
+                    scores = scores * layer[0]
+                if bias is not None:
+                    scores = scores + layer[-1]
+                out_gmem[row, at] = scores
+
+        pl.run_scoped(
+            scope,
+            plgpu.SMEM((stages, ROWS, width), h.dtype, transforms=LAYOUT),
+            plgpu.SMEM((stages, 8, width), h.dtype, transforms=LAYOUT),
+            plgpu.Barrier(num_arrivals=1 + across, num_barriers=stages),
+        )
+
+    scores_of_groups_body.__name__ = "scores_of_groups"
+    scores = plgpu.kernel(
+        scores_of_groups_body,
+        out_type=jax.ShapeDtypeStruct((batch, count * GROUP), jnp.float32),
+        grid=(batch,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,  # as for `maxima`, whose bits these are
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )(
+        jnp.floor_divide(start, GROUP) + groups,
+        h,
+        kernel,
+        *(x for x in beside if x is not None),
+    )
+    denied = items >= limit
+    if words is not None:
+        denied |= has_label(words[:batch], places)
+    if bias is not None:
+        denied |= beside[1] == -jnp.inf
+    return jnp.where(denied, -jnp.inf, scores)[:, : wanted * GROUP]
+
+
+def has_label(
+    words: Int[Array, "batch words"], columns: Int[Array, "batch count"]
+) -> Bool[Array, "batch count"]:
+    """Whether there is a bit for these columns, see `output_loss.label_words`."""
+    eighth = tiles.TILE_ITEMS // 32
+    word = columns // tiles.TILE_ITEMS * eighth + columns % eighth
+    bit = columns % tiles.TILE_ITEMS // eighth
+    return lax.shift_right_logical(pick(words, word), bit) % 2 != 0

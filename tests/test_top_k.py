@@ -328,11 +328,22 @@ def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
     return jnp.asarray(h, jnp.bfloat16), jnp.asarray(kernel, jnp.bfloat16)
 
 
-@pytest.mark.parametrize(("k", "plain"), [(5, False), (600, True)])
-def test_kernel_equals_a_full_sort(k, plain, monkeypatch):
+@pytest.mark.parametrize(
+    ("k", "plain", "again"),
+    [
+        (5, False, False),
+        (600, True, False),
+        (1, True, True),
+        (5, False, True),
+        (600, True, True),
+    ],
+)
+def test_kernel_equals_a_full_sort(k, plain, again, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)  # two chunks, with a k of 5
+    monkeypatch.setattr(module, "_WRITTEN", 0 if again else 2**20)
     items = 500
     h, kernel = whole_numbers(5, items, extra_rows=12)
+    h = h.at[1].set(0)
     want = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)[:items].T
     exclude = bias = None
     if not plain:
@@ -358,7 +369,9 @@ def test_kernel_equals_a_full_sort(k, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel_spec", [None, P("model")])
-def test_kernel_lowers_for_cuda(kernel_spec):
+@pytest.mark.parametrize("again", [False, True])
+def test_kernel_lowers_for_cuda(kernel_spec, again, monkeypatch):
+    monkeypatch.setattr(module, "_WRITTEN", 0 if again else 2**20)
     h, kernel = whole_numbers(4, 512)
     exclude = matrices.random_csr(4, 512)
     axes = {"axis_types": (AxisType.Auto, AxisType.Auto)}
@@ -390,12 +403,13 @@ def test_what_the_kernel_cannot_do():
 
 
 @pytest.mark.gpu
-def test_kernel_equals_xla_at_real_sizes():
+@pytest.mark.parametrize("k", [1, 100, 2048])
+def test_kernel_equals_xla_at_real_sizes(k):
     items = 300_000
     h, kernel = whole_numbers(700, items, hidden=256, extra_rows=32)
     exclude = matrices.random_csr(700, items, 0.001)
     results = [
-        top_k(h, kernel, None, 100, exclude=exclude, implementation=implementation)
+        top_k(h, kernel, None, k, exclude=exclude, implementation=implementation)
         for implementation in ("xla", "mosaic_gpu")
     ]
     jax.tree.map(np.testing.assert_array_equal, *results)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels import top_k as kernels
+from pallas_kernels.selection import best_places, best_places_inside, members, pick
 from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
@@ -30,6 +31,9 @@ _CHUNK_ELEMENTS = 2**21
 _GPU_CHUNK_ELEMENTS = 2**28
 # Items in a chunk for each of the k old candidates that are sorted with it.
 _CHUNK_PER_K = 16
+# Up to this many items for each of the k and each number of a hidden vector the kernel
+# writes the scores; of more it is faster to make the best groups' again.
+_WRITTEN = 5
 
 
 class _Cut(NamedTuple):
@@ -85,8 +89,9 @@ def top_k(
     score -inf. A bias of -inf denies an item, and like exclusion does so
     where its score would be NaN.
 
-    Scores exist for a chunk of items at a time: memory does not grow with the number of
-    items; it is some 16 times the result, or the chunk (on a GPU up to 1 GiB).
+    Scores, or with the Hopper kernel and many items only the largest of each 16, exist for
+    a chunk of items at a time: memory does not grow with the number of items; it is some 16
+    times the result, or the chunk (on a GPU up to 1 GiB).
 
     Args:
       h: hidden vectors.
@@ -136,6 +141,7 @@ def top_k(
         elements=_GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS,
         cut=_GPU_CUT if on_gpu else _CPU_CUT,
         with_kernel=implementation == "mosaic_gpu",
+        written=_WRITTEN,
     )
 
 
@@ -172,6 +178,7 @@ def _num_items(
         "elements",
         "cut",
         "with_kernel",
+        "written",
     ),
 )
 def _compiled(
@@ -187,6 +194,7 @@ def _compiled(
     elements: int,
     cut: _Cut,
     with_kernel: bool,
+    written: int,
 ) -> tuple[jax.Array, jax.Array]:
     shard = item_chunks.shard_of(kernel_spec, exclude, len(h))
     best = functools.partial(
@@ -197,6 +205,7 @@ def _compiled(
         elements=elements,
         cut=cut,
         with_kernel=with_kernel,
+        written=written,
     )
     if shard is None:
         return best(h, kernel, bias, scale, exclude)
@@ -228,14 +237,22 @@ def _best(
     elements,
     cut,
     with_kernel,
+    written,
 ):
     """The best of all items for a device's part of the batch."""
     batch, rows = len(h), len(kernel)
     here = rows
     if shard.items is None:
         here = item_chunks.rounded_items(num_items, rows)
-    size = item_chunks.chunk_size(batch, here, max(elements, batch * k * _CHUNK_PER_K))
+    least = batch * k * _CHUNK_PER_K
+    size = item_chunks.chunk_size(batch, here, max(elements, least))
+    again = False
     if with_kernel:
+        # Instead of scores there are maxima, and half as many words with what is excluded.
+        larger = max(elements * kernels.GROUP // 2, least)
+        larger = item_chunks.chunk_size(batch, here, larger)
+        again = larger > written * k * h.shape[1]
+        size = larger if again else size
         size = -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
     first_item = shard.first_item(rows)
     excluded, broken = None, jnp.zeros(batch, bool)
@@ -244,17 +261,29 @@ def _best(
 
     def step_with_kernel(start, size, best):
         padded = item_chunks.pad_rows(h)
-        scores, maxima = kernels.scores_and_maxima(
+        operands = (
             padded,
             kernel,
             None if bias is None else bias.astype(jnp.float32),
             None if scale is None else scale.astype(jnp.float32),
             None if excluded is None else excluded.words(start, (len(padded), size)),
-            start=start,
-            size=size,
-            limit=num_items - first_item,
         )
-        places, scores = _select(scores[:batch], k, cut, maxima[:batch])
+        options = {"start": start, "limit": num_items - first_item}
+        largest, more = (
+            x[:batch]
+            for x in kernels.maxima(
+                *operands, **options, size=size, with_scores=not again
+            )
+        )
+        if again:
+            groups = best_places_inside(more, largest, k)
+            scores = kernels.scores_of_groups(*operands, groups, **options)
+        else:
+            groups = best_places(largest, k)
+            scores = pick(more, groups, kernels.GROUP)
+        places = members(groups, kernels.GROUP)
+        found = best_places(scores, k)
+        places, scores = pick(places, found), _one_of_each(pick(scores, found))
         return _join(best, (places + first_item + start, scores), k)
 
     def step(start, size, best):
@@ -274,9 +303,11 @@ def _best(
             places, scores = _select(scores, k, cut)
         return _join(best, (places + first_item + start, scores), k)
 
+    # With one chunk only what is missing, so that no more is sorted.
+    width = k if size < here else max(0, k - size)
     nothing = (
-        jnp.full((batch, k), -1, jnp.int32),
-        jnp.full((batch, k), -jnp.inf, item_chunks.accumulator(h.dtype)),
+        jnp.full((batch, width), -1, jnp.int32),
+        jnp.full((batch, width), -jnp.inf, item_chunks.accumulator(h.dtype)),
     )
     step = step_with_kernel if with_kernel else step
     ids, scores = item_chunks.fold(step, nothing, here, size)
@@ -305,9 +336,7 @@ def _join(best, more, k: int):
     return jnp.take_along_axis(ids, places, axis=1), scores
 
 
-def _select(
-    scores: jax.Array, k: int, cut: _Cut, maxima: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]:
     """Places and scores of the k best of each row, or of all where there are fewer.
 
     Where there are many, only the k groups of neighbours with the largest maxima, ties
@@ -315,30 +344,21 @@ def _select(
     the k best: let x be in another group. Each of the k has a maximum that is larger
     than that of x's group, or equal to it and at a lower place. So k elements come
     before x.
-
-    With the `maxima` of groups that the kernel made, scores may be any NaN or zero.
     """
     batch, size = scores.shape
-    if maxima is None and size <= cut.direct * k:
+    if size <= cut.direct * k:
         scores, places = lax.top_k(scores, min(k, size))
         return places, scores
     group = cut.group if size >= cut.many * k else cut.small
-    if maxima is not None:
-        group = size // maxima.shape[1]
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
-    best = jnp.max(grouped, axis=2) if maxima is None else _one_of_each(maxima)
-    chosen, _ = _select(best, k, cut)
+    chosen, _ = _select(jnp.max(grouped, axis=2), k, cut)
     # In order of place, because `lax.top_k` breaks ties by it.
-    chosen = jnp.sort(chosen, axis=1)[:, :, None]
-    inside = jnp.take_along_axis(grouped, chosen, axis=1).reshape(batch, -1)
-    inside = jnp.concatenate([inside, scores[:, split:]], axis=1)
-    if maxima is not None:
-        inside = _one_of_each(inside)
-    within = jnp.arange(group, dtype=jnp.int32)[None, None]
-    places = (chosen * group + within).reshape(batch, -1)
+    chosen = jnp.sort(chosen, axis=1)
+    inside = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1)
+    inside = jnp.concatenate([inside.reshape(batch, -1), scores[:, split:]], axis=1)
     rest = jnp.arange(split, size, dtype=jnp.int32)[None]
     rest = jnp.broadcast_to(rest, (batch, size - split))
-    places = jnp.concatenate([places, rest], axis=1)
+    places = jnp.concatenate([members(chosen, group), rest], axis=1)
     found, scores = _select(inside, k, cut)
     return jnp.take_along_axis(places, found, axis=1), scores
