@@ -34,7 +34,7 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.row_gradient import RowGradient
-from sparsejax.sharding import BY_ROWS
+from sparsejax.sharding import BY_ROWS, typed
 from sparsejax.sparse import CSR
 
 Path = tuple[Any, ...]  # of attribute names and indices
@@ -338,7 +338,8 @@ class _Recorder:
             return y
         if len(self.calls) > len(self.taps):
             raise RuntimeError("the loss made more lookups than when first traced")
-        return _attach(y, self.taps[len(self.calls) - 1])
+        tap = self.taps[len(self.calls) - 1]
+        return _attach(y, typed(tap, jax.typeof(y).sharding.spec))
 
 
 class _Reading:

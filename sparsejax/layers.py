@@ -15,7 +15,13 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
-from sparsejax.sharding import BY_ROWS, init_sharded, on_mesh, padded_rows
+from sparsejax.sharding import (
+    BY_ROWS,
+    by_compiler,
+    init_sharded,
+    on_mesh,
+    padded_rows,
+)
 from sparsejax.sparse import CSR
 
 Initializer = Callable[..., jax.Array]
@@ -26,6 +32,9 @@ _default_bias_init = nnx.initializers.zeros_init()
 
 # Below this norm a vector has no direction: its cosine with anything is near 0.
 _MIN_NORM = 1e-6
+
+# How what has a row for each example lies on a mesh.
+_BATCH = P("data")
 
 
 class SparseLinear(nnx.Module):
@@ -172,19 +181,23 @@ class SparseOutput(nnx.Module):
         self, h: Float[Array, "batch in_features"]
     ) -> Float[Array, "batch num_items"]:
         """All scores, `[batch, num_items]` in float32; for few items."""
-        h, kernel, bias, scale = self._operands(h)
-        scores = jax.lax.dot_general(
-            h,
-            kernel,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        if scale is not None:
-            scores = scores * scale[None, :]
-        if bias is not None:
-            scores = scores + bias[None, :]
-        return scores[:, : self.num_items]
+
+        def all_scores(h, kernel, bias, scale):
+            scores = jax.lax.dot_general(
+                h,
+                kernel,
+                (((1,), (1,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
+            if scale is not None:
+                scores = scores * scale[None, :]
+            if bias is not None:
+                scores = scores + bias[None, :]
+            return scores[:, : self.num_items]
+
+        operands = self._operands(h)
+        return by_compiler(all_scores, *operands, out_specs=_BATCH)
 
     def loss(
         self,
@@ -243,17 +256,21 @@ class SparseOutput(nnx.Module):
           h: hidden vectors.
           ids: item numbers, in `[0, num_items)`.
         """
-        h, kernel, bias, scale = self._operands(h)
-        scores = jnp.einsum(
-            "bh,bch->bc",
-            h,
-            kernel[ids],
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        if scale is not None:
-            scores = scores * scale[ids]
-        return scores if bias is None else scores + bias[ids]
+
+        def some_scores(h, kernel, bias, scale, ids):
+            scores = jnp.einsum(
+                "bh,bch->bc",
+                h,
+                kernel[ids],
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
+            if scale is not None:
+                scores = scores * scale[ids]
+            return scores if bias is None else scores + bias[ids]
+
+        operands = self._operands(h)
+        return by_compiler(some_scores, *operands, ids, out_specs=_BATCH)
 
     @property
     def kernel_spec(self) -> P | None:
@@ -338,11 +355,15 @@ def normalize_rows[Matrix: CSR | ShardedCSR](x: Matrix) -> Matrix:
     >>> np.round(normalize_rows(x).todense(), 6).tolist()
     [[0.6..., 0.0, 0.8...], [0.0, 0.0, 0.0]]
     """
-    scale = gather.combiner_scale(x, "sqrtn")
-    data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
-    if x.data is not None:
-        data = data * x.data
-    return x.with_data(data)  # pyrefly: ignore[bad-return]
+
+    def normalized(x):
+        scale = gather.combiner_scale(x, "sqrtn")
+        data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
+        return data if x.data is None else data * x.data
+
+    divided = isinstance(x, ShardedCSR)
+    spec = P("data", "model") if divided else P()
+    return x.with_data(by_compiler(normalized, x, out_specs=spec))  # pyrefly: ignore[bad-return]
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.blocks import ShardedCSR, local
-from sparsejax.sharding import on_each_device
+from sparsejax.sharding import by_compiler, on_each_device
 from sparsejax.sparse import CSR
 
 
@@ -158,9 +158,14 @@ def recommendation_counts(
 
     The counts of several batches add up. Can be called under `jax.jit`.
     """
-    first = ids[:, :k]
-    places = jnp.where(first < 0, num_items, first)  # which is out of bounds: dropped
-    return jnp.zeros(num_items, jnp.int32).at[places].add(1, mode="drop")
+
+    def counts(ids):
+        first = ids[:, :k]
+        # Those below 0 come out of bounds, and are dropped.
+        places = jnp.where(first < 0, num_items, first)
+        return jnp.zeros(num_items, jnp.int32).at[places].add(1, mode="drop")
+
+    return by_compiler(counts, ids, out_specs=P())
 
 
 def coverage(counts: Int[Array | np.ndarray, "items"]) -> float:

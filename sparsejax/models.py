@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -16,7 +15,7 @@ from sparsejax import losses
 from sparsejax.blocks import ShardedCSR
 from sparsejax.config import NetworkConfig
 from sparsejax.layers import SparseDropout, SparseLinear, SparseOutput, normalize_rows
-from sparsejax.sharding import axis_sizes, mesh_is_set
+from sparsejax.sharding import axes_are_explicit, axis_sizes, mesh_is_set
 from sparsejax.sparse import CSR
 
 
@@ -168,7 +167,7 @@ def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
 
 def _result_spec(layer: nnx.Linear) -> P | None:
     """How the result of a hidden layer lies, where axes are Explicit."""
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    if not axes_are_explicit():
         return None
     divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))
     return P("data", divided[1])

@@ -35,7 +35,7 @@ from sparsejax.recommendations import (
     indicator,
     recommend_by,
 )
-from sparsejax.sharding import everywhere, padded_rows, placed
+from sparsejax.sharding import auto_axes, everywhere, padded_rows, placed
 from sparsejax.sources import (
     Source,
     Table,
@@ -80,6 +80,7 @@ class Recommender(Protocol):
         ...
 
 
+@auto_axes()
 def recommend(
     model: Recommender,
     inputs: Source,
@@ -205,6 +206,7 @@ def evaluate(
     return evaluation.run(model, optimizer=optimizer)
 
 
+@auto_axes()
 def prepare(
     inputs: Source,
     heldout: Source | None = None,
@@ -302,6 +304,7 @@ class Evaluation:
     popularity: np.ndarray | None
     baseline: dict[str, float]
 
+    @auto_axes()
     def run(
         self, model: Recommender, *, optimizer: Optimizer | None = None
     ) -> dict[str, float]:

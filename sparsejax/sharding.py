@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import jax
@@ -111,19 +111,54 @@ def on_each_device(
 ) -> Any:
     """`f` of the parts of its arguments that each device of the mesh has."""
     mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in mesh.axis_types:
-        # There a type says how an array lies, and must agree.
-        arguments = jax.tree.map(
-            lambda spec, tree: jax.tree.map(
-                lambda leaf: jax.sharding.reshard(leaf, spec), tree
-            ),
-            in_specs,
-            arguments,
-            is_leaf=lambda node: isinstance(node, P),
-        )
+    arguments = jax.tree.map(
+        lambda spec, tree: typed(tree, spec),
+        in_specs,
+        arguments,
+        is_leaf=lambda node: isinstance(node, P),
+    )
     return jax.shard_map(
         f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )(*arguments)
+
+
+def typed[Tree](tree: Tree, spec: P) -> Tree:
+    """The tree, its arrays divided so where axes are Explicit: types have to agree."""
+    if not axes_are_explicit():
+        return tree
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), tree)
+
+
+def by_compiler(f: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
+    """`f` of its arguments, for the compiler to divide, also where axes are Explicit.
+
+    There a type has to say how an array lies, and not all that `f` does has one.
+    """
+    if not axes_are_explicit():
+        return f(*arguments)
+    return jax.jit(jax.sharding.auto_axes(f, out_sharding=out_specs))(*arguments)
+
+
+def axes_are_explicit() -> bool:
+    """Whether types say how arrays lie on the mesh that is set; also under tracing."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+@contextlib.contextmanager
+def auto_axes() -> Generator[None]:
+    """Within it the axes of the mesh that is set are Auto, as our programs take them.
+
+    Arrays have to be `placed`. Also a decorator. It cannot be used under tracing.
+    """
+    if not axes_are_explicit():
+        yield
+        return
+    mesh = jax.sharding.get_mesh()
+    types = (AxisType.Auto,) * mesh.devices.ndim
+    with jax.set_mesh(
+        jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    ):
+        yield
 
 
 def on_mesh(spec: P) -> dict[str, Any]:

@@ -28,7 +28,15 @@ from sparsejax.data import ScannedDataset
 from sparsejax.gradients import row_params
 from sparsejax.optimizers import Optimizer
 from sparsejax.resident import Examples, Resident, epoch_order, step_size
-from sparsejax.sharding import axis_sizes, laid_out, layout_of, mesh_is_set, placed
+from sparsejax.sharding import (
+    auto_axes,
+    axes_are_explicit,
+    axis_sizes,
+    laid_out,
+    layout_of,
+    mesh_is_set,
+    placed,
+)
 from sparsejax.sources import Source
 from sparsejax.sparse import CSR
 from sparsejax.streaming import Stream
@@ -72,6 +80,23 @@ class Trainable(prediction.Recommender, Protocol):
         ...
 
 
+def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
+    """`fit`, to which all axes are Auto, also those of a mesh where they are Explicit."""
+
+    @functools.wraps(fit)
+    def wrapped(model, optimizer, *args, **kwargs):
+        if not axes_are_explicit():
+            return fit(model, optimizer, *args, **kwargs)
+        try:
+            with auto_axes():
+                return fit(model, optimizer, *args, **kwargs)
+        finally:
+            nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+
+    return cast(Fit, wrapped)
+
+
+@_on_auto_axes
 def fit(
     model: Trainable,
     optimizer: Optimizer,

@@ -24,7 +24,7 @@ from sparsejax.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
 from sparsejax.recommendations import Recommendations, check_positive
-from sparsejax.sharding import everywhere, placed, to_host
+from sparsejax.sharding import auto_axes, everywhere, placed, to_host
 from sparsejax.sources import Source, Table, check_columns
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
@@ -56,6 +56,7 @@ class Encoder(Protocol):
         ...
 
 
+@auto_axes()
 def item_vectors(model: HasItems) -> np.ndarray:
     """The items' rows of the output kernel, `[num_items, hidden]` float32.
 
@@ -71,9 +72,10 @@ def item_vectors(model: HasItems) -> np.ndarray:
         up to date, as after `fit`, `load_model` or `Optimizer.flush`.
     """
     output = model.output
-    return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
+    return to_host(placed(output.kernel[...]))[: output.num_items].astype(np.float32)
 
 
+@auto_axes()
 def user_vectors(
     model: Encoder,
     inputs: Source,
@@ -109,6 +111,7 @@ def user_vectors(
     return np.concatenate(parts)[: x.num_rows]
 
 
+@auto_axes()
 def similar_items(
     model: HasItems,
     items: Sequence[int] | Sequence[str] | np.ndarray,
@@ -139,7 +142,7 @@ def similar_items(
     check_positive(k=k)
     output = model.output
     ids = _ids(items, output.num_items, names)
-    kernel = output.kernel[...].astype(jnp.float32)
+    kernel = placed(output.kernel[...]).astype(jnp.float32)
     found = _similar(kernel, ids, k, output.num_items, output.kernel_spec)
     return Recommendations(*map(np.asarray, found))
 

@@ -20,7 +20,7 @@ from sparsejax import losses
 from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import on_each_device
+from sparsejax.sharding import on_each_device, typed
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -105,7 +105,8 @@ def output_loss(
             f"weights has shape {weights.shape}; one for each of {h.shape[0]:,} rows"
         )
     how = _How(rule, kernel_spec, implementation)
-    return _weighted(how, h, kernel, bias, scale, weights, labels)
+    (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
+    return _weighted(how, h, *layer, weights, labels)
 
 
 def output_loss_per_example(
@@ -132,7 +133,8 @@ def output_loss_per_example(
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
     how = _How(rule, kernel_spec, implementation)
-    return _per_example(how, h, kernel, bias, scale, labels)
+    h, layer = _typed(how, labels, h, (kernel, bias, scale))
+    return _per_example(how, h, *layer, labels)
 
 
 def _check(h, kernel, bias, labels, scale, implementation) -> None:
@@ -592,6 +594,14 @@ def _compiled(
         local, h, labels, weights, Layer(kernel, bias, scale), how.kernel_spec
     )
     return per_example, None if gradients is None else (dh, *gradients)
+
+
+def _typed(how: _How, labels: CSR | ShardedCSR, rows, items):
+    """What has a row for each example, and for each item, of the gradients' types."""
+    shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
+    if shard is None:
+        return rows, items
+    return typed(rows, P(shard.rows)), typed(items, P(shard.items))
 
 
 def over_items(
