@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import export
 
@@ -37,6 +38,9 @@ def export_predictor(
     batch size that `recommend` would use; the number of entries in a batch is dynamic.
     It appears at `path` whole or not at all. Needs the extra `export`.
 
+    A model on a mesh is written for one device. In several processes all call this, the
+    first writes, and no host has to have room for the whole of a divided kernel.
+
     >>> export_predictor(model, "model.predictor", k=10, names=train)
 
     Args:
@@ -49,6 +53,7 @@ def export_predictor(
 
     Raises:
       OSError: the file cannot be written.
+      OtherProcessError: process 0 could not write it, and says why.
       ValueError: not as many names as items; `path` is not a file's.
     """
     check_positive(k=k, batch_size=batch_size)
@@ -70,6 +75,8 @@ def export_predictor(
         elif isinstance(node, nnx.Variable):
             node.set_metadata(out_sharding=None)  # the program is for one device
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
+    with without_mesh():
+        keys = jax.tree.map(_here, keys)
     weights, structure = jax.tree.flatten(state)
 
     def top_k(weights, data, indices, indptr, seen_indices, seen_indptr):
@@ -100,6 +107,14 @@ def export_predictor(
         programs=programs(),
         weights=weights,
     )
+
+
+def _here(state: jax.Array) -> jax.Array:
+    """A key or a count, which all processes have, as one of this process alone."""
+    if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.asarray(state))
+    words = jnp.asarray(np.asarray(jax.random.key_data(state)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))
 
 
 def _int32(size) -> jax.ShapeDtypeStruct:

@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from sparsejax import distributed
 from sparsejax.batching import Batch, bucket
 from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names
 from sparsejax.recommendations import Recommendations, recommend_by
-from sparsejax.sharding import without_mesh
+from sparsejax.sharding import row_parts, without_mesh
 from sparsejax.sources import Source, Table, check_same_features
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
@@ -145,26 +146,48 @@ def save_predictor(
     num_items: int,
     items: Sequence[str] | None,
     programs: Iterable[tuple[int, export.Exported]],
-    weights: Sequence[Any],
+    weights: Sequence[jax.Array],
 ) -> None:
-    """Writes a predictor, whole or not at all; see `sparsejax.export_predictor`."""
-    sizes = []
+    """Writes a predictor, whole or not at all; see `sparsejax.export_predictor`.
+
+    Of several processes the first writes; all bring the parts of the weights together.
+    """
+    parts = [row_parts(weight) for weight in weights]
+
+    def write() -> None:
+        try:
+            _write(path, settings, items, programs, weights, parts)
+        except Exception:
+            _take_all(parts)  # as the others do
+            raise
+
     settings = {
         "version": VERSION,
         "jax": jax.__version__,
         "k": k,
         "num_features": num_features,
         "num_items": num_items,
-        "batch_sizes": sizes,
+        "batch_sizes": [],
         "weights": [jnp.dtype(weight.dtype).name for weight in weights],
     }
+    if not distributed.is_first():
+        _take_all(parts)
+    distributed.in_first(write)
+
+
+def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
+    for _ in itertools.chain(*parts):
+        pass
+
+
+def _write(path, settings, items, programs, weights, parts) -> None:
     check_writable(path)
     with (
         replacing(path) as temporary,
         zipfile.ZipFile(temporary, "x") as archive,
     ):
         for size, program in programs:
-            sizes.append(size)
+            settings["batch_sizes"].append(size)
             # They are text in the main.
             archive.writestr(
                 f"programs/{size}",
@@ -172,11 +195,14 @@ def save_predictor(
                 compress_type=zipfile.ZIP_DEFLATED,
             )
         for i, weight in enumerate(weights):
-            array = np.asarray(weight)
-            if array.dtype.isbuiltin != 1:  # bfloat16, which .npy has no name for
-                array = array.view(f"u{array.dtype.itemsize}")
+            dtype = np.dtype(weight.dtype)
+            if dtype.isbuiltin != 1:  # bfloat16, which .npy has no name for
+                dtype = np.dtype(f"u{dtype.itemsize}")
+            header = {"descr": dtype.str, "fortran_order": False, "shape": weight.shape}
             with archive.open(f"weights/{i}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in parts[i]:
+                    file.write(memoryview(np.ascontiguousarray(part).view(dtype)))
         archive.writestr(_ITEMS, json.dumps(items))
         archive.writestr(_SETTINGS, json.dumps(settings, indent=2))
 

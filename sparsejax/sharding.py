@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -153,12 +153,13 @@ def auto_axes() -> Generator[None]:
     if not axes_are_explicit():
         yield
         return
-    mesh = jax.sharding.get_mesh()
-    types = (AxisType.Auto,) * mesh.devices.ndim
-    with jax.set_mesh(
-        jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    ):
+    with jax.set_mesh(_with_auto_axes(jax.sharding.get_mesh())):
         yield
+
+
+def _with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    types = (AxisType.Auto,) * mesh.devices.ndim
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def on_mesh(spec: P) -> dict[str, Any]:
@@ -200,23 +201,39 @@ def everywhere[Tree](tree: Tree) -> Tree:
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """The whole array, in every process, all of which must ask for it.
-
-    Some rows at a time where processes have to exchange them, as a device may not have
-    room for more than its part.
-    """
-    if array.is_fully_addressable or array.is_fully_replicated:
+    """The whole array, in every process, all of which must ask for it."""
+    if _is_here(array):
         return np.asarray(array)
-    whole = np.empty(array.shape, array.dtype)
-    size = max(1, _EXCHANGED_ELEMENTS * len(whole) // whole.size)
+    whole, start = np.empty(array.shape, array.dtype), 0
+    for part in _exchanged(array):
+        whole[start : start + len(part)] = part
+        start += len(part)
+    return whole
+
+
+def row_parts(array: jax.Array) -> Iterator[np.ndarray]:
+    """The array some rows at a time, in every process, all of which must take all."""
+    return iter([np.asarray(array)]) if _is_here(array) else _exchanged(array)
+
+
+def _is_here(array: jax.Array) -> bool:
+    """Whether this process has all of it."""
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _exchanged(array: jax.Array) -> Iterator[np.ndarray]:
+    """Some rows at a time, as a device may not have room for more than its part."""
+    sharding = cast(NamedSharding, array.sharding)
+    mesh = _with_auto_axes(cast(jax.sharding.Mesh, sharding.mesh))
+    array = jax.device_put(array, NamedSharding(mesh, sharding.spec))
+    size = max(1, _EXCHANGED_ELEMENTS * len(array) // array.size)
     get = jax.jit(
         lambda array, rows: array.at[rows].get(mode="clip"),
-        out_shardings=NamedSharding(cast(NamedSharding, array.sharding).mesh, P()),
+        out_shardings=NamedSharding(mesh, P()),
     )
-    for start in range(0, len(whole), size):
+    for start in range(0, len(array), size):
         part = np.asarray(get(array, np.arange(start, start + size, dtype=np.int32)))
-        whole[start : start + size] = part[: len(whole) - start]
-    return whole
+        yield part[: len(array) - start]
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:

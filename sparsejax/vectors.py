@@ -72,7 +72,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
         up to date, as after `fit`, `load_model` or `Optimizer.flush`.
     """
     output = model.output
-    return to_host(placed(output.kernel[...]))[: output.num_items].astype(np.float32)
+    return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
 
 
 @auto_axes()

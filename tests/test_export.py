@@ -204,7 +204,7 @@ def test_a_failed_export_leaves_the_old_file(model, path, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(np.lib.format, "write_array", broken)
+    monkeypatch.setattr(np.lib.format, "write_array_header_1_0", broken)
     with pytest.raises(OSError, match="disk full"):
         sj.export_predictor(model, path, batch_size=16)
     assert path.read_bytes() == before

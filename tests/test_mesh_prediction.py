@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from matrices import random_csr
 
 import sparsejax as sj
-from sparsejax import metrics, prediction
+from sparsejax import metrics, prediction, sharding
 from sparsejax.blocks import ShardedCSR
-from sparsejax.sharding import make_mesh, to_host
+from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -114,8 +114,13 @@ def test_a_model_made_on_a_mesh_is_exported(tmp_path, symbolic_sizes):
     np.testing.assert_array_equal(got.ids, want.ids)
 
 
-def test_an_array_that_processes_exchange():
+def test_an_array_that_processes_exchange(monkeypatch):
+    monkeypatch.setattr(sharding, "_is_here", lambda array: False)
+    monkeypatch.setattr(sharding, "_EXCHANGED_ELEMENTS", 5 * 7)
     mesh = make_mesh(data=2, model=4)
     array = np.random.default_rng(0).normal(size=(24, 5)).astype(np.float32)
     divided = jax.device_put(array, NamedSharding(mesh, P("model")))
-    np.testing.assert_array_equal(to_host(divided), array)
+    np.testing.assert_array_equal(sharding.to_host(divided), array)
+    parts = list(sharding.row_parts(divided))
+    assert [len(part) for part in parts] == [7, 7, 7, 3]
+    np.testing.assert_array_equal(np.concatenate(parts), array)

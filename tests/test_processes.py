@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import sparsejax as sj
 from sparsejax import distributed
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.cli import main
@@ -26,9 +27,33 @@ from sparsejax import cli, distributed
 distributed.HEARTBEAT_SECONDS = {HEARTBEAT}
 raise SystemExit(cli.main())
 """
+# The same, which also exports the model that it loads.
+EXPORTING = f"""
+import sys
+import sparsejax as sj
+from sparsejax import run
+restored = run.restored_model
+def exported(folder, settings):
+    model = restored(folder, settings)
+    sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
+    try:
+        sj.export_predictor(model, f"{{folder}}/no/predictor")
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.__stderr__)
+    return model
+run.restored_model = exported
+{PROGRAM}
+"""
 
 
-def start(argv: list[str], folder: pathlib.Path, *, processes: int, devices: int):
+def start(
+    argv: list[str],
+    folder: pathlib.Path,
+    *,
+    processes: int,
+    devices: int,
+    program: str = PROGRAM,
+):
     """The processes of one command; what they print is in `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -46,7 +71,7 @@ def start(argv: list[str], folder: pathlib.Path, *, processes: int, devices: int
                     [
                         sys.executable,
                         "-c",
-                        PROGRAM,
+                        program,
                         *argv,
                         *flags,
                         "--process-id",
@@ -138,9 +163,18 @@ def test_a_run_survives_its_processes(tmp_path):
     # What is written comes from the first alone.
     out = tmp_path / "recommended.tsv"
     argv = ["predict", str(run), files[0], "--out", str(out), "--k", "3"]
-    assert ended(start(argv, tmp_path, processes=2, devices=1)) == [0, 0]
+    argv += ["--mesh", "model=2"]
+    two = start(argv, tmp_path, processes=2, devices=1, program=EXPORTING)
+    assert ended(two) == [0, 0], said(tmp_path, 0)
     lines = out.read_text().splitlines()
     assert len(lines) == train.num_rows and lines[0].count(":") == 2
+    assert "there is no folder" in said(tmp_path, 0)
+    assert "process 0 has failed" in said(tmp_path, 1)
+    some = train.align_rows(train.row_names[:20])
+    names = sj.load_predictor(run / "predictor").recommend(some).names(train)
+    for line, expected in zip(lines, names, strict=False):
+        entries = line.partition("\t")[2].split(":")
+        assert [entry.partition(",")[0] for entry in entries] == expected
 
 
 @pytest.mark.slow
