@@ -105,9 +105,10 @@ class Train:
       cosine_decay: Lower the learning rate to 0 along a cosine, until the last epoch. More
         epochs are another schedule then, so that a resume cannot raise them.
       batch_size: Rows a step.
-      chunk_rows: Read DATA while training, about so many rows at a time: for a saved data
-        set, or a folder or address of some, that does not fit in memory. Rows of
-        different chunks are not mixed. Without --validation.
+      chunk_rows: Read DATA while training, about so many rows at a time: for Parquet
+        that does not fit in memory: saved data sets, tables with a list of items on each
+        row, or pairs sorted by user. Rows of different chunks are not mixed. Without
+        --validation.
       fused: Apply the output's gradient where it is made, which saves an array of its
         kernel's size. Not with a tied output.
       epochs: Passes over the data, those before a resume included.

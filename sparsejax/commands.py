@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -65,9 +64,10 @@ def train(flags: cli.Train) -> None:
     elif flags.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
     else:
-        data = scan_parquet(flags.data, chunk_rows=flags.chunk_rows)
-        indicator = flags.indicator or data.indicator
-        data = dataclasses.replace(data, indicator=indicator)
+        data = scan_parquet(
+            flags.data, indicator=flags.indicator, chunk_rows=flags.chunk_rows
+        )
+        indicator = data.indicator
     settings = run.Run(
         network=network,
         optimizer=_rule(flags, data.num_rows),

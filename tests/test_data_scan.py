@@ -1,6 +1,8 @@
 """Data sets that stay on disk."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import scipy.sparse
 
@@ -63,3 +65,189 @@ def test_what_is_no_saved_data_set(tmp_path):
     dataset(3, valued=False).save(tmp_path / "data")
     with pytest.raises(sj.DataError):
         scanned.read(0, 3)
+
+
+# Tables
+
+
+def random_lists(rows=70, items=40, seed=0, *, integers=True):
+    """A list of items and of values for each user; some twice, some rows empty."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 6, rows)
+    lists = [rng.integers(0, items, n).tolist() for n in lengths]
+    if not integers:
+        lists = [[f"item {i}" for i in row] for row in lists]
+    return lists, [rng.random(n).tolist() for n in lengths]
+
+
+def write(path, columns, group=16):
+    pq.write_table(pa.table(columns), path, row_group_size=group)
+
+
+def assert_the_same(scanned, data, rows=None):
+    """All rows, and parts of them, over the features in the order of `data`."""
+    names = scanned.feature_names.tolist()
+    order = [names.index(name) for name in data.feature_names.tolist()]
+    expected = data.matrix.to_scipy().toarray()
+    if rows is not None:
+        expected = expected[rows]
+    count = len(expected)
+    assert scanned.num_rows == count and len(names) == data.num_features
+    assert scanned.indicator == (data.matrix.data is None)
+    for start, stop in [(0, count), (count // 3, count - 2), (5, 6), (7, 7)]:
+        part = scanned.read(start, stop)
+        assert (part.data is None) == scanned.indicator
+        got = part.to_scipy().toarray()[:, order]
+        np.testing.assert_allclose(got, expected[start:stop], rtol=1e-6)
+        assert part.to_scipy().has_canonical_format
+
+
+@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize("valued", [True, False])
+def test_lists_on_each_row(tmp_path, integers, valued):
+    items, values = random_lists(integers=integers)
+    columns = {"user": np.arange(len(items)), "items": items}
+    if valued:
+        columns["values"] = values
+    write(tmp_path / "table.parquet", columns)
+    expected = sj.read(tmp_path / "table.parquet")
+    scanned = sj.scan_parquet(tmp_path / "table.parquet")
+    assert_the_same(scanned, expected)
+    assert len(scanned.groups) == 5
+    assert scanned.num_entries == sum(max(len(row), 1) for row in items)
+    write(tmp_path / "table.parquet", columns, group=1000)
+    assert (
+        scanned.fingerprint()
+        != sj.scan_parquet(tmp_path / "table.parquet").fingerprint()
+    )
+    with pytest.raises(sj.DataError, match="was changed since it was scanned"):
+        scanned.read(0, 3)
+
+
+def test_lists_need_no_user_and_may_be_null(tmp_path):
+    items, _ = random_lists()
+    items = [*items[:3], None, *items[4:]]
+    column = pa.array(items)
+    write(tmp_path / "a.parquet", {"seen": column.slice(0, 33), "more": range(33)})
+    write(tmp_path / "b.parquet", {"seen": column.slice(33), "more": range(37)})
+    scanned = sj.scan_parquet(tmp_path)
+    users = {"user": np.arange(70), "item": items}
+    assert_the_same(scanned, sj.from_arrow(pa.table(users)))
+    with pytest.raises(sj.DataError, match="no column 'bought' for item="):
+        sj.scan_parquet(tmp_path, item="bought")
+    with pytest.raises(sj.DataError, match="no column 'who' for user="):
+        sj.scan_parquet(tmp_path, user="who")
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("integers", 1), ("text", 7), ("categories", 7), ("integers", 1000)],
+)
+def test_pairs_sorted_by_user(tmp_path, kind, group):
+    lists, values = random_lists()
+    lists[20] = list(range(30))  # goes on in several groups, and in the next file
+    values[20] = [0.5] * 30
+    lengths = [len(row) for row in lists]
+    users = np.repeat(np.arange(len(lists)), lengths)
+    pairs = {
+        "userId": pa.array(
+            users if kind == "integers" else [f"{u:03d}" for u in users]
+        ),
+        "movieId": pa.array(np.concatenate(lists).astype(np.int16)),
+        "timestamp": pa.array(users),
+        "rating": pa.array(np.concatenate(values)),
+    }
+    if kind == "categories":
+        pairs["userId"] = pairs["userId"].dictionary_encode()
+    middle = sum(lengths[:20]) + 11
+    table = pa.table(pairs)
+    for name, part in (("a", table[:middle]), ("b", table[middle:])):
+        pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=group)
+    scanned = sj.scan_parquet(tmp_path)
+    expected = sj.read(tmp_path)
+    assert_the_same(scanned, expected)
+    assert scanned.num_entries == sum(lengths)
+    assert_the_same(
+        sj.scan_parquet(tmp_path, indicator=True), expected.without_values()
+    )
+
+
+def test_pairs_that_are_not_sorted(tmp_path):
+    pairs = {"user": [1, 1, 2, 10, 9], "item": [1, 2, 3, 4, 5]}
+    for group in (1, 3, 4, 9):
+        write(tmp_path / "pairs.parquet", pairs, group)
+        message = "pairs.parquet: row 4: the user comes before that of the row above"
+        with pytest.raises(sj.DataError, match=message):
+            sj.scan_parquet(tmp_path / "pairs.parquet")
+    write(tmp_path / "pairs.parquet", pairs | {"user": [1, 1, 2, 3, None]}, 2)
+    with pytest.raises(sj.DataError, match="row 4: the user .* is empty or null"):
+        sj.scan_parquet(tmp_path / "pairs.parquet")
+    write(tmp_path / "a.parquet", pairs | {"user": [1, 1, 2, 3, 4]})
+    write(tmp_path / "pairs.parquet", pairs | {"user": ["4", "5", "6", "7", "8"]})
+    with pytest.raises(sj.DataError, match="pairs.parquet: has users of another type"):
+        sj.scan_parquet(tmp_path)
+
+
+def test_a_table_against_a_vocabulary(tmp_path):
+    items, _ = random_lists()
+    path = tmp_path / "table.parquet"
+    write(path, {"item": items})
+    data = sj.from_arrow(pa.table({"user": np.arange(70), "item": items}))
+    names = ["39", "none", *data.feature_names[::-1].tolist()]
+    names = list(dict.fromkeys(names))
+    scanned = sj.scan_parquet(path, features=names)
+    assert scanned.feature_names.tolist() == names
+    np.testing.assert_array_equal(
+        scanned.read(0, 70).to_scipy().toarray(),
+        data.align_features(names).matrix.to_scipy().toarray(),
+    )
+    assert scanned.fingerprint() != sj.scan_parquet(path).fingerprint()
+    for far in (2**40, -3):  # no table of numbers, and one
+        far = [*names, str(far)]
+        same = sj.scan_parquet(path, features=far).read(0, 70)
+        np.testing.assert_array_equal(same.indices, scanned.read(0, 70).indices)
+    some = data.feature_names[:10]
+    with pytest.warns(sj.UnknownFeaturesWarning, match="not among the 10 known ones"):
+        part = sj.scan_parquet(path, features=some).read(0, 70)
+    with pytest.warns(sj.UnknownFeaturesWarning, match="entries"):
+        expected = data.align_features(some).matrix.to_scipy()
+    np.testing.assert_array_equal(part.to_scipy().toarray(), expected.toarray())
+    with (
+        pytest.warns(sj.UnknownFeaturesWarning),
+        pytest.raises(sj.DataError, match="all entries of the first row group"),
+    ):
+        sj.scan_parquet(path, features=["none"])
+
+
+def test_tables_that_are_wrong(tmp_path):
+    path = tmp_path / "table.parquet"
+    write(path, {"item": [[1], [2, None]]})
+    with pytest.raises(sj.DataError, match="row 1: an item .* is empty or null"):
+        sj.scan_parquet(path)
+    write(path, {"item": [[1]] * 20 + [[2, 3]], "value": [[1.0]] * 20 + [[np.nan, 1]]})
+    scanned = sj.scan_parquet(path)
+    with pytest.raises(sj.DataError, match="row 20: a value is not finite"):
+        scanned.read(0, 21)
+    write(path, {"item": [[1], [2]], "value": [[1.0], [1.0, 2.0]]})
+    with pytest.raises(sj.DataError, match="row 1: it has not as many values"):
+        sj.scan_parquet(path, features=["1", "2"])
+    write(path, {"item": [[b"\xff"], [b"tea"]]})
+    for features in (None, ["tea"]):
+        with pytest.raises(sj.DataError, match=r"table.parquet: .*UTF"):
+            sj.scan_parquet(path, features=features)
+    write(path, {"item": pa.array([], pa.list_(pa.int64()))})
+    with pytest.raises(sj.DataError, match="holds no data"):
+        sj.scan_parquet(path)
+    write(path, {"item": pa.array([[], []], pa.list_(pa.int64()))})
+    with pytest.raises(sj.DataError, match="none of the rows has a feature"):
+        sj.scan_parquet(path)
+    dataset(3).save(path)
+    with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
+        sj.scan_parquet(path, features=["1"])
+    indicator = sj.scan_parquet(path, indicator=True).read(0, 3)
+    assert indicator.data is None
+    write(tmp_path / "a.parquet", {"user": [1], "item": [2]})
+    write(tmp_path / "b.parquet", {"user": [1], "item": [[2]]})
+    (tmp_path / "table.parquet").unlink()
+    with pytest.raises(sj.DataError, match="b.parquet: .*lists"):
+        sj.scan_parquet(tmp_path)

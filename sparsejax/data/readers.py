@@ -318,18 +318,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the layout, some rows at a time."""
     with source.open() as file:
-        again = tables.find_table_layout(
-            source.path,
-            file.schema_arrow,
-            user=layout.user,
-            item=layout.item,
-            value=layout.value,
-            indicator=layout.value is None,
-        )
-        if again.has_lists != layout.has_lists:
-            raise DataError.at(
-                source.path, "has lists, or has none, unlike other files"
-            )
+        tables.check_layout(source.path, file.schema_arrow, layout)
         rows = max(file.metadata.num_rows, 1)
         for batch in file.iter_batches(tables.BATCH_ROWS, columns=layout.columns):
             yield batch

@@ -1,30 +1,28 @@
-"""A saved data set that stays on disk, of which a part at a time is read."""
+"""A data set that stays on disk, of which a part at a time is read."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
-from typing import NamedTuple
+import warnings
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import scipy.sparse
 
-from sparsejax.data import parquet
-from sparsejax.data.files import DataError, Path
-from sparsejax.data.names import Names, as_names
+from sparsejax.data import parquet, scan_tables, tables
+from sparsejax.data.assemble import Features
+from sparsejax.data.columns import Column
+from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
+from sparsejax.data.files import DataError, Path, shown
+from sparsejax.data.names import Names, as_names, check_unique, examples
 from sparsejax.data.parquet import ParquetPath
-from sparsejax.sparse import CSR
-
-
-class _Group(NamedTuple):
-    """A row group of a file, with the rows of the data set that it holds."""
-
-    file: ParquetPath
-    number: int
-    rows: int
-    entries: int  # empty rows count as one
+from sparsejax.data.scan_tables import Group
+from sparsejax.data.tables import TableLayout
+from sparsejax.sparse import CSR, MAX_ENTRIES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,13 +42,15 @@ class ScannedDataset:
       indicator: whether every entry is 1.
       chunk_rows: rows of a chunk, about; None for what fits the devices.
       groups: the pieces that are read as a whole, in order.
+      layout: the columns of a table; None for a saved data set.
     """
 
     path: Path
     feature_names: Names
     indicator: bool
     chunk_rows: int | None
-    groups: tuple[_Group, ...]
+    groups: tuple[Group, ...]
+    layout: TableLayout | None = None
 
     def __repr__(self) -> str:
         return (
@@ -74,26 +74,29 @@ class ScannedDataset:
     def read(self, start: int, stop: int) -> CSR:
         """Rows `start .. stop - 1`, in host memory.
 
+        Entries of items that the vocabulary lacks are left out, with a warning.
+
         Raises:
-          DataError: a file is damaged, or was changed since it was scanned.
+          DataError: a file is damaged, or was changed since it was scanned; or, with its
+            number, a row of a table is wrong.
         """
-        parts, first = [], 0
+        wanted, first = [], 0
         for group in self.groups:
             low, high = max(start - first, 0), min(stop - first, group.rows)
             if low < high:
-                parts.append(self._read_group(group, low, high))
+                wanted.append((group, low, high))
             first += group.rows
+        if self.layout is not None:
+            return self._read_table(wanted)[0]
+        parts = [self._read_group(*part) for part in wanted]
         lengths = [np.zeros(1, np.int64), *(part[0] for part in parts)]
         indices = [np.empty(0, np.int32), *(part[1] for part in parts)]
         values = None
         if not self.indicator:
-            values = np.concatenate([np.empty(0, np.float32), *(p[2] for p in parts)])
+            found = [part[2] for part in parts if part[2] is not None]
+            values = np.concatenate([np.empty(0, np.float32), *found])
         indptr = np.cumsum(np.concatenate(lengths))
-        if indptr[-1] > np.iinfo(np.int32).max:
-            raise ValueError(
-                f"{indptr[-1]:,} entries do not fit in int32 offsets (2^31 - 1); scan "
-                "with a smaller chunk_rows"
-            )
+        _check_entries(int(indptr[-1]))
         try:
             return CSR(
                 values,
@@ -104,7 +107,41 @@ class ScannedDataset:
         except ValueError as error:
             raise DataError.at(self.path, f"is damaged: {error}") from error
 
-    def _read_group(self, group: _Group, low: int, high: int):
+    def _read_table(self, parts: list[tuple[Group, int, int]]) -> tuple[CSR, float]:
+        """Rows of a table, and the share of their entries that the vocabulary has."""
+        assert self.layout is not None
+        rows = scan_tables.read_rows(parts, self.layout, self._vocabulary)
+        _check_entries(len(rows.columns))
+        columns = rows.columns
+        indptr = np.append(0, np.cumsum(rows.lengths))
+        data = np.ones(len(columns), bool) if rows.values is None else rows.values
+        known, share = columns >= 0, 1.0
+        if not known.all():
+            share = float(known.mean())
+            indptr = np.append(0, np.cumsum(known))[indptr]
+            columns, data = columns[known], data[known]
+            warnings.warn(
+                f"{shown(self.path)}: entries of features that are not among the "
+                f"{self.num_features:,} known ones are left out",
+                UnknownFeaturesWarning,
+                skip_file_prefixes=(os.path.dirname(__file__),),
+            )
+        shape = (len(rows.lengths), self.num_features)
+        matrix = scipy.sparse.csr_array((data, columns, indptr), shape=shape)
+        matrix.sum_duplicates()  # sorts too
+        with np.errstate(over="ignore"):  # becomes inf, which CSR reports
+            values = None if self.indicator else matrix.data.astype(np.float32)
+        try:
+            indices, indptr = matrix.indices, matrix.indptr.astype(np.int32)
+            return CSR(values, indices, indptr, num_cols=self.num_features), share
+        except ValueError as error:  # a sum of finite values need not be finite
+            raise DataError.at(self.path, str(error)) from error
+
+    @functools.cached_property
+    def _vocabulary(self) -> scan_tables.Vocabulary:
+        return scan_tables.Vocabulary(self.feature_names)
+
+    def _read_group(self, group: Group, low: int, high: int):
         """Lengths, indices and values of some rows of a group."""
         changed = DataError.at(
             group.file.path, "is damaged, or was changed since it was scanned"
@@ -127,16 +164,27 @@ class ScannedDataset:
         return lengths[0], indices, values
 
     def fingerprint(self) -> str:
-        """A hash of what the files say of themselves; they are not read."""
+        """A hash of what the files say of themselves, not of what is in them."""
         digest = hashlib.blake2b(digest_size=16)
+        if self.layout is not None:
+            digest.update(repr((self.layout, self.feature_names.tolist())).encode())
         for group in self.groups:
             facts = (group.file.size, group.number, group.rows, group.entries)
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
 
-def scan_parquet(path: Path, *, chunk_rows: int | None = None) -> ScannedDataset:
-    """Looks at a saved data set without reading its rows, for `fit` to read in chunks.
+def scan_parquet(
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    features: Features = None,
+    indicator: bool = False,
+    chunk_rows: int | None = None,
+) -> ScannedDataset:
+    """Looks at Parquet files without keeping their rows, for `fit` to read in chunks.
 
     >>> read("purchases.tsv").save("purchases")
     >>> scan_parquet("purchases").num_rows
@@ -147,24 +195,94 @@ def scan_parquet(path: Path, *, chunk_rows: int | None = None) -> ScannedDataset
     so do the rows within a chunk, but rows of different chunks are not mixed: shuffle
     the rows once, when the files are written.
 
+    The files hold one of these:
+
+    * what `SparseDataset.save` or `sparsejax convert` wrote: the quickest to read;
+    * a table with a list of items on each row, as `from_arrow` takes it. Each row is an
+      example: rows of the same user are not merged, and a user column is not needed;
+    * a table of pairs, sorted by its user column: integers by size, text by its bytes,
+      as databases do. That column is read once, to find where users begin.
+
     Args:
-      path: what `SparseDataset.save` or `sparsejax convert` wrote, or a folder of such
-        files that have the same vocabulary (`convert --features`); also an address, see
-        `read_parquet`.
+      path: a file; a folder of files of one kind, which if saved have the same vocabulary
+        (`convert --features`); also an address, see `read_parquet`.
+      user: the column with the row's name, of a table; see `from_arrow`.
+      item: the column with the feature's name, or a list of them.
+      value: the column with the value, or a list of them.
+      features: vocabulary to read a table against. Without it the item column is read
+        once more, and the vocabulary is what it holds, as `read` orders it.
+      indicator: ignore values.
       chunk_rows: rows that are on the devices at a time, about, in whole row groups (of
-        65,536 rows). By default all, if they take less than a quarter of the memory of
-        the devices that training uses, or as many as take an eighth of it.
+        65,536 rows, if saved). By default all, if they take less than a quarter of the
+        memory of the devices that training uses, or as many as take an eighth of it.
 
     Raises:
-      DataError: a file is something else, or damaged, or has another vocabulary.
-      ValueError: `chunk_rows` is not positive.
+      DataError: a file is something else, or damaged, or unlike the first; pairs are not
+        sorted.
+      ValueError: `chunk_rows` is not positive; columns or `features` for a saved data set.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
-    groups: list[_Group] = []
+    files = parquet.parquet_files(path)
+    with files[0].open() as opened:
+        schema = opened.schema_arrow
+    if parquet.is_dataset(schema):
+        if (user, item, value, features) != (None, None, None, None):
+            raise ValueError(
+                f"{shown(path)}: is a saved data set, so it has no columns to name, and "
+                "a vocabulary of its own"
+            )
+        return _saved(path, files, indicator, chunk_rows)
+    layout = tables.find_table_layout(
+        files[0].path,
+        schema,
+        user=user,
+        item=item,
+        value=value,
+        indicator=indicator,
+        with_user=False,
+    )
+    groups = scan_tables.find_groups(files, layout)
+    if not groups:
+        raise DataError.at(path, "holds no data: there are no rows")
+    names = _names(features)
+    if names is None:
+        names = scan_tables.find_vocabulary(files, layout)
+        if not names.size:
+            raise DataError.at(path, "none of the rows has a feature")
+    valued = layout.value is not None
+    scanned = ScannedDataset(path, names, not valued, chunk_rows, tuple(groups), layout)
+    if features is not None:
+        # Also finds other mistakes early.
+        _, share = scanned._read_table([(groups[0], 0, groups[0].rows)])
+        if share == 0:
+            raise DataError.at(
+                path,
+                "all entries of the first row group are of features that the vocabulary "
+                f"lacks; it has {examples(names)}",
+            )
+    return scanned
+
+
+def _names(features: Features) -> Names | None:
+    """The vocabulary that is given."""
+    if features is None:
+        return None
+    if isinstance(features, SparseDataset):
+        return features.feature_names
+    names = as_names(features)
+    check_unique(names, "feature")
+    return names
+
+
+def _saved(
+    path: Path, files: list[ParquetPath], indicator: bool, chunk_rows: int | None
+) -> ScannedDataset:
+    """What `SparseDataset.save` wrote."""
+    groups: list[Group] = []
     vocabulary: pa.Array | None = None
     valued = False
-    for file in parquet.parquet_files(path):
+    for file in files:
         with file.open() as opened:
             parquet.check_schema(file.path, opened.schema_arrow)
             features = _features(opened)
@@ -182,9 +300,18 @@ def scan_parquet(path: Path, *, chunk_rows: int | None = None) -> ScannedDataset
             )
         groups += [group for group in found if group.rows]
     assert vocabulary is not None  # there is a file
+    indicator = indicator or not valued
     return ScannedDataset(
-        path, as_names(vocabulary), not valued, chunk_rows, tuple(groups)
+        path, as_names(vocabulary), indicator, chunk_rows, tuple(groups)
     )
+
+
+def _check_entries(count: int) -> None:
+    if count > MAX_ENTRIES:
+        raise ValueError(
+            f"{count:,} entries do not fit in int32 offsets (2^31 - 1); scan with a "
+            "smaller chunk_rows"
+        )
 
 
 def _features(file: pq.ParquetFile) -> pa.Array:
@@ -192,7 +319,7 @@ def _features(file: pq.ParquetFile) -> pa.Array:
     return names.cast(pa.large_string()).drop_null().combine_chunks()
 
 
-def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> _Group:
+def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
     """From the metadata, where it tells; the names of rows are null behind the last."""
     group = opened.metadata.row_group(number)
     columns = {
@@ -206,7 +333,7 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> _Group:
         missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
     # The lists that are null, behind the last row, count too.
     entries = columns["indices"].num_values - missing
-    return _Group(file, number, group.num_rows - missing, entries)
+    return Group(file, number, group.num_rows - missing, entries)
 
 
 def _lengths(column: pa.ChunkedArray) -> np.ndarray:

@@ -18,12 +18,14 @@ from sparsejax.data.lines import mixed_values
 # Rows that are taken at a time: see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
 
+_NO_USER = "the user (row) is empty or null"
+
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """The names of the columns that are read; `value` is None where there is none."""
+    """The names of the columns that are read; None where there is none, or no need."""
 
-    user: str
+    user: str | None
     item: str
     value: str | None
     has_lists: bool
@@ -43,8 +45,11 @@ def find_table_layout(
     item: Column = None,
     value: Column = None,
     indicator: bool = False,
+    with_user: bool = True,
 ) -> TableLayout:
     """Settles what was left open, from names and types; see `readers.from_arrow`.
+
+    Without `with_user` a table of lists need not have a user column, and it is not read.
 
     Raises:
       DataError: a column is missing, or has a type that it cannot have.
@@ -60,6 +65,11 @@ def find_table_layout(
     else:
         has_lists = item in lists or item in [names[at] for at in lists]
     entries = lists if has_lists else flat
+    users = [at for at in flat if _is_name(known[at].type)]
+    with_user = with_user or not has_lists
+    if not with_user and user is None:
+        # One that is not there stands for it.
+        names, users = [*names, ""], [len(known)]
     user_at, item_at, value_at = find_columns(
         path,
         len(known),
@@ -67,12 +77,14 @@ def find_table_layout(
         user=user,
         item=item,
         value=value,
-        users=[at for at in flat if _is_name(known[at].type)],
+        users=users,
         items=[at for at in entries if _is_name(_inner(known[at].type))],
         values=[at for at in entries if _is_number(_inner(known[at].type))],
     )
     if indicator:
         value_at = None
+    if not with_user:
+        user_at = None
     for role, at, in_list, suits, what in (
         ("user", user_at, False, _is_name, "text or integers"),
         ("item", item_at, has_lists, _is_name, "text or integers"),
@@ -90,27 +102,51 @@ def find_table_layout(
                 f"column {names[at]!r} is taken for the {role}, which is {wanted}, but "
                 f"it is {found}; convert it, or choose another with {role}=...",
             )
-    value_name = None if value_at is None else names[value_at]
-    return TableLayout(names[user_at], names[item_at], value_name, has_lists)
+    user_name, value_name = (
+        None if at is None else names[at] for at in (user_at, value_at)
+    )
+    return TableLayout(user_name, names[item_at], value_name, has_lists)
+
+
+def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
+    """Raises DataError unless a file has the columns that the first one has."""
+    again = find_table_layout(
+        path,
+        schema,
+        user=layout.user,
+        item=layout.item,
+        value=layout.value,
+        indicator=layout.value is None,
+        with_user=layout.user is not None,
+    )
+    if again.has_lists != layout.has_lists:
+        raise DataError.at(path, "has lists, or has none, unlike other files")
 
 
 def table_blocks(
-    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]], layout: TableLayout
+    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]],
+    layout: TableLayout,
+    *,
+    first: int = 0,
+    valued: bool | None = None,
+    encoded: bool = True,
 ) -> Iterator[Block]:
     """Reads tables of one layout, one after the other; each has a name for messages.
+
+    Rows are counted from `first` there. With `valued` all entries must have a value,
+    else all or none. If not `encoded`, features have the type that they have there.
 
     Raises:
       DataError: names the first row that is wrong, counted from 0 in its table.
     """
-    valued: bool | None = None
     for path, batches in tables:
-        first = 0
+        row = first
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.slice(start, BATCH_ROWS)
-                block, valued = _block(part, layout, valued, path, first)
+                block, valued = _block(part, layout, valued, path, row, encoded)
                 yield block
-                first += len(part)
+                row += len(part)
 
 
 def _block(
@@ -119,6 +155,7 @@ def _block(
     valued: bool | None,
     path: Path,
     first: int,
+    encoded: bool,
 ) -> tuple[Block, bool | None]:
     """Some rows; `valued` says whether earlier entries had values, if any."""
     entries = {
@@ -147,8 +184,10 @@ def _block(
 
     if num_values is not None:
         check(num_values != lengths, "it has not as many values as items")
-    users, items = batch.column(layout.user), entries[layout.item]
-    check(_is_missing(users), "the user (row) is empty or null")
+    users, items = pa.nulls(len(batch), pa.string()), entries[layout.item]
+    if layout.user is not None:
+        users = batch.column(layout.user)
+        check(_is_missing(users), _NO_USER)
     check_entries(_is_missing(items), "an item (feature) is empty or null")
     values = None
     if layout.value is not None and len(items):
@@ -161,10 +200,12 @@ def _block(
             with np.errstate(over="ignore"):
                 finite = np.isfinite(values.astype(np.float32))
             check_entries(~finite, "a value is not finite as float32")
-    return Block(_encoded(users, path), lengths, _encoded(items, path), values), valued
+    if encoded:
+        items = encoded_names(items, path)
+    return Block(encoded_names(users, path), lengths, items, values), valued
 
 
-def _encoded(names: pa.Array, path: Path) -> pa.DictionaryArray:
+def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
     """The distinct names in order of appearance, as text."""
     if pt.is_dictionary(names.type):  # which may hold names that do not appear
         codes = names.indices.dictionary_encode()
@@ -178,6 +219,26 @@ def _encoded(names: pa.Array, path: Path) -> pa.DictionaryArray:
         )
     except pa.ArrowInvalid as error:
         raise DataError.at(path, f"a name is not valid UTF-8: {error}") from error
+
+
+def plain_names(column: pa.ChunkedArray) -> pa.Array:
+    """A column of names as one array of integers or bytes, which have an order."""
+    type_ = column.type
+    if pt.is_dictionary(type_):
+        type_ = type_.value_type
+    if not pt.is_integer(type_):
+        type_ = pa.large_binary()
+    elif type_ != pa.uint64():
+        type_ = pa.int64()
+    return column.cast(type_).combine_chunks()
+
+
+def check_users(users: pa.Array, path: Path, first: int) -> None:
+    """Raises DataError if a row, of which `first` is the number of the first, has none."""
+    missing = _is_missing(users)
+    if missing.any():
+        row = first + int(np.argmax(missing))
+        raise DataError.at(path, f"row {row:,}: {_NO_USER}")
 
 
 def _is_missing(names: pa.Array) -> np.ndarray:
