@@ -40,14 +40,6 @@ def symbolic_sizes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-@pytest.fixture(scope="module")
-def quick_compiles() -> Iterator[None]:
-    """For programs of many devices: compiles in half the time, to slower programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def running(request, capfd):
     """A context in which kernels run, that fails if their programs or warpgroups race."""

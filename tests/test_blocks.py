@@ -13,8 +13,6 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SHAPES = [(1, 1), (1, 8), (2, 4), (8, 1)]
 
 

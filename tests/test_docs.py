@@ -68,7 +68,6 @@ def test_large_models(capsys):
     assert capsys.readouterr().out == output
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_distributed(trained, capsys):
     [code] = python("distributed.md")
     exec(compile(code, "distributed.md", "exec"), trained)  # noqa: S102

@@ -17,8 +17,6 @@ from sparsejax import optimizers
 from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseLinear
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 FEATURES, HIDDEN, BATCH = 700, 6, 16
 MESHES = [(2, 4), (8, 1), (1, 8)]
 on_meshes = pytest.mark.parametrize("shape", MESHES, ids=lambda s: f"{s[0]}x{s[1]}")

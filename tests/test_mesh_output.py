@@ -28,8 +28,6 @@ from sparsejax.optimizers import Optimizer
 from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SHAPES = [(2, 4), (8, 1), (1, 8)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 BCE, SOFTMAX = losses.SigmoidBinaryCrossEntropy(), losses.SoftmaxCrossEntropy()

@@ -19,8 +19,6 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROWS, ITEMS = 45, 300
 
 

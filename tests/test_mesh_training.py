@@ -16,8 +16,6 @@ from sparsejax.models import FeedForward
 from sparsejax.sharding import make_mesh
 from sparsejax.training import fit
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROWS, ITEMS = 200, 300
 Shape = tuple[int, int] | None
 

@@ -59,7 +59,6 @@ def start(
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environment = os.environ | {
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles sooner
         "PYTHONPATH": str(ROOT),
     }
     started = []

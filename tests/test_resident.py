@@ -11,8 +11,6 @@ from sparsejax.resident import Examples, Resident, epoch_order, home_rows, step_
 from sparsejax.sharding import make_mesh
 from sparsejax.sparse import CSR
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SHAPES = [(1, 1), (2, 4), (8, 1)]
 
 

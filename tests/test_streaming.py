@@ -15,8 +15,6 @@ from sparsejax.data import parquet
 from sparsejax.resident import Resident, epoch_order
 from sparsejax.streaming import Stream
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROWS, ITEMS = 300, 40
 
 
