@@ -63,15 +63,15 @@ def oracle(data, indices, indptr, w):
     return y
 
 
-@pytest.mark.parametrize("valued", [False, True])
 @pytest.mark.parametrize(
-    ("hidden", "dtype"),
+    ("hidden", "dtype", "valued"),
     [
-        (256, np.float32),
-        (128, jnp.bfloat16),
-        (40, np.float32),
-        (200, jnp.bfloat16),
-        (333, np.float32),
+        (256, np.float32, False),
+        (256, np.float32, True),
+        (128, jnp.bfloat16, True),
+        (40, np.float32, False),
+        (200, jnp.bfloat16, False),
+        (333, np.float32, True),
     ],
 )
 def test_equals_float64(run, hidden, dtype, valued):
@@ -120,9 +120,11 @@ def test_nothing_to_read(run):
     np.testing.assert_array_equal(y, [[0] * 8, [np.nan] * 8])
 
 
-@pytest.mark.parametrize("hidden", [128, 384, 1024, 100, 130, 201])
+@pytest.mark.parametrize(
+    ("hidden", "valued"),
+    [(128, False), (384, True), (1024, False), (100, True), (130, False), (201, True)],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("valued", [False, True])
 def test_lowers_for_cuda(hidden, dtype, valued):
     shape = jax.ShapeDtypeStruct
     data = shape((1000,), jnp.float32) if valued else None
