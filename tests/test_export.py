@@ -84,6 +84,11 @@ def path(model, symbolic_sizes, tmp_path_factory) -> pathlib.Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def predictor(path) -> sj.Predictor:
+    return sj.load_predictor(path)
+
+
 def test_same_bits_in_another_process_without_flax(model, path, tmp_path):
     x, seen = random_rows(77, FEATURES, 1), random_rows(77, ITEMS, 2, valued=False)
     files = [str(tmp_path / name) for name in ("x.npz", "seen.npz", "found.npz")]
@@ -104,8 +109,7 @@ def test_same_bits_in_another_process_without_flax(model, path, tmp_path):
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 30, 31])
 @pytest.mark.parametrize("valued", [False, True])
-def test_any_number_of_rows(model, path, rows, valued):
-    predictor = sj.load_predictor(path)
+def test_any_number_of_rows(model, predictor, rows, valued):
     x = random_rows(40, FEATURES, 3, valued=valued)[:rows]
     found = predictor.recommend(x)
     assert found.ids.shape == (rows, K)
