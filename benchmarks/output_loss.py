@@ -256,7 +256,7 @@ def _write_table(report: dict) -> None:
 
 
 _GROUPS = {
-    "our kernel": ("slopes_mosaic", "normalise_mosaic"),
+    "our kernel": ("slopes_", "normalise_mosaic"),
     "two products": ("nvjet", "gemm", "kernel_gradient_mosaic"),
     "copies of chunks": ("loop_dynamic_slice", "loop_dynamic_update"),
     "labels to bits, row ids": (

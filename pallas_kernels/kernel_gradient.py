@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
 
 _TILE = 2 * ROWS  # rows of a tile, half of them a warpgroup's
 
@@ -75,6 +74,5 @@ def kernel_gradient(
         )
 
     ref = jax.new_ref(gradient)
-    start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
-    call("kernel_gradient", body, [], 2, start, slopes, h, ref)
+    call("kernel_gradient", body, [], 2, *numbers(start), slopes, h, ref)
     return jax.freeze(ref)

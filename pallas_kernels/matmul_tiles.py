@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -135,7 +136,7 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
     return plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(_num_programs(),),
+        grid=(num_programs(),),
         grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -147,7 +148,12 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
     )(*arguments)
 
 
-def _num_programs() -> int:
+def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
+    """int32 operands of a kernel, apart: XLA would need another kernel to join them."""
+    return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
+
+
+def num_programs() -> int:
     """One for each SM; where there is no GPU, a few, for lowering and interpretation."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 2

@@ -27,7 +27,7 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS
 
 _WORDS = tiles.TILE_ITEMS // 32
-_STORE = 64  # columns that are written at once
+SLOPES_COLUMNS = 64  # that are written at once
 _PIECE = 16  # columns that are worked on at once
 _LOG2E = math.log2(math.e)
 _LEAST = 8  # columns of the smallest array
@@ -91,61 +91,10 @@ def slopes(
     """
     batch = h.shape[0]
     layer = ItemLayer(bias, scale)
-
-    def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
-        first, end = scalars
-        layer_refs, words_gmem, *vector_refs = layer.split(inputs)
-        *values_gmem, slopes_gmem = outputs
-        vectors = [tiles.row_vector(ref, row) for ref in vector_refs]
-        vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
-        words = load_words(words_gmem, row, column)
-        products = make()
-
-        def piece(c, total, odds, operands, masked):
-            products, words = operands
-            item = first + column + c
-            scores = layer.apply(layer_refs, products[:, c : c + _PIECE], item)
-            bits = listed(words, c, _PIECE)
-            made = function(scores, jnp.ones_like(scores), bits, *vectors)
-            if masked:
-                inside = tiles.column_numbers(_PIECE) < end - item
-                made = [None if x is None else jnp.where(inside, x, 0.0) for x in made]
-            values, *more, slopes = made
-            for i in range(0, _PIECE if with_values else 0, _LEAST):
-                total = total + values[:, i : i + _LEAST]
-                for x in more:
-                    x = x[:, i : i + _LEAST]
-                    odds = odds * x + (odds + x)  # (1 + odds) (1 + x) - 1
-            return total, odds, slopes.astype(slopes_gmem.dtype)
-
-        def finish(masked):
-            operands = products, words
-            if masked:  # else LLVM hoists what both branches do, which costs registers
-                operands = lax.optimization_barrier(operands)
-            total = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
-            odds = total
-            for c in range(0, tiles.COLUMNS, _STORE):
-                pieces = []
-                for i in range(c, c + _STORE, _PIECE):
-                    total, odds, slopes = piece(i, total, odds, operands, masked)
-                    pieces.append(slopes)
-                # What was there must have been read.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                smem[warpgroup] = lax.concatenate(pieces, 1)
-                plgpu.commit_smem()
-                target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
-                plgpu.copy_smem_to_gmem(smem.at[warpgroup], slopes_gmem.at[target])
-            for ref in values_gmem:
-                values = jnp.sum(total + _log1p(odds), axis=1)
-                ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
-
-        all_inside = first + column + tiles.COLUMNS <= end
-        lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
-
     values = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     made = tiles.score_tiles(
         "slopes",
-        epilogue,
+        SlopesEpilogue(function, layer, with_values),
         h,
         kernel,
         (start, limit),
@@ -153,11 +102,110 @@ def slopes(
         [values] * with_values + [jax.ShapeDtypeStruct((batch, size), h.dtype)],
         start=start,
         size=size,
-        scratch=plgpu.SMEM(
-            (tiles.WARPGROUPS, ROWS, _STORE), h.dtype, transforms=LAYOUT
-        ),
+        scratch=slopes_scratch(tiles.WARPGROUPS, 1, h.dtype),
     )
     return made[0] if with_values else None, made[-1]
+
+
+class SlopesEpilogue:
+    """What `slopes` does with the scores of a tile, see `score_tiles`."""
+
+    def __init__(self, function: Callable, layer: ItemLayer, with_values: bool):
+        self.function, self.layer, self.with_values = function, layer, with_values
+
+    def __call__(self, make, row, column, warpgroup, scalars, inputs, outputs, smem):
+        vectors, words = self.vectors(row, inputs), self.words(row, column, inputs)
+        products, sums = make(), self.no_sums()
+        for c in range(0, tiles.COLUMNS, SLOPES_COLUMNS):
+            part = products[:, c : c + SLOPES_COLUMNS]
+            place, refs = (row, column, c, warpgroup), (inputs, outputs, smem)
+            sums = self.part(part, words, vectors, sums, place, scalars, refs)
+        for ref in outputs[:-1]:
+            values = jnp.sum(self.total(sums), axis=1)
+            ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
+
+    def vectors(self, row, inputs) -> list:
+        """The numbers of the 64 rows."""
+        _, _, *refs = self.layer.split(inputs)
+        return [tiles.row_vector(ref, row) for ref in refs]
+
+    def words(self, row, column, inputs):
+        """The bits of a tile."""
+        _, words_gmem, *_ = self.layer.split(inputs)
+        return load_words(words_gmem, row, column)
+
+    def no_sums(self):
+        """Of no values."""
+        zeros = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
+        return zeros, zeros
+
+    def total(self, sums):
+        """`[64, _]`, the values: their sums over the columns are wanted."""
+        total, odds = sums
+        return total + _log1p(odds)
+
+    def part(self, products, words, vectors, sums, place, scalars, refs):
+        """Works on 64 columns of a tile, and leaves their slopes in shared memory too.
+
+        Args:
+          products: `[64, SLOPES_COLUMNS]`.
+          words: of the tile.
+          vectors: see above.
+          sums: `no_sums()` or what the last part returned.
+          place: of the tile: first row and column; column of the part in it; warpgroup.
+          scalars: first item, and the first one that does not count.
+          refs: inputs and outputs in global memory, and `slopes_scratch`.
+        """
+        (row, column, c, warpgroup), (first, end) = place, scalars
+        inputs, (*_, slopes_gmem), smem = refs
+        layer_refs, *_ = self.layer.split(inputs)
+        slots = smem.shape[1]
+        slot = c // SLOPES_COLUMNS % slots
+        vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
+
+        def piece(i, operands, masked):
+            products, words, (total, odds) = operands
+            item = first + column + c + i
+            scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], item)
+            bits = listed(words, c + i, _PIECE)
+            made = self.function(scores, jnp.ones_like(scores), bits, *vectors)
+            if masked:
+                inside = tiles.column_numbers(_PIECE) < end - item
+                made = [None if x is None else jnp.where(inside, x, 0.0) for x in made]
+            values, *more, slopes = made
+            for j in range(0, _PIECE if self.with_values else 0, _LEAST):
+                total = total + values[:, j : j + _LEAST]
+                for x in more:
+                    x = x[:, j : j + _LEAST]
+                    odds = odds * (1 + x) + x  # (1 + odds) (1 + x) - 1
+            return slopes.astype(smem.dtype), (total, odds)
+
+        def work(masked):
+            operands = products, words, sums
+            if masked:  # else LLVM hoists what both branches do, which costs registers
+                operands = lax.optimization_barrier(operands)
+            *operands, after = operands
+            pieces = []
+            for i in range(0, SLOPES_COLUMNS, _PIECE):
+                slopes, after = piece(i, (*operands, after), masked)
+                pieces.append(slopes)
+            # What was there must have been read.
+            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            smem[warpgroup, slot] = lax.concatenate(pieces, 1)
+            return after
+
+        all_inside = first + column + c + SLOPES_COLUMNS <= end
+        after = lax.cond(all_inside, lambda: work(False), lambda: work(True))
+        plgpu.commit_smem()
+        target = pl.ds(row, ROWS), pl.ds(column + c, SLOPES_COLUMNS)
+        plgpu.copy_smem_to_gmem(smem.at[warpgroup, slot], slopes_gmem.at[*target])
+        return after
+
+
+def slopes_scratch(warpgroups: int, slots: int, dtype: jnp.dtype):
+    """The shared memory of `SlopesEpilogue`, for `slots` times 64 columns."""
+    shape = warpgroups, slots, ROWS, SLOPES_COLUMNS
+    return plgpu.SMEM(shape, dtype, transforms=LAYOUT)
 
 
 def normalise(

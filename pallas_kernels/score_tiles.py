@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
 TILE_ROWS = 128  # of a program's tile
 TILE_ITEMS = 256
@@ -74,11 +74,11 @@ def score_tiles(
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // TILE_ITEMS
-    numbers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (start, *scalars)])
+    operands = numbers(start, *scalars)
 
-    def body(numbers_gmem, h_gmem, kernel_gmem, *refs):
-        first = numbers_gmem[0]
-        numbers = [numbers_gmem[1 + i] for i in range(len(scalars))]
+    def body(*refs):
+        first, *mine = [ref[0] for ref in refs[: len(operands)]]
+        h_gmem, kernel_gmem, *refs = refs[len(operands) :]
         refs = refs[: len(inputs)], refs[len(inputs) :]
 
         def tile_of(i):
@@ -93,7 +93,7 @@ def score_tiles(
         def finish(tile, warpgroup, make, scratch_smem=None):
             row = tile[0] + lax.rem(warpgroup, 2) * ROWS
             column = tile[1] + lax.div(warpgroup, 2) * COLUMNS
-            epilogue(make, row, column, warpgroup, numbers, *refs, scratch_smem)
+            epilogue(make, row, column, warpgroup, mine, *refs, scratch_smem)
 
         matmul_tiles(
             down * across,
@@ -114,7 +114,7 @@ def score_tiles(
             scratch=[] if scratch is None else [scratch],
         )
 
-    return call(name, body, out_type, WARPGROUPS, numbers, h, kernel, *inputs)
+    return call(name, body, out_type, WARPGROUPS, *operands, h, kernel, *inputs)
 
 
 def row_vector(ref, row) -> jax.Array:

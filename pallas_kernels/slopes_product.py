@@ -1,0 +1,241 @@
+"""Slopes of an output layer's loss and, of the same tiles, their product with the kernel.
+
+::
+
+    slopes  = function(scores)          [batch, size]
+    product = slopes kernel             [batch, hidden], the gradient of h
+
+As in attention: slopes are multiplied where they are made, and the kernel is read once for
+both products. That takes `[64, hidden]` sums in the registers of a warpgroup, which leaves
+those for 128 scores a row. They are worked on and multiplied by halves, so that one half is
+multiplied while the other is worked on, as is the other warpgroup's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS, call, num_programs, numbers
+from pallas_kernels.output_loss import (
+    SLOPES_COLUMNS,
+    ItemLayer,
+    SlopesEpilogue,
+    slopes_scratch,
+)
+from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
+
+MAX_HIDDEN = 256
+_WARPGROUPS = TILE_ROWS // ROWS
+_TILES = 2  # of the kernel's rows, in shared memory
+_HALVES = COLUMNS // SLOPES_COLUMNS  # of a tile
+_REGISTERS = 240, 24  # of a thread that computes or copies, see `matmul_tiles`
+
+
+def slopes_product(
+    function: Callable,
+    h: Float[Array, "batch hidden"],
+    kernel: Float[Array, "items hidden"],
+    bias: Float[Array, "items"] | None,
+    words: Int[Array, "batch words"],
+    vectors: Sequence[Float[Array, "batch"]],
+    *,
+    start: jax.typing.ArrayLike,
+    size: int,
+    limit: jax.typing.ArrayLike,
+    with_values: bool = True,
+) -> tuple[
+    Float[Array, "parts batch"] | None,
+    Float[Array, "batch size"],
+    Float[Array, "parts batch hidden"],
+]:
+    """`output_loss.slopes`, and parts of `slopes kernel`, to be summed.
+
+    The arguments are those of `slopes`; `hidden` is at most `MAX_HIDDEN`. The values are
+    summed over the items of each part.
+    """
+    batch, hidden = h.shape
+    down, across = batch // TILE_ROWS, size // COLUMNS
+    # More than one only if then each program has one part of one tile of rows.
+    parts = max(1, min(num_programs() // down, across))
+    layer = ItemLayer(bias, None)
+    epilogue = SlopesEpilogue(function, layer, with_values)
+    inputs = [*layer.arrays(), words, *vectors]
+
+    def body(start_gmem, limit_gmem, h_gmem, kernel_gmem, *refs):
+        scalars = first, _ = start_gmem[0], limit_gmem[0]
+        inputs_gmem = refs[: len(inputs)]
+        *outputs_gmem, product_gmem = refs[len(inputs) :]
+        warpgroup = lax.axis_index("warpgroup")
+        halves = [pl.ds(i * SLOPES_COLUMNS, SLOPES_COLUMNS) for i in range(_HALVES)]
+
+        def each_part(function):
+            """Of a program: calls `function(row, part, steps, again, tile)`.
+
+            `tile(j)` is the first column of its tile j, where that is in shared memory,
+            and, as `again` of `h`, whether there was another one before.
+            """
+
+            @plgpu.nd_loop((down * parts,), collective_axes="program")
+            def _(info):
+                (i,) = info.index
+                row, part = lax.rem(i, down) * TILE_ROWS, lax.div(i, down)
+                steps = lax.div(across - 1 - part, parts) + 1
+                done = info.local_index * across  # see `parts`
+
+                def tile(j):
+                    column = (part + j * parts) * COLUMNS
+                    return column, lax.rem(done + j, _TILES), done + j >= _TILES
+
+                function(row, part, steps, done > 0, tile)
+
+        def copy(h_smem, kernel_smem, h_full, h_free, full, free):
+            @each_part
+            def _(row, part, steps, again, tile):
+                @pl.when(again)
+                def _():
+                    plgpu.barrier_wait(h_free)
+
+                rows = h_gmem.at[pl.ds(row, TILE_ROWS)]
+                plgpu.copy_gmem_to_smem(rows, h_smem, h_full)
+
+                @pl.loop(0, steps)
+                def _(j):
+                    column, slot, again = tile(j)
+                    for half in range(_HALVES):
+
+                        @pl.when(again)
+                        def _(half=half):
+                            plgpu.barrier_wait(free.at[slot * _HALVES + half])
+
+                        item = first + column + half * SLOPES_COLUMNS
+                        plgpu.copy_gmem_to_smem(
+                            kernel_gmem.at[pl.ds(item, SLOPES_COLUMNS)],
+                            kernel_smem.at[slot, halves[half]],
+                            full.at[slot * _HALVES + half],
+                        )
+
+        def compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free):
+            mine = pl.ds(warpgroup * ROWS, ROWS)
+            refs = inputs_gmem, outputs_gmem, slopes_smem
+            sums_type = plgpu.ACC((ROWS, SLOPES_COLUMNS))
+
+            @each_part
+            def _(row, part, steps, again, tile):
+                first_row = row + warpgroup * ROWS
+
+                def words(j):
+                    column, _, _ = tile(jnp.minimum(j, steps - 1))
+                    return epilogue.words(first_row, column, inputs_gmem)
+
+                def score(sums, j, half):
+                    """Begins what makes the scores of a half."""
+                    _, slot, _ = tile(j)
+
+                    @pl.when(j < steps)
+                    def _():
+                        plgpu.barrier_wait(full.at[slot * _HALVES + half])
+
+                    # After the last tile, of what happens to be there.
+                    items = kernel_smem.at[slot, halves[half]].transpose((1, 0))
+                    plgpu.wgmma(sums, h_smem.at[mine], items)
+
+                def multiply(product):
+                    plgpu.barrier_wait(h_full)
+                    vectors = epilogue.vectors(first_row, inputs_gmem)
+
+                    def first_scores(*sums):
+                        for half in range(_HALVES):
+                            score(sums[half], 0, half)
+                        return [x[...] for x in sums]
+
+                    zeros, _ = epilogue.no_sums()
+                    products = pl.run_scoped(first_scores, *[sums_type] * _HALVES)
+                    carry = products, words(0), zeros
+
+                    def step(j, carry):
+                        products, bits, values = carry
+                        column, slot, _ = tile(j)
+                        sums = epilogue.no_sums()
+                        for half in range(_HALVES):
+                            place = first_row, column, half * SLOPES_COLUMNS, warpgroup
+                            sums = epilogue.part(
+                                products[half],
+                                bits,
+                                vectors,
+                                sums,
+                                place,
+                                scalars,
+                                refs,
+                            )
+                            if half:
+                                plgpu.wgmma_wait(0)
+                                plgpu.barrier_arrive(free.at[slot * _HALVES + half - 1])
+                            plgpu.wgmma(
+                                product,
+                                slopes_smem.at[warpgroup, half],
+                                kernel_smem.at[slot, halves[half]],
+                            )
+
+                        def next_scores(*following):
+                            for half in range(_HALVES):
+                                score(following[half], j + 1, half)
+                            plgpu.wgmma_wait(_HALVES)
+                            plgpu.barrier_arrive(free.at[slot * _HALVES + _HALVES - 1])
+                            return [x[...] for x in following]
+
+                        total = epilogue.total(sums)
+                        next_bits = words(j + 1)
+                        products = pl.run_scoped(next_scores, *[sums_type] * _HALVES)
+                        return products, next_bits, values + total
+
+                    *_, values = lax.fori_loop(0, steps, step, carry)
+                    rows = pl.ds(first_row, ROWS)
+                    for ref in outputs_gmem[:-1]:
+                        ref[part, rows] = jnp.sum(values, axis=1)
+                    product_gmem[part, rows] = product[...]
+                    plgpu.barrier_arrive(h_free)
+
+                pl.run_scoped(multiply, plgpu.ACC((ROWS, hidden)))
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def scope(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free):
+            @pl.when(warpgroup == _WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+                copy(h_smem, kernel_smem, h_full, h_free, full, free)
+
+            @pl.when(warpgroup < _WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_REGISTERS[0], action="increase")
+                compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free)
+
+        slots = _TILES * _HALVES
+        pl.run_scoped(
+            scope,
+            plgpu.SMEM((TILE_ROWS, hidden), h.dtype, transforms=LAYOUT),
+            plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=LAYOUT),
+            slopes_scratch(_WARPGROUPS, _HALVES, h.dtype),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=slots),
+            collective_axes="warpgroup",
+        )
+
+    values = jax.ShapeDtypeStruct((parts, batch), jnp.float32)
+    out_type = [
+        *[values] * with_values,
+        jax.ShapeDtypeStruct((batch, size), h.dtype),
+        jax.ShapeDtypeStruct((parts, batch, hidden), jnp.float32),
+    ]
+    arguments = *numbers(start, limit), h, kernel, *inputs
+    made = call("slopes_product", body, out_type, _WARPGROUPS, *arguments)
+    return made[0] if with_values else None, made[-2], made[-1]

@@ -1,0 +1,61 @@
+"""Slopes and their product with the kernel: interpreted on a CPU, and on a GPU."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import output_loss as kernels
+from pallas_kernels.slopes_product import slopes_product
+
+ITEMS, START, SIZE, LIMIT = 1280, 256, 768, 1018
+
+
+def function(scores, ones, listed, vector):
+    odds = jnp.exp(-4 * jnp.abs(scores))
+    return scores + ones, odds, jnp.where(listed, vector * scores, scores)
+
+
+# On a CPU there are two programs: they have a part of a tile of rows each, or tiles in turn.
+@pytest.mark.parametrize(("batch", "hidden"), [(128, 256), (384, 64)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_slopes_product(run_kernel, batch, hidden, with_bias):
+    rng = np.random.default_rng(batch)
+    h = jnp.asarray(rng.standard_normal((batch, hidden)) / 4, jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((ITEMS, hidden)) / 4, jnp.bfloat16)
+    bias = jnp.float32(rng.standard_normal(ITEMS)) if with_bias else None
+    vector = jnp.float32(rng.standard_normal(batch))
+    listed = rng.random((batch, SIZE)) < 0.1
+    rows, columns = map(jnp.asarray, np.nonzero(listed))
+    words = kernels.label_words(rows, columns, batch, SIZE)
+
+    def call(h, kernel, bias, words, vector, start):
+        return slopes_product(
+            function,
+            h,
+            kernel,
+            bias,
+            words,
+            [vector],
+            start=start,
+            size=SIZE,
+            limit=LIMIT,
+            with_values=with_bias,
+        )
+
+    start = jnp.int32(START)
+    values, slopes, parts = run_kernel(call, h, kernel, bias, words, vector, start)
+    h, kernel = (np.asarray(x, np.float64) for x in (h, kernel))
+    scores = h @ kernel.T + (np.asarray(bias, np.float64) if with_bias else 0)
+    scores, kernel = scores[:, START : START + SIZE], kernel[START : START + SIZE]
+    inside = np.arange(START, START + SIZE) < LIMIT
+    want = np.where(listed, np.asarray(vector)[:, None] * scores, scores) * inside
+    assert slopes.dtype == jnp.bfloat16
+    slopes = slopes.astype(np.float64)
+    np.testing.assert_allclose(slopes, want, rtol=2**-7, atol=1e-5)
+    np.testing.assert_allclose(parts.sum(0), slopes @ kernel, rtol=1e-4, atol=1e-4)
+    if with_bias:
+        want = scores + 1 + np.log1p(np.exp(-4 * np.abs(scores)))
+        want = np.where(inside, want, 0).sum(1)
+        np.testing.assert_allclose(values.sum(0), want, rtol=1e-5, atol=1e-4)
+    else:
+        assert values is None
