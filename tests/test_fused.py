@@ -83,9 +83,8 @@ def test_operands_of_another_dtype_follow_the_kernel():
     x, labels = random_csr(6, 40, seed=1), random_csr(6, ITEMS, seed=2)
     derived = fused.derive(model)
     before = model.output.kernel[...]
-    _, derived = fused.train_step(
-        model, optimizer, x, labels, jnp.full(6, 1 / 6), derived
-    )
+    step = nnx.jit(fused.train_step)
+    _, derived = step(model, optimizer, x, labels, jnp.full(6, 1 / 6), derived)
     expected = fused.derive(model)
     assert derived.operand is not None and derived.scale is not None
     assert expected.scale is not None
