@@ -53,6 +53,7 @@ def trained(path, shape=None, *, chunk_rows=None, **options):
 def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
     expected = sj.SparseDataset.load(path).matrix.to_scipy().toarray()
     seen = []
+    dense = jax.jit(jax.vmap(lambda x: x.todense()))
     parts = 1 if shape is None else shape[0]
     with on(shape):
         weights = np.arange(1.0, ROWS + 1)
@@ -70,12 +71,11 @@ def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
                 jax.jit(Resident.take, static_argnums=2)(data, rows, (600,)),
                 jax.jit(Resident.means)(data, rows),
             )
-            dense = jax.jit(jax.vmap(lambda x: x.todense()))(x)
             exists = np.asarray(rows).reshape(len(rows), -1) >= 0
             which = means * exists.sum(axis=1, keepdims=True)
             seen += zip(
                 np.asarray(which)[exists].round().astype(int),
-                np.asarray(dense)[exists],
+                np.asarray(dense(x))[exists],
                 strict=True,
             )
         stream.close()
