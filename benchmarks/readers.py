@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import scipy
+from report import peak_host_bytes
 
 import sparsejax as sj
 from sparsejax import writers
@@ -135,13 +136,11 @@ def timed(path: str, read=lambda path: sj.read(path).num_entries) -> dict[str, f
     start, cpu = time.perf_counter(), time.process_time()
     entries = read(path)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    status = pathlib.Path("/proc/self/status").read_text()
-    (peak,) = (line.split()[1] for line in status.splitlines() if "VmHWM" in line)
     return {
         "megabytes": os.path.getsize(path) / 1e6,
         "seconds": seconds,
         "cpu_seconds": cpu,
-        "peak_gigabytes": int(peak) * 1024 / 1e9,
+        "peak_gigabytes": peak_host_bytes() / 1e9,
         "entries": entries,
     }
 

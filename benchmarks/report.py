@@ -23,8 +23,9 @@ def command(
     doc: str | None,
     script: str,
     parts: Mapping[str, Mapping[str, str]],
-    measure: Callable[[str], Iterable[dict]],
+    measure: Callable[..., Iterable[dict]],
     write_table: Callable[[dict], None],
+    options: Mapping[str, int] | None = None,
 ) -> None:
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
 
@@ -32,21 +33,26 @@ def command(
       doc: what `--help` says.
       script: the file; its results have the same name.
       parts: see `run_parts`.
-      measure: the results of a part, one after the other.
+      measure: the results of a part, one after the other; also given the options.
       write_table: called with the committed report.
+      options: sizes that the command line may change.
     """
     results = RESULTS / f"{pathlib.Path(script).stem}.json"
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("action", choices=["run", "table", *parts])
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path, default=results)
+    for name, size in (options or {}).items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
+    sizes = {name: getattr(arguments, name) for name in options or {}}
     if arguments.action == "run":
-        run_parts(script, parts, [], arguments.output, arguments.commit)
+        flags = [f"--{name}={size}" for name, size in sizes.items()]
+        run_parts(script, parts, flags, arguments.output, arguments.commit)
     elif arguments.action == "table":
         write_table(json.loads(results.read_text()))
     else:
-        for result in measure(arguments.action):
+        for result in measure(arguments.action, **sizes):
             emit(result)
 
 
@@ -96,6 +102,13 @@ def run_parts(
             "results": results,
         }
         output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def peak_host_bytes() -> int:
+    """The most host memory that this process has had (VmHWM)."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    (peak,) = (line.split()[1] for line in status.splitlines() if "VmHWM" in line)
+    return int(peak) * 1024
 
 
 @contextlib.contextmanager
