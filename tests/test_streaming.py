@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import scipy.sparse
 from flax import nnx
@@ -36,12 +38,12 @@ def on(shape):
     return jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
 
 
-def trained(path, shape=None, *, chunk_rows=None, **options):
+def trained(path, shape=None, *, chunk_rows=None, features=None, **options):
     with on(shape):
         config = sj.NetworkConfig.autoencoder((4,), temperature=None)
         model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
         optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
-        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
+        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows, features=features)
         settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
         history = sj.fit(model, optimizer, scanned, **settings)
     kernel = np.asarray(model.first.kernel[...])
@@ -99,6 +101,17 @@ def test_it_learns_what_resident_data_teaches(path):
     assert history[-1]["examples_per_second"] > 0
     resident, _, _ = trained(path, num_epochs=4)
     np.testing.assert_allclose(losses, resident, rtol=0.1)
+
+
+def test_a_table_trains_as_a_saved_data_set(path):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    data = sj.SparseDataset.load(path)
+    lists = np.split(data.feature_names[data.matrix.indices], data.matrix.indptr[1:-1])
+    table = pa.table({"items": [names.tolist() for names in lists]})
+    pq.write_table(table, path.parent / "table.parquet", row_group_size=32)
+    got = trained(path.parent / "table.parquet", chunk_rows=90, features=data)
+    assert got[0] == losses
+    np.testing.assert_array_equal(got[1], kernel)
 
 
 def test_a_resumed_run_has_the_same_bits(path, tmp_path, monkeypatch):

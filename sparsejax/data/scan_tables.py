@@ -124,7 +124,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
                 entries = sum(
                     group.column(i).num_values
                     for i in range(group.num_columns)
-                    if group.column(i).path_in_schema.split(".")[0] == layout.item
+                    if group.column(i).path_in_schema.startswith(f"{layout.item}.")
                 )
                 groups.append(found._replace(entries=entries))
             elif group.num_rows:
