@@ -15,7 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles
+from pallas_kernels.matmul_tiles import (
+    ROWS,
+    STEP,
+    call,
+    matmul_tiles,
+    numbers,
+    store,
+)
 
 # What moves rows: (arrays of them, gradient, scalars) -> their new arrays.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
@@ -72,17 +79,21 @@ def kernel_update(
             return mine.transpose((1, 0)), h_smem
 
         def finish(tile, warpgroup, make):
+            layout = plgpu.Layout.WGMMA
             row, column = first + tile[0] + warpgroup * ROWS, tile[1]
 
             def place(c):
                 return pl.ds(row, ROWS), pl.ds(column + c, _PIECE)
 
             def read(c):
-                return [_load(ref, place(c)) for ref in tables_gmem]
+                return [
+                    plgpu.load(ref.at[*place(c)], layout=layout, optimized=False)
+                    for ref in tables_gmem
+                ]
 
             def splat(value):
                 full = jnp.full((ROWS, _PIECE), value, jnp.float32)
-                return plgpu.layout_cast(full, plgpu.Layout.WGMMA)
+                return plgpu.layout_cast(full, layout)
 
             scalars = [ref[0] for ref in scalars_gmem]
             ahead = read(0)
@@ -93,10 +104,9 @@ def kernel_update(
                     ahead = read(c + _PIECE)
                 gradient = sums[:, c : c + _PIECE]
                 new = update(old, gradient, [splat(x) for x in scalars])
-                for ref, rows in zip(tables_gmem, new, strict=True):
-                    _store(ref, place(c), rows)
-                for ref in copies_gmem:
-                    _store(ref, place(c), new[0])
+                written = *tables_gmem, *copies_gmem  # the latter are the weights
+                for ref, rows in zip(written, [*new, new[0]], strict=False):
+                    store(ref.at[*place(c)], rows.astype(ref.dtype))
 
         matmul_tiles(
             size // _TILE * across,
@@ -112,21 +122,8 @@ def kernel_update(
             warpgroups=2,
         )
 
-    start = jnp.reshape(jnp.asarray(start, jnp.int32), 1)
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
-    call("kernel_update", body, [], 2, start, slopes, h, *scalars, *refs, *copies)
+    operands = *numbers(start), slopes, h, *scalars, *refs, *copies
+    call("kernel_update", body, [], 2, *operands)
     moved = [jax.freeze(ref) for ref in refs]
     return moved, jax.freeze(copies[0]) if copies else None
-
-
-def _load(ref, place):
-    layout = plgpu.Layout.WGMMA
-    return plgpu.load(ref.at[*place], layout=layout, optimized=False)
-
-
-def _store(ref, place, value):
-    value, target = value.astype(ref.dtype), ref.at[*place]
-    if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
-        plgpu.store(target, value, optimized=False)
-    else:
-        target[...] = value

@@ -153,6 +153,14 @@ def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 
+def store(target, values: jax.Array) -> None:
+    """Writes what `wgmma` has made from registers to a reference into global memory."""
+    if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
+        plgpu.store(target, values, optimized=False)
+    else:
+        target[...] = values
+
+
 def num_programs() -> int:
     """One for each SM; where there is no GPU, a few, for lowering and interpretation."""
     device = jax.devices()[0]

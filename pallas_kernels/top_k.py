@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import score_tiles as tiles
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, store
 from pallas_kernels.output_loss import ItemLayer, listed, load_words
 from pallas_kernels.selection import members, pick
 
@@ -101,10 +101,10 @@ def maxima(
                 target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
                 plgpu.copy_smem_to_gmem(smem.at[warpgroup], more_gmem.at[*target])
             at = pl.ds(pl.multiple_of(column // GROUP, _GROUPS), _GROUPS)
-            _store(maxima_gmem.at[pl.ds(row, ROWS), at], largest)
+            store(maxima_gmem.at[pl.ds(row, ROWS), at], largest)
             if not with_scores:
                 target = more_gmem.at[pl.ds(row, ROWS), column // BLOCK]
-                _store(target, jnp.max(largest, axis=1))
+                store(target, jnp.max(largest, axis=1))
 
         all_inside = first + column + BLOCK <= end
         lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
@@ -128,13 +128,6 @@ def maxima(
         size=size,
         scratch=stored if with_scores else None,
     )
-
-
-def _store(target, values):
-    if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
-        plgpu.store(target, values, optimized=False)
-    else:
-        target[...] = values
 
 
 def scores_of_groups(

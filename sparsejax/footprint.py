@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import score_tiles
+from pallas_kernels import score_tiles, slopes_product
 from sparsejax import optimizers, training
 from sparsejax.batching import bucket
 from sparsejax.config import NetworkConfig
@@ -277,7 +277,8 @@ def _output(job: Job, data: int, model: int) -> _Output:
     alike = all(shape == (2, width) for shape in job.state_shapes(width))
     in_product = with_kernel and data == 1 and layer.temperature is None
     if job.fused and in_product and job.rule.elementwise and alike:
-        copied = 0 if size >= items else dtype.itemsize * rows
+        in_place = size >= items or width <= slopes_product.MAX_HIDDEN
+        copied = 0 if in_place else dtype.itemsize * rows
         return _Output(operand, gradient, made + copied, size >= items)
     if size >= items:  # whole arrays are updated in place, without copies of rows
         return _Output(operand, gradient, made + job.fused * 4 * rows, True)
