@@ -1,5 +1,7 @@
 """Rows of a table, against NumPy. The rules themselves: test_optimizers.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,12 @@ from sparsejax.ops.row_update import Table
 from sparsejax.sparse import CSR
 
 
+@functools.cache
+def touched_rows(by, num_rows):
+    """A function for each choice: a program that is kept would ignore the patch."""
+    return jax.jit(lambda x: row_update.touched_rows(x, num_rows))
+
+
 @pytest.mark.parametrize("by", ["count", "sort", "ahead"])
 @pytest.mark.parametrize("num_rows", [64, 3000])
 @given(x=csrs(rows=5, cols=40))
@@ -24,8 +32,7 @@ def test_touched_rows(by, num_rows, x):
         x = jax.jit(CSR.with_transposed)(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_update, "COUNTING_LIMIT", choice)
-        # A function of its own: a program that is kept would ignore the patch.
-        ids, slots = jax.jit(lambda x: row_update.touched_rows(x, num_rows))(x)
+        ids, slots = touched_rows(by, num_rows)(x)
     count = int(x.indptr[-1])
     used = np.asarray(x.indices)[:count]
     capacity = min(x.nse, num_rows)
