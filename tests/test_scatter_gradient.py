@@ -78,7 +78,7 @@ def rows_by_sort(column, row, value, dy, num_rows):
 
 
 @pytest.mark.parametrize("form", [rows_by_sort, module._rows_by_count])
-@given(x=csrs())
+@given(x=csrs(rows=5))
 def test_forms_agree(form, x):
     dy = slopes(x.num_rows, 4)
     column, row, value = entries(x, x.num_cols)
@@ -88,7 +88,7 @@ def test_forms_agree(form, x):
     check(dense_of(ids, values, x.num_cols), [x], [dy])
 
 
-@given(x=csrs())
+@given(x=csrs(rows=5))
 def test_transposed_ahead_of_time(x):
     dy = slopes(x.num_rows, 4)
     x = jax.jit(CSR.with_transposed)(x)
