@@ -3,15 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from matrices import random_csr
 
 import sparsejax as sj
 from sparsejax.blocks import ShardedCSR
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 ROWS, ITEMS = 64, 300
 
