@@ -96,7 +96,8 @@ def export_predictor(
             seen = (_int32(seen_entries), offsets)
             with without_mesh():
                 exported = export.export(jax.jit(top_k), platforms=_PLATFORMS)
-                yield rows, exported(abstract, *shown, *seen)
+                program = exported(abstract, *shown, *seen)
+            yield rows, program
 
     save_predictor(
         path,

@@ -232,7 +232,9 @@ def _exchanged(array: jax.Array) -> Iterator[np.ndarray]:
         out_shardings=NamedSharding(mesh, P()),
     )
     for start in range(0, len(array), size):
-        part = np.asarray(get(array, np.arange(start, start + size, dtype=np.int32)))
+        rows = np.arange(start, start + size, dtype=np.int32)
+        with jax.set_mesh(mesh):  # the one that is set may have Explicit axes
+            part = np.asarray(get(array, rows))
         yield part[: len(array) - start]
 
 

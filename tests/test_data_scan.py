@@ -97,6 +97,7 @@ def assert_the_same(scanned, data, rows=None):
     for start, stop in [(0, count), (count // 3, count - 2), (5, 6), (7, 7)]:
         part = scanned.read(start, stop)
         assert (part.data is None) == scanned.indicator
+        assert part.indices.dtype == part.indptr.dtype == np.int32
         got = part.to_scipy().toarray()[:, order]
         np.testing.assert_allclose(got, expected[start:stop], rtol=1e-6)
         assert part.to_scipy().has_canonical_format
@@ -184,6 +185,12 @@ def test_pairs_that_are_not_sorted(tmp_path):
         sj.scan_parquet(tmp_path / "pairs.parquet")
     write(tmp_path / "a.parquet", pairs | {"user": [1, 1, 2, 3, 4]})
     write(tmp_path / "pairs.parquet", pairs | {"user": ["4", "5", "6", "7", "8"]})
+    with pytest.raises(sj.DataError, match="pairs.parquet: has users of another type"):
+        sj.scan_parquet(tmp_path)
+    # Integers of another type that cannot hold the last one before.
+    write(tmp_path / "a.parquet", pairs | {"user": [-5, -4, -3, -2, -1]})
+    users = pa.array([1, 2, 3, 4, 5], pa.uint64())
+    write(tmp_path / "pairs.parquet", pairs | {"user": users})
     with pytest.raises(sj.DataError, match="pairs.parquet: has users of another type"):
         sj.scan_parquet(tmp_path)
 

@@ -1,6 +1,7 @@
 """Metrics, recommendations and vectors on a mesh: the same as on one device."""
 
 import functools
+import zipfile
 from typing import Any, cast
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matrices import random_csr
 
@@ -112,6 +113,21 @@ def test_a_model_made_on_a_mesh_is_exported(tmp_path, symbolic_sizes):
     np.testing.assert_array_equal(got.ids, want.ids)
 
 
+def test_an_export_that_fails_leaves_the_mesh_that_is_set(
+    tmp_path, symbolic_sizes, monkeypatch
+):
+    def full(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    mesh = make_mesh(data=2, model=4)
+    with jax.set_mesh(mesh):
+        with pytest.raises(OSError, match="disk full"):
+            sj.export_predictor(a_model(), tmp_path / "file", k=5, batch_size=20)
+        assert jax.sharding.get_mesh() == mesh
+    assert jax.sharding.get_mesh().empty
+
+
 def test_an_array_that_processes_exchange(monkeypatch):
     monkeypatch.setattr(sharding, "_is_here", lambda array: False)
     monkeypatch.setattr(sharding, "_EXCHANGED_ELEMENTS", 5 * 7)
@@ -119,6 +135,8 @@ def test_an_array_that_processes_exchange(monkeypatch):
     array = np.random.default_rng(0).normal(size=(24, 5)).astype(np.float32)
     divided = jax.device_put(array, NamedSharding(mesh, P("model")))
     np.testing.assert_array_equal(sharding.to_host(divided), array)
-    parts = list(sharding.row_parts(divided))
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        parts = list(sharding.row_parts(divided))
     assert [len(part) for part in parts] == [7, 7, 7, 3]
     np.testing.assert_array_equal(np.concatenate(parts), array)

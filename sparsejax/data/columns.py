@@ -63,7 +63,7 @@ def find_columns(
                 raise ValueError(f"{role}={column!r} is a name but header=False")
             if column in names:
                 return names.index(column)
-            known = f"the columns are {', '.join(names)}"
+            known = f"the columns are {', '.join(names[:count])}"
             raise DataError.at(
                 path, f"no column {column!r} for {role}=; {known}", line=line
             )

@@ -127,13 +127,15 @@ class ScannedDataset:
                 skip_file_prefixes=(os.path.dirname(__file__),),
             )
         shape = (len(rows.lengths), self.num_features)
-        matrix = scipy.sparse.csr_array((data, columns, indptr), shape=shape)
+        # With int64 offsets SciPy would make the indices int64, too.
+        arrays = data, columns, indptr.astype(np.int32)
+        matrix = scipy.sparse.csr_array(arrays, shape=shape)
         matrix.sum_duplicates()  # sorts too
         with np.errstate(over="ignore"):  # becomes inf, which CSR reports
             values = None if self.indicator else matrix.data.astype(np.float32)
         try:
-            indices, indptr = matrix.indices, matrix.indptr.astype(np.int32)
-            return CSR(values, indices, indptr, num_cols=self.num_features), share
+            arrays = values, matrix.indices, matrix.indptr
+            return CSR(*arrays, num_cols=self.num_features), share
         except ValueError as error:  # a sum of finite values need not be finite
             raise DataError.at(self.path, str(error)) from error
 
@@ -210,7 +212,8 @@ def scan_parquet(
       item: the column with the feature's name, or a list of them.
       value: the column with the value, or a list of them.
       features: vocabulary to read a table against. Without it the item column is read
-        once more, and the vocabulary is what it holds, as `read` orders it.
+        once more, and the vocabulary is what it holds, in the order of `read`, but that
+        an item that a user has twice counts twice.
       indicator: ignore values.
       chunk_rows: rows that are on the devices at a time, about, in whole row groups (of
         65,536 rows, if saved). By default all, if they take less than a quarter of the

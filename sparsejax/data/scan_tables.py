@@ -171,7 +171,7 @@ def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group
 def _like(user: Any, users: pa.Array, file: ParquetPath) -> pa.Array:
     try:
         return pa.array([user], users.type)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise DataError.at(
             file.path, "has users of another type than the file before it"
         ) from error
