@@ -32,6 +32,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
 from timing import kernels_of_trace
+from workloads import autoencoder
 
 _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
@@ -91,25 +92,9 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
     from flax import nnx
 
     import sparsejax as sj
-    from sparsejax.config import HiddenConfig, InputConfig, OutputConfig
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    config = sj.NetworkConfig(
-        layers=(
-            InputConfig(),
-            *(
-                HiddenConfig(
-                    name=f"hidden{i}",
-                    size=_HIDDEN,
-                    activation="sigmoid",
-                    dropout=_DROPOUT,
-                )
-                for i in (1, 2, 3)
-            ),
-            OutputConfig(dtype="bfloat16"),
-        ),
-        loss="sigmoid_binary_cross_entropy",
-    )
+    config = autoencoder((_HIDDEN,) * 3, _DROPOUT)
     for fused in (True, False):
         model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
         rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)

@@ -22,7 +22,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
-from workloads import zipf_ids
+from workloads import autoencoder, zipf_ids
 
 _RUNS = {
     "large_layer": "8,000,000 x 256 in, 1,000 classes, RMSProp, batch 8,192",
@@ -90,7 +90,6 @@ def _measure(run: str) -> Iterator[dict]:
 def _job(run: str, part: int) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Inputs, targets or None, network, options of `fit`; all a `part`-th as large."""
     import sparsejax as sj
-    from sparsejax.config import HiddenConfig, InputConfig, OutputConfig
 
     rng = np.random.default_rng(0)
     match run:
@@ -101,16 +100,7 @@ def _job(run: str, part: int) -> tuple[Any, Any, Any, dict[str, Any]]:
             network = sj.NetworkConfig.autoencoder((256,))
             return inputs, _matrix(classes, 1_000), network, {"batch_size": batch}
         case "epoch":
-            hidden = (
-                HiddenConfig(
-                    name=f"hidden{i}", size=1_024, activation="sigmoid", dropout=0.5
-                )
-                for i in (1, 2, 3)
-            )
-            network = sj.NetworkConfig(
-                layers=(InputConfig(), *hidden, OutputConfig(dtype="bfloat16")),
-                loss="sigmoid_binary_cross_entropy",
-            )
+            network = autoencoder((1_024,) * 3, dropout=0.5)
             data = _rows(rng, 138_493 // part, 27_278 // part, 144)
             return data, None, network, {"batch_size": 256, "fused": True}
         case _:

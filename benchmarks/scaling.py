@@ -27,7 +27,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, table, write_section
 from timing import kernels_of_trace
-from workloads import zipf_ids
+from workloads import autoencoder, zipf_ids
 
 _HIDDEN, _LENGTH, _SKEW = 256, 64, 0.8
 _STEPS, _BATCH = 32, 1_024
@@ -56,14 +56,7 @@ def _measure(part: str) -> Iterator[dict]:
     if data * model > jax.device_count():
         return
     examples = _examples(items, _STEPS)
-    config = sj.NetworkConfig(
-        layers=(
-            sj.InputConfig(),
-            sj.HiddenConfig(name="hidden", size=_HIDDEN, activation="sigmoid"),
-            sj.OutputConfig(dtype="bfloat16"),
-        ),
-        loss="sigmoid_binary_cross_entropy",
-    )
+    config = autoencoder((_HIDDEN,))
     with jax.set_mesh(sj.make_mesh(data=data, model=model)):
         network = sj.FeedForward(config, inputs=items, outputs=items, rngs=nnx.Rngs(0))
         optimizer = sj.Optimizer(network, sj.optimizers.rmsprop(1e-3))

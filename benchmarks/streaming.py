@@ -32,7 +32,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, peak_host_bytes, table, write_section
-from workloads import zipf_ids
+from workloads import autoencoder, zipf_ids
 
 _SKEW, _EPOCHS = 0.8, 4
 _SIZES = {
@@ -73,16 +73,7 @@ def _measure(part: str, **sizes: int) -> Iterator[dict]:
             names = np.arange(items) if part == "lists" else None
             data = sj.scan_parquet(path, features=names, chunk_rows=sizes["chunk"])
             read = _entries_read_per_second(data, sizes["chunk"])
-        config = sj.NetworkConfig(
-            layers=(
-                sj.InputConfig(),
-                sj.HiddenConfig(
-                    name="hidden", size=sizes["hidden"], activation="sigmoid"
-                ),
-                sj.OutputConfig(dtype="bfloat16"),
-            ),
-            loss="sigmoid_binary_cross_entropy",
-        )
+        config = autoencoder((sizes["hidden"],))
         network = sj.FeedForward(config, inputs=items, outputs=items, rngs=nnx.Rngs(0))
         optimizer = sj.Optimizer(network, sj.optimizers.rmsprop(1e-3))
         history = sj.fit(

@@ -201,6 +201,22 @@ def zipf_ids(
     return (places.astype(np.int64) * 3_000_017 % features).astype(np.int32)
 
 
+def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
+    """Sigmoid units, sigmoid cross-entropy, products of the output in bfloat16."""
+    import sparsejax as sj
+
+    layers = (
+        sj.HiddenConfig(
+            name=f"hidden{i}", size=size, activation="sigmoid", dropout=dropout
+        )
+        for i, size in enumerate(hidden, 1)
+    )
+    return sj.NetworkConfig(
+        layers=(sj.InputConfig(), *layers, sj.OutputConfig(dtype="bfloat16")),
+        loss="sigmoid_binary_cross_entropy",
+    )
+
+
 def _lengths(workload: Workload, rng: np.random.Generator) -> np.ndarray:
     """Row lengths that sum to `entries`."""
     rest = workload.entries - sum(workload.long_rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -10,7 +12,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
 
-_TILE = 2 * ROWS  # rows of a tile, half of them a warpgroup's
+WARPGROUPS = 2  # that compute
+_TILE = WARPGROUPS * ROWS  # rows of a tile
 
 
 def kernel_gradient(
@@ -29,20 +32,10 @@ def kernel_gradient(
       gradient: bfloat16.
       start: first row, a multiple of 128.
     """
-    batch, size = slopes.shape
-    hidden = h.shape[1]
-    columns = next(n for n in (256, 192, 128, 64) if hidden % n == 0)
-    across = hidden // columns
+    columns = tile_columns(h.shape[1])
 
     def body(start_gmem, slopes_gmem, h_gmem, gradient_gmem):
         first = start_gmem[0]
-
-        def tile_of(i):
-            return lax.div(i, across) * _TILE, lax.rem(i, across) * columns
-
-        def factors(slopes_smem, h_smem, warpgroup):
-            mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)]
-            return mine.transpose((1, 0)), h_smem
 
         def finish(tile, warpgroup, make, smem):
             row, column = tile[0] + warpgroup * ROWS, tile[1]
@@ -58,21 +51,55 @@ def kernel_gradient(
                     smem.at[warpgroup, slot], gradient_gmem.at[*target]
                 )
 
-        matmul_tiles(
-            size // _TILE * across,
-            tile_of,
-            [
-                (slopes_gmem, (STEP, _TILE), lambda tile, k: (k * STEP, tile[0])),
-                (h_gmem, (STEP, columns), lambda tile, k: (k * STEP, tile[1])),
-            ],
-            factors,
-            finish,
-            columns=columns,
-            steps=batch // STEP,
-            warpgroups=2,
-            scratch=[plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)],
-        )
+        stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)
+        gradient_tiles(slopes_gmem, h_gmem, finish, [stored])
 
     ref = jax.new_ref(gradient)
-    call("kernel_gradient", body, [], 2, *numbers(start), slopes, h, ref)
+    operands = *numbers(start), slopes, h, ref
+    call("kernel_gradient", body, [], WARPGROUPS, *operands)
     return jax.freeze(ref)
+
+
+def gradient_tiles(
+    slopes_gmem, h_gmem, finish: Callable, scratch: Sequence = ()
+) -> None:
+    """The body of a kernel that makes `slopes^T h`, see `matmul_tiles`.
+
+    Args:
+      slopes_gmem: `[batch, size]`.
+      h_gmem: `[batch, hidden]`.
+      finish: its tile is the first row and column of `[128, tile_columns(hidden)]`, of
+        which a warpgroup has 64 rows.
+      scratch: shared memory.
+    """
+    batch, size = slopes_gmem.shape
+    hidden = h_gmem.shape[1]
+    columns = tile_columns(hidden)
+    across = hidden // columns
+
+    def tile_of(i):
+        return lax.div(i, across) * _TILE, lax.rem(i, across) * columns
+
+    def factors(slopes_smem, h_smem, warpgroup):
+        mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)]
+        return mine.transpose((1, 0)), h_smem
+
+    matmul_tiles(
+        size // _TILE * across,
+        tile_of,
+        [
+            (slopes_gmem, (STEP, _TILE), lambda tile, k: (k * STEP, tile[0])),
+            (h_gmem, (STEP, columns), lambda tile, k: (k * STEP, tile[1])),
+        ],
+        factors,
+        finish,
+        columns=columns,
+        steps=batch // STEP,
+        warpgroups=WARPGROUPS,
+        scratch=scratch,
+    )
+
+
+def tile_columns(hidden: int) -> int:
+    """Columns of a tile, of so many."""
+    return next(n for n in (256, 192, 128, 64) if hidden % n == 0)

@@ -10,24 +10,16 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.matmul_tiles import (
-    ROWS,
-    STEP,
-    call,
-    matmul_tiles,
-    numbers,
-    store,
-)
+from pallas_kernels.kernel_gradient import WARPGROUPS, gradient_tiles, tile_columns
+from pallas_kernels.matmul_tiles import ROWS, call, numbers, store
 
 # What moves rows: (arrays of them, gradient, scalars) -> their new arrays.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
 
-_TILE = 2 * ROWS  # rows of a tile, half of them a warpgroup's
 _PIECE = 32  # columns that are moved at once
 
 
@@ -59,10 +51,7 @@ def kernel_update(
       start: first row, a multiple of 128.
       scalars: what else `update` gets.
     """
-    batch, size = slopes.shape
-    hidden = h.shape[1]
-    columns = next(n for n in (256, 192, 128, 64) if hidden % n == 0)
-    across = hidden // columns
+    columns = tile_columns(h.shape[1])
     refs = [jax.new_ref(table) for table in tables]
     copies = [] if operand is None else [jax.new_ref(operand)]
 
@@ -70,13 +59,6 @@ def kernel_update(
         first = start_gmem[0]
         scalars_gmem, refs = refs[: len(scalars)], refs[len(scalars) :]
         tables_gmem, copies_gmem = refs[: len(tables)], refs[len(tables) :]
-
-        def tile_of(i):
-            return lax.div(i, across) * _TILE, lax.rem(i, across) * columns
-
-        def factors(slopes_smem, h_smem, warpgroup):
-            mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)]
-            return mine.transpose((1, 0)), h_smem
 
         def finish(tile, warpgroup, make):
             layout = plgpu.Layout.WGMMA
@@ -108,22 +90,10 @@ def kernel_update(
                 for ref, rows in zip(written, [*new, new[0]], strict=False):
                     store(ref.at[*place(c)], rows.astype(ref.dtype))
 
-        matmul_tiles(
-            size // _TILE * across,
-            tile_of,
-            [
-                (slopes_gmem, (STEP, _TILE), lambda tile, k: (k * STEP, tile[0])),
-                (h_gmem, (STEP, columns), lambda tile, k: (k * STEP, tile[1])),
-            ],
-            factors,
-            finish,
-            columns=columns,
-            steps=batch // STEP,
-            warpgroups=2,
-        )
+        gradient_tiles(slopes_gmem, h_gmem, finish)
 
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
     operands = *numbers(start), slopes, h, *scalars, *refs, *copies
-    call("kernel_update", body, [], 2, *operands)
+    call("kernel_update", body, [], WARPGROUPS, *operands)
     moved = [jax.freeze(ref) for ref in refs]
     return moved, jax.freeze(copies[0]) if copies else None

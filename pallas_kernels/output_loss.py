@@ -41,11 +41,19 @@ def label_words(
     A sum of different bits, so there must be no duplicates.
     """
     inside = (columns >= 0) & (columns < size)
-    word = columns // tiles.TILE_ITEMS * _WORDS + columns % _WORDS
-    bit = jnp.left_shift(jnp.int32(1), columns % tiles.TILE_ITEMS // _WORDS)
+    word, bit = word_and_bit(columns)
+    bit = jnp.left_shift(jnp.int32(1), bit)
     words = jnp.zeros((batch, size // 32), jnp.int32)
     word = jnp.where(inside, word, words.shape[1])
     return words.at[rows, word].add(bit, mode="drop")
+
+
+def word_and_bit(
+    columns: Int[Array, "..."],
+) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """In which word of a row the bit of a column is, and where there."""
+    word = columns // tiles.TILE_ITEMS * _WORDS + columns % _WORDS
+    return word, columns % tiles.TILE_ITEMS // _WORDS
 
 
 def slopes(

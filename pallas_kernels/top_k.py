@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, store
-from pallas_kernels.output_loss import ItemLayer, listed, load_words
+from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_bit
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
@@ -257,7 +257,5 @@ def has_label(
     words: Int[Array, "batch words"], columns: Int[Array, "batch count"]
 ) -> Bool[Array, "batch count"]:
     """Whether there is a bit for these columns, see `output_loss.label_words`."""
-    eighth = tiles.TILE_ITEMS // 32
-    word = columns // tiles.TILE_ITEMS * eighth + columns % eighth
-    bit = columns % tiles.TILE_ITEMS // eighth
+    word, bit = word_and_bit(columns)
     return lax.shift_right_logical(pick(words, word), bit) % 2 != 0

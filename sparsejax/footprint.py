@@ -166,6 +166,11 @@ class Job:
         arrays = jax.eval_shape(lambda: self.rule.init((2, width)))
         return [array.shape for array in arrays.values()]
 
+    def steps_by_elements(self, width: int) -> bool:
+        """Whether a kernel can do the rule's step on rows of this width."""
+        alike = all(shape == (2, width) for shape in self.state_shapes(width))
+        return self.rule.elementwise and alike
+
 
 def divided_axis(path: tuple, shape: tuple[int, ...], model: int) -> int | None:
     """Which axis of a variable of model or optimizer lies over "model"; None is none.
@@ -274,9 +279,8 @@ def _output(job: Job, data: int, model: int) -> _Output:
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
-    alike = all(shape == (2, width) for shape in job.state_shapes(width))
     in_product = with_kernel and data == 1 and layer.temperature is None
-    if job.fused and in_product and job.rule.elementwise and alike:
+    if job.fused and in_product and job.steps_by_elements(width):
         in_place = size >= items or width <= slopes_product.MAX_HIDDEN
         copied = 0 if in_place else dtype.itemsize * rows
         return _Output(operand, gradient, made + copied, size >= items)
@@ -301,8 +305,7 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
         return touched + 4 * rows * width
     if rule.drifts and rows <= optimizers._LARGE_PART * entries:
         return touched + 4 * rows * width
-    alike = all(shape == (2, width) for shape in job.state_shapes(width))
-    if rule.elementwise and not rule.drifts and alike and width % 128 == 0:
+    if job.steps_by_elements(width) and not rule.drifts and width % 128 == 0:
         return int(_PIECES * entries * width)  # one kernel sums and moves
     return touched
 

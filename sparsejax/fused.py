@@ -23,14 +23,14 @@ from pallas_kernels import kernel_update as kernels
 from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
-from sparsejax.ops.item_chunks import slice_rows
+from sparsejax.ops.item_chunks import slice_rows, write_rows
 from sparsejax.ops.output_loss import (
     Layer,
     loss_and_updates,
     over_items,
     weighted_sum,
 )
-from sparsejax.ops.row_update import State, step_of_arrays
+from sparsejax.ops.row_update import State, by_elements, step_of_arrays
 from sparsejax.optimizers import Optimizer
 from sparsejax.sparse import CSR
 
@@ -122,10 +122,7 @@ def train_step(
         states[keys[1]] if bias is not None else {},
         derived,
     )
-
-    fits = rule.elementwise and all(
-        array.shape == before.kernel.shape for array in before.kernel_state.values()
-    )
+    fits = by_elements(rule, before.kernel, before.kernel_state)
 
     def operands(tables: _Tables) -> Layer:
         kernel = tables.derived.operand
@@ -146,8 +143,8 @@ def train_step(
         # Else XLA works out the chunk once more for each array that is written, from
         # old values of the others, and copies those to have them.
         new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
-        state = {name: _write(state[name], parts[name], start) for name in state}
-        return _write(w, new, start), state, more
+        state = {name: write_rows(state[name], parts[name], start) for name in state}
+        return write_rows(w, new, start), state, more
 
     def update_kernel(start, slopes, h, tables: _Tables) -> _Tables:
         """The same by the kernel that makes the gradient."""
@@ -189,7 +186,7 @@ def train_step(
             functools.partial(_derived, layer),
         )
         derived = jax.tree.map(
-            lambda whole, chunk: _write(whole, chunk, start), tables.derived, more
+            lambda whole, chunk: write_rows(whole, chunk, start), tables.derived, more
         )
         return tables._replace(
             kernel=kernel, kernel_state=kernel_state, derived=derived
@@ -248,7 +245,3 @@ def _keys(model: Fusable) -> list[tuple]:
     """Paths of the output's parameters: of the kernel, then of the bias if any."""
     names = ["kernel"] if model.output.bias is None else ["kernel", "bias"]
     return [("output", name) for name in names]
-
-
-def _write(array: jax.Array, chunk: jax.Array, start) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(array, chunk.astype(array.dtype), start, 0)

@@ -30,8 +30,9 @@ def find_columns(
     users: Iterable[int] | None = None,
     items: Iterable[int] | None = None,
     values: Iterable[int] | None = None,
+    with_user: bool = True,
     line: int | None = None,
-) -> tuple[int, int, int | None]:
+) -> tuple[int | None, int, int | None]:
     """The positions of the user, the item and the value column (None: there is none).
 
     What is not given is the first column with such a name, otherwise the first that is
@@ -47,6 +48,7 @@ def find_columns(
       users: columns that `user` is chosen from; all by default.
       items: the same for `item`.
       values: the same for `value`.
+      with_user: whether a user column is looked for, if `user` does not name it.
       line: what messages name, too.
 
     Raises:
@@ -63,7 +65,7 @@ def find_columns(
                 raise ValueError(f"{role}={column!r} is a name but header=False")
             if column in names:
                 return names.index(column)
-            known = f"the columns are {', '.join(names[:count])}"
+            known = f"the columns are {', '.join(names)}"
             raise DataError.at(
                 path, f"no column {column!r} for {role}=; {known}", line=line
             )
@@ -80,11 +82,11 @@ def find_columns(
 
     user_at, item_at = given("user", user), given("item", item)
     value_at = given("value", value)
-    if user_at is None:
+    if user_at is None and with_user:
         user_at = chosen(_USER_WORDS, users, item_at)
     if item_at is None:
         item_at = chosen(_ITEM_WORDS, items, user_at)
-    if user_at is None or item_at is None:
+    if item_at is None or (user_at is None and with_user):
         known = ", ".join(names or [])
         message = (
             f"expected a user and an item column, of text or integers, got {known}"
@@ -94,7 +96,8 @@ def find_columns(
         among = range(count) if values is None else values
         among = [at for at in among if words[at] not in _TIME_WORDS]
         value_at = chosen(_VALUE_WORDS, among, user_at, item_at)
-    if len({user_at, item_at, value_at}) < 3:
+    taken = [at for at in (user_at, item_at, value_at) if at is not None]
+    if len(set(taken)) < len(taken):
         raise ValueError(
             "user, item and value must be three different columns, got "
             f"{user_at}, {item_at} and {value_at}"

@@ -153,6 +153,7 @@ def find_layout(
         value=value,
         line=1,
     )
+    assert user_at is not None  # as one is looked for
     return Layout(
         delimiter,
         header,

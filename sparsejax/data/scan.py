@@ -145,13 +145,10 @@ class ScannedDataset:
 
     def _read_group(self, group: Group, low: int, high: int):
         """Lengths, indices and values of some rows of a group."""
-        changed = DataError.at(
-            group.file.path, "is damaged, or was changed since it was scanned"
-        )
         columns = ["indices"] if self.indicator else ["indices", "values"]
         with group.file.open() as file:
             if not set(columns) <= set(file.schema_arrow.names):
-                raise changed
+                raise scan_tables.changed(group.file)
             table = file.read_row_group(group.number, columns=columns)
         lists = [
             table.column(name).drop_null().slice(low, high - low) for name in columns
@@ -160,7 +157,7 @@ class ScannedDataset:
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
         ):
-            raise changed
+            raise scan_tables.changed(group.file)
         indices = _flat(lists[0], pa.int32())
         values = None if self.indicator else _flat(lists[1], pa.float32())
         return lengths[0], indices, values

@@ -217,7 +217,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
     """Lengths of some rows, and their entries in blocks."""
     table = _read(group, layout.columns)
     if table.num_rows != group.rows:
-        raise _changed(group.file)
+        raise changed(group.file)
     blocks = _blocks(table.slice(low, high - low), layout, group, low)
     found = [block.lengths for block in blocks if block.lengths is not None]
     return np.concatenate([np.empty(0, np.int64), *found]), blocks
@@ -229,7 +229,7 @@ def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
     begins = np.flatnonzero(_is_new(tables.plain_names(table.column(layout.user))))
     begins = begins[begins >= group.head]
     if len(begins) != group.rows or begins[0] != group.head:
-        raise _changed(group.file)
+        raise changed(group.file)
     ends = np.append(begins, table.num_rows)
     lengths, (begin, end) = np.diff(ends[low : high + 1]), ends[[low, high]].tolist()
     blocks = _blocks(table.slice(begin, end - begin), layout, group, begin)
@@ -246,7 +246,7 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
         if number >= opened.metadata.num_row_groups or not set(columns) <= set(
             opened.schema_arrow.names
         ):
-            raise _changed(group.file)
+            raise changed(group.file)
         if rows is None:
             return opened.read_row_group(number, columns=columns)
         found, here = [], 0
@@ -255,10 +255,11 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
             here += len(batch)
             if here >= rows:
                 return pa.Table.from_batches(found).slice(0, rows)
-    raise _changed(group.file)
+    raise changed(group.file)
 
 
-def _changed(file: ParquetPath) -> DataError:
+def changed(file: ParquetPath) -> DataError:
+    """What is raised where a file is not as it was."""
     return DataError.at(file.path, "is damaged, or was changed since it was scanned")
 
 

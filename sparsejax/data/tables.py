@@ -65,11 +65,7 @@ def find_table_layout(
     else:
         has_lists = item in lists or item in [names[at] for at in lists]
     entries = lists if has_lists else flat
-    users = [at for at in flat if _is_name(known[at].type)]
     with_user = with_user or not has_lists
-    if not with_user and user is None:
-        # One that is not there stands for it.
-        names, users = [*names, ""], [len(known)]
     user_at, item_at, value_at = find_columns(
         path,
         len(known),
@@ -77,9 +73,10 @@ def find_table_layout(
         user=user,
         item=item,
         value=value,
-        users=users,
+        users=[at for at in flat if _is_name(known[at].type)],
         items=[at for at in entries if _is_name(_inner(known[at].type))],
         values=[at for at in entries if _is_number(_inner(known[at].type))],
+        with_user=with_user,
     )
     if indicator:
         value_at = None

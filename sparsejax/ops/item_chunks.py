@@ -74,8 +74,7 @@ def shard_of(
                 f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
                 "the items"
             )
-        rows = "data" if axis_sizes()[0] > 1 else None
-        return Shard(rows, "model")
+        return Shard("data" if axis_sizes()[0] > 1 else None, "model")
     if kernel_spec is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
@@ -92,7 +91,7 @@ def shard_of(
             f"kernel_spec names {items!r}; the mesh has {tuple(mesh.axis_names)}"
         )
     rows = "data" if "data" in mesh.shape and items != "data" else None
-    if rows is not None and batch % mesh.shape[rows]:
+    if rows is not None and (mesh.shape[rows] == 1 or batch % mesh.shape[rows]):
         rows = None
     return Shard(rows, items)
 
@@ -137,6 +136,13 @@ def fold[Carry](
 def slice_rows(array: jax.Array, start: jax.typing.ArrayLike, size: int) -> jax.Array:
     """Rows `start .. start + size - 1`."""
     return lax.dynamic_slice_in_dim(array, start, size)
+
+
+def write_rows(
+    array: jax.Array, rows: jax.Array, start: jax.typing.ArrayLike
+) -> jax.Array:
+    """`array` with `rows`, in its dtype, from row `start` on."""
+    return lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), start, 0)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

@@ -256,7 +256,9 @@ def loss_and_updates[Carry](
             if gradient_dtype is None or chunk.scale is not None
             else gradient_dtype
         )
-        dkernel = item_chunks.dot(delta, h_live, (0, 0), out)
+        # `update_kernel` makes it.
+        slopes = delta if update_kernel is None else delta[:, :0]
+        dkernel = item_chunks.dot(slopes, h_live, (0, 0), out)
         dbias = dscale = None
         kernel = chunk.kernel
         if chunk.bias is not None:
@@ -307,8 +309,6 @@ def loss_and_updates[Carry](
                 lambda x: item_chunks.slice_rows(x, start, size), current
             )
             made, more = gradients(chunk, delta, product)
-            if update_kernel is not None:
-                made = made._replace(kernel=made.kernel[:0])
             # All reads of these rows come first: so they can be updated in place.
             made, delta, dh = lax.optimization_barrier((made, delta, dh + more))
             if update_kernel is not None:
@@ -323,7 +323,11 @@ def loss_and_updates[Carry](
 
 def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
     """An `update` that writes the gradients, rounded, into arrays of all items."""
-    return jax.tree.map(lambda array, x: _write(array, x, start), gradients, chunk)
+
+    def write(array, rows):
+        return item_chunks.write_rows(array, rows, start)
+
+    return jax.tree.map(write, gradients, chunk)
 
 
 def _write_kernel_gradient(start, slopes, h, gradients: Any) -> Any:
@@ -334,10 +338,6 @@ def _write_kernel_gradient(start, slopes, h, gradients: Any) -> Any:
     else:
         kernel = kernel_gradient(slopes, h, kernel, start)
     return gradients._replace(kernel=kernel)
-
-
-def _write(array, rows, start):
-    return lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), start, 0)
 
 
 def _elementwise(rule, scores, labels, listed, weights):

@@ -173,8 +173,7 @@ def step_terms(
             in_specs=(rows, rows, rows, P(), P()),
             out_specs=rows,
         )
-    fits = rule.elementwise and not rule.drifts
-    fits &= all(array.shape == table.w.shape for array in table.state.values())
+    fits = by_elements(rule, table.w, table.state) and not rule.drifts
     column, dy = terms.by_column.columns, terms.dy
     fits &= dy.shape[1] % 128 == 0 and kernel_is_fastest(dy, column.shape[0])
     if implementation is None and fits:
@@ -214,6 +213,11 @@ def step_terms(
         [jnp.asarray(count, jnp.float32), *scalars],
     )
     return Table(w, dict(zip(table.state, state, strict=True)), last)
+
+
+def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
+    """Whether a kernel can do the rule's step, with pieces of rows."""
+    return rule.elementwise and all(x.shape == w.shape for x in state.values())
 
 
 def step_of_arrays(
