@@ -32,6 +32,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("sparsejax")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs() -> Iterator[None]:
+    """Drops the compiled programs of a module's tests.
+
+    On a CPU each maps some regions of memory, of which Linux lets a process have 65,530.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def symbolic_sizes() -> Iterator[None]:
     """For exports: annotations say int, where an exported program has a symbol."""
