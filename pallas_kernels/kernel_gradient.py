@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
 
 WARPGROUPS = 2  # that compute
-_TILE = WARPGROUPS * ROWS  # rows of a tile
+TILE = WARPGROUPS * ROWS  # rows of a tile
 
 
 def kernel_gradient(
@@ -61,7 +61,7 @@ def kernel_gradient(
 
 
 def gradient_tiles(
-    slopes_gmem, h_gmem, finish: Callable, scratch: Sequence = ()
+    slopes_gmem, h_gmem, finish: Callable, scratch: Sequence = (), **options
 ) -> None:
     """The body of a kernel that makes `slopes^T h`, see `matmul_tiles`.
 
@@ -69,8 +69,9 @@ def gradient_tiles(
       slopes_gmem: `[batch, size]`.
       h_gmem: `[batch, hidden]`.
       finish: its tile is the first row and column of `[128, tile_columns(hidden)]`, of
-        which a warpgroup has 64 rows.
+        which a warpgroup has 64 rows, and how many the program had before.
       scratch: shared memory.
+      options: of `matmul_tiles`.
     """
     batch, size = slopes_gmem.shape
     hidden = h_gmem.shape[1]
@@ -78,17 +79,18 @@ def gradient_tiles(
     across = hidden // columns
 
     def tile_of(i):
-        return lax.div(i, across) * _TILE, lax.rem(i, across) * columns
+        before = lax.div(i, lax.axis_size("program"))
+        return lax.div(i, across) * TILE, lax.rem(i, across) * columns, before
 
     def factors(slopes_smem, h_smem, warpgroup):
         mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)]
         return mine.transpose((1, 0)), h_smem
 
     matmul_tiles(
-        size // _TILE * across,
+        size // TILE * across,
         tile_of,
         [
-            (slopes_gmem, (STEP, _TILE), lambda tile, k: (k * STEP, tile[0])),
+            (slopes_gmem, (STEP, TILE), lambda tile, k: (k * STEP, tile[0])),
             (h_gmem, (STEP, columns), lambda tile, k: (k * STEP, tile[1])),
         ],
         factors,
@@ -97,6 +99,7 @@ def gradient_tiles(
         steps=batch // STEP,
         warpgroups=WARPGROUPS,
         scratch=scratch,
+        **options,
     )
 
 

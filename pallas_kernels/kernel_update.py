@@ -1,26 +1,38 @@
 """An optimizer's step on rows of a kernel, as part of its gradient's product: Mosaic GPU.
 
-The gradient is summed in registers. There the rows and their state are read, moved and
-written back, so the gradient itself never gets to memory.
+The gradient is summed in registers, and never gets to memory. Pieces of the rows and of
+their state go through slots of shared memory: a warp copies them there, ahead and also
+during the product; what has summed the gradient moves them; other warps copy them back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.kernel_gradient import WARPGROUPS, gradient_tiles, tile_columns
-from pallas_kernels.matmul_tiles import ROWS, call, numbers, store
+from pallas_kernels.kernel_gradient import (
+    TILE,
+    WARPGROUPS,
+    gradient_tiles,
+    tile_columns,
+)
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 
 # What moves rows: (arrays of them, gradient, scalars) -> their new arrays.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
 
-_PIECE = 32  # columns that are moved at once
+# Columns of a piece, and steps of the product that are copied ahead: the first for which
+# there is memory. Pieces of 128 bytes a row are read and written slower.
+_CHOICES = (64, 3), (64, 2), (32, 3), (32, 2)
+_LEAST_SLOTS, _MOST_SLOTS = 2, 8
+_SHARED = 226 * 1024  # bytes of an SM's shared memory
 
 
 def kernel_update(
@@ -46,54 +58,148 @@ def kernel_update(
       update: elementwise, in float32. Arrays it makes itself must be scalars.
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
-      tables: weights and state, float32 or bfloat16.
+      tables: weights and state, float32 or bfloat16; as many as `fits`.
       operand: the weights once more, in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: what else `update` gets.
+
+    Raises:
+      ValueError: an element of all the arrays has too many bytes, see `fits`.
     """
     columns = tile_columns(h.shape[1])
     refs = [jax.new_ref(table) for table in tables]
     copies = [] if operand is None else [jax.new_ref(operand)]
+    dtypes = [x.dtype for x in (*refs, *copies)]
+    itemsize = sum(x.itemsize for x in dtypes)
+    if not fits(h.shape[1], itemsize):
+        raise ValueError(
+            f"{itemsize} bytes an element do not fit an SM's shared memory"
+        )
+    width, stages, slots = _pieces(itemsize, columns)
+    each = columns // width  # pieces of a tile that a warpgroup has
 
     def body(start_gmem, slopes_gmem, h_gmem, *refs):
         first = start_gmem[0]
         scalars_gmem, refs = refs[: len(scalars)], refs[len(scalars) :]
-        tables_gmem, copies_gmem = refs[: len(tables)], refs[len(tables) :]
 
-        def finish(tile, warpgroup, make):
+        def place(tile, warpgroup, c):
+            row, column = first + tile[0] + warpgroup * ROWS, tile[1] + c * width
+            return pl.ds(row, ROWS), pl.ds(column, width)
+
+        def slot_of(tile, warpgroup, c):
+            """A piece's slot, its barrier, and whether the slot had another before."""
+            # All of a warpgroup, so that its next product begins while the other moves.
+            number = (tile[2] * WARPGROUPS + warpgroup) * each + c
+            slot = lax.rem(number, slots)
+            return slot, warpgroup * slots + slot, number >= slots
+
+        def load(each_tile, smem, ready, done, free):
+            @each_tile
+            def _(tile):
+                @pl.loop(0, WARPGROUPS * each)
+                def _(i):
+                    piece = tile, lax.div(i, each), lax.rem(i, each)
+                    slot, barrier, again = slot_of(*piece)
+
+                    @pl.when(again)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for ref, table in zip(refs[: len(tables)], smem, strict=False):
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[*place(*piece)],
+                            table.at[slot],
+                            ready.at[barrier],
+                        )
+
+        def store(warpgroup, each_tile, smem, ready, done, free):
+            @each_tile
+            def _(tile):
+                @pl.loop(0, each)
+                def _(c):
+                    slot, barrier, _ = slot_of(tile, warpgroup, c)
+                    plgpu.barrier_wait(done.at[barrier])
+                    for ref, table in zip(refs, smem, strict=True):
+                        plgpu.copy_smem_to_gmem(
+                            table.at[slot], ref.at[*place(tile, warpgroup, c)]
+                        )
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(free.at[slot])
+
+        def finish(tile, warpgroup, make, smem, ready, done, free):
             layout = plgpu.Layout.WGMMA
-            row, column = first + tile[0] + warpgroup * ROWS, tile[1]
-
-            def place(c):
-                return pl.ds(row, ROWS), pl.ds(column + c, _PIECE)
-
-            def read(c):
-                return [
-                    plgpu.load(ref.at[*place(c)], layout=layout, optimized=False)
-                    for ref in tables_gmem
-                ]
 
             def splat(value):
-                full = jnp.full((ROWS, _PIECE), value, jnp.float32)
+                full = jnp.full((ROWS, width), value, jnp.float32)
                 return plgpu.layout_cast(full, layout)
 
             scalars = [ref[0] for ref in scalars_gmem]
-            ahead = read(0)
             sums = make()
-            for c in range(0, columns, _PIECE):
-                old = [x.astype(jnp.float32) for x in ahead]
-                if c + _PIECE < columns:  # by itself no read goes past a write
-                    ahead = read(c + _PIECE)
-                gradient = sums[:, c : c + _PIECE]
+            for c in range(each):
+                slot, barrier, _ = slot_of(tile, warpgroup, c)
+                plgpu.barrier_wait(ready.at[barrier])
+                old = [
+                    plgpu.load(table.at[slot], layout=layout).astype(jnp.float32)
+                    for table in smem[: len(tables)]
+                ]
+                gradient = sums[:, c * width : (c + 1) * width]
                 new = update(old, gradient, [splat(x) for x in scalars])
-                written = *tables_gmem, *copies_gmem  # the latter are the weights
-                for ref, rows in zip(written, [*new, new[0]], strict=False):
-                    store(ref.at[*place(c)], rows.astype(ref.dtype))
+                written = zip(smem, [*new, new[0]], strict=False)  # the last: operand
+                for table, rows in written:
+                    table[slot] = rows.astype(table.dtype)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(done.at[barrier])
 
-        gradient_tiles(slopes_gmem, h_gmem, finish)
+        barriers = WARPGROUPS * slots
+        scratch = [
+            [_pieces_type(slots, width, dtype) for dtype in dtypes],
+            plgpu.Barrier(num_arrivals=len(tables), num_barriers=barriers),
+            plgpu.Barrier(num_barriers=barriers),
+            plgpu.Barrier(num_barriers=slots),
+        ]
+        stores = [partial(store, i) for i in range(WARPGROUPS)]
+        gradient_tiles(
+            slopes_gmem, h_gmem, finish, scratch, stages=stages, movers=[load, *stores]
+        )
 
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
     operands = *numbers(start), slopes, h, *scalars, *refs, *copies
     call("kernel_update", body, [], WARPGROUPS, *operands)
     moved = [jax.freeze(ref) for ref in refs]
     return moved, jax.freeze(copies[0]) if copies else None
+
+
+def fits(hidden: int, itemsize: int) -> bool:
+    """Whether the kernel takes such rows, and has shared memory for them.
+
+    Args:
+      hidden: their columns.
+      itemsize: bytes of an element of weights, state and operand: up to 32 always fit.
+    """
+    if hidden % STEP:
+        return False
+    *_, slots = _pieces(itemsize, tile_columns(hidden))
+    return slots >= _LEAST_SLOTS
+
+
+def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
+    """Columns of a piece, steps of the product that are copied ahead, and slots.
+
+    Args:
+      itemsize: bytes of an element of all arrays.
+      columns: of a tile.
+    """
+    for width, stages in _CHOICES:
+        left = _SHARED - stages * 2 * STEP * (TILE + columns)
+        slots = left // (ROWS * width * itemsize)
+        if slots >= _LEAST_SLOTS:
+            break
+    return width, stages, min(slots, _MOST_SLOTS)
+
+
+def _pieces_type(slots: int, width: int, dtype: jnp.dtype):
+    """Shared memory for an array's pieces, which lie as `wgmma` has its results."""
+    tile = min(width, 128 // dtype.itemsize)
+    swizzle = plgpu.SwizzleTransform(tile * dtype.itemsize)
+    layout = plgpu.TilingTransform((8, tile)), swizzle
+    return plgpu.SMEM((slots, ROWS, width), dtype, transforms=layout)

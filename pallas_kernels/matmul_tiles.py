@@ -8,6 +8,7 @@ comes after the sums. Of a tile these have a part each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ def matmul_tiles(
     steps: int,
     warpgroups: int,
     scratch: Sequence = (),
+    stages: int = _STAGES,
+    movers: Sequence[Callable] = (),
 ) -> None:
     """The body of a kernel that `call` runs.
 
@@ -55,8 +58,11 @@ def matmul_tiles(
       steps: of 64, which a tile takes.
       warpgroups: 2 or 4, that compute.
       scratch: shared memory.
+      stages: steps that are copied ahead.
+      movers: at most 3, which a warp each runs next to the one that copies operands;
+        called with a function that calls another with each tile, and `scratch`.
     """
-    stages = min(_STAGES, steps)
+    stages = min(stages, steps)
     registers, of_loader = _REGISTERS[warpgroups]
     warpgroup = lax.axis_index("warpgroup")
 
@@ -66,10 +72,7 @@ def matmul_tiles(
             function(tile_of(info.index[0]), info.local_index * steps)
 
     def scope(blocks, full, free, *scratch_smem):
-        @pl.when(warpgroup == warpgroups)
-        def _():
-            plgpu.set_max_registers(of_loader, action="decrease")
-
+        def load():
             @each_tile
             def _(tile, done):
                 @pl.loop(0, steps)
@@ -87,6 +90,22 @@ def matmul_tiles(
                         plgpu.copy_gmem_to_smem(
                             matrix.at[*at], block.at[slot], full.at[slot]
                         )
+
+        def move():
+            def tiles(function):
+                each_tile(lambda tile, done: function(tile))
+
+            jobs = [load, *(partial(mover, tiles, *scratch_smem) for mover in movers)]
+
+            @plgpu.warp_map
+            def _(warp):
+                for i, job in enumerate(jobs):
+                    pl.when(warp == i)(job)
+
+        @pl.when(warpgroup == warpgroups)
+        def _():
+            plgpu.set_max_registers(of_loader, action="decrease")
+            move() if movers else load()
 
         @pl.when(warpgroup < warpgroups)
         def _():

@@ -122,7 +122,12 @@ def train_step(
         states[keys[1]] if bias is not None else {},
         derived,
     )
+    arrays = [before.kernel, *before.kernel_state.values()]
+    if derived.operand is not None:
+        arrays.append(derived.operand)
+    itemsize = sum(array.dtype.itemsize for array in arrays)
     fits = by_elements(rule, before.kernel, before.kernel_state)
+    fits = fits and kernels.fits(before.kernel.shape[1], itemsize)
 
     def operands(tables: _Tables) -> Layer:
         kernel = tables.derived.operand

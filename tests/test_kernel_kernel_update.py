@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernel_update import kernel_update
+from pallas_kernels.kernel_update import fits, kernel_update
 from sparsejax import optimizers
 from sparsejax.ops.row_update import step_of_arrays
 
@@ -59,6 +59,38 @@ def test_kernel_update(run_kernel, rule, batch, hidden):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         assert np.abs(want - np.asarray(before))[rows].max() > 1e-2
     np.testing.assert_array_equal(copy, tables[0].astype(jnp.bfloat16))
+
+
+def test_many_arrays_of_both_widths(run_kernel):
+    slopes = normal(0, 64, SIZE).astype(jnp.bfloat16)
+    h = normal(1, 64, 128).astype(jnp.bfloat16)
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, *[jnp.float32] * 5]
+    tables = [normal(2 + i, ITEMS, 128).astype(x) for i, x in enumerate(dtypes)]
+
+    def update(old, gradient, scalars):
+        return [x + (i + scalars[0]) * gradient for i, x in enumerate(old)]
+
+    def function(*tables):
+        return kernel_update(update, slopes, h, tables, None, START, [jnp.float32(2)])
+
+    got, copy = run_kernel(function, *tables)
+    rows = slice(START, START + SIZE)
+    gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
+    for i, (x, before) in enumerate(zip(got, tables, strict=True)):
+        want = np.array(before, np.float64)
+        want[rows] += (i + 2) * gradient
+        rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(x.astype(np.float64), want, rtol=rtol, atol=1e-3)
+    assert copy is None
+
+
+def test_refuses_arrays_beyond_shared_memory():
+    assert fits(256, 32) and fits(64, 40)
+    assert not fits(256, 34) and not fits(100, 4)
+    slopes, h = jnp.zeros((64, SIZE), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
+    tables = [jnp.zeros((ITEMS, 256))] * 9
+    with pytest.raises(ValueError, match="36 bytes an element do not fit"):
+        kernel_update(lambda old, *_: old, slopes, h, tables, None, 0)
 
 
 def test_lowers_for_cuda():
