@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import score_tiles as tiles
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS
+from pallas_kernels.matmul_tiles import LAYOUT, ROWS, num_programs
 
 _WORDS = tiles.TILE_ITEMS // 32
 SLOPES_COLUMNS = 64  # that are written at once
@@ -34,16 +34,28 @@ _LEAST = 8  # columns of the smallest array
 
 
 def label_words(
-    rows: Int[Array, "nse"], columns: Int[Array, "nse"], batch: int, size: int
-) -> Int[Array, "batch words"]:
+    rows: Int[Array, "nse"],
+    columns: Int[Array, "nse"],
+    batch: int,
+    size: int,
+    *,
+    counted: bool = False,
+) -> Int[Array, "rows words"]:
     """The bits of labels at (row, column), see above; what is outside is left out.
 
-    A sum of different bits, so there must be no duplicates.
+    A sum of different bits, so there must be no duplicates. If `counted`, `batch` is a
+    multiple of 64 and a row is added for each 64, with the numbers of labels in each 64
+    columns.
     """
-    inside = (columns >= 0) & (columns < size)
+    inside = (columns >= 0) & (columns < size) & (rows < batch)
     word, bit = word_and_bit(columns)
     bit = jnp.left_shift(jnp.int32(1), bit)
-    words = jnp.zeros((batch, size // 32), jnp.int32)
+    if counted:
+        rows = jnp.stack([rows, batch + rows // ROWS])
+        word = jnp.stack([word, columns // SLOPES_COLUMNS])
+        bit = jnp.stack([bit, jnp.ones_like(bit)])
+    more = batch // ROWS if counted else 0
+    words = jnp.zeros((batch + more, size // 32), jnp.int32)
     word = jnp.where(inside, word, words.shape[1])
     return words.at[rows, word].add(bit, mode="drop")
 
@@ -62,7 +74,7 @@ def slopes(
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
     scale: Float[Array, "items"] | None,
-    words: Int[Array, "batch words"],
+    words: Int[Array, "rows words"],
     vectors: Sequence[Float[Array, "batch"]],
     *,
     start: jax.typing.ArrayLike,
@@ -77,8 +89,8 @@ def slopes(
         scores = (h . kernel_i) scale_i + bias_i                        float32
         values, slopes = function(scores, 1, listed, *vectors)      element by element
 
-    A function may return `odds` between the two, which are at least 0: then its values
-    are `values + log(1 + odds)`, and a logarithm is taken of the product of some.
+    A function may return `odds` between the two, from 0 to 1: then its values are
+    `values + log(1 + odds)`, and a logarithm is taken of the product of some.
 
     Args:
       function: gets float32 arrays `[rows, columns]`, `listed` a bool one, and may only
@@ -87,8 +99,9 @@ def slopes(
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      words: of the labels of these items, see `label_words`.
-      vectors: float32, a number for each row.
+      words: of the labels of these items, counted, see `label_words`.
+      vectors: float32, a number for each row. Where the first one, its weight, is 0,
+        all slopes are 0.
       start: first item.
       size: number of items, a multiple of 256.
       limit: items from this one on (of the kernel's rows) have no value and no slope.
@@ -106,13 +119,20 @@ def slopes(
         h,
         kernel,
         (start, limit),
-        [*layer.arrays(), words, *vectors],
+        [*layer.arrays(), *slopes_inputs(words, vectors)],
         [values] * with_values + [jax.ShapeDtypeStruct((batch, size), h.dtype)],
         start=start,
         size=size,
-        scratch=slopes_scratch(tiles.WARPGROUPS, 1, h.dtype),
+        scratch=slopes_scratch(tiles.WARPGROUPS, SLOPES_COLUMNS, h.dtype),
     )
     return made[0] if with_values else None, made[-1]
+
+
+def slopes_inputs(words, vectors) -> list[jax.Array]:
+    """What `SlopesEpilogue` wants to find in global memory."""
+    weights = jnp.reshape(vectors[0], (-1, ROWS))
+    weightless = jnp.any(weights == 0, axis=1).astype(jnp.int32)
+    return [words, weightless, *vectors]
 
 
 class SlopesEpilogue:
@@ -122,25 +142,33 @@ class SlopesEpilogue:
         self.function, self.layer, self.with_values = function, layer, with_values
 
     def __call__(self, make, row, column, warpgroup, scalars, inputs, outputs, smem):
-        vectors, words = self.vectors(row, inputs), self.words(row, column, inputs)
+        first, end = scalars
+        layer_refs, *inputs = self.layer.split(inputs)
+        of_rows = self.of_rows(row, inputs)
+        labels = self.labels(row, column, inputs)
         products, sums = make(), self.no_sums()
         for c in range(0, tiles.COLUMNS, SLOPES_COLUMNS):
             part = products[:, c : c + SLOPES_COLUMNS]
-            place, refs = (row, column, c, warpgroup), (inputs, outputs, smem)
-            sums = self.part(part, words, vectors, sums, place, scalars, refs)
+            item = first + column
+            slopes, sums = self.part(
+                part, c, labels, of_rows, sums, item, end, layer_refs
+            )
+            self.write(slopes, row, column + c, smem.at[warpgroup], outputs)
         for ref in outputs[:-1]:
             values = jnp.sum(self.total(sums), axis=1)
             ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
 
-    def vectors(self, row, inputs) -> list:
-        """The numbers of the 64 rows."""
-        _, _, *refs = self.layer.split(inputs)
-        return [tiles.row_vector(ref, row) for ref in refs]
+    def of_rows(self, row, inputs) -> tuple:
+        """Of 64 rows: whether one has no weight, and their numbers."""
+        _, weightless_gmem, *refs = inputs
+        return weightless_gmem[row // ROWS], [
+            tiles.row_vector(ref, row) for ref in refs
+        ]
 
-    def words(self, row, column, inputs):
-        """The bits of a tile."""
-        _, words_gmem, *_ = self.layer.split(inputs)
-        return load_words(words_gmem, row, column)
+    def labels(self, row, column, inputs) -> tuple:
+        """The bits of a tile, and how many there are in each part of it."""
+        words_gmem, weightless_gmem, *_ = inputs
+        return load_labels(words_gmem, weightless_gmem.shape[0] * ROWS, row, column)
 
     def no_sums(self):
         """Of no values."""
@@ -152,68 +180,90 @@ class SlopesEpilogue:
         total, odds = sums
         return total + _log1p(odds)
 
-    def part(self, products, words, vectors, sums, place, scalars, refs):
-        """Works on 64 columns of a tile, and leaves their slopes in shared memory too.
+    def part(self, products, c, labels, of_rows, sums, item, end, layer_refs):
+        """Works on 64 columns of a tile.
 
         Args:
           products: `[64, SLOPES_COLUMNS]`.
-          words: of the tile.
-          vectors: see above.
+          c: first column in the tile.
+          labels: of the tile, see above.
+          of_rows: see above.
           sums: `no_sums()` or what the last part returned.
-          place: of the tile: first row and column; column of the part in it; warpgroup.
-          scalars: first item, and the first one that does not count.
-          refs: inputs and outputs in global memory, and `slopes_scratch`.
+          item: of the tile's first column.
+          end: the first item that does not count.
+          layer_refs: scales and biases.
+
+        Returns:
+          The slopes, and the sums.
         """
-        (row, column, c, warpgroup), (first, end) = place, scalars
-        inputs, (*_, slopes_gmem), smem = refs
-        layer_refs, *_ = self.layer.split(inputs)
-        slots = smem.shape[1]
-        slot = c // SLOPES_COLUMNS % slots
+        words, counts = labels
+        weightless, vectors = of_rows
         vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
 
-        def piece(i, operands, masked):
-            products, words, (total, odds) = operands
-            item = first + column + c + i
-            scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], item)
-            bits = listed(words, c + i, _PIECE)
+        def piece(i, products, words, sums, masked):
+            total, odds = sums
+            at = item + c + i
+            scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], at)
+            if words is None:
+                bits = tiles.column_numbers(_PIECE) < 0
+            else:
+                bits = listed(words, c + i, _PIECE)
             made = self.function(scores, jnp.ones_like(scores), bits, *vectors)
-            if masked:
-                inside = tiles.column_numbers(_PIECE) < end - item
-                made = [None if x is None else jnp.where(inside, x, 0.0) for x in made]
             values, *more, slopes = made
+            if masked:
+                inside = tiles.column_numbers(_PIECE) < end - at
+                if self.with_values:
+                    values, *more = (jnp.where(inside, x, 0.0) for x in (values, *more))
+                slopes = jnp.where(inside & (vectors[0] != 0.0), slopes, 0.0)
             for j in range(0, _PIECE if self.with_values else 0, _LEAST):
                 total = total + values[:, j : j + _LEAST]
                 for x in more:
                     x = x[:, j : j + _LEAST]
                     odds = odds * (1 + x) + x  # (1 + odds) (1 + x) - 1
-            return slopes.astype(smem.dtype), (total, odds)
+            return slopes.astype(jnp.bfloat16), (total, odds)
 
-        def work(masked):
+        def work(labelled=True, masked=False):
             operands = products, words, sums
-            if masked:  # else LLVM hoists what both branches do, which costs registers
+            if masked or not labelled:
+                # Else LLVM hoists what branches have in common, which costs registers.
                 operands = lax.optimization_barrier(operands)
-            *operands, after = operands
+            mine, bits, after = operands
             pieces = []
             for i in range(0, SLOPES_COLUMNS, _PIECE):
-                slopes, after = piece(i, (*operands, after), masked)
+                slopes, after = piece(
+                    i, mine, bits if labelled else None, after, masked
+                )
                 pieces.append(slopes)
-            # What was there must have been read.
-            plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            smem[warpgroup, slot] = lax.concatenate(pieces, 1)
-            return after
+            return lax.concatenate(pieces, 1), after
 
-        all_inside = first + column + c + SLOPES_COLUMNS <= end
-        after = lax.cond(all_inside, lambda: work(False), lambda: work(True))
+        def unmasked():
+            count = counts[c // SLOPES_COLUMNS]
+            return lax.cond(count == 0, lambda: work(labelled=False), work)
+
+        inside = item + c + SLOPES_COLUMNS <= end
+        plain = jnp.where(inside, weightless, 1) == 0
+        return lax.cond(plain, unmasked, lambda: work(masked=True))
+
+    def write(self, slopes, row, column, smem, outputs):
+        """Writes slopes to `smem`, and from there on their way to global memory."""
+        # What was there must have been read.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem[...] = slopes
         plgpu.commit_smem()
-        target = pl.ds(row, ROWS), pl.ds(column + c, SLOPES_COLUMNS)
-        plgpu.copy_smem_to_gmem(smem.at[warpgroup, slot], slopes_gmem.at[*target])
-        return after
+        target = pl.ds(row, ROWS), pl.ds(column, slopes.shape[1])
+        plgpu.copy_smem_to_gmem(smem, outputs[-1].at[*target])
 
 
-def slopes_scratch(warpgroups: int, slots: int, dtype: jnp.dtype):
-    """The shared memory of `SlopesEpilogue`, for `slots` times 64 columns."""
-    shape = warpgroups, slots, ROWS, SLOPES_COLUMNS
-    return plgpu.SMEM(shape, dtype, transforms=LAYOUT)
+def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
+    """Shared memory for what `SlopesEpilogue` writes."""
+    return plgpu.SMEM((warpgroups, ROWS, columns), dtype, transforms=LAYOUT)
+
+
+def no_scores(batch: int) -> list[Float[Array, "parts batch"]]:
+    """What `normalise` begins with."""
+    # Each program of `score_tiles` has two times 128 items at once.
+    zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
+    return [zeros - jnp.inf, zeros, zeros, zeros]
 
 
 def normalise(
@@ -221,27 +271,35 @@ def normalise(
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
     scale: Float[Array, "items"] | None,
-    words: Int[Array, "batch words"],
+    words: Int[Array, "rows words"],
+    known: Sequence[Float[Array, "parts batch"]],
     *,
     start: jax.typing.ArrayLike,
     size: int,
     limit: jax.typing.ArrayLike,
 ) -> list[Float[Array, "parts batch"]]:
-    """What softmax needs to know of the scores, for each 128 items.
+    """What softmax needs to know of the scores of some items, with what is `known`.
 
-    The arguments are those of `slopes`.
+    The other arguments are those of `slopes`.
+
+    Args:
+      known: `no_scores(batch)` or what a call for other items returned; written in place,
+        if donated.
 
     Returns:
-      The largest score; the sum of exp(score - largest), from 0 if the largest is -inf;
-      the number of labels; the sum of their scores.
+      In parts, each of some of the items: the largest score; the sum of
+      exp(score - largest), from 0 if the largest is -inf; the number of labels; the sum
+      of their scores.
     """
-    batch = h.shape[0]
     layer = ItemLayer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
-        layer_refs, words_gmem = layer.split(inputs)
-        words = load_words(words_gmem, row, column)
+        layer_refs, words_gmem, *known_gmem = layer.split(inputs)
+        words, counts = load_labels(words_gmem, h.shape[0], row, column)
+        part = 2 * lax.axis_index("program") + lax.div(warpgroup, 2)
+        refs = [ref.at[part] for ref in known_gmem]
+        before = [tiles.row_vector(ref, row) for ref in refs]
         products = make()
         parts = range(0, tiles.COLUMNS, _LEAST)
 
@@ -253,40 +311,53 @@ def normalise(
                 scores = jnp.where(inside, scores, -jnp.inf)
             return scores
 
-        def finish(masked):
-            operands = products, words
-            if masked:  # see `slopes`
-                operands = lax.optimization_barrier(operands)
-            scores = [scores_of(c, operands[0], masked) for c in parts]
-            largest = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
-            shift = jnp.where(largest == -jnp.inf, 0.0, largest) * _LOG2E
-            shift = tiles.spread_rows(shift, _LEAST)
-            total = count = found = jnp.zeros_like(shift)
+        def of_labels(scores):
+            count = found = jnp.zeros_like(scores[0])
             for c, x in zip(parts, scores, strict=True):
-                bits = listed(operands[1], c, _LEAST)
-                total = total + jnp.exp2(x * _LOG2E - shift)
+                bits = listed(words, c, _LEAST)
                 count = count + jnp.where(bits, 1.0, 0.0)
                 found = found + jnp.where(bits, x, 0.0)
-            place = column // tiles.COLUMNS, pl.ds(row, ROWS)
-            sums = [jnp.sum(x, axis=1) for x in (total, count, found)]
-            for ref, x in zip(outputs, (largest, *sums), strict=True):
-                ref[place] = x
+            return [
+                y + jnp.sum(x, axis=1)
+                for x, y in zip((count, found), before[2:], strict=True)
+            ]
+
+        def finish(masked):
+            mine = products
+            if masked:  # see `SlopesEpilogue`
+                mine = lax.optimization_barrier(mine)
+            scores = [scores_of(c, mine, masked) for c in parts]
+            largest = jnp.max(functools.reduce(jnp.maximum, scores), axis=1)
+            largest = jnp.maximum(largest, before[0])
+            shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+            shifts = tiles.spread_rows(shift * _LOG2E, _LEAST)
+            total = jnp.zeros_like(shifts)
+            for x in scores:
+                total = total + jnp.exp2(x * _LOG2E - shifts)
+            total = jnp.sum(total, axis=1)
+            total = total + before[1] * jnp.exp2((before[0] - shift) * _LOG2E)
+            labels = lax.cond(
+                sum(counts) == 0, lambda: before[2:], lambda: of_labels(scores)
+            )
+            for ref, x in zip(refs, (largest, total, *labels), strict=True):
+                ref[pl.ds(row, ROWS)] = x
 
         all_inside = first + column + tiles.COLUMNS <= end
         lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
 
-    out = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
-    return tiles.score_tiles(
+    refs = [jax.new_ref(x) for x in known]
+    tiles.score_tiles(
         "normalise",
         epilogue,
         h,
         kernel,
         (start, limit),
-        [*layer.arrays(), words],
-        [out] * 4,
+        [*layer.arrays(), words, *refs],
+        [],
         start=start,
         size=size,
     )
+    return [jax.freeze(ref) for ref in refs]
 
 
 class ItemLayer:
@@ -334,6 +405,14 @@ def load_words(words_gmem, row, column):
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
     words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
     return lax.shift_right_logical(words, lax.rem(column, tiles.TILE_ITEMS) // _WORDS)
+
+
+def load_labels(words_gmem, batch, row, column):
+    """`load_words`, and how many labels there are in each 64 columns of a tile."""
+    at, place = batch + row // ROWS, column // SLOPES_COLUMNS
+    counts = range(tiles.COLUMNS // SLOPES_COLUMNS)
+    counts = [words_gmem[at, place + i] for i in counts]
+    return load_words(words_gmem, row, column), counts
 
 
 def listed(words, column: int, columns: int):

@@ -46,7 +46,7 @@ def score_tiles(
     h: jax.Array,
     kernel: jax.Array,
     scalars: Sequence[jax.typing.ArrayLike],
-    inputs: Sequence[jax.Array],
+    inputs: Sequence,
     out_type: Sequence[jax.ShapeDtypeStruct],
     *,
     start: jax.typing.ArrayLike,
@@ -66,7 +66,7 @@ def score_tiles(
       h: rows in a multiple of 128.
       kernel: see `unsupported`.
       scalars: int32, handed to the epilogue.
-      inputs: arrays in global memory.
+      inputs: arrays in global memory, or references to some that the epilogue changes.
       out_type: what the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256.

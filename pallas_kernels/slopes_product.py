@@ -7,8 +7,7 @@
 
 As in attention: slopes are multiplied where they are made, and the kernel is read once for
 both products. That takes `[64, hidden]` sums in the registers of a warpgroup, which leaves
-those for 128 scores a row. They are worked on and multiplied by halves, so that one half is
-multiplied while the other is worked on, as is the other warpgroup's.
+those for 128 scores a row. While one warpgroup works on scores, the other's are multiplied.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from pallas_kernels.output_loss import (
     SLOPES_COLUMNS,
     ItemLayer,
     SlopesEpilogue,
+    slopes_inputs,
     slopes_scratch,
 )
 from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
@@ -34,7 +34,8 @@ from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
 MAX_HIDDEN = 256
 _WARPGROUPS = TILE_ROWS // ROWS
 _TILES = 2  # of the kernel's rows, in shared memory
-_HALVES = COLUMNS // SLOPES_COLUMNS  # of a tile
+# Of which the odds are multiplied before a logarithm is taken: 16 factors of 2 each.
+_TILES_OF_ODDS = 4
 _REGISTERS = 240, 24  # of a thread that computes or copies, see `matmul_tiles`
 
 
@@ -43,7 +44,7 @@ def slopes_product(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    words: Int[Array, "batch words"],
+    words: Int[Array, "rows words"],
     vectors: Sequence[Float[Array, "batch"]],
     *,
     start: jax.typing.ArrayLike,
@@ -66,14 +67,14 @@ def slopes_product(
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
     epilogue = SlopesEpilogue(function, layer, with_values)
-    inputs = [*layer.arrays(), words, *vectors]
+    inputs = [*layer.arrays(), *slopes_inputs(words, vectors)]
 
     def body(start_gmem, limit_gmem, h_gmem, kernel_gmem, *refs):
-        scalars = first, _ = start_gmem[0], limit_gmem[0]
-        inputs_gmem = refs[: len(inputs)]
+        first, end = start_gmem[0], limit_gmem[0]
+        layer_gmem, *inputs_gmem = layer.split(refs[: len(inputs)])
         *outputs_gmem, product_gmem = refs[len(inputs) :]
         warpgroup = lax.axis_index("warpgroup")
-        halves = [pl.ds(i * SLOPES_COLUMNS, SLOPES_COLUMNS) for i in range(_HALVES)]
+        sums_type = plgpu.ACC((ROWS, COLUMNS))
 
         def each_part(function):
             """Of a program: calls `function(row, part, steps, again, tile)`.
@@ -108,97 +109,95 @@ def slopes_product(
                 @pl.loop(0, steps)
                 def _(j):
                     column, slot, again = tile(j)
-                    for half in range(_HALVES):
 
-                        @pl.when(again)
-                        def _(half=half):
-                            plgpu.barrier_wait(free.at[slot * _HALVES + half])
+                    @pl.when(again)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
 
-                        item = first + column + half * SLOPES_COLUMNS
-                        plgpu.copy_gmem_to_smem(
-                            kernel_gmem.at[pl.ds(item, SLOPES_COLUMNS)],
-                            kernel_smem.at[slot, halves[half]],
-                            full.at[slot * _HALVES + half],
-                        )
+                    plgpu.copy_gmem_to_smem(
+                        kernel_gmem.at[pl.ds(first + column, COLUMNS)],
+                        kernel_smem.at[slot],
+                        full.at[slot],
+                    )
 
         def compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free):
             mine = pl.ds(warpgroup * ROWS, ROWS)
-            refs = inputs_gmem, outputs_gmem, slopes_smem
-            sums_type = plgpu.ACC((ROWS, SLOPES_COLUMNS))
+            my_slopes = slopes_smem.at[warpgroup]
 
             @each_part
             def _(row, part, steps, again, tile):
                 first_row = row + warpgroup * ROWS
 
-                def words(j):
+                def labels(j):
                     column, _, _ = tile(jnp.minimum(j, steps - 1))
-                    return epilogue.words(first_row, column, inputs_gmem)
+                    return epilogue.labels(first_row, column, inputs_gmem)
 
-                def score(sums, j, half):
-                    """Begins what makes the scores of a half."""
+                def score(sums, j):
+                    """Begins what makes the scores of a tile."""
                     _, slot, _ = tile(j)
 
                     @pl.when(j < steps)
                     def _():
-                        plgpu.barrier_wait(full.at[slot * _HALVES + half])
+                        plgpu.barrier_wait(full.at[slot])
 
                     # After the last tile, of what happens to be there.
-                    items = kernel_smem.at[slot, halves[half]].transpose((1, 0))
+                    items = kernel_smem.at[slot].transpose((1, 0))
                     plgpu.wgmma(sums, h_smem.at[mine], items)
 
                 def multiply(product):
                     plgpu.barrier_wait(h_full)
-                    vectors = epilogue.vectors(first_row, inputs_gmem)
+                    of_rows = epilogue.of_rows(first_row, inputs_gmem)
 
-                    def first_scores(*sums):
-                        for half in range(_HALVES):
-                            score(sums[half], 0, half)
-                        return [x[...] for x in sums]
+                    def first_scores(sums):
+                        score(sums, 0)
+                        return sums[...]
 
-                    zeros, _ = epilogue.no_sums()
-                    products = pl.run_scoped(first_scores, *[sums_type] * _HALVES)
-                    carry = products, words(0), zeros
+                    products = pl.run_scoped(first_scores, sums_type)
+                    carry = products, labels(0), epilogue.no_sums()
 
                     def step(j, carry):
-                        products, bits, values = carry
+                        products, bits, sums = carry
                         column, slot, _ = tile(j)
-                        sums = epilogue.no_sums()
-                        for half in range(_HALVES):
-                            place = first_row, column, half * SLOPES_COLUMNS, warpgroup
-                            sums = epilogue.part(
-                                products[half],
+                        slopes = []
+                        item = first + column
+                        for c in range(0, COLUMNS, SLOPES_COLUMNS):
+                            piece, sums = epilogue.part(
+                                products[:, c : c + SLOPES_COLUMNS],
+                                c,
                                 bits,
-                                vectors,
+                                of_rows,
                                 sums,
-                                place,
-                                scalars,
-                                refs,
+                                item,
+                                end,
+                                layer_gmem,
                             )
-                            if half:
-                                plgpu.wgmma_wait(0)
-                                plgpu.barrier_arrive(free.at[slot * _HALVES + half - 1])
-                            plgpu.wgmma(
-                                product,
-                                slopes_smem.at[warpgroup, half],
-                                kernel_smem.at[slot, halves[half]],
+                            slopes.append(piece)
+                        slopes = lax.concatenate(slopes, 1)
+                        epilogue.write(
+                            slopes, first_row, column, my_slopes, outputs_gmem
+                        )
+                        plgpu.wgmma(product, my_slopes, kernel_smem.at[slot])
+                        next_bits = labels(j + 1)
+
+                        def next_scores(sums):
+                            score(sums, j + 1)
+                            plgpu.wgmma_wait(1)
+                            plgpu.barrier_arrive(free.at[slot])
+                            return sums[...]
+
+                        products = pl.run_scoped(next_scores, sums_type)
+                        if with_values:
+                            sums = lax.cond(
+                                lax.rem(j, _TILES_OF_ODDS) == _TILES_OF_ODDS - 1,
+                                lambda: (epilogue.total(sums), epilogue.no_sums()[1]),
+                                lambda: sums,
                             )
+                        return products, next_bits, sums
 
-                        def next_scores(*following):
-                            for half in range(_HALVES):
-                                score(following[half], j + 1, half)
-                            plgpu.wgmma_wait(_HALVES)
-                            plgpu.barrier_arrive(free.at[slot * _HALVES + _HALVES - 1])
-                            return [x[...] for x in following]
-
-                        total = epilogue.total(sums)
-                        next_bits = words(j + 1)
-                        products = pl.run_scoped(next_scores, *[sums_type] * _HALVES)
-                        return products, next_bits, values + total
-
-                    *_, values = lax.fori_loop(0, steps, step, carry)
+                    *_, sums = lax.fori_loop(0, steps, step, carry)
                     rows = pl.ds(first_row, ROWS)
                     for ref in outputs_gmem[:-1]:
-                        ref[part, rows] = jnp.sum(values, axis=1)
+                        ref[part, rows] = jnp.sum(epilogue.total(sums), axis=1)
                     product_gmem[part, rows] = product[...]
                     plgpu.barrier_arrive(h_free)
 
@@ -217,16 +216,15 @@ def slopes_product(
                 plgpu.set_max_registers(_REGISTERS[0], action="increase")
                 compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free)
 
-        slots = _TILES * _HALVES
         pl.run_scoped(
             scope,
             plgpu.SMEM((TILE_ROWS, hidden), h.dtype, transforms=LAYOUT),
             plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=LAYOUT),
-            slopes_scratch(_WARPGROUPS, _HALVES, h.dtype),
+            slopes_scratch(_WARPGROUPS, COLUMNS, h.dtype),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
-            plgpu.Barrier(num_barriers=slots),
-            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=slots),
+            plgpu.Barrier(num_barriers=_TILES),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_TILES),
             collective_axes="warpgroup",
         )
 

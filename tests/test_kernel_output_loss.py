@@ -26,37 +26,45 @@ def make(seed=0):
     return h, kernel, bias, scale, vector, listed
 
 
-def words_of(listed):
+def words_of(listed, start=START):
     rows, columns = map(jnp.asarray, np.nonzero(listed))
     rows = jnp.append(rows, len(listed))  # padding is left out
-    columns = jnp.append(columns, 300)
-    return kernels.label_words(rows, columns - START, len(listed), SIZE)
+    columns = jnp.append(columns, start)
+    size = listed[:, start : start + SIZE].shape
+    return kernels.label_words(rows, columns - start, *size, counted=True)
 
 
 def exact_scores(h, kernel, bias=0.0, scale=1.0):
     products = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64).T
-    scores = products * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)
-    return scores[:, START : START + SIZE]
+    return products * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)
 
 
 def test_words_hold_the_labels():
     listed = make()[-1]
     words = np.asarray(words_of(listed)).view(np.uint32)
     i = np.arange(SIZE)
-    bits = words[:, 8 * (i // 256) + i % 8] >> (i % 256 // 8).astype(np.uint32) & 1
-    np.testing.assert_array_equal(bits, listed[:, START : START + SIZE])
+    bits = words[:BATCH, 8 * (i // 256) + i % 8] >> (i % 256 // 8).astype(np.uint32) & 1
+    listed = listed[:, START : START + SIZE]
+    np.testing.assert_array_equal(bits, listed)
+    counts = listed.reshape(-1, 64, SIZE // 64, 64).sum((1, 3))
+    np.testing.assert_array_equal(words[BATCH:, : SIZE // 64], counts)
 
 
 @pytest.mark.parametrize("with_layer", [False, True])
 def test_slopes(run_kernel, with_layer):
     h, kernel, bias, scale, vector, listed = make()
     layer = (bias, scale) if with_layer else (None, None)
+    # Of 64 rows and columns: all have weights, or not; some are labels, or none.
+    weights = jnp.where(jnp.arange(BATCH) == 70, 0, 2 * jnp.ones(BATCH))
+    h = h.at[70].set(jnp.nan)
+    listed[:, 320:576] = False
 
-    def function(scores, ones, listed, vector):
+    def function(scores, ones, listed, weights, vector):
         odds = [jnp.exp(-4 * jnp.abs(scores))] if with_layer else []
-        return scores + ones, *odds, jnp.where(listed, vector * scores, scores)
+        slopes = weights * jnp.where(listed, vector * scores, scores)
+        return scores + ones, *odds, slopes
 
-    def call(h, kernel, bias, scale, words, vector, start):
+    def call(h, kernel, bias, scale, words, weights, vector, start):
         return kernels.slopes(
             function,
             h,
@@ -64,7 +72,7 @@ def test_slopes(run_kernel, with_layer):
             bias,
             scale,
             words,
-            [vector],
+            [weights, vector],
             start=start,
             size=SIZE,
             limit=LIMIT,
@@ -72,11 +80,14 @@ def test_slopes(run_kernel, with_layer):
 
     words = words_of(listed)
     start = jnp.int32(START)
-    values, slopes = run_kernel(call, h, kernel, *layer, words, vector, start)
+    operands = h, kernel, *layer, words, weights, vector
+    values, slopes = run_kernel(call, *operands, start)
     scores = exact_scores(h, kernel, *layer if with_layer else ())
+    scores = scores[:, START : START + SIZE]
     inside = np.arange(START, START + SIZE) < LIMIT
     listed = listed[:, START : START + SIZE]
     want = np.where(listed, np.asarray(vector)[:, None] * scores, scores) * inside
+    want = np.where(np.arange(BATCH)[:, None] == 70, 0, 2 * want)
     assert slopes.dtype == jnp.bfloat16
     np.testing.assert_allclose(slopes.astype(np.float64), want, rtol=2**-7, atol=1e-5)
     want = scores + 1 + with_layer * np.log1p(np.exp(-4 * np.abs(scores)))
@@ -86,39 +97,49 @@ def test_slopes(run_kernel, with_layer):
 
 def test_normalise(run_kernel):
     h, kernel, bias, scale, _, listed = make()
-    bias = bias.at[256:512].set(-jnp.inf)  # the first tile: all denied
+    bias = bias.at[256:512].set(-jnp.inf)  # the second tile: all denied
+    # Of 64 rows: no labels in the first tile, none in a half of the last one.
+    listed[:, :512] = False
+    listed[:64, 512:576] = False
 
-    def call(*operands):
-        size = {"start": START, "size": SIZE, "limit": LIMIT}
-        return kernels.normalise(*operands, **size)
+    def call(h, kernel, bias, scale, *words):
+        known = kernels.no_scores(BATCH)
+        for start, mine in zip(range(0, ITEMS, 256), words, strict=True):
+            known = kernels.normalise(
+                *(h, kernel, bias, scale, mine, known),
+                start=start,
+                size=256,
+                limit=LIMIT,
+            )
+        return known
 
-    no_label = listed & (np.arange(ITEMS) >= 512)  # of denied items
-    parts = run_kernel(call, h, kernel, bias, scale, words_of(no_label))
+    words = [words_of(listed[:, i : i + 256], 0) for i in range(0, ITEMS, 256)]
+    parts = run_kernel(call, h, kernel, bias, scale, *words)
     scores = exact_scores(h, kernel, bias, scale)
-    scores[:, LIMIT - START :] = -np.inf
-    scores = scores.reshape(BATCH, -1, COLUMNS).transpose(1, 0, 2)
-    listed = no_label[:, START : START + SIZE].copy()
-    listed = listed.reshape(BATCH, -1, COLUMNS).transpose(1, 0, 2)
-    largest = scores.max(2)
-    shift = np.where(np.isinf(largest), 0, largest)[..., None]
-    found = np.where(listed & (scores > -np.inf), scores, 0).sum(2)
-    want = largest, np.exp(scores - shift).sum(2), listed.sum(2), found
-    for i, (got, exact) in enumerate(zip(parts, want, strict=True)):
-        if i == 3:  # a label may be in the 6 items that do not count
-            exact = np.where((listed & np.isinf(scores)).any(2), -np.inf, exact)
-        np.testing.assert_allclose(got, exact, rtol=2e-5, atol=2e-5)
+    scores[:, LIMIT:] = -np.inf
+    largest = scores.max(1)
+    np.testing.assert_allclose(parts[0].max(0), largest, rtol=2e-5, atol=2e-5)
+    totals = (parts[1] * np.exp(parts[0] - largest)).sum(0)
+    total = np.exp(scores - largest[:, None]).sum(1)
+    np.testing.assert_allclose(totals, total, rtol=2e-5)
+    np.testing.assert_array_equal(parts[2].sum(0), listed.sum(1))
+    found = np.where(listed, scores, 0).sum(1)  # a label may be none of the items
+    np.testing.assert_allclose(parts[3].sum(0), found, rtol=2e-5, atol=2e-5)
 
 
 def test_small_odds_are_not_lost(run_kernel):
     h, kernel, *_, listed = make()
 
     def call(h, kernel, words):
-        def function(scores, ones, listed):
+        def function(scores, ones, listed, weights):
             odds = jnp.where(listed, 1e-9 * ones, 3e-9)
-            return jnp.zeros_like(scores), odds, scores
+            return jnp.zeros_like(scores), odds, weights * scores
 
         size = {"start": START, "size": SIZE, "limit": ITEMS}
-        return kernels.slopes(function, h, kernel, None, None, words, [], **size)[0]
+        weights = [jnp.ones(BATCH)]
+        arguments = function, h, kernel, None, None, words, weights
+        values, _ = kernels.slopes(*arguments, **size)
+        return values
 
     values = run_kernel(call, h, kernel, words_of(listed))
     odds = np.where(listed[:, START : START + SIZE], 1e-9, 3e-9)

@@ -256,6 +256,13 @@ def test_awkward_labels(rule, matrix, seed):
     check(rule, make_problem(matrix, extra_rows=2, seed=seed))
 
 
+@both_kinds
+@pytest.mark.parametrize("valued", [False, True])
+def test_labels_that_were_sorted_ahead(rule, valued):
+    labels = matrices.random_csr(6, 300, valued=valued)
+    check(rule, make_problem(labels.with_transposed()))
+
+
 @main_rules
 def test_bfloat16(rule, monkeypatch):
     use_chunks(monkeypatch, 128)
@@ -439,8 +446,10 @@ def broken_labels(kind):
 @pytest.mark.parametrize(
     "kind", ["overfull", "negative", "num_cols", "padding row", "far"]
 )
-def test_broken_labels_are_nan(rule, kind):
-    problem = make_problem(broken_labels(kind))
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "sorted_ahead"])
+def test_broken_labels_are_nan(rule, kind, ahead):
+    labels = broken_labels(kind)
+    problem = make_problem(labels.with_transposed() if ahead else labels)
     got = output_loss_per_example(
         problem.h, problem.kernel, problem.bias, problem.labels, loss=rule
     )

@@ -236,11 +236,15 @@ class Entries(NamedTuple):
         return chunk.at[place].set(values, mode="drop", unique_indices=True)
 
     def words(
-        self, start: jax.typing.ArrayLike, shape: tuple[int, int]
-    ) -> Int[Array, "batch words"]:
+        self,
+        start: jax.typing.ArrayLike,
+        shape: tuple[int, int],
+        *,
+        counted: bool = False,
+    ) -> Int[Array, "rows words"]:
         """The same as bits, for the kernels."""
         columns = jnp.where(self.rows < 0, -1, self.columns - start)
-        return label_words(self.rows, columns, *shape)
+        return label_words(self.rows, columns, *shape, counted=counted)
 
 
 def entries_of(
@@ -256,8 +260,12 @@ def entries_of(
         block = local(matrix.blocks)
         entries, broken = entries_of(block, Shard(), batch, items)
         return entries, shard.sum_over_items(broken.astype(jnp.int32)) > 0
-    first_row, indices = shard.first_row(batch), jnp.asarray(matrix.indices)
-    rows = matrix.row_ids()
+    first_row = shard.first_row(batch)
+    if matrix.data is None and matrix.transposed is not None:
+        # Any order will do, and here the rows are known.
+        rows, indices = matrix.transposed.rows, matrix.transposed.columns
+    else:
+        rows, indices = matrix.row_ids(), jnp.asarray(matrix.indices)
     outside = (indices < 0) | (indices >= matrix.num_cols)
     # Only what is wrong is written, as many writes to few places are slow on a GPU.
     broken = jnp.where(outside, rows, matrix.num_rows)

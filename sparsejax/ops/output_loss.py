@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ _CHUNK_ELEMENTS = 2**20
 # On a GPU a chunk has to be large enough for its products to be fast. With the kernel
 # it takes two bytes a score, without it about ten.
 _GPU_CHUNK_ELEMENTS = 2**25
-_KERNEL_CHUNK_ELEMENTS = 2**26
+_KERNEL_CHUNK_ELEMENTS = 2**27
 
 
 def output_loss(
@@ -283,13 +283,14 @@ def loss_and_updates[Carry](
     dh = None if update is None else jnp.zeros(h.shape, dtype)
     if isinstance(rule, losses.SoftmaxCrossEntropy):
         found = fold(
-            lambda start, size, found: chunks.normalise(start, size, whole, found),
-            _Normaliser(zeros - jnp.inf, zeros, zeros, zeros),
+            lambda start, size, known: chunks.normalise(start, size, whole, known),
+            chunks.no_scores(),
         )
+        found = _Normaliser.merge([x[:, :batch] for x in found])
         per_example, log_sum_exp, label_sum = _softmax_loss(found, shard)
         if update is None:
             return finish(per_example, None, carry)
-        vectors = weights, log_sum_exp, label_sum
+        vectors = weights, log_sum_exp, weights * label_sum
         function = _softmax_slopes
     else:
         vectors = (weights,)
@@ -340,12 +341,15 @@ def _write_kernel_gradient(start, slopes, h, gradients: Any) -> Any:
     return gradients._replace(kernel=kernel)
 
 
+# Functions for `_Chunks.slopes`: where the weight is 0, what they say of slopes is ignored.
+
+
 def _elementwise(rule, scores, labels, listed, weights):
     """Values, and the weighted derivatives in the scores."""
     values, slopes = jax.jvp(
         lambda scores: rule(scores, labels, listed), (scores,), (jnp.ones_like(scores),)
     )
-    return values, jnp.where(weights != 0, weights * slopes, 0)
+    return values, weights * slopes
 
 
 def _sigmoid(scores, labels, listed, weights):
@@ -353,15 +357,15 @@ def _sigmoid(scores, labels, listed, weights):
     del labels
     scores = jnp.where(listed, -scores, scores)
     odds = jnp.exp(-jnp.abs(scores))
-    slopes = jnp.where(scores > 0, 1.0, odds) * jnp.square(lax.rsqrt(1 + odds))
-    slopes = jnp.where(listed, -weights, weights) * slopes
-    return jnp.maximum(scores, 0), odds, jnp.where(weights != 0, slopes, 0)
+    slopes = jnp.square(lax.rsqrt(1 + odds))
+    slopes = jnp.where(scores > 0, slopes, slopes * odds)
+    return jnp.maximum(scores, 0), odds, jnp.where(listed, -weights, weights) * slopes
 
 
 def _softmax_slopes(scores, labels, listed, weights, log_sum_exp, label_sum):
-    labels = jnp.where(listed, labels, 0)
-    slopes = label_sum * jnp.exp(scores - log_sum_exp) - labels
-    return None, jnp.where(weights != 0, weights * slopes, 0)
+    """The same of softmax, without values; `label_sum` is weighted."""
+    slopes = label_sum * jnp.exp(scores - log_sum_exp)
+    return None, jnp.where(listed, slopes - weights * labels, slopes)
 
 
 class _Normaliser(NamedTuple):
@@ -373,15 +377,18 @@ class _Normaliser(NamedTuple):
     label_scores: jax.Array  # sum of label times score
 
     @classmethod
-    def merge(cls, parts: _Normaliser) -> _Normaliser:
-        """Of parts of the items, `[parts, batch]`."""
-        largest = jnp.max(parts.largest, axis=0)
-        shift = _finite(largest)  # -inf - -inf would be NaN
-        total = parts.total * jnp.exp(parts.largest - shift[None])
-        sums = (
-            jnp.sum(x, axis=0) for x in (total, parts.label_sum, parts.label_scores)
-        )
-        return cls(largest, *sums)
+    def merge(cls, known: Iterable[Float[Array, "parts batch"]]) -> _Normaliser:
+        """Of all parts of the items, from the same for each."""
+
+        def join(a, b):
+            largest = jnp.maximum(a[0], b[0])
+            shift = _finite(largest)  # -inf - -inf would be NaN
+            total = sum(x[1] * jnp.exp(x[0] - shift) for x in (a, b))
+            return largest, total, a[2] + b[2], a[3] + b[3]
+
+        parts = tuple(known)
+        zero = jnp.zeros((), parts[0].dtype)
+        return cls(*lax.reduce(parts, (zero - jnp.inf, zero, zero, zero), join, (0,)))
 
 
 def _finite(largest):
@@ -391,9 +398,7 @@ def _finite(largest):
 def _softmax_loss(found: _Normaliser, shard: Shard):
     """Losses, log-sum-exp and sum of the labels of each row."""
     if shard.items is not None:
-        found = _Normaliser.merge(
-            _Normaliser(*lax.all_gather(tuple(found), shard.items))
-        )
+        found = _Normaliser.merge(lax.all_gather(tuple(found), shard.items))
     log_sum_exp = _finite(found.largest) + jnp.log(found.total)
     # A row without labels costs nothing, even where all its items are denied.
     nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
@@ -435,13 +440,14 @@ class _Chunks(NamedTuple):
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """Values summed over the items, and slopes, of a function of scores.
 
-        The function gets the `vectors [batch]` as columns. Third comes the product of the
+        The function gets the `vectors [batch]`, of which weights are the first, as columns;
+        where they are 0, so are the slopes. Third comes the product of the
         slopes with the kernel, if it is wanted and was no more work, or None.
         """
         *operands, inside = self.scores(start, size, layer)
         columns = [vector[:, None] for vector in vectors]
         values, slopes = function(*operands, *columns)
-        slopes = jnp.where(inside, slopes, 0).astype(self.h.dtype)
+        slopes = jnp.where(inside & (columns[0] != 0), slopes, 0).astype(self.h.dtype)
         if values is not None and jax.default_backend() == "gpu":
             # In one kernel with the sum of the values, XLA takes more than twice as long.
             *operands, slopes = lax.optimization_barrier((*operands, slopes))
@@ -450,18 +456,27 @@ class _Chunks(NamedTuple):
             values = jnp.sum(jnp.where(inside, values, 0), axis=1)
         return values, slopes, None
 
-    def normalise(self, start, size, layer: Layer, found: _Normaliser) -> _Normaliser:
+    def no_scores(self) -> list[Float[Array, "parts batch"]]:
+        """What `normalise` begins with: of parts of the items, as `_Normaliser`."""
+        zeros = jnp.zeros((1, len(self.h)), item_chunks.accumulator(self.h.dtype))
+        return [zeros - jnp.inf, zeros, zeros, zeros]
+
+    def normalise(
+        self, start, size, layer: Layer, known: list[Float[Array, "parts batch"]]
+    ) -> list[Float[Array, "parts batch"]]:
         scores, labels, listed, inside = self.scores(start, size, layer)
         scores = jnp.where(inside, scores, -jnp.inf)
         largest = jnp.max(scores, axis=1)
-        new = _Normaliser(
+        new = (
             largest,
             jnp.sum(jnp.exp(scores - _finite(largest)[:, None]), axis=1),
             jnp.sum(jnp.where(listed, labels, 0), axis=1),
             jnp.sum(jnp.where(listed, labels * scores, 0), axis=1),
         )
-        parts = zip(found, new, strict=True)
-        return _Normaliser.merge(_Normaliser(*(jnp.stack(pair) for pair in parts)))
+        parts = (
+            jnp.concatenate([old, x[None]]) for old, x in zip(known, new, strict=True)
+        )
+        return [x[None] for x in _Normaliser.merge(parts)]
 
 
 class _KernelChunks(_Chunks):
@@ -484,7 +499,7 @@ class _KernelChunks(_Chunks):
             "kernel": layer.kernel,
             "bias": bias,
             "scale": scale,
-            "words": self.entries.words(start, (len(h), size)),
+            "words": self.entries.words(start, (len(h), size), counted=True),
             "start": start,
             "size": size,
             "limit": self.limit,
@@ -505,14 +520,11 @@ class _KernelChunks(_Chunks):
         values = None if values is None else jnp.sum(values, axis=0)[:batch]
         return values, slopes[:batch], product
 
-    def normalise(self, start, size, layer, found):
-        parts = kernels.normalise(**self._arguments(start, size, layer))
-        batch = len(self.h)
-        joined = (
-            jnp.concatenate([old[None], new[:, :batch]])
-            for old, new in zip(found, parts, strict=True)
-        )
-        return _Normaliser.merge(_Normaliser(*joined))
+    def no_scores(self):
+        return kernels.no_scores(len(item_chunks.pad_rows(self.h)))
+
+    def normalise(self, start, size, layer, known):
+        return kernels.normalise(known=known, **self._arguments(start, size, layer))
 
 
 def _unsupported(h, layer: Layer, labels: CSR | ShardedCSR) -> str | None:
