@@ -49,6 +49,10 @@ class HiddenConfig:
         "linear".
       use_bias: whether it has a bias.
       dropout: probability of dropping a unit in training.
+      dtype: "float32" or "bfloat16", in which the product with the kernel takes its
+        operands and leaves its result; the kernel itself is float32 in any case, and so
+        are the sums. Of the layer that reads the input, the dtype of the result only.
+        By default as the kernel and what the layer reads.
     """
 
     kind: ClassVar[str] = "hidden"
@@ -58,6 +62,7 @@ class HiddenConfig:
     activation: str = "relu"
     use_bias: bool = True
     dropout: float = 0.0
+    dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,6 +315,11 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
             rate = getattr(layer, key, 0.0)
             if not 0 <= rate < 1:
                 raise ValueError(f"layer {layer.name!r}: {key} {rate} is not in [0, 1)")
+        dtype = None if isinstance(layer, InputConfig) else layer.dtype
+        if dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(
+                f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got {dtype!r}'
+            )
         if isinstance(layer, HiddenConfig) and layer.size < 1:
             raise ValueError(f"layer {layer.name!r}: size {layer.size} is not positive")
         if isinstance(layer, OutputConfig):
@@ -317,11 +327,6 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
                 raise ValueError(
                     f"layer {layer.name!r}: temperature {layer.temperature} is not "
                     "positive"
-                )
-            if layer.dtype not in (None, "float32", "bfloat16"):
-                raise ValueError(
-                    f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got '
-                    f"{layer.dtype!r}"
                 )
             if layer.tied is not None:
                 _check_tied(layers, layer)

@@ -64,6 +64,7 @@ class FeedForward(nnx.Module):
             inputs,
             sizes[0],
             use_bias=config.hidden[0].use_bias,
+            dtype=config.hidden[0].dtype,
             kernel=self.output.kernel if tied else None,
             rngs=rngs,
         )
@@ -72,6 +73,7 @@ class FeedForward(nnx.Module):
                 before,
                 h.size,
                 use_bias=h.use_bias,
+                dtype=h.dtype,
                 rngs=rngs,
                 **_divided(before, h.size, by_inputs=i % 2 == 1),
             )

@@ -81,6 +81,7 @@ def document(**changes) -> dict:
         ({"layer": {1: {"size": "8"}}}, r'"size" must be int, got \'8\''),
         ({"layer": {1: {"size": True}}}, '"size" must be int, got True'),
         ({"layer": {3: {"dtype": "int8"}}}, "'output': dtype is \"float32\" or"),
+        ({"layer": {2: {"dtype": "int8"}}}, "'b': dtype is \"float32\" or"),
         ({"layer": {1: {"size": 0}}}, "layer 'a': size 0 is not positive"),
         ({"layer": {1: {"dropout": 1.0}}}, r"layer 'a': dropout 1.0 is not in \[0, 1"),
         ({"layer": {2: {"name": "a"}}}, "two layers are called 'a'"),

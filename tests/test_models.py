@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from matrices import oracle, random_csr
 
-from sparsejax.config import NetworkConfig
+from sparsejax.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
 from sparsejax.models import FeedForward
 
 PLAIN: dict[str, Any] = {
@@ -44,6 +44,33 @@ def test_is_the_network_it_says():
     expected = -np.array([1.0, 0, 2, 1]) @ (log_softmax * oracle(labels)).sum(axis=1)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert (model.num_features, model.num_items) == (12, 7)
+
+
+def test_hidden_layers_in_bfloat16():
+    layers = (
+        InputConfig(),
+        *(HiddenConfig(name=n, size=8, dtype="bfloat16") for n in ("a", "b")),
+        OutputConfig(),
+    )
+    config = NetworkConfig(layers=layers)
+    assert NetworkConfig.from_json(config.to_json()) == config
+    model = FeedForward(config, inputs=12, outputs=12, rngs=nnx.Rngs(0))
+    x = random_csr(4, 12, 0.4)
+
+    def rounded(y):
+        return np.asarray(jnp.asarray(y, jnp.bfloat16), np.float64)
+
+    first = rounded(np.maximum(rounded(oracle(x) @ model.first.kernel[:12]), 0))
+    second = np.maximum(rounded(first @ rounded(model.rest[0].kernel[...])), 0)
+    h = model.encode(x)
+    assert h.dtype == jnp.bfloat16
+    # A sum may be rounded to a neighbour.
+    np.testing.assert_allclose(np.asarray(h, np.float64), second, rtol=2**-6, atol=1e-3)
+    assert np.abs(second).max() > 0.1
+    loss, grads = nnx.value_and_grad(lambda m: m.loss(x, x))(model)
+    assert loss.dtype == jnp.float32
+    leaves = jax.tree.leaves(grads)
+    assert all(g.dtype == jnp.float32 and np.isfinite(g).all() for g in leaves)
 
 
 def test_noise_is_for_training_only():
