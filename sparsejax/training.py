@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 import sys
@@ -234,6 +233,21 @@ def fit(
         # One clock decides, as all processes have to save.
         return distributed.is_first() and time.monotonic() - saved >= checkpoint_seconds
 
+    waiting = []  # of each dispatch its losses, and the examples of its steps
+
+    def finish(ahead=0):
+        """Waits for all dispatches but the last ones."""
+        while len(waiting) > ahead:
+            losses, done = waiting.pop(0)
+            run.add(_checked(losses, len(done), run, checkpoints), done)
+            bar.set_postfix(
+                epoch=f"{run.epoch + 1}/{num_epochs}",
+                loss=f"{run.loss_sum / run.examples:.4g}",
+                refresh=False,
+            )
+            bar.update(int(done.sum()))
+
+    ahead = 1 if _launches_ahead() else 0
     graphdef, state = nnx.split((model, optimizer))
     layout = layout_of(state)
     bar = tqdm(
@@ -248,7 +262,10 @@ def fit(
             while run.epoch < num_epochs and not run.stopped:
                 began, before, end = time.monotonic(), run.examples, 0
                 chunks = examples.order(seed, run.epoch)
-                for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+                # The next epoch's first is read while this one's last is trained on.
+                more = run.epoch + 1 < num_epochs
+                after = examples.order(seed, run.epoch + 1)[:1] if more else [None]
+                for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
                     rows, start = examples.chunks[chunk], end
                     end += math.ceil(rows / batch_size)
                     if run.position >= end:
@@ -260,35 +277,33 @@ def fit(
                     )
                     capacities = tuple(bucket(int(n)) for n in needed)
                     most = _steps_per_dispatch(entries_of_step(capacities, parts))
-                    while run.position < end:
-                        count = min(most, end - run.position)
+                    for position in range(run.position, end, most):
+                        count = min(most, end - position)
                         state, losses = _dispatch(
                             graphdef,
                             state,
                             data,
                             order,
-                            run.position - start,
+                            position - start,
                             count,
                             capacities,
                             most,
                             fused,
                             layout,
                         )
-                        done = _examples(run.position - start, count, batch_size, rows)
-                        run.add(_checked(losses[:count], run, checkpoints), done)
-                        bar.set_postfix(
-                            epoch=f"{run.epoch + 1}/{num_epochs}",
-                            loss=f"{run.loss_sum / run.examples:.4g}",
-                            refresh=False,
-                        )
-                        bar.update(int(done.sum()))
+                        done = _examples(position - start, count, batch_size, rows)
+                        waiting.append((losses, done))
+                        finish(ahead)
                         told, due = distributed.true_anywhere(
                             distributed.is_told_to_end(), is_due()
                         )
-                        if told or (due and run.examples < num_rows):
-                            save()
+                        if told or due:
+                            finish()
+                            if told or run.examples < num_rows:
+                                save()
                         if told:
                             raise KeyboardInterrupt("a process was told to end")
+                    finish()
                 seconds = time.monotonic() - began
                 entry = run.end_epoch((run.examples - before) / seconds)
                 score = None
@@ -427,6 +442,15 @@ def _sorts_ahead() -> bool:
     return jax.default_backend() != "cpu"
 
 
+def _launches_ahead() -> bool:
+    """Whether a dispatch is launched before the losses of the last one are read.
+
+    Several processes ask each other something after each, for which they wait for it. On
+    several devices of a CPU two programs at once can wait for each other for ever.
+    """
+    return jax.process_count() == 1 and jax.default_backend() != "cpu"
+
+
 def _examples(position: int, count: int, batch_size: int, num_rows: int) -> np.ndarray:
     """Number of examples in each of `count` steps."""
     starts = (position + np.arange(count)) * batch_size
@@ -434,9 +458,10 @@ def _examples(position: int, count: int, batch_size: int, num_rows: int) -> np.n
 
 
 def _checked(
-    losses: jax.Array, run: _Run, checkpoints: Checkpoints | None
+    losses: jax.Array, count: int, run: _Run, checkpoints: Checkpoints | None
 ) -> np.ndarray:
-    host = np.asarray(losses)
+    # Cut here: on the device that would wait for the dispatch after this one.
+    host = np.asarray(losses)[:count]
     bad = np.flatnonzero(~np.isfinite(host))
     if bad.size:
         kept = ""

@@ -338,6 +338,27 @@ def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(
     assert Checkpoints(tmp_path).steps() == [1, 2]
 
 
+def test_the_next_dispatch_is_launched_before_the_losses_are_awaited(monkeypatch):
+    train, _ = checkerboard(60, 20)
+    dispatch, checked, calls = training._dispatch, training._checked, []
+
+    def launched(*args):
+        calls.append("launched")
+        return dispatch(*args)
+
+    def awaited(*args):
+        calls.append("awaited")
+        return checked(*args)
+
+    monkeypatch.setattr(training, "_launches_ahead", lambda: True)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
+    monkeypatch.setattr(training, "_dispatch", launched)
+    monkeypatch.setattr(training, "_checked", awaited)
+    (entry,) = fit(*build(20), train, batch_size=8, num_epochs=1)  # 8 steps
+    assert calls == ["launched"] + 2 * ["launched", "awaited"] + ["awaited"]
+    assert entry["step"] == 8
+
+
 def test_model_survives_an_interrupt(monkeypatch):
     train, _ = checkerboard(60, 20)
     model, optimizer = build(20)
