@@ -1,8 +1,8 @@
 """Training data that stays on disk, of which a chunk at a time is on the devices.
 
-While one chunk is trained on, the next is read. Within a chunk the order is that of
-`sparsejax.resident`, but a shard is a run of rows that follow each other, so that a process
-reads no more of the file than its devices train on.
+While one chunk is trained on, the next is read and copied to the devices. Within a chunk
+the order is that of `sparsejax.resident`, but a shard is a run of rows that follow each
+other, so that a process reads no more of the file than its devices train on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsejax.sharding import VIRTUAL_SHARDS, device_memory, mesh_is_set
 from sparsejax.sparse import CSR
 
 # Data that takes no more than this share of the devices' memory is read once; otherwise
-# two chunks of the smaller share are there at a time, at the change.
+# two chunks of the smaller share are there at a time.
 _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 
 
@@ -50,8 +50,9 @@ class Stream:
         if inputs.num_rows == 0:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, inputs.num_rows)
-        # Kept, as the mesh that is set is a matter of the thread.
+        # Kept, as what is set is a matter of the thread.
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        self._device = jax.config.jax_default_device
         wanted = inputs.chunk_rows or self._rows_that_fit()
         self._ends = [0]
         for end in itertools.accumulate(group.rows for group in inputs.groups):
@@ -76,10 +77,11 @@ class Stream:
         if self._here is None or self._here[0] != chunk:
             self._here = None  # makes room
             ahead = self._ahead.pop(chunk, None)
-            parts = self._read(chunk) if ahead is None else ahead.result()
-            self._here = chunk, self._placed(chunk, parts)
+            done = self._prepare(chunk) if ahead is None else ahead.result()
+            placed = done if isinstance(done, Resident) else self._place(chunk, done)
+            self._here = chunk, placed
         if following is not None and following not in (chunk, *self._ahead):
-            self._ahead[following] = self._thread.submit(self._read, following)
+            self._ahead[following] = self._thread.submit(self._prepare, following)
         return self._here[1]
 
     def close(self) -> None:
@@ -91,6 +93,14 @@ class Stream:
         weights = [] if self._weights is None else [self._weights]
         parts = [source.fingerprint() for source in self._sources]
         return "-".join([*parts, fingerprint(np.asarray(self.chunks), *weights)])
+
+    def _prepare(self, chunk: int) -> Resident | list[dict[int, CSR]]:
+        """What another thread can do: processes place their parts together."""
+        parts = self._read(chunk)
+        if jax.process_count() > 1:
+            return parts
+        with jax.default_device(self._device):
+            return self._place(chunk, parts)
 
     def _read(self, chunk: int) -> list[dict[int, CSR]]:
         """Of each source, the parts of the chunk that are trained on here."""
@@ -106,7 +116,7 @@ class Stream:
             for source in self._sources
         ]
 
-    def _placed(self, chunk: int, parts: list[dict[int, CSR]]) -> Resident:
+    def _place(self, chunk: int, parts: list[dict[int, CSR]]) -> Resident:
         start, rows = self._ends[chunk], self.chunks[chunk]
         weights = self._weights
         if weights is not None:

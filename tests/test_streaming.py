@@ -1,6 +1,7 @@
 """Training on data that stays on disk."""
 
 import contextlib
+import threading
 from typing import Any
 
 import jax
@@ -140,6 +141,45 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     monkeypatch.setattr(type(scanned), "read", None)
     assert stream.resident(0, None).num_rows == stream.chunks[0]
     stream.close()
+
+
+def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
+    threads, read = [], sj.ScannedDataset.read
+
+    def recorded(self, start, stop):
+        threads.append(threading.current_thread().name)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
+    trained(path, chunk_rows=90, num_epochs=3)
+    first, *others = threads
+    assert first == threading.main_thread().name
+    assert len(others) >= 3 * 4 - 1 - 2  # an epoch may begin where the last one ended
+    assert all(name.startswith("sparsejax-reader") for name in others)
+
+
+def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
+    device = jax.devices()[1]
+    with jax.default_device(device):
+        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+        for chunk, following in (0, 1), (1, None):
+            leaves = jax.tree.leaves(stream.resident(chunk, following))
+            assert {leaf.device for leaf in leaves} == {device}
+    stream.close()
+
+
+def test_what_fails_while_reading_ahead_is_raised(path, monkeypatch):
+    read = sj.ScannedDataset.read
+
+    def damaged(self, start, stop):
+        if threading.current_thread() is not threading.main_thread():
+            raise sj.DataError.at(path, "is damaged")
+        return read(self, start, stop)
+
+    monkeypatch.setattr(sj.ScannedDataset, "read", damaged)
+    with pytest.raises(sj.DataError, match="is damaged"):
+        trained(path, chunk_rows=90)
+    assert not any(t.name.startswith("sparsejax-reader") for t in threading.enumerate())
 
 
 def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
@@ -88,19 +89,20 @@ class ScannedDataset:
             first += group.rows
         if self.layout is not None:
             return self._read_table(wanted)[0]
-        parts = [self._read_group(*part) for part in wanted]
-        lengths = [np.zeros(1, np.int64), *(part[0] for part in parts)]
-        indices = [np.empty(0, np.int32), *(part[1] for part in parts)]
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            parts = list(threads.map(lambda part: self._read_group(*part), wanted))
+        lengths = scan_tables.joined([part[0] for part in parts], np.int64)
+        indices = scan_tables.joined([part[1] for part in parts], np.int32)
         values = None
         if not self.indicator:
             found = [part[2] for part in parts if part[2] is not None]
-            values = np.concatenate([np.empty(0, np.float32), *found])
-        indptr = np.cumsum(np.concatenate(lengths))
+            values = scan_tables.joined(found, np.float32)
+        indptr = np.append(0, np.cumsum(lengths))
         _check_entries(int(indptr[-1]))
         try:
             return CSR(
                 values,
-                np.concatenate(indices),
+                indices,
                 indptr.astype(np.int32),
                 num_cols=self.num_features,
             )
@@ -338,9 +340,9 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
 
 def _lengths(column: pa.ChunkedArray) -> np.ndarray:
     parts = [chunk.value_lengths().to_numpy() for chunk in column.chunks]
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    return scan_tables.joined(parts, np.int64)
 
 
 def _flat(column: pa.ChunkedArray, dtype: pa.DataType) -> np.ndarray:
     parts = [chunk.flatten().cast(dtype).to_numpy() for chunk in column.chunks]
-    return np.concatenate([np.zeros(0, dtype.to_pandas_dtype()), *parts])
+    return scan_tables.joined(parts, dtype.to_pandas_dtype())

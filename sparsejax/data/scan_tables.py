@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -197,20 +198,28 @@ def read_rows(
       DataError: names the first row that is wrong; or a file was changed.
     """
     read = _read_lists if layout.has_lists else _read_pairs
-    lengths = [np.empty(0, np.int64)]
-    columns, values = [np.empty(0, np.int32)], [np.empty(0)]
-    for group, low, high in parts:
-        more, blocks = read(group, low, high, layout)
-        lengths.append(more)
-        for block in blocks:
-            columns.append(vocabulary.find(block.features, group.file.path))
-            if block.values is not None:
-                values.append(block.values)
+
+    def read_part(part: tuple[Group, int, int]) -> Rows:
+        lengths, blocks = read(*part, layout)
+        path = part[0].file.path
+        columns = [vocabulary.find(block.features, path) for block in blocks]
+        values = [block.values for block in blocks if block.values is not None]
+        return Rows(lengths, joined(columns, np.int32), joined(values, np.float64))
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        found = list(threads.map(read_part, parts))
     return Rows(
-        np.concatenate(lengths),
-        np.concatenate(columns),
-        None if layout.value is None else np.concatenate(values),
+        joined([rows.lengths for rows in found], np.int64),
+        joined([rows.columns for rows in found], np.int32),
+        None
+        if layout.value is None
+        else joined([rows.values for rows in found], np.float64),
     )
+
+
+def joined(parts: Iterable, dtype: type) -> np.ndarray:
+    """The parts one after the other; there may be none."""
+    return np.concatenate([np.empty(0, dtype), *parts])
 
 
 def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
@@ -220,7 +229,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
         raise changed(group.file)
     blocks = _blocks(table.slice(low, high - low), layout, group, low)
     found = [block.lengths for block in blocks if block.lengths is not None]
-    return np.concatenate([np.empty(0, np.int64), *found]), blocks
+    return joined(found, np.int64), blocks
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
