@@ -208,7 +208,8 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     taken = steps * itemsize * sum(own)
     batches = taken + steps * (_TRANSPOSED * column + 4 * starts)
     batches += _STEP_ENTRY * column
-    sorting = max(taken + steps * (_SORTED - 4) * column, _ORDER_SORTED * rows)
+    in_dispatch = taken + steps * (_SORTED - 4) * column
+    sorting = max(in_dispatch, _ORDER_SORTED * rows)
 
     sizes = [layer.size for layer in job.network.hidden]
     hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
@@ -216,7 +217,8 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
         hidden += 4 * job.batch * sizes[0]
     output = _output(job, data, model)
     input_gradient = _input_gradient(job, column, model)
-    stays = output.gradient + (output.operand if job.fused else 0)
+    operand = output.operand if job.fused else 0  # in all of a dispatch
+    stays = output.gradient + operand
     stages = output.at_once(job.fused), stays + input_gradient
     held = job.entries_of(data, model)
     over_data, over_model = _sent(job, data, model, column)
@@ -236,7 +238,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
         chunk=output.chunk,
         input_gradient=input_gradient,
         sorting=sorting,
-        temporary=max(sorting, batches + hidden + max(stages)),
+        temporary=max(sorting, in_dispatch + operand, batches + hidden + max(stages)),
         over_data=over_data,
         over_model=over_model,
     )
