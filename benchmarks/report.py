@@ -25,7 +25,6 @@ def command(
     parts: Mapping[str, Mapping[str, str]],
     measure: Callable[..., Iterable[dict]],
     write_table: Callable[[dict], None],
-    options: Mapping[str, int] | None = None,
 ) -> None:
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
 
@@ -33,26 +32,21 @@ def command(
       doc: what `--help` says.
       script: the file; its results have the same name.
       parts: see `run_parts`.
-      measure: the results of a part, one after the other; also given the options.
+      measure: the results of a part, one after the other.
       write_table: called with the committed report.
-      options: sizes that the command line may change.
     """
     results = RESULTS / f"{pathlib.Path(script).stem}.json"
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("action", choices=["run", "table", *parts])
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path, default=results)
-    for name, size in (options or {}).items():
-        parser.add_argument(f"--{name}", type=int, default=size)
     arguments = parser.parse_args()
-    sizes = {name: getattr(arguments, name) for name in options or {}}
     if arguments.action == "run":
-        flags = [f"--{name}={size}" for name, size in sizes.items()]
-        run_parts(script, parts, flags, arguments.output, arguments.commit)
+        run_parts(script, parts, arguments.output, arguments.commit)
     elif arguments.action == "table":
         write_table(json.loads(results.read_text()))
     else:
-        for result in measure(arguments.action, **sizes):
+        for result in measure(arguments.action):
             emit(result)
 
 
@@ -64,11 +58,10 @@ def emit(result: dict) -> None:
 def run_parts(
     script: str,
     parts: Mapping[str, Mapping[str, str]],
-    arguments: Sequence[str],
     output: pathlib.Path,
     commit: str,
 ) -> None:
-    """Runs `script PART arguments` for each part and collects what they emit.
+    """Runs `script PART` for each part and collects what they emit.
 
     JAX and torch do not share a GPU's memory well, and some flags hold for a whole
     process.
@@ -80,7 +73,7 @@ def run_parts(
     results, versions = [], {}
     for part, environment in parts.items():
         done = subprocess.run(
-            [sys.executable, script, part, *arguments],
+            [sys.executable, script, part],
             env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
             stdout=subprocess.PIPE,
             text=True,
