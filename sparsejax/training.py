@@ -445,8 +445,8 @@ def _sorts_ahead() -> bool:
 def _launches_ahead() -> bool:
     """Whether a dispatch is launched before the losses of the last one are read.
 
-    Several processes ask each other something after each, for which they wait for it. On
-    several devices of a CPU two programs at once can wait for each other for ever.
+    Several processes ask each other something after each, for which they wait for it. A
+    CPU that runs a dispatch is not idle while the host works.
     """
     return jax.process_count() == 1 and jax.default_backend() != "cpu"
 
