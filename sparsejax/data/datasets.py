@@ -33,7 +33,7 @@ class MSWeb:
 
     train: SparseDataset
     test: SparseDataset
-    titles: dict[str, str]
+    titles: dict[str, str] = dataclasses.field(repr=False)
 
 
 def msweb() -> MSWeb:
