@@ -99,6 +99,11 @@ class SparseLinear(nnx.Module):
 
     def __call__(self, x: CSR | ShardedCSR) -> Float[Array, "batch out_features"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
+        if not isinstance(x, CSR | ShardedCSR):
+            raise TypeError(
+                f"expected a CSR, got {type(x).__name__}; of a SciPy matrix "
+                "CSR.from_scipy makes one"
+            )
         if x.num_cols != self.in_features:
             raise ValueError(
                 f"x has {x.num_cols:,} columns but the layer has {self.in_features:,} "

@@ -201,13 +201,22 @@ class CSR:
           nse: capacity; the number of entries by default.
 
         Raises:
-          TypeError: `matrix` is not SciPy sparse.
-          ValueError: a value is NaN or infinite, or the entries do not fit in `nse`.
+          TypeError: `matrix` is not SciPy sparse, or complex.
+          ValueError: a value is NaN or infinite, also as float32; the entries do not fit
+            in `nse`, or columns or entries not in int32; `matrix` is a vector.
         """
         if not scipy.sparse.issparse(matrix):
             raise TypeError(
                 f"expected a SciPy sparse matrix, got {type(matrix).__name__}; "
                 "wrap a dense array in scipy.sparse.csr_array(...)"
+            )
+        if matrix.ndim != 2:
+            raise ValueError(f"expected a matrix, got the shape {matrix.shape}")
+        if np.issubdtype(matrix.dtype, np.complexfloating):
+            raise TypeError("values must be real, got complex ones")
+        if matrix.shape[1] > MAX_ENTRIES:
+            raise ValueError(
+                f"{matrix.shape[1]:,} columns do not fit in int32 indices (2^31 - 1)"
             )
         csr = scipy.sparse.csr_array(matrix, copy=True)
         csr.sum_duplicates()  # sorts too
@@ -230,12 +239,19 @@ class CSR:
         )
 
     def to_scipy(self) -> scipy.sparse.csr_array:
-        """The same matrix as a SciPy `csr_array`, without the padding."""
+        """The same matrix as a SciPy `csr_array`, without the padding.
+
+        Raises:
+          ValueError: it is overfull, or a column is outside.
+        """
         indptr = np.asarray(self.indptr)
         count = int(indptr[-1])
         if count > self.nse:
             raise ValueError(f"overfull CSR: {count:,} entries, capacity {self.nse:,}")
         indices: np.ndarray = np.asarray(self.indices)[:count]
+        outside = indices[(indices < 0) | (indices >= self.num_cols)]
+        if outside.size:
+            raise ValueError(f"column {outside[0]} is outside [0, {self.num_cols})")
         data: np.ndarray = np.ones(count, np.float32)
         if self.data is not None:
             data = np.asarray(self.data)[:count]
@@ -267,6 +283,13 @@ class CSR:
             exist is empty, and rows that do not fit come out of every operation as NaN.
         """
         rows = jnp.asarray(rows)
+        if rows.ndim != 1 or not (
+            rows.size == 0 or jnp.issubdtype(rows.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"rows must be a vector of integers, got {rows.dtype}{list(rows.shape)}"
+            )
+        rows = rows.astype(jnp.int32)
         concrete = not any(isinstance(a, jax.core.Tracer) for a in (rows, self.indptr))
         if concrete:
             host = np.asarray(rows)
@@ -285,7 +308,8 @@ class CSR:
     def transpose(self) -> CSR:
         """The `[num_cols, rows]` transpose, with the same capacity.
 
-        A stable sort of the entries by column: within a column, rows ascend.
+        A stable sort of the entries by column: within a column, rows ascend. Entries
+        outside the columns or the capacity are left out.
         """
         by_column = self.by_column()
         indptr = jnp.searchsorted(by_column.columns, jnp.arange(self.num_cols + 1))
@@ -316,7 +340,10 @@ class CSR:
 
 
 def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
-    """`CSR.take` without checks; a row outside `[0, num_rows)` is empty."""
+    """`CSR.take` without checks; a row outside `[0, num_rows)` is empty.
+
+    Entries that a row of an overfull matrix lacks have a column that does not exist.
+    """
     exists = (rows >= 0) & (rows < matrix.num_rows)
     rows = jnp.where(exists, rows, 0)
     indptr = jnp.asarray(matrix.indptr)
@@ -325,16 +352,17 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
     zero = jnp.zeros(1, jnp.int32)
     taken = jnp.concatenate([zero, jnp.cumsum(lengths, dtype=jnp.int32)])
     if matrix.nse == 0 or rows.size == 0:  # nothing to read
-        empty = jnp.zeros(nse, jnp.int32)
+        lacking = jnp.full(nse, -1, jnp.int32)
         data = None if matrix.data is None else jnp.zeros(nse, matrix.data.dtype)
-        return CSR(data, empty, taken, num_cols=matrix.num_cols)
+        return CSR(data, lacking, taken, num_cols=matrix.num_cols)
     positions = jnp.arange(nse, dtype=jnp.int32)
     row = segment_ids(taken, nse)
     row = jnp.minimum(row, rows.shape[0] - 1)  # padding reads some entry, unused
     source = starts[row] + positions - taken[row]
+    lacking = source >= matrix.nse
     source = jnp.clip(source, 0, matrix.nse - 1)
     data = None if matrix.data is None else jnp.asarray(matrix.data)[source]
-    indices = jnp.asarray(matrix.indices)[source]
+    indices = jnp.where(lacking, -1, jnp.asarray(matrix.indices)[source])
     return CSR(data, indices, taken, num_cols=matrix.num_cols)
 
 
@@ -400,6 +428,8 @@ def _check(csr: CSR) -> None:
         return
     if data.shape != indices.shape:
         raise ValueError(f"data has shape {data.shape}, indices {indices.shape}")
-    bad = np.flatnonzero(~np.isfinite(data[:count]))
+    with np.errstate(over="ignore"):
+        on_device = data[:count].astype(jax.dtypes.canonicalize_dtype(data.dtype))
+    bad = np.flatnonzero(~np.isfinite(on_device))
     if bad.size:
-        raise ValueError(f"{place(bad[0])}: the value is {data[bad[0]]}")
+        raise ValueError(f"{place(bad[0])}: the value is {on_device[bad[0]]}")

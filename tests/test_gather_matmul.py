@@ -120,6 +120,8 @@ def test_empty_and_zero_sized(form):
     np.testing.assert_array_equal(
         FORMS[form](empty, jnp.ones((5, 2))), np.zeros((3, 2))
     )
+    no_rows = random_csr(4, 5).take(np.array([]))
+    assert FORMS[form](no_rows, jnp.ones((5, 2))).shape == (0, 2)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])

@@ -111,11 +111,28 @@ def test_take_too_small():
     assert np.isnan(result[1]).all()
     with pytest.raises(ValueError, match="overfull"):
         taken.to_scipy()
+    again = taken.take(jnp.array([1, 0, 1]), nse=9)  # where there would be room
+    result = np.asarray(again.todense())
+    np.testing.assert_array_equal(result[1], DENSE[0])
+    assert np.isnan(result[[0, 2]]).all()
+    with pytest.raises(ValueError, match="column -1 is outside"):
+        again.to_scipy()
+
+
+def test_take_from_no_capacity_at_all():
+    none = jax.jit(lambda m: m.take(jnp.array([0, 1, 2]), nse=0))(small())
+    empty = np.flatnonzero(np.diff(small().indptr) == 0)
+    result = np.asarray(none.take(np.arange(3)).todense())
+    np.testing.assert_array_equal(np.isnan(result).all(1), ~np.isin(range(3), empty))
 
 
 def test_take_errors():
     with pytest.raises(ValueError, match="row 3 does not exist"):
         small().take(np.array([0, 3]))
+    for rows in ([[0, 1]], [0.0], [True, False, True], 0):
+        with pytest.raises(ValueError, match="rows must be a vector of integers, got"):
+            small().take(np.array(rows))
+    assert small().take(np.array([])).shape == (0, 4)
     with pytest.raises(ValueError, match="needs nse"):
         jax.jit(lambda m: m.take(jnp.array([0])))(small())
 
@@ -193,8 +210,16 @@ def test_from_scipy_errors():
         CSR.from_scipy(np.eye(3))
     with pytest.raises(ValueError, match="row 1, column 1: the value is nan"):
         CSR.from_scipy(scipy.sparse.csr_array(np.diag([1, np.nan])))
+    with pytest.raises(ValueError, match="row 1, column 1: the value is inf"):
+        CSR.from_scipy(scipy.sparse.csr_array(np.diag([1, 1e300])))
     with pytest.raises(ValueError, match="3 entries do not fit in nse=2"):
         CSR.from_scipy(scipy.sparse.eye_array(3), nse=2)
+    with pytest.raises(TypeError, match="must be real"):
+        CSR.from_scipy(scipy.sparse.csr_array([[1j]]))
+    with pytest.raises(ValueError, match="expected a matrix, got the shape"):
+        CSR.from_scipy(scipy.sparse.coo_array([1.0, 0.0]))
+    with pytest.raises(ValueError, match="4,294,967,296 columns do not fit in int32"):
+        CSR.from_scipy(scipy.sparse.csr_array((1, 2**32)))
 
 
 def test_padding_is_not_checked():

@@ -231,7 +231,8 @@ def _loop(x: CSR, w: jax.Array) -> jax.Array:
         total = jnp.where(end > x.nse, jnp.nan, total)
         return lax.dynamic_update_slice(y, total[None].astype(y.dtype), (b, 0))
 
-    return lax.fori_loop(0, x.num_rows, row, jnp.zeros((x.num_rows, hidden), w.dtype))
+    y = jnp.zeros((x.num_rows, hidden), w.dtype)
+    return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
 
 
 def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
