@@ -124,6 +124,15 @@ def test_one_special_value_everywhere(split, value, monkeypatch):
     check(np.full((1, 300), value), 5)
 
 
+@pytest.mark.parametrize("items", [5_000, 70_000])
+def test_one_nan_among_many_items(items):
+    scores = np.random.default_rng(0).standard_normal((2, items))
+    for place in (0, 7, items // 2, items - 1):
+        scores[1, place] = np.nan
+        check(scores, 5)
+        scores[1, place] = 0
+
+
 def test_nan_of_either_sign_comes_first():
     nan = np.float32(np.nan)
     scores = jnp.array([1, nan, np.inf, -nan, 2], jnp.float32)

@@ -336,6 +336,15 @@ def _join(best, more, k: int):
     return jnp.take_along_axis(ids, places, axis=1), scores
 
 
+def _largest(grouped: jax.Array) -> jax.Array:
+    """Maxima over the last axis, NaN where there is one."""
+    largest = jnp.max(grouped, axis=2)
+    if jax.default_backend() != "cpu":
+        return largest
+    # XLA's maximum of some thousand numbers on a CPU passes over NaN.
+    return jnp.where(jnp.isnan(grouped).any(axis=2), jnp.nan, largest)
+
+
 def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]:
     """Places and scores of the k best of each row, or of all where there are fewer.
 
@@ -352,7 +361,7 @@ def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]
     group = cut.group if size >= cut.many * k else cut.small
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
-    chosen, _ = _select(jnp.max(grouped, axis=2), k, cut)
+    chosen, _ = _select(_largest(grouped), k, cut)
     # In order of place, because `lax.top_k` breaks ties by it.
     chosen = jnp.sort(chosen, axis=1)
     inside = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1)
