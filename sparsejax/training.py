@@ -183,6 +183,8 @@ def fit(
     examples = _examples_of(inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
@@ -190,6 +192,9 @@ def fit(
     parts = axis_sizes()[0] if mesh_is_set() else 1
     num_rows = examples.num_rows
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
+    metric = early_stopping.metric if early_stopping else f"ndcg@{k}"
+    if validation is not None:  # what scores of checkpoints are
+        settings["metric"] = metric
     batch_size = step_size(batch_size, max(examples.chunks), parts)
     if fused:
         fused_output.check(model, optimizer)
@@ -311,7 +316,7 @@ def fit(
                     nnx.update((model, optimizer), state)
                     measured = evaluation.run(model, optimizer=optimizer)
                     entry.update({m: v for m, v in measured.items() if m != "users"})
-                    score = run.judge(entry, early_stopping, f"ndcg@{k}")
+                    score = run.judge(entry, early_stopping, metric)
                 if log is not None and distributed.is_first():
                     log(run.step, entry)
                 last = run.epoch == num_epochs or run.stopped
@@ -360,9 +365,8 @@ class _Run:
         self.position, self.loss_sum, self.examples = 0, 0.0, 0
         return entry
 
-    def judge(self, entry, early_stopping, default_metric) -> float | None:
+    def judge(self, entry, early_stopping, metric) -> float | None:
         """The score if it is the best so far; decides whether to stop."""
-        metric = early_stopping.metric if early_stopping else default_metric
         if metric not in entry:
             known = ", ".join(name for name in entry if "@" in name)
             raise ValueError(f"no validation metric {metric!r}; there are {known}")
@@ -388,7 +392,7 @@ def _resumed(run, checkpoints, modules, resume: bool) -> _Run:
         return run
     before = _Run(**progress)
     for name, value in run.settings.items():
-        if before.settings[name] != value:
+        if before.settings.setdefault(name, value) != value:
             what = "other data" if name == "data" else f"{name} {value!r}"
             raise ValueError(
                 f"cannot resume with {what}: the run in {checkpoints.directory} has "

@@ -272,6 +272,19 @@ def test_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
     assert parameters(model) == expected
 
 
+def test_resume_refuses_another_metric(tmp_path):
+    train, heldout = checkerboard(20, 8)
+    options: dict[str, Any] = {"validation": heldout, "checkpoint_dir": tmp_path}
+    fit(*build(8), train, num_epochs=1, k=2, **options)
+    options |= {"num_epochs": 2, "resume": True}
+    with pytest.raises(ValueError, match="cannot resume with metric 'ndcg@3'"):
+        fit(*build(8), train, k=3, **options)
+    stopping = EarlyStopping(metric="map@2")
+    with pytest.raises(ValueError, match="cannot resume with metric 'map@2'"):
+        fit(*build(8), train, k=2, early_stopping=stopping, **options)
+    assert len(fit(*build(8), train, k=2, **options)) == 2
+
+
 def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
     train, _ = checkerboard(60, 20)
     options = {"inputs": train, "batch_size": 16, "checkpoint_dir": tmp_path}
@@ -303,6 +316,8 @@ def test_refusals(tmp_path):
         fit(model, optimizer, checkerboard(22, 8)[0], resume=True, **options)
     with pytest.raises(ValueError, match="resume=True needs checkpoint_dir"):
         fit(model, optimizer, train, resume=True)
+    with pytest.raises(ValueError, match=r"seed=4294967296 must be from 0 to 2"):
+        fit(model, optimizer, train, seed=2**32)
     with pytest.raises(ValueError, match="batch_size=0"):
         fit(model, optimizer, train, batch_size=0)
     with pytest.raises(ValueError, match="checkpoint_seconds=nan"):
