@@ -93,6 +93,15 @@ def test_columns_by_name_and_number(write):
     assert contents(read_pairs(path, delimiter=" ")) == ONES
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n\n", "  \n"])
+def test_blank_lines_before_the_header(write, blank):
+    expected = {"ann": {"milk": 3}, "bob": {"tea": 2}}
+    text = "user,item,rating\nann,milk,3\n\nbob,tea,2\n"
+    assert contents(read_pairs(write(blank + text))) == expected
+    with pytest.raises(DataError, match="csv:3: .* got 2"):
+        read_pairs(write("\nuser,item,rating\nann,milk\n"))
+
+
 def test_no_header_is_guessed_from_names_of_users(write):
     """Text over numbers in the user column is no header: names may look like that."""
     dataset = read_pairs(write("ann,12\n17,12\n"))

@@ -94,7 +94,15 @@ def assemble(
     try:
         dataset = SparseDataset(CSR.from_scipy(matrix), row_names, feature_names)
     except ValueError as error:  # a sum of finite values need not be finite
-        raise DataError.at(path, str(error)) from error
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(matrix.data.astype(np.float32))
+        if finite.all():
+            raise DataError.at(path, str(error)) from error
+        at = np.argmin(finite)
+        row = row_names[np.searchsorted(matrix.indptr, at, side="right") - 1]
+        feature = feature_names[matrix.indices[at]]
+        problem = f"the values of {str(row)!r} and {str(feature)!r} are too large a sum"
+        raise DataError.at(path, problem) from error
     return dataset if features is None else align_to(dataset, features, path)
 
 

@@ -30,11 +30,12 @@ DELIMITERS = "\t,;|"
 class Layout:
     """How to read a file of pairs: separator, header, number of columns, which is what.
 
-    `value` is None where there is no value column, or it is to be ignored.
+    `header` is the line of the header, counted from 1, or 0 where there is none. `value`
+    is None where there is no value column, or it is to be ignored.
     """
 
     delimiter: str
-    has_header: bool
+    header: int
     num_columns: int
     user: int
     item: int
@@ -67,7 +68,7 @@ def pair_blocks(stream: ByteStream, path: Path, layout: Layout) -> Iterator[Bloc
             stream,
             read_options=pyarrow.csv.ReadOptions(
                 column_names=columns,
-                skip_rows_after_names=int(layout.has_header),
+                skip_rows_after_names=layout.header,  # blank ones count
                 block_size=BLOCK_BYTES,
             ),
             parse_options=pyarrow.csv.ParseOptions(
@@ -125,9 +126,9 @@ def find_layout(
         )
     if delimiter is None:
         delimiter = _guess_delimiter(path)
-    draft = Layout(delimiter, False, 0, 0, 1, None)
+    draft = Layout(delimiter, 0, 0, 0, 1, None)
     records = _records(path, draft)
-    first = next(records, (0, []))[1]
+    line, first = next(records, (0, []))
     second = next(records, (0, []))[1]
     if not first:
         raise DataError.at(path, "holds no data: the file is empty")
@@ -136,7 +137,7 @@ def find_layout(
             path,
             f"expected at least two columns separated by {delimiter!r}, got one: "
             f"{first[0][:40]!r}",
-            line=1,
+            line=line,
         )
     if header is None:
         header = (
@@ -151,12 +152,12 @@ def find_layout(
         user=user,
         item=item,
         value=value,
-        line=1,
+        line=line,
     )
     assert user_at is not None  # as one is looked for
     return Layout(
         delimiter,
-        header,
+        line if header else 0,
         len(first),
         user_at,
         item_at,
@@ -208,7 +209,7 @@ def _explain(path: Path, layout: Layout, cause: Exception | None = None) -> NoRe
     """Finds the first record that is wrong, by reading the file again, slowly."""
     valued: bool | None = None
     records = _records(path, layout)
-    if layout.has_header:
+    if layout.header:
         next(records)
     for line, cells in records:
         problem = None
