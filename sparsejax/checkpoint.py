@@ -70,6 +70,9 @@ class Checkpoints:
           modules: NNX modules.
           progress: JSON values; floats come back bit for bit.
           score: how good it is (higher is better), if that was measured.
+
+        Raises:
+          OSError: it cannot be written; those that were there are.
         """
         arrays = _arrays(nnx.state(modules))
         record: dict[str, Any] = {
@@ -90,19 +93,25 @@ class Checkpoints:
                 ),
             ]
         )
-        with ocp.training.Checkpointer(
-            self.directory,
-            preservation_policy=policy,  # pyrefly: ignore[bad-argument-type]
-            cleanup_tmp_directories=True,
-        ) as checkpointer:
-            checkpointer.save(
-                step,
-                arrays,
-                force=True,
-                overwrite=True,
-                metrics=None if score is None else {"score": score},
-                custom_metadata={"record": json.dumps(record)},
-            )
+        try:
+            with ocp.training.Checkpointer(
+                self.directory,
+                preservation_policy=policy,  # pyrefly: ignore[bad-argument-type]
+                cleanup_tmp_directories=True,
+            ) as checkpointer:
+                checkpointer.save(
+                    step,
+                    arrays,
+                    force=True,
+                    overwrite=True,
+                    metrics=None if score is None else {"score": score},
+                    custom_metadata={"record": json.dumps(record)},
+                )
+        except (OSError, ValueError) as error:
+            raise OSError(
+                f"checkpoint {step} cannot be written to {self.directory}, make room "
+                f"there and resume; those that were there are unharmed ({error})"
+            ) from error
 
     def restore(
         self, modules: tuple[Any, ...], *, best: bool = False

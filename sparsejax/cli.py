@@ -357,8 +357,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage; 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    # Orbax logs what a killed process left behind; what matters is a warning of ours.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs what a killed process left behind, and tracebacks of what it also raises;
+    # what matters is a warning or an error of ours.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     command = None
     try:
         command = _parse(argv)

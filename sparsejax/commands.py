@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,9 @@ from sparsejax.data import (
     scan_parquet,
 )
 from sparsejax.data.names import as_names, examples, find_names
+from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.sparse import CSR
+from sparsejax.streaming import Stream
 
 
 def train(flags: cli.Train) -> None:
@@ -55,28 +57,31 @@ def train(flags: cli.Train) -> None:
             metric=f"ndcg@{flags.k}", patience=flags.patience
         )
     network = _network(flags)
-    heldout = None
+    heldout = validation = None
     if flags.chunk_rows is None:
         data = read(flags.data, format=flags.format, indicator=flags.indicator)
-        indicator = data.matrix.data is None
+        indicator, chunks = data.matrix.data is None, [data.num_rows]
         if flags.validation is not None:
             heldout = _heldout(flags.validation, flags.format, data, flags.data)
+            validation = _fingerprint(heldout, data)
     elif flags.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
     else:
         data = scan_parquet(
             flags.data, indicator=flags.indicator, chunk_rows=flags.chunk_rows
         )
-        indicator = data.indicator
+        indicator, chunks = data.indicator, Stream(data, None, None).chunks
+    if not 0 <= flags.seed < 2**32:
+        raise ValueError(f"--seed must be from 0 to 2**32 - 1, got {flags.seed}")
     settings = run.Run(
         network=network,
-        optimizer=_rule(flags, data.num_rows),
+        optimizer=_rule(flags, chunks),
         num_features=data.num_features,
         num_epochs=flags.epochs,
         batch_size=flags.batch_size,
         seed=flags.seed,
         indicator=indicator,
-        validation=None if heldout is None else fingerprint(heldout.matrix),
+        validation=validation,
         k=flags.k,
         patience=flags.patience,
     )
@@ -196,8 +201,8 @@ def report(flags: cli.Report) -> None:
     writers.check_writable(out)
     model = run.restored_model(flags.run, settings)
     progress = run.checkpoints_of(flags.run).progress() or {}
-    # Without data: in order of the vocabulary, which begins with the most frequent.
-    counts, shown, heldout, measured = -np.arange(len(names)), None, None, None
+    # Without data: by the popularity that the order of the vocabulary goes by.
+    counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
     if flags.train is not None:
         shown = read(
             flags.train,
@@ -318,16 +323,22 @@ def _network(flags: cli.Train | cli.Plan) -> NetworkConfig:
     return NetworkConfig.load(flags.config)
 
 
-def _rule(flags: cli.Train, num_rows: int) -> optimizers.Rule:
-    """The optimizer's rule; a schedule counts steps, of which `fit` does so many."""
+def _rule(flags: cli.Train, chunks: Sequence[int]) -> optimizers.Rule:
+    """The optimizer's rule; a schedule counts the steps that `fit` does.
+
+    Args:
+      flags: of the command.
+      chunks: rows that it trains on at a time, all of which are an epoch.
+    """
     options: dict[str, Any] = {"learning_rate": flags.learning_rate}
     if flags.weight_decay is not None:
         options["weight_decay"] = flags.weight_decay
     optimizers.get(flags.optimizer, **options)  # checks them
-    epoch = math.ceil(num_rows / max(flags.batch_size, 1))
+    epoch = sum(math.ceil(rows / max(flags.batch_size, 1)) for rows in chunks)
     peak, decay = flags.learning_rate, flags.epochs * epoch
-    warmup = round(flags.warmup_epochs * epoch)
-    if flags.warmup_epochs < 0 or (flags.cosine_decay and warmup >= decay):
+    is_number = 0 <= flags.warmup_epochs < math.inf
+    warmup = round(flags.warmup_epochs * epoch) if is_number else 0
+    if not is_number or (flags.cosine_decay and warmup >= decay):
         raise ValueError(
             f"warmup_epochs is {flags.warmup_epochs}; it must be 0 or more, and with "
             f"--cosine-decay below the {flags.epochs} epochs"
@@ -375,6 +386,13 @@ def _heldout(
         warnings.warn(f"{text}; they are left out", stacklevel=2)
         heldout = heldout.align_rows(heldout.row_names[~unknown])
     return heldout
+
+
+def _fingerprint(heldout: SparseDataset, data: SparseDataset) -> str:
+    """Of the held-out entries, each in its row of the data."""
+    rows = np.sort(find_names(heldout.row_names, data.row_names))
+    aligned = heldout.align_rows(data.row_names[rows])
+    return fingerprint(aligned.matrix, rows)
 
 
 def _union(data: SparseDataset, other: SparseDataset) -> CSR:

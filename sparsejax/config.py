@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import types
 import typing
@@ -210,7 +211,7 @@ class NetworkConfig:
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got {type(document).__name__}")
         _no_unknown_keys(document, ("version", "loss", "layers"), "the network")
-        if document.get("version") != VERSION:
+        if type(document.get("version")) is not int or document["version"] != VERSION:
             raise ValueError(
                 f'"version" is {document.get("version")!r}; this release reads '
                 f"version {VERSION}"
@@ -252,7 +253,7 @@ def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
     if not isinstance(layer, dict):
         raise ValueError(f"layer {index} must be an object, got {layer!r}")
     label = f"layer {index} ({layer.get('name', 'unnamed')!r})"
-    if layer.get("kind") not in _KINDS:
+    if not isinstance(layer.get("kind"), str) or layer["kind"] not in _KINDS:
         kinds = ", ".join(_KINDS)
         raise ValueError(
             f'{label}: "kind" is {layer.get("kind")!r}, not one of {kinds}'
@@ -323,7 +324,7 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
         if isinstance(layer, HiddenConfig) and layer.size < 1:
             raise ValueError(f"layer {layer.name!r}: size {layer.size} is not positive")
         if isinstance(layer, OutputConfig):
-            if layer.temperature is not None and not layer.temperature > 0:
+            if layer.temperature is not None and not 0 < layer.temperature < math.inf:
                 raise ValueError(
                     f"layer {layer.name!r}: temperature {layer.temperature} is not "
                     "positive"

@@ -236,7 +236,9 @@ def begun(
     directory = pathlib.Path(directory)
     distributed.in_first(functools.partial(check_folder, directory, resume=resume))
     checkpoints = checkpoints_of(directory)
-    if checkpoints.steps():
+    steps, settings = checkpoints.steps(), None
+    if steps:
+        settings = (directory / _SETTINGS).read_text(encoding="utf-8")
         before, names = load_run(directory)
         run.check_resumes(before)
         if not np.array_equal(features, names):
@@ -245,11 +247,14 @@ def begun(
             )
     new = [path for path in (directory, *directory.parents) if not path.exists()]
 
+    def write(settings):
+        with whole_file(directory / _SETTINGS) as file:
+            file.write(settings)
+
     def make():
         directory.mkdir(parents=True, exist_ok=True)
         _vocabulary(features).save(directory / _VOCABULARY)
-        with whole_file(directory / _SETTINGS) as file:
-            file.write(run.to_json())
+        write(run.to_json())
 
     try:
         distributed.in_first(make)
@@ -260,6 +265,9 @@ def begun(
             )
         yield directory / _CHECKPOINTS
     except Exception:
+        refused = settings is not None and checkpoints.steps() == steps
+        if refused and distributed.is_first():
+            write(settings)
         if new and distributed.is_first() and not checkpoints.steps():
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run may be in there by now

@@ -419,7 +419,7 @@ def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
         epochs=3,
     )
     rate = optimizers.schedule(name, **options)
-    assert commands._rule(flags, num_rows=51) == optimizers.momentum(rate)
+    assert commands._rule(flags, [51]) == optimizers.momentum(rate)
 
 
 def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
@@ -518,9 +518,38 @@ def test_resume_refuses_other_data(small, tmp_path, capsys):
     path.write_text(text.replace("item3", "item three"))
     assert main([*small, "--resume"]) == 1
     assert "other features" in capsys.readouterr().err
+    settings = tmp_path / "run" / "run.json"
+    before = settings.read_bytes()
     path.write_text("".join(text.splitlines(keepends=True)[::-1]))
-    assert main([*small, "--resume"]) == 1
+    assert main([*small, "--resume", "--epochs", "9"]) == 1
     assert "other data" in capsys.readouterr().err
+    assert settings.read_bytes() == before
+
+
+def test_validation_is_the_same_in_another_order_of_rows(small, tmp_path, capsys):
+    path = tmp_path / "heldout.txt"
+    lines = [f"user {u}\titem{u % 2 + 2}" for u in range(4)]
+    path.write_text("\n".join(lines) + "\n")
+    argv = [*small, "--validation", str(path), "--resume", "--epochs"]
+    assert main([*argv, "1"]) == 0
+    path.write_text("\n".join(lines[::-1]) + "\n")
+    assert main([*argv, "2"]) == 0
+    path.write_text("\n".join(lines[1:]) + "\nuser 5\titem2\n")
+    assert main([*argv, "3"]) == 1
+    assert "cannot resume with other validation data" in capsys.readouterr().err
+
+
+def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
+    rows = [[f"i{i % 9}", f"i{(i + 3) % 9}"] for i in range(100)]
+    table = pa.table({"user": [f"u{i}" for i in range(100)], "items": rows})
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=10)
+    argv = ["train", str(tmp_path / "c.parquet"), "--run", str(tmp_path / "run")]
+    argv += ["--chunk-rows", "10", "--batch-size", "8", "--epochs", "2", *NETWORK]
+    assert main([*argv, "--cosine-decay"]) == 0
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "'decay_steps': 40" in str(settings["optimizer"])  # 2 of each 10 chunks
+    checkpoints = run.checkpoints_of(tmp_path / "run")
+    assert checkpoints.steps()[-1] == 40
 
 
 def test_resume_where_no_checkpoint_is_begins(small, tmp_path, monkeypatch):
@@ -559,6 +588,27 @@ def test_a_bug_is_not_hidden(small, monkeypatch):
     monkeypatch.setattr(commands, "train", broken)
     with pytest.raises(KeyError):
         main(small)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(small, tmp_path):
+    limited = 'ulimit -f 8; exec "$@"'
+    argv = [
+        "sh",
+        "-c",
+        limited,
+        "sh",
+        sys.executable,
+        "-m",
+        "sparsejax",
+        *small,
+        "--hidden",
+        "64",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "epoch" not in line]
+    assert re.search("error: checkpoint .* cannot be written to .*run", lines[-1])
+    assert len(lines) < 5
 
 
 def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, capsys):

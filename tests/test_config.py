@@ -1,6 +1,7 @@
 """NetworkConfig: JSON both ways, and refusals that name what is wrong."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,8 @@ def document(**changes) -> dict:
         ({"layer": {1: {"size": True}}}, '"size" must be int, got True'),
         ({"layer": {3: {"dtype": "int8"}}}, "'output': dtype is \"float32\" or"),
         ({"layer": {2: {"dtype": "int8"}}}, "'b': dtype is \"float32\" or"),
+        ({"layer": {1: {"kind": ["hidden"]}}}, r"\"kind\" is \['hidden'\], not one"),
+        ({"layer": {3: {"temperature": math.inf}}}, "temperature inf is not positive"),
         ({"layer": {1: {"size": 0}}}, "layer 'a': size 0 is not positive"),
         ({"layer": {1: {"dropout": 1.0}}}, r"layer 'a': dropout 1.0 is not in \[0, 1"),
         ({"layer": {2: {"name": "a"}}}, "two layers are called 'a'"),

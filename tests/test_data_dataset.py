@@ -1,5 +1,6 @@
 """SparseDataset: making, splitting, matching by name, saving."""
 
+import errno
 import os
 import pathlib
 
@@ -21,6 +22,7 @@ from sparsejax.data import (
 from sparsejax.data.names import as_names
 from sparsejax.data.vocabulary import imbalance
 from sparsejax.sparse import CSR
+from sparsejax.writers import whole_file
 
 ROWS = ["ann", "b\u00f6b", "eve", "\u3042"]
 FEATURES = ["milk", "tea", "wine", "a\0b", ""]
@@ -420,6 +422,14 @@ def test_save_to_impossible_places(tmp_path):
     with pytest.raises(OSError):
         make().save(tmp_path / "folder")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+    path = tmp_path / "d.txt"
+    with pytest.raises(OSError, match="d.txt") as caught, whole_file(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
 
 
 def test_load_of_damaged_files(tmp_path):

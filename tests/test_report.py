@@ -14,6 +14,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax import report
+from sparsejax.data.vocabulary import popularity_ranks, vocabulary_order
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), "")
@@ -207,6 +208,13 @@ def test_similar_to_popular_begins_with_the_most_frequent():
     found = report.similar_to_popular(model_of(3), names, np.array([1, 9, 5]), rows=2)
     assert list(found) == ["b", "c"]
     assert sorted(found["b"]) == ["a", "c"]
+
+
+def test_ranks_of_the_vocabulary_are_those_it_was_made_from():
+    counts = np.random.default_rng(0).permutation(1_000)
+    names = np.array([f"{i:04}" for i in range(1_000)], np.dtypes.StringDType())
+    ordered = counts[vocabulary_order(counts, names)]
+    np.testing.assert_array_equal(popularity_ranks(1_000), 999 - ordered)
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")

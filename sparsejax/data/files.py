@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import io
 import lzma
@@ -27,6 +28,8 @@ BLOCK_BYTES = 8 * 2**20
 
 # A file under construction that nothing was written to for so long has no writer.
 _ABANDONED_SECONDS = 3600
+# These come without the name of the file.
+_FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
 
@@ -150,8 +153,12 @@ def replacing(path: Path) -> Generator[pathlib.Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and (
+            error.filename == os.fspath(temporary) or error.errno in _FULL
+        ):  # the caller knows the file by its own name
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 

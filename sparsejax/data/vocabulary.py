@@ -35,9 +35,13 @@ def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
     at = np.arange(len(counts))
     table = pa.table({"count": counts, "name": to_arrow(names), "at": at})
     by_rank = table.sort_by([("count", "descending"), ("name", "ascending")])
-    by_rank = by_rank["at"].to_numpy()
-    rank = at
-    return by_rank[np.lexsort((rank, _BIT_REVERSED[rank % HANDS]))]
+    return by_rank["at"].to_numpy()[popularity_ranks(len(counts))]
+
+
+def popularity_ranks(count: int) -> np.ndarray:
+    """`[count]` the rank of the feature in each column of the balanced order."""
+    rank = np.arange(count)
+    return np.lexsort((rank, _BIT_REVERSED[rank % HANDS]))
 
 
 # Above this, the fullest device of a mesh decides how long a step takes.
