@@ -71,8 +71,7 @@ def train(flags: cli.Train) -> None:
             flags.data, indicator=flags.indicator, chunk_rows=flags.chunk_rows
         )
         indicator, chunks = data.indicator, Stream(data, None, None).chunks
-    if not 0 <= flags.seed < 2**32:
-        raise ValueError(f"--seed must be from 0 to 2**32 - 1, got {flags.seed}")
+    training.check_seed(flags.seed)
     settings = run.Run(
         network=network,
         optimizer=_rule(flags, chunks),

@@ -316,7 +316,7 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
             rate = getattr(layer, key, 0.0)
             if not 0 <= rate < 1:
                 raise ValueError(f"layer {layer.name!r}: {key} {rate} is not in [0, 1)")
-        dtype = None if isinstance(layer, InputConfig) else layer.dtype
+        dtype = getattr(layer, "dtype", None)
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(
                 f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got {dtype!r}'

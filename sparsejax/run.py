@@ -236,9 +236,8 @@ def begun(
     directory = pathlib.Path(directory)
     distributed.in_first(functools.partial(check_folder, directory, resume=resume))
     checkpoints = checkpoints_of(directory)
-    steps, settings = checkpoints.steps(), None
+    steps, before = checkpoints.steps(), None
     if steps:
-        settings = (directory / _SETTINGS).read_text(encoding="utf-8")
         before, names = load_run(directory)
         run.check_resumes(before)
         if not np.array_equal(features, names):
@@ -247,14 +246,14 @@ def begun(
             )
     new = [path for path in (directory, *directory.parents) if not path.exists()]
 
-    def write(settings):
+    def write(settings: Run):
         with whole_file(directory / _SETTINGS) as file:
-            file.write(settings)
+            file.write(settings.to_json())
 
     def make():
         directory.mkdir(parents=True, exist_ok=True)
         _vocabulary(features).save(directory / _VOCABULARY)
-        write(run.to_json())
+        write(run)
 
     try:
         distributed.in_first(make)
@@ -265,9 +264,14 @@ def begun(
             )
         yield directory / _CHECKPOINTS
     except Exception:
-        refused = settings is not None and checkpoints.steps() == steps
-        if refused and distributed.is_first():
-            write(settings)
+        # The run was refused, or got nowhere.
+        if (
+            before is not None
+            and distributed.is_first()
+            and checkpoints.steps() == steps
+        ):
+            with contextlib.suppress(OSError):  # what ended it is told
+                write(before)
         if new and distributed.is_first() and not checkpoints.steps():
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # another run may be in there by now

@@ -214,10 +214,6 @@ class CSR:
             raise ValueError(f"expected a matrix, got the shape {matrix.shape}")
         if np.issubdtype(matrix.dtype, np.complexfloating):
             raise TypeError("values must be real, got complex ones")
-        if matrix.shape[1] > MAX_ENTRIES:
-            raise ValueError(
-                f"{matrix.shape[1]:,} columns do not fit in int32 indices (2^31 - 1)"
-            )
         csr = scipy.sparse.csr_array(matrix, copy=True)
         csr.sum_duplicates()  # sorts too
         data = None if csr.dtype == np.bool_ else _as_float(csr.data)
@@ -385,6 +381,10 @@ def _as_float(values: np.ndarray) -> np.ndarray:
 
 def _check(csr: CSR) -> None:
     """Raises ValueError if NumPy leaves are not a CSR."""
+    if csr.num_cols > MAX_ENTRIES:
+        raise ValueError(
+            f"{csr.num_cols:,} columns do not fit in int32 indices (2^31 - 1)"
+        )
     indices, indptr = np.asarray(csr.indices), np.asarray(csr.indptr)
     if indices.ndim > 1 or indptr.ndim > 1:
         return  # a stack of matrices; each was checked when it was made
@@ -428,8 +428,9 @@ def _check(csr: CSR) -> None:
         return
     if data.shape != indices.shape:
         raise ValueError(f"data has shape {data.shape}, indices {indices.shape}")
+    dtype = jax.dtypes.canonicalize_dtype(data.dtype)
     with np.errstate(over="ignore"):
-        on_device = data[:count].astype(jax.dtypes.canonicalize_dtype(data.dtype))
+        on_device = data[:count].astype(dtype, copy=False)
     bad = np.flatnonzero(~np.isfinite(on_device))
     if bad.size:
         raise ValueError(f"{place(bad[0])}: the value is {on_device[bad[0]]}")

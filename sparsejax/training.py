@@ -183,8 +183,7 @@ def fit(
     examples = _examples_of(inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
+    check_seed(seed)
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     if early_stopping is not None and validation is None:
@@ -192,9 +191,8 @@ def fit(
     parts = axis_sizes()[0] if mesh_is_set() else 1
     num_rows = examples.num_rows
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
-    metric = early_stopping.metric if early_stopping else f"ndcg@{k}"
     if validation is not None:  # what scores of checkpoints are
-        settings["metric"] = metric
+        settings["metric"] = early_stopping.metric if early_stopping else f"ndcg@{k}"
     batch_size = step_size(batch_size, max(examples.chunks), parts)
     if fused:
         fused_output.check(model, optimizer)
@@ -316,7 +314,7 @@ def fit(
                     nnx.update((model, optimizer), state)
                     measured = evaluation.run(model, optimizer=optimizer)
                     entry.update({m: v for m, v in measured.items() if m != "users"})
-                    score = run.judge(entry, early_stopping, metric)
+                    score = run.judge(entry, early_stopping)
                 if log is not None and distributed.is_first():
                     log(run.step, entry)
                 last = run.epoch == num_epochs or run.stopped
@@ -330,6 +328,12 @@ def fit(
         examples.close()
     optimizer.flush(model)
     return run.history
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that JAX would cut."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
 
 
 @dataclasses.dataclass
@@ -365,8 +369,9 @@ class _Run:
         self.position, self.loss_sum, self.examples = 0, 0.0, 0
         return entry
 
-    def judge(self, entry, early_stopping, metric) -> float | None:
+    def judge(self, entry, early_stopping) -> float | None:
         """The score if it is the best so far; decides whether to stop."""
+        metric = self.settings["metric"]
         if metric not in entry:
             known = ", ".join(name for name in entry if "@" in name)
             raise ValueError(f"no validation metric {metric!r}; there are {known}")
