@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,6 +15,8 @@ from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, 
 
 WARPGROUPS = 2  # that compute
 TILE = WARPGROUPS * ROWS  # rows of a tile
+# Columns of the product that sums slopes: the fewest that `wgmma` makes.
+SUM_COLUMNS = 8
 
 
 def kernel_gradient(
@@ -21,7 +24,9 @@ def kernel_gradient(
     h: Float[Array, "batch hidden"],
     gradient: Float[Array, "items hidden"],
     start: jax.typing.ArrayLike,
-) -> Float[Array, "items hidden"]:
+    *,
+    with_sums: bool = False,
+) -> tuple[Float[Array, "items hidden"], Float[Array, "size"] | None]:
     """`gradient` with `slopes^T h` in rows `start .. start + size - 1`.
 
     In place, if `gradient` is donated; XLA would copy the rows once more.
@@ -31,15 +36,23 @@ def kernel_gradient(
       h: bfloat16; `hidden` is a multiple of 64.
       gradient: bfloat16.
       start: first row, a multiple of 128.
+      with_sums: whether the sums of the slopes are wanted.
+
+    Returns:
+      The gradient, and the float32 sums of the slopes over the batch or None.
     """
     columns = tile_columns(h.shape[1])
+    summing = summing_operands(with_sums)
 
-    def body(start_gmem, slopes_gmem, h_gmem, gradient_gmem):
+    def body(start_gmem, slopes_gmem, h_gmem, *refs):
         first = start_gmem[0]
+        *summing_gmem, gradient_gmem = refs[: len(summing) + 1]
+        sums_gmem = refs[len(summing) + 1 :]
 
         def finish(tile, warpgroup, make, smem):
             row, column = tile[0] + warpgroup * ROWS, tile[1]
-            sums = make()
+            sums, *of_slopes = make()
+            write_sums(sums_gmem, of_slopes, row, column)
             for c in range(0, columns, STEP):
                 slot = c // STEP % 2
                 # What was there must have been read: with an odd number it was the last.
@@ -52,22 +65,50 @@ def kernel_gradient(
                 )
 
         stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)
-        gradient_tiles(slopes_gmem, h_gmem, finish, [stored])
+        gradient_tiles(slopes_gmem, h_gmem, summing_gmem, finish, [stored])
 
     ref = jax.new_ref(gradient)
-    operands = *numbers(start), slopes, h, ref
-    call("kernel_gradient", body, [], WARPGROUPS, *operands)
-    return jax.freeze(ref)
+    operands = *numbers(start), slopes, h, *summing, ref
+    out_type = sums_type(slopes, with_sums)
+    sums = call("kernel_gradient", body, out_type, WARPGROUPS, *operands)
+    return jax.freeze(ref), sums[0] if with_sums else None
+
+
+def summing_operands(with_sums: bool) -> list[jax.Array]:
+    """What slopes are multiplied by, for columns of an eighth of their sums."""
+    eighths = jnp.full((SUM_COLUMNS, STEP), 1 / SUM_COLUMNS, jnp.bfloat16)
+    return [eighths] * with_sums
+
+
+def sums_type(slopes: jax.Array, with_sums: bool) -> list[jax.ShapeDtypeStruct]:
+    """Of what `write_sums` writes."""
+    return [jax.ShapeDtypeStruct(slopes.shape[1:], jnp.float32)] * with_sums
+
+
+def write_sums(sums_gmem: Sequence, of_slopes: Sequence, row, column) -> None:
+    """Writes the sums of a warpgroup's 64 columns of the slopes, if they are wanted."""
+
+    @pl.when(column == 0)
+    def _():
+        for ref, eighths in zip(sums_gmem, of_slopes, strict=True):
+            ref[pl.ds(row, ROWS)] = jnp.sum(eighths, axis=1)
 
 
 def gradient_tiles(
-    slopes_gmem, h_gmem, finish: Callable, scratch: Sequence = (), **options
+    slopes_gmem,
+    h_gmem,
+    summing_gmem: Sequence,
+    finish: Callable,
+    scratch: Sequence = (),
+    **options,
 ) -> None:
     """The body of a kernel that makes `slopes^T h`, see `matmul_tiles`.
 
     Args:
       slopes_gmem: `[batch, size]`.
       h_gmem: `[batch, hidden]`.
+      summing_gmem: `summing_operands`; then `write_sums` takes what is made beside the
+        product.
       finish: its tile is the first row and column of `[128, tile_columns(hidden)]`, of
         which a warpgroup has 64 rows, and how many the program had before.
       scratch: shared memory.
@@ -82,9 +123,10 @@ def gradient_tiles(
         before = lax.div(i, lax.axis_size("program"))
         return lax.div(i, across) * TILE, lax.rem(i, across) * columns, before
 
-    def factors(slopes_smem, h_smem, warpgroup):
-        mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)]
-        return mine.transpose((1, 0)), h_smem
+    def factors(slopes_smem, h_smem, *more):
+        *summing_smem, warpgroup = more
+        mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)].transpose((1, 0))
+        return [(mine, h_smem), *((mine, x.transpose((1, 0))) for x in summing_smem)]
 
     matmul_tiles(
         size // TILE * across,
@@ -95,9 +137,10 @@ def gradient_tiles(
         ],
         factors,
         finish,
-        columns=columns,
+        columns=[columns, *(SUM_COLUMNS for _ in summing_gmem)],
         steps=batch // STEP,
         warpgroups=WARPGROUPS,
+        constants=summing_gmem,
         scratch=scratch,
         **options,
     )

@@ -18,10 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kernel_gradient import (
+    SUM_COLUMNS,
     TILE,
     WARPGROUPS,
     gradient_tiles,
+    summing_operands,
+    sums_type,
     tile_columns,
+    write_sums,
 )
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 
@@ -43,7 +47,13 @@ def kernel_update(
     operand: Float[Array, "items hidden"] | None,
     start: jax.typing.ArrayLike,
     scalars: Sequence[Float[Array, ""]] = (),
-) -> tuple[list[Float[Array, "items hidden"]], Float[Array, "items hidden"] | None]:
+    *,
+    with_sums: bool = False,
+) -> tuple[
+    list[Float[Array, "items hidden"]],
+    Float[Array, "items hidden"] | None,
+    Float[Array, "size"] | None,
+]:
     """Moves rows `start .. start + size - 1` of the tables, in place if they are donated.
 
     ::
@@ -51,6 +61,7 @@ def kernel_update(
         gradient           = slopes^T h                             summed in float32
         tables[:][rows]    = update(tables[:][rows], gradient, scalars)
         operand[rows]      = tables[0][rows], rounded
+        sums               = slopes summed over the batch           in float32
 
     Reads and writes each row of the tables once, and `slopes` for each 256 columns.
 
@@ -62,6 +73,10 @@ def kernel_update(
       operand: the weights once more, in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: what else `update` gets.
+      with_sums: whether the sums are wanted.
+
+    Returns:
+      The tables, the operand, the sums or None.
 
     Raises:
       ValueError: an element of all the arrays has too many bytes, see `fits`.
@@ -77,10 +92,13 @@ def kernel_update(
         )
     width, stages, slots = _pieces(itemsize, columns)
     each = columns // width  # pieces of a tile that a warpgroup has
+    summing = summing_operands(with_sums)
 
     def body(start_gmem, slopes_gmem, h_gmem, *refs):
         first = start_gmem[0]
+        summing_gmem, refs = refs[: len(summing)], refs[len(summing) :]
         scalars_gmem, refs = refs[: len(scalars)], refs[len(scalars) :]
+        refs, sums_gmem = refs[: len(dtypes)], refs[len(dtypes) :]
 
         def place(tile, warpgroup, c):
             row, column = first + tile[0] + warpgroup * ROWS, tile[1] + c * width
@@ -134,7 +152,8 @@ def kernel_update(
                 return plgpu.layout_cast(full, layout)
 
             scalars = [ref[0] for ref in scalars_gmem]
-            sums = make()
+            sums, *of_slopes = make()
+            write_sums(sums_gmem, of_slopes, tile[0] + warpgroup * ROWS, tile[1])
             for c in range(each):
                 slot, barrier, _ = slot_of(tile, warpgroup, c)
                 plgpu.barrier_wait(ready.at[barrier])
@@ -159,14 +178,22 @@ def kernel_update(
         ]
         stores = [partial(store, i) for i in range(WARPGROUPS)]
         gradient_tiles(
-            slopes_gmem, h_gmem, finish, scratch, stages=stages, movers=[load, *stores]
+            slopes_gmem,
+            h_gmem,
+            summing_gmem,
+            finish,
+            scratch,
+            stages=stages,
+            movers=[load, *stores],
         )
 
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
-    operands = *numbers(start), slopes, h, *scalars, *refs, *copies
-    call("kernel_update", body, [], WARPGROUPS, *operands)
+    operands = *numbers(start), slopes, h, *summing, *scalars, *refs, *copies
+    out_type = sums_type(slopes, with_sums)
+    sums = call("kernel_update", body, out_type, WARPGROUPS, *operands)
     moved = [jax.freeze(ref) for ref in refs]
-    return moved, jax.freeze(copies[0]) if copies else None
+    copy = jax.freeze(copies[0]) if copies else None
+    return moved, copy, sums[0] if with_sums else None
 
 
 def fits(hidden: int, itemsize: int) -> bool:
@@ -190,7 +217,7 @@ def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
       columns: of a tile.
     """
     for width, stages in _CHOICES:
-        left = _SHARED - stages * 2 * STEP * (TILE + columns)
+        left = _SHARED - 2 * STEP * (stages * (TILE + columns) + SUM_COLUMNS)
         slots = left // (ROWS * width * itemsize)
         if slots >= _LEAST_SLOTS:
             break

@@ -35,9 +35,10 @@ def matmul_tiles(
     factors: Callable,
     finish: Callable,
     *,
-    columns: int,
+    columns: Sequence[int],
     steps: int,
     warpgroups: int,
+    constants: Sequence = (),
     scratch: Sequence = (),
     stages: int = _STAGES,
     movers: Sequence[Callable] = (),
@@ -47,16 +48,17 @@ def matmul_tiles(
     Args:
       num_tiles: of all programs.
       tile_of: from a tile's number to what the other functions get as `tile`.
-      operands: (matrix, shape of a step's block, place), twice, where `place(tile, k)` is
-        its first row and column at step k.
-      factors: from the blocks of a step and a warpgroup's number to the two operands of
-        `wgmma` for its `[64, columns]` part of the tile.
-      finish: called with the tile, the warpgroup, a function that makes the float32 sums,
-        and `scratch`. What it loads before it calls the function is there when the sums
-        are.
-      columns: see `factors`.
+      operands: (matrix, shape of a step's block, place), where `place(tile, k)` is its
+        first row and column at step k.
+      factors: from the blocks of a step, the constants and a warpgroup's number to the
+        two operands of `wgmma` for each of its `[64, columns]` parts of the tile.
+      finish: called with the tile, the warpgroup, a function that makes the float32 sums
+        of each part, and `scratch`. What it loads before it calls the function is there
+        when the sums are.
+      columns: of each part.
       steps: of 64, which a tile takes.
       warpgroups: 2 or 4, that compute.
+      constants: matrices that are in shared memory all the time.
       scratch: shared memory.
       stages: steps that are copied ahead.
       movers: at most 3, which a warp each runs next to the one that copies operands;
@@ -71,8 +73,11 @@ def matmul_tiles(
         def _(info):
             function(tile_of(info.index[0]), info.local_index * steps)
 
-    def scope(blocks, full, free, *scratch_smem):
+    def scope(blocks, kept, full, free, ready, *scratch_smem):
         def load():
+            for matrix, smem in zip(constants, kept, strict=True):
+                plgpu.copy_gmem_to_smem(matrix, smem, ready)
+
             @each_tile
             def _(tile, done):
                 @pl.loop(0, steps)
@@ -110,23 +115,29 @@ def matmul_tiles(
         @pl.when(warpgroup < warpgroups)
         def _():
             plgpu.set_max_registers(registers, action="increase")
+            if constants:
+                plgpu.barrier_wait(ready)
 
             @each_tile
             def _(tile, done):
                 def make():
-                    def multiply(sums):
+                    def multiply(*sums):
                         @pl.loop(0, steps)
                         def _(k):
                             slot = lax.rem(done + k, stages)
                             plgpu.barrier_wait(full.at[slot])
                             here = [block.at[slot] for block in blocks]
-                            plgpu.wgmma(sums, *factors(*here, warpgroup))
+                            for part, of_part in zip(
+                                sums, factors(*here, *kept, warpgroup), strict=True
+                            ):
+                                plgpu.wgmma(part, *of_part)
                             plgpu.wgmma_wait(0)
                             plgpu.barrier_arrive(free.at[slot])
 
-                        return sums[...]
+                        return [part[...] for part in sums]
 
-                    return pl.run_scoped(multiply, plgpu.ACC((ROWS, columns)))
+                    parts = [plgpu.ACC((ROWS, size)) for size in columns]
+                    return pl.run_scoped(multiply, *parts)
 
                 finish(tile, warpgroup, make, *scratch_smem)
 
@@ -139,8 +150,10 @@ def matmul_tiles(
             plgpu.SMEM((stages, *extent), matrix.dtype, transforms=LAYOUT)
             for matrix, extent, _ in operands
         ],
+        [plgpu.SMEM(x.shape, x.dtype, transforms=LAYOUT) for x in constants],
         plgpu.Barrier(num_arrivals=len(operands), num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=max(1, len(constants))),
         *scratch,
         collective_axes="warpgroup",
     )
@@ -161,6 +174,8 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            # Sums over the columns of `wgmma`'s results, which a warp has whole.
+            reduction_scratch_bytes=0,
             # With the default semantics inferring the layouts takes half a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

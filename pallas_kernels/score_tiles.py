@@ -88,12 +88,14 @@ def score_tiles(
         def factors(h_smem, kernel_smem, warpgroup):
             i, j = lax.rem(warpgroup, 2) * ROWS, lax.div(warpgroup, 2) * COLUMNS
             items = kernel_smem.at[pl.ds(j, COLUMNS)]
-            return h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0))
+            return [(h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0)))]
 
         def finish(tile, warpgroup, make, scratch_smem=None):
             row = tile[0] + lax.rem(warpgroup, 2) * ROWS
             column = tile[1] + lax.div(warpgroup, 2) * COLUMNS
-            epilogue(make, row, column, warpgroup, mine, *refs, scratch_smem)
+            epilogue(
+                lambda: make()[0], row, column, warpgroup, mine, *refs, scratch_smem
+            )
 
         matmul_tiles(
             down * across,
@@ -108,7 +110,7 @@ def score_tiles(
             ],
             factors,
             finish,
-            columns=COLUMNS,
+            columns=[COLUMNS],
             steps=hidden // STEP,
             warpgroups=WARPGROUPS,
             scratch=[] if scratch is None else [scratch],

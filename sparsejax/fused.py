@@ -151,10 +151,12 @@ def train_step(
         state = {name: write_rows(state[name], parts[name], start) for name in state}
         return write_rows(w, new, start), state, more
 
-    def update_kernel(start, slopes, h, tables: _Tables) -> _Tables:
+    def update_kernel(
+        start, slopes, h, tables: _Tables
+    ) -> tuple[_Tables, jax.Array | None]:
         """The same by the kernel that makes the gradient."""
         step, scalars = step_of_arrays(rule, tables.kernel_state, count)
-        (kernel, *state), operand = kernels.kernel_update(
+        (kernel, *state), operand, sums = kernels.kernel_update(
             step,
             slopes,
             h,
@@ -162,12 +164,14 @@ def train_step(
             tables.derived.operand,
             start,
             scalars,
+            with_sums=tables.bias is not None,
         )
-        return tables._replace(
+        tables = tables._replace(
             kernel=kernel,
             kernel_state=dict(zip(tables.kernel_state, state, strict=True)),
             derived=tables.derived._replace(operand=operand),
         )
+        return tables, sums
 
     def update(start, gradient: Layer, tables: _Tables) -> _Tables:
         if len(gradient.kernel):

@@ -1,5 +1,7 @@
 """The product in place against float64: interpreted on a CPU, and on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +21,15 @@ def normal(seed, *shape):
 def test_kernel_gradient(run_kernel, batch, hidden):
     slopes, h = normal(0, batch, SIZE), normal(1, batch, hidden)
     before = normal(2, ITEMS, hidden)
-    start = jnp.int32(START)
-    got = run_kernel(kernel_gradient, slopes, h, before, start).astype(np.float64)
+    function = functools.partial(kernel_gradient, with_sums=True)
+    got, sums = run_kernel(function, slopes, h, before, jnp.int32(START))
     want = np.array(before, np.float64)
     want[START : START + SIZE] = np.asarray(slopes, np.float64).T @ np.asarray(
         h, np.float64
     )
-    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-8, atol=1e-4)
+    of_slopes = np.asarray(slopes, np.float64).sum(axis=0)
+    np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
 
 def test_lowers_for_cuda():

@@ -21,7 +21,9 @@ def normal(seed, *shape):
 def moved(rule, slopes, h, w, state, operand, start, count):
     step, scalars = step_of_arrays(rule, state, count)
     tables = [w, *state.values()]
-    return kernel_update(step, slopes, h, tables, operand, start, scalars)
+    return kernel_update(
+        step, slopes, h, tables, operand, start, scalars, with_sums=True
+    )
 
 
 # Of one block of columns and of several.
@@ -42,7 +44,7 @@ def test_kernel_update(run_kernel, rule, batch, hidden):
     operand = w.astype(jnp.bfloat16)
     count = jnp.int32(3)
     arguments = slopes, h, w, state, operand, jnp.int32(START), count
-    tables, copy = run_kernel(functools.partial(moved, rule), *arguments)
+    tables, copy, sums = run_kernel(functools.partial(moved, rule), *arguments)
     rows = slice(START, START + SIZE)
     gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
     with jax.enable_x64(True):
@@ -59,6 +61,8 @@ def test_kernel_update(run_kernel, rule, batch, hidden):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         assert np.abs(want - np.asarray(before))[rows].max() > 1e-2
     np.testing.assert_array_equal(copy, tables[0].astype(jnp.bfloat16))
+    of_slopes = np.asarray(slopes, np.float64).sum(axis=0)
+    np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
 
 def test_many_arrays_of_both_widths(run_kernel):
@@ -73,7 +77,7 @@ def test_many_arrays_of_both_widths(run_kernel):
     def function(*tables):
         return kernel_update(update, slopes, h, tables, None, START, [jnp.float32(2)])
 
-    got, copy = run_kernel(function, *tables)
+    got, copy, sums = run_kernel(function, *tables)
     rows = slice(START, START + SIZE)
     gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
     for i, (x, before) in enumerate(zip(got, tables, strict=True)):
@@ -81,7 +85,7 @@ def test_many_arrays_of_both_widths(run_kernel):
         want[rows] += (i + 2) * gradient
         rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-5
         np.testing.assert_allclose(x.astype(np.float64), want, rtol=rtol, atol=1e-3)
-    assert copy is None
+    assert copy is None and sums is None
 
 
 def test_refuses_arrays_beyond_shared_memory():

@@ -147,9 +147,10 @@ def _check(h, kernel, bias, labels, scale, implementation) -> None:
 # A chunk of items at a time
 
 
-# (first item, slopes [batch, size], h [batch, hidden], carry) -> carry
+# (first item, slopes [batch, size], h [batch, hidden], carry) -> carry, sums [size]
 type UpdateKernel[Carry] = Callable[
-    [jax.typing.ArrayLike, jax.Array, jax.Array, Carry], Carry
+    [jax.typing.ArrayLike, jax.Array, jax.Array, Carry],
+    tuple[Carry, jax.Array | None],
 ]
 
 
@@ -205,7 +206,8 @@ def loss_and_updates[Carry](
       update_kernel: what may be called in place of `update` with the kernel's gradient,
         where it is the product of a chunk's slopes and `h`: `update_kernel(start, slopes,
         h, carry)` with two bfloat16 arrays whose product `slopes^T h` it is, of rows in a
-        multiple of 128. Then the kernel that `update` gets has no rows.
+        multiple of 128. Then the kernel that `update` gets has no rows. Where there is a
+        bias, it also returns that gradient: the slopes, summed over the batch in float32.
       gradient_dtype: of the kernel's gradient as `update` gets it; by default, and for
         bias and scale always, that in which products are summed.
       shard: which part of a mesh's work this is.
@@ -261,7 +263,7 @@ def loss_and_updates[Carry](
         dkernel = item_chunks.dot(slopes, h_live, (0, 0), out)
         dbias = dscale = None
         kernel = chunk.kernel
-        if chunk.bias is not None:
+        if chunk.bias is not None and update_kernel is None:
             dbias = jnp.sum(delta, axis=0, dtype=dtype)
         if chunk.scale is not None:
             # d score_bi / d scale_i = h_b . kernel_i: summed over b, a row of `dkernel`
@@ -314,7 +316,8 @@ def loss_and_updates[Carry](
             made, delta, dh = lax.optimization_barrier((made, delta, dh + more))
             if update_kernel is not None:
                 pad = item_chunks.pad_rows
-                carry = update_kernel(start, pad(delta), pad(h_live), carry)
+                carry, dbias = update_kernel(start, pad(delta), pad(h_live), carry)
+                made = made._replace(bias=dbias)
             carry = update(start, made, carry)
         return total, dh, carry
 
@@ -331,14 +334,17 @@ def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
     return jax.tree.map(write, gradients, chunk)
 
 
-def _write_kernel_gradient(start, slopes, h, gradients: Any) -> Any:
+def _write_kernel_gradient(
+    start, slopes, h, gradients: Any
+) -> tuple[Any, jax.Array | None]:
     """The same of the kernel. XLA would copy a chunk after its product."""
-    kernel = gradients.kernel
+    kernel, with_sums = gradients.kernel, gradients.bias is not None
     if slopes.shape[1] == len(kernel):
         kernel = item_chunks.dot(slopes, h, (0, 0), kernel.dtype)
+        sums = jnp.sum(slopes, axis=0, dtype=jnp.float32) if with_sums else None
     else:
-        kernel = kernel_gradient(slopes, h, kernel, start)
-    return gradients._replace(kernel=kernel)
+        kernel, sums = kernel_gradient(slopes, h, kernel, start, with_sums=with_sums)
+    return gradients._replace(kernel=kernel), sums
 
 
 # Functions for `_Chunks.slopes`: where the weight is 0, what they say of slopes is ignored.
