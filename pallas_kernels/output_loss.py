@@ -144,14 +144,16 @@ class SlopesEpilogue:
     def __call__(self, make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
         layer_refs, *inputs = self.layer.split(inputs)
+        layer_refs = [
+            ref.at[pl.ds(first + column, tiles.COLUMNS)] for ref in layer_refs
+        ]
         of_rows = self.of_rows(row, inputs)
         labels = self.labels(row, column, inputs)
         products, sums = make(), self.no_sums()
         for c in range(0, tiles.COLUMNS, SLOPES_COLUMNS):
             part = products[:, c : c + SLOPES_COLUMNS]
-            item = first + column
             slopes, sums = self.part(
-                part, c, labels, of_rows, sums, item, end, layer_refs
+                part, c, labels, of_rows, sums, end - (first + column), layer_refs
             )
             self.write(slopes, row, column + c, smem.at[warpgroup], outputs)
         for ref in outputs[:-1]:
@@ -180,7 +182,7 @@ class SlopesEpilogue:
         total, odds = sums
         return total + _log1p(odds)
 
-    def part(self, products, c, labels, of_rows, sums, item, end, layer_refs):
+    def part(self, products, c, labels, of_rows, sums, count, layer_refs):
         """Works on 64 columns of a tile.
 
         Args:
@@ -189,21 +191,19 @@ class SlopesEpilogue:
           labels: of the tile, see above.
           of_rows: see above.
           sums: `no_sums()` or what the last part returned.
-          item: of the tile's first column.
-          end: the first item that does not count.
-          layer_refs: scales and biases.
+          count: the items from this one of the tile on do not count.
+          layer_refs: scales and biases of the tile's items.
 
         Returns:
           The slopes, and the sums.
         """
-        words, counts = labels
+        words, numbers = labels
         weightless, vectors = of_rows
         vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
 
         def piece(i, products, words, sums, masked):
             total, odds = sums
-            at = item + c + i
-            scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], at)
+            scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], c + i)
             if words is None:
                 bits = tiles.column_numbers(_PIECE) < 0
             else:
@@ -211,7 +211,7 @@ class SlopesEpilogue:
             made = self.function(scores, jnp.ones_like(scores), bits, *vectors)
             values, *more, slopes = made
             if masked:
-                inside = tiles.column_numbers(_PIECE) < end - at
+                inside = tiles.column_numbers(_PIECE) < count - (c + i)
                 if self.with_values:
                     values, *more = (jnp.where(inside, x, 0.0) for x in (values, *more))
                 slopes = jnp.where(inside & (vectors[0] != 0.0), slopes, 0.0)
@@ -237,10 +237,10 @@ class SlopesEpilogue:
             return lax.concatenate(pieces, 1), after
 
         def unmasked():
-            count = counts[c // SLOPES_COLUMNS]
-            return lax.cond(count == 0, lambda: work(labelled=False), work)
+            no_labels = numbers[c // SLOPES_COLUMNS] == 0
+            return lax.cond(no_labels, lambda: work(labelled=False), work)
 
-        inside = item + c + SLOPES_COLUMNS <= end
+        inside = c + SLOPES_COLUMNS <= count
         plain = jnp.where(inside, weightless, 1) == 0
         return lax.cond(plain, unmasked, lambda: work(masked=True))
 

@@ -67,11 +67,13 @@ def slopes_product(
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
     epilogue = SlopesEpilogue(function, layer, with_values)
-    inputs = [*layer.arrays(), *slopes_inputs(words, vectors)]
+    of_items = [kernel, *layer.arrays()]  # copied to shared memory, a tile at a time
+    inputs = slopes_inputs(words, vectors)
 
-    def body(start_gmem, limit_gmem, h_gmem, kernel_gmem, *refs):
+    def body(start_gmem, limit_gmem, h_gmem, *refs):
         first, end = start_gmem[0], limit_gmem[0]
-        layer_gmem, *inputs_gmem = layer.split(refs[: len(inputs)])
+        items_gmem, refs = refs[: len(of_items)], refs[len(of_items) :]
+        inputs_gmem = refs[: len(inputs)]
         *outputs_gmem, product_gmem = refs[len(inputs) :]
         warpgroup = lax.axis_index("warpgroup")
         sums_type = plgpu.ACC((ROWS, COLUMNS))
@@ -96,7 +98,7 @@ def slopes_product(
 
                 function(row, part, steps, done > 0, tile)
 
-        def copy(h_smem, kernel_smem, h_full, h_free, full, free):
+        def copy(h_smem, items_smem, h_full, h_free, full, free):
             @each_part
             def _(row, part, steps, again, tile):
                 @pl.when(again)
@@ -114,13 +116,15 @@ def slopes_product(
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    plgpu.copy_gmem_to_smem(
-                        kernel_gmem.at[pl.ds(first + column, COLUMNS)],
-                        kernel_smem.at[slot],
-                        full.at[slot],
-                    )
+                    for gmem, smem in zip(items_gmem, items_smem, strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            gmem.at[pl.ds(first + column, COLUMNS)],
+                            smem.at[slot],
+                            full.at[slot],
+                        )
 
-        def compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free):
+        def compute(h_smem, items_smem, slopes_smem, h_full, h_free, full, free):
+            kernel_smem, *layer_smem = items_smem
             mine = pl.ds(warpgroup * ROWS, ROWS)
             my_slopes = slopes_smem.at[warpgroup]
 
@@ -159,7 +163,7 @@ def slopes_product(
                         products, bits, sums = carry
                         column, slot, _ = tile(j)
                         slopes = []
-                        item = first + column
+                        layer_refs = [ref.at[slot] for ref in layer_smem]
                         for c in range(0, COLUMNS, SLOPES_COLUMNS):
                             piece, sums = epilogue.part(
                                 products[:, c : c + SLOPES_COLUMNS],
@@ -167,9 +171,8 @@ def slopes_product(
                                 bits,
                                 of_rows,
                                 sums,
-                                item,
-                                end,
-                                layer_gmem,
+                                end - (first + column),
+                                layer_refs,
                             )
                             slopes.append(piece)
                         slopes = lax.concatenate(slopes, 1)
@@ -205,25 +208,28 @@ def slopes_product(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def scope(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free):
+        def scope(h_smem, items_smem, slopes_smem, h_full, h_free, full, free):
             @pl.when(warpgroup == _WARPGROUPS)
             def _():
                 plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-                copy(h_smem, kernel_smem, h_full, h_free, full, free)
+                copy(h_smem, items_smem, h_full, h_free, full, free)
 
             @pl.when(warpgroup < _WARPGROUPS)
             def _():
                 plgpu.set_max_registers(_REGISTERS[0], action="increase")
-                compute(h_smem, kernel_smem, slopes_smem, h_full, h_free, full, free)
+                compute(h_smem, items_smem, slopes_smem, h_full, h_free, full, free)
 
         pl.run_scoped(
             scope,
             plgpu.SMEM((TILE_ROWS, hidden), h.dtype, transforms=LAYOUT),
-            plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=LAYOUT),
+            [
+                plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=LAYOUT),
+                *(plgpu.SMEM((_TILES, COLUMNS), x.dtype) for x in layer.arrays()),
+            ],
             slopes_scratch(_WARPGROUPS, COLUMNS, h.dtype),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
-            plgpu.Barrier(num_barriers=_TILES),
+            plgpu.Barrier(num_arrivals=len(of_items), num_barriers=_TILES),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_TILES),
             collective_axes="warpgroup",
         )
@@ -234,6 +240,6 @@ def slopes_product(
         jax.ShapeDtypeStruct((batch, size), h.dtype),
         jax.ShapeDtypeStruct((parts, batch, hidden), jnp.float32),
     ]
-    arguments = *numbers(start, limit), h, kernel, *inputs
+    arguments = *numbers(start, limit), h, *of_items, *inputs
     made = call("slopes_product", body, out_type, _WARPGROUPS, *arguments)
     return made[0] if with_values else None, made[-2], made[-1]
