@@ -41,6 +41,7 @@ _RULES = {
     "l2": "l2_loss",
     "softmax": "softmax_cross_entropy",
 }
+_BIASED = "mosaic_gpu, with a bias"
 # A bfloat16 matrix product on random data does this many operations a second.
 _CEILING = 7.9e14
 
@@ -56,9 +57,10 @@ def _measure(part: str) -> Iterator[dict]:
         yield from measure(workload)
 
 
-def _error(dh, loss: str, workload: Workload) -> float:
+def _error(dh, loss: str, workload: Workload, bias=0.0) -> float:
     """Relative error of some rows of the gradient of `h` in the first batch."""
     scores, listed, kernel = exact(workload)
+    scores = scores + bias
     labels = listed.astype(np.float64)
     if loss == "softmax":
         odds = np.exp(scores - scores.max(1, keepdims=True))
@@ -85,17 +87,28 @@ def _result(workload, loss, name, time: Time, temporary, error, versions, **more
     }
 
 
-def _ours(rule: str, implementation: Literal["mosaic_gpu", "xla"] | None):
+def _ours(rule: str, implementation: Literal["mosaic_gpu", "xla"] | None, bias=None):
+    """With the gradient of the bias, if there is one."""
     import jax
 
     import sparsejax as sj
 
-    def loss(h, kernel, labels):
+    def loss(h, kernel, bias, labels):
         return sj.output_loss(
-            h, kernel, None, labels, loss=rule, implementation=implementation
+            h, kernel, bias, labels, loss=rule, implementation=implementation
         )
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))
+    def function(h, kernel, labels):
+        of = (0, 1) if bias is None else (0, 1, 2)
+        return jax.value_and_grad(loss, of)(h, kernel, bias, labels)
+
+    return jax.jit(function)
+
+
+def _bias(workload: Workload) -> np.ndarray:
+    rng = np.random.default_rng(2)
+    items = len(host_operands(workload)[1])
+    return 0.1 * rng.standard_normal(items, np.float32)
 
 
 def _dense(loss: str):
@@ -119,23 +132,29 @@ def _dense(loss: str):
 
 def _measure_jax(workload: Workload) -> Iterator[dict]:
     import jax
+    import jax.numpy as jnp
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     inputs = jax_inputs(workload, "bfloat16")
+    bias = _bias(workload)
     for loss, rule in _RULES.items():
         candidates = {
             "mosaic_gpu": _ours(rule, "mosaic_gpu"),
+            _BIASED: _ours(rule, "mosaic_gpu", jnp.asarray(bias)),
             "xla": _ours(rule, "xla"),
             "autodiff, dense labels": _dense(loss),
         }
         for name, function in candidates.items():
             if loss == "l2" and name != "mosaic_gpu":
                 continue
+            if loss == "softmax" and name == _BIASED:
+                continue
             with reported(workload.name, loss, name):
                 compiled = function.lower(*inputs[0]).compile()
                 temporary = temporary_bytes(compiled)
                 value, gradients = compiled(*inputs[0])
-                error = _error(gradients[0], loss, workload)
+                added = bias[: workload.features] if name == _BIASED else 0.0
+                error = _error(gradients[0], loss, workload, added)
                 more: dict[str, Any] = {}
                 if name == "mosaic_gpu":
                     more["bits"] = _bits(value, *gradients)
