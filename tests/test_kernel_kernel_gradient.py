@@ -32,8 +32,10 @@ def test_kernel_gradient(run_kernel, batch, hidden):
     np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
 
-def test_lowers_for_cuda():
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_lowers_for_cuda(with_sums):
     operands = normal(0, 256, SIZE), normal(1, 256, 256), normal(2, ITEMS, 256)
-    traced = jax.jit(kernel_gradient).trace(*operands, jnp.int32(0))
+    function = functools.partial(kernel_gradient, with_sums=with_sums)
+    traced = jax.jit(function).trace(*operands, jnp.int32(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

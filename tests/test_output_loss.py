@@ -375,6 +375,21 @@ def test_kernel_lowers_for_cuda(rule, options):
     assert text.count("custom_call @mosaic_gpu") == count
 
 
+# Of one block of columns that takes all shared memory, and of several.
+@pytest.mark.parametrize("hidden", [256, 1024])
+def test_kernel_in_place_lowers_for_cuda(hidden, monkeypatch):
+    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 128 * 256)
+    labels = matrices.random_csr(5, 700)
+    problem = make_problem(
+        labels, hidden=hidden, extra_rows=68, options=("bias",), dtype=jnp.bfloat16
+    )
+    operands = {name: getattr(problem, name) for name in OPERANDS}
+    function = functools.partial(loss_of, RULES[0], implementation="mosaic_gpu")
+    traced = jax.jit(jax.value_and_grad(function)).trace(operands, labels)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 @pytest.mark.gpu
 @every_rule
 @pytest.mark.parametrize("in_place", [False, True])
