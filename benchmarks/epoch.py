@@ -376,11 +376,12 @@ def _write_table(report: dict) -> None:
             f"{r['epoch_seconds']:.3f}",
             f"{r['step_microseconds']:.0f}",
             f"{r['epoch_seconds'] / ours:.1f}x",
+            r.get("commit", report.get("commit")),
         ]
         for r in results
     ]
     lines = [origin(report), ""]
-    columns = ["implementation", "s an epoch", "us a step", "to ours"]
+    columns = ["implementation", "s an epoch", "us a step", "to ours", "commit"]
     lines += table(columns, rows)
     lines += ["", "Where a step of the fused form goes, kernels summed by name:", ""]
     kernels = [
