@@ -409,12 +409,12 @@ def _check(csr: CSR) -> None:
         row = int(np.searchsorted(indptr, entry, side="right")) - 1
         return f"row {row}, column {indices[entry]}"
 
-    outside = np.flatnonzero((used < 0) | (used >= csr.num_cols))
-    if outside.size:
+    if count and (used.min() < 0 or used.max() >= csr.num_cols):
+        outside = np.flatnonzero((used < 0) | (used >= csr.num_cols))
         raise ValueError(
             f"{place(outside[0])}: the column is outside [0, {csr.num_cols})"
         )
-    descending = np.diff(used.astype(np.int64)) < 0
+    descending = used[1:] < used[:-1]
     starts = indptr[1:-1]
     descending[starts[(starts > 0) & (starts < count)] - 1] = False
     if descending.any():
