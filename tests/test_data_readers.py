@@ -474,6 +474,9 @@ def test_name_encoder(blocks):
         ("a.txt", "1 1193 5\n1 661 3\n", None),  # lists, or a rating for each pair?
         ("a.txt", "u\ti j\nv\tk l m\n", None),
         ("a.txt", "u\ti,4\nv\tj,3\n", None),
+        ("a.txt", "1\tbook\n2\tmilk:tea\n", None),  # a header, or a row of the text?
+        ("a.txt", "user\ta:b\nann\tb:c\n", None),
+        ("a.txt", "user\titem\nann\thttp://a.b\n", "pairs"),
         ("a.tsv", "u\ti\t3\nv\tj\n", None),
         ("a.txt", "word\nword\n", None),
     ],

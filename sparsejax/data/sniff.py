@@ -22,7 +22,8 @@ def guess_format(path: Path) -> Format:
     `.parquet`, a folder or an address is parquet, `.csv` is pairs (`.gz` and `.xz` set
     aside). Otherwise the first 64 KiB decide:
 
-    * text: no line has two TABs, and in one there is a ':' behind a TAB;
+    * text: no line has two TABs, and in one there is a ':' behind a TAB (then only two
+      names of columns are a header);
     * pairs: in each line the same number, above one, of fields separated by TAB, ',',
       ';' or '|' (of two fields with a TAB between, the second without ',' or space, or
       under a header);
@@ -50,11 +51,15 @@ def guess_format(path: Path) -> Format:
 
 def _guess(lines: list[str]) -> Format | None:
     if max(line.count("\t") for line in lines) == 1:
-        if is_header(lines[0].split("\t")):
-            return "pairs"
+        cells = lines[0].split("\t")
         behind = [line.partition("\t")[2] for line in lines]
         if any(":" in rest for rest in behind):
-            return "text"
+            if all(is_header([cell]) for cell in cells):
+                return "pairs"
+            # A row may be called "user", and have a "book" only.
+            return None if is_header(cells) else "text"
+        if is_header(cells):
+            return "pairs"
         # One feature on each line: as text it would come to the same.
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     for delimiter in DELIMITERS:
