@@ -225,7 +225,7 @@ class NetworkConfig:
         if not isinstance(name, str):
             raise ValueError('"loss" must be a name, or an object with a "name"')
         for key, value in options.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not isinstance(value, int | float):  # or bool, which is an int
                 raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
         return cls(
             layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),

@@ -144,7 +144,8 @@ class HingeLoss(_OneFormula):
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        return _relu(1 - labels * scores)
+        # Not 0 times -inf, of a denied item.
+        return _relu(1 - jnp.where(labels == 0, 0, labels * scores))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +271,8 @@ def get(loss: str | LossRule, **options: float | bool) -> LossRule:
     0.95
 
     Raises:
-      ValueError: unknown name or option; the message lists what exists.
+      ValueError: unknown name or option, and the message lists what exists; or a value
+        that the option cannot have.
       TypeError: neither a name nor a rule, or options beside a rule.
     """
     if not isinstance(loss, str):
@@ -288,7 +290,16 @@ def get(loss: str | LossRule, **options: float | bool) -> LossRule:
         raise ValueError(
             f"{loss} has no option {unknown[0]!r}; it has {known or 'none'}"
         )
-    values: dict[str, Any] = dict(options)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(rule):
+        if field.name not in options:
+            continue
+        value, is_flag = options[field.name], isinstance(field.default, bool)
+        if is_flag and value not in (0, 1):
+            raise ValueError(f"{loss}: {field.name} is True or False, got {value!r}")
+        if not is_flag and isinstance(value, bool):
+            raise ValueError(f"{loss}: {field.name} is a number, got {value!r}")
+        values[field.name] = bool(value) if is_flag else value
     return rule(**values)
 
 

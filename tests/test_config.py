@@ -68,6 +68,12 @@ def document(**changes) -> dict:
     return {"version": 1, "layers": layers} | changes
 
 
+def test_flags_of_a_loss_survive_json():
+    options = {"ignore_zeros": True}
+    config = NetworkConfig.autoencoder((3,), loss="l2_loss", loss_options=options)
+    assert NetworkConfig.from_json(config.to_json()) == config
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

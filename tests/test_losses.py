@@ -204,6 +204,11 @@ def test_unknown_names_list_what_there_is():
         losses.get("softmax_cross_entropy", margin=1.0)
     ignoring = losses.get("l2_loss", ignore_zeros=True)
     assert ignoring == losses.L2Loss(ignore_zeros=True)
+    assert losses.get("l2_loss", ignore_zeros=1) == ignoring
+    with pytest.raises(ValueError, match="ignore_zeros is True or False, got 0.5"):
+        losses.get("l2_loss", ignore_zeros=0.5)
+    with pytest.raises(ValueError, match="one_target is a number, got True"):
+        losses.get("scaled_marginal_cross_entropy", one_target=True)
     with pytest.raises(TypeError, match="has its options already"):
         losses.get(losses.L2Loss(), margin=1.0)
     with pytest.raises(ValueError, match='needs a "name"'):
