@@ -529,6 +529,27 @@ def test_denied_items_have_no_part_in_loss_and_gradients(rule):
         np.testing.assert_allclose(gradient, want_gradients[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "softmax"])
+def test_a_label_of_0_may_be_denied(name):
+    labels = CSR(
+        jnp.array([0.0, 1.0]), jnp.array([0, 1]), jnp.array([0, 2]), num_cols=3
+    )
+    rule = {
+        "sigmoid": losses.SigmoidBinaryCrossEntropy(),
+        "hinge": losses.HingeLoss(),
+        "softmax": losses.SoftmaxCrossEntropy(),
+    }[name]
+
+    def loss(h, bias):
+        return output_loss(h, jnp.ones((3, 2)), bias, labels, loss=rule)
+
+    denied = jnp.array([-jnp.inf, 0, 0])
+    value, slope = jax.value_and_grad(loss)(jnp.ones((1, 2)), denied)
+    want = {"sigmoid": 2.0 + 2 * np.log1p(np.exp(-2)), "softmax": np.log(2), "hinge": 4}
+    np.testing.assert_allclose(value, want[name], rtol=1e-6)
+    assert jnp.isfinite(slope).all()
+
+
 def test_softmax_with_all_items_denied():
     labels = CSR(None, jnp.int32([2]), jnp.int32([0, 1, 1]), num_cols=4)
     problem = make_problem(labels)
