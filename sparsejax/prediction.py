@@ -483,8 +483,8 @@ def _candidate_ids(
     Ascending, and -1 from where there are no more.
     """
     found = find_rows(labels, among)[rows]
-    lengths = np.diff(np.asarray(among.matrix.indptr))
-    without = rows[(found < 0) | (lengths[found] == 0)]
+    lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
+    without = rows[lengths[found] == 0]
     if without.size:
         raise ValueError(
             f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "

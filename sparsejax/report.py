@@ -156,6 +156,8 @@ def similar_to_popular(
       rows: number of items.
       k: similar ones to each.
     """
+    if len(names) < 2:
+        return {}
     popular = np.argsort(-counts, kind="stable")[:rows]
     found = similar_items(model, popular, min(k, len(names) - 1)).names(names)
     return dict(zip(names[popular].tolist(), found, strict=True))
@@ -201,7 +203,11 @@ def _tiles(model, history, measured) -> str:
         metrics = [name for name in history[-1] if "@" in name]
         ndcg = [name for name in metrics if name.startswith("ndcg")]
         for name in [*ndcg, *metrics][:1]:
-            best = max(history, key=lambda entry: entry[name])
+            # Not every entry has it, where histories were joined.
+            measured_in = [e for e in history if math.isfinite(e.get(name, math.nan))]
+            if not measured_in:
+                continue
+            best = max(measured_in, key=lambda entry: entry[name])
             label = f"best {name}, epoch {best['epoch']}"
             tiles.append((_number(best[name]), label))
         last = history[-1]

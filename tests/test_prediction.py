@@ -546,6 +546,9 @@ def test_errors_of_candidates(problem, model):
         some = dataset(candidates[[r for r in range(37) if r != 20]], names)
         evaluate(model, dataset(inputs), dataset(heldout), candidates=some)
     with pytest.raises(ValueError, match="rows of heldout have no candidates"):
+        none = some.align_rows([])
+        evaluate(model, dataset(inputs), dataset(heldout), candidates=none)
+    with pytest.raises(ValueError, match="rows of heldout have no candidates"):
         evaluate(model, inputs, heldout, candidates=scipy.sparse.csr_array((37, 19)))
     with pytest.raises(FloatingPointError, match="row 0 of heldout"):
         broken = Linear(weights, bias + np.nan)

@@ -208,6 +208,15 @@ def test_similar_to_popular_begins_with_the_most_frequent():
     found = report.similar_to_popular(model_of(3), names, np.array([1, 9, 5]), rows=2)
     assert list(found) == ["b", "c"]
     assert sorted(found["b"]) == ["a", "c"]
+    assert report.similar_to_popular(model_of(1), names[:1], np.array([3])) == {}
+
+
+def test_metrics_of_some_epochs(tmp_path):
+    measured = [{**entry} for entry in HISTORY]
+    del measured[0]["ndcg@20"]
+    assert "best ndcg@20" in page(tmp_path, model_of(), measured).text
+    measured[1]["ndcg@20"] = float("nan")
+    assert "best" not in page(tmp_path, model_of(), measured[:2]).text
 
 
 def test_ranks_of_the_vocabulary_are_those_it_was_made_from():
