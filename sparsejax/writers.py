@@ -95,7 +95,7 @@ def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
     Raises:
       ValueError: a name is empty or contains a separator.
     """
-    _check_names("row", data.row_names, "\t\r\n", "text")
+    _check_names("row", data.row_names, "\t\r\n\ufeff", "text")
     _check_names("feature", data.feature_names, "\t\r\n,:", "text")
     for row, features, values in _rows(data):
         if values is not None:
@@ -115,7 +115,7 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
             "pairs or parquet, or leave the values out (on the command line --indicator)"
         )
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
-        _check_names(what, names, " \t\v\f\r\n", "adjacency")
+        _check_names(what, names, " \t\v\f\r\n\ufeff", "adjacency")
     file.writelines(" ".join((row, *rest)) + "\n" for row, rest, _ in _rows(data))
 
 
@@ -180,12 +180,13 @@ def _rows(
 
 
 def _check_names(what: str, names: Names, forbidden: str, format: str) -> None:
-    separator = re.compile(f"[{re.escape(forbidden)}]")
+    # Readers take a file with zero bytes for no text, and drop a byte order mark.
+    separator = re.compile(f"[{re.escape(forbidden)}\0]")
     for name in names.tolist():
         if not name:
             raise ValueError(f"a {what} has an empty name, which {format} cannot hold")
         if found := separator.search(name):
             raise ValueError(
-                f"the {what} name {name!r} contains {found[0]!r}, a separator in "
-                f"{format}; rename it"
+                f"the {what} name {name!r} contains {found[0]!r}, which {format} "
+                "cannot hold in a name; rename it"
             )
