@@ -176,10 +176,10 @@ def value_and_grad_with(
 
     @functools.wraps(f)
     def wrapped(model, *args, **kwargs):
-        if isinstance(model, nnx.Variable):
+        if not isinstance(model, nnx.Pytree) or isinstance(model, nnx.Variable):
             raise TypeError(
-                "the first argument must be a module or a pytree of modules, not a "
-                f"single {type(model).__name__}"
+                f"the first argument must be a module, not a {type(model).__name__}; "
+                "several can be in an nnx.List or an nnx.Dict"
             )
         tables = row_params(model, wrt)
         calls, elsewhere = _trace(f, tables, has_aux, model, args, kwargs)

@@ -289,7 +289,9 @@ def test_arguments():
     assert_same(jax.tree.map(lambda g: 2 * g, grads, is_leaf=is_rows), whole)
     with_aux = gradients.grad(lambda m: (linear_loss(m, x), "aux"), has_aux=True)
     assert with_aux(layer)[1] == "aux"
-    with pytest.raises(TypeError, match="not a single RowParam"):
+    with pytest.raises(TypeError, match=r"not a tuple; several .* nnx.List"):
+        value_and_grad(lambda pair: 0.0)((layer, layer))
+    with pytest.raises(TypeError, match="must be a module, not a RowParam"):
         value_and_grad(lookup)(layer.kernel, x)
 
 
