@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import jax
 import numpy as np
@@ -72,6 +74,33 @@ def _note(number: int, frame: object) -> None:
     global _told_to_end
     _told_to_end = True
     signal.signal(number, signal.SIG_DFL)
+
+
+def _note_interrupt(number: int, frame: FrameType | None) -> None:
+    global _told_to_end
+    _told_to_end = True
+    signal.default_int_handler(number, frame)
+
+
+@contextlib.contextmanager
+def noting_interrupts() -> Iterator[None]:
+    """Within it, `fit` ends after a SIGINT, also where its exception was lost.
+
+    As it is where Python happens to call something whose exceptions it ignores, as the
+    callbacks of its garbage collector.
+    """
+    global _told_to_end
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()  # which has signals
+    if handler is not signal.default_int_handler or not is_main:
+        yield
+        return
+    signal.signal(signal.SIGINT, _note_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        _told_to_end = False
 
 
 def is_begun() -> bool:
@@ -170,7 +199,7 @@ def in_first(function: Callable[[], object]) -> None:
 
 
 def is_told_to_end() -> bool:
-    """Whether this process got a SIGTERM, after `begin`."""
+    """Whether this process got a SIGTERM after `begin`, or a SIGINT that is noted."""
     return _told_to_end
 
 

@@ -1,5 +1,7 @@
 """fit: what it learns, in which order, and that it can be interrupted."""
 
+import contextlib
+import signal
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 import scipy.sparse
 from flax import nnx
 
-from sparsejax import optimizers, prediction, training
+from sparsejax import distributed, optimizers, prediction, training
 from sparsejax.checkpoint import Checkpoints, CheckpointWarning, checksums
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset
@@ -299,6 +301,19 @@ def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
     with pytest.warns(CheckpointWarning, match="damaged"):
         fit(again, optimizer, num_epochs=2, resume=True, **options)
     assert Checkpoints(tmp_path).steps()[-1] == newest  # trained to there once more
+
+
+def test_an_interrupt_whose_exception_is_lost(tmp_path):
+    train, _ = checkerboard(20, 8)
+    options = {"batch_size": 16, "checkpoint_dir": tmp_path, "checkpoint_seconds": 1e9}
+    with distributed.noting_interrupts():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt, match="told to end"):
+            fit(*build(8), train, num_epochs=100, **options)
+    assert Checkpoints(tmp_path).steps()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(fit(*build(8), train, num_epochs=3, resume=True, **options)) == 3
 
 
 def test_refusals(tmp_path):
