@@ -33,6 +33,7 @@ class Stream:
 
     Attributes:
       chunks: rows of each part that is on the devices at a time.
+      chunk_rows: how many were wanted.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class Stream:
         # Kept, as what is set is a matter of the thread.
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._device = jax.config.jax_default_device
-        wanted = inputs.chunk_rows or self._rows_that_fit()
+        self.chunk_rows = inputs.chunk_rows or self._rows_that_fit()
         self._ends = [0]
         for end in itertools.accumulate(group.rows for group in inputs.groups):
-            if end - self._ends[-1] >= wanted or end == inputs.num_rows:
+            if end - self._ends[-1] >= self.chunk_rows or end == inputs.num_rows:
                 self._ends.append(end)
         self.chunks = np.diff(self._ends).tolist()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "sparsejax-reader")
@@ -89,10 +90,10 @@ class Stream:
         self._thread.shutdown(cancel_futures=True)
 
     def fingerprint(self) -> str:
-        """A hash of what the files say of themselves, and of the chunks."""
+        """A hash of what the files say of themselves."""
         weights = [] if self._weights is None else [self._weights]
         parts = [source.fingerprint() for source in self._sources]
-        return "-".join([*parts, fingerprint(np.asarray(self.chunks), *weights)])
+        return "-".join([*parts, fingerprint(*weights)])
 
     def _prepare(self, chunk: int) -> Resident | list[dict[int, CSR]]:
         """What another thread can do: processes place their parts together."""

@@ -193,6 +193,8 @@ def fit(
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
     if validation is not None:  # what scores of checkpoints are
         settings["metric"] = early_stopping.metric if early_stopping else f"ndcg@{k}"
+    if isinstance(examples, Stream):  # by default a matter of the devices' memory
+        settings["chunk_rows"] = examples.chunk_rows
     batch_size = step_size(batch_size, max(examples.chunks), parts)
     if fused:
         fused_output.check(model, optimizer)
@@ -214,6 +216,11 @@ def fit(
         settings["data"] = examples.fingerprint()
         if not distributed.is_same_everywhere(settings["data"]):
             raise ValueError("the processes were given different data")
+        if not distributed.is_same_everywhere(str(settings.get("chunk_rows"))):
+            raise ValueError(
+                "the processes would train on chunks of different sizes, as their "
+                "devices differ in memory; name chunk_rows in scan_parquet"
+            )
     if checkpoint_dir is not None:
         checkpoints = Checkpoints(checkpoint_dir)
         run = _resumed(run, checkpoints, (model, optimizer), resume)

@@ -133,6 +133,17 @@ def test_a_resumed_run_has_the_same_bits(path, tmp_path, monkeypatch):
     np.testing.assert_array_equal(resumed, kernel)
 
 
+def test_other_chunks_are_no_other_data(path, tmp_path):
+    options = {"checkpoint_dir": tmp_path / "run", "num_epochs": 1}
+    trained(path, chunk_rows=90, **options)
+    options |= {"num_epochs": 2, "resume": True}
+    with pytest.raises(
+        ValueError, match="chunk_rows 300: the run .* has chunk_rows 90"
+    ):
+        trained(path, **options)
+    assert len(trained(path, (2, 4), chunk_rows=90, **options)[0]) == 2
+
+
 def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     scanned = sj.scan_parquet(path, chunk_rows=90)
     stream = Stream(scanned, None, None)
