@@ -604,7 +604,9 @@ def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(small, tmp_path):
         "--hidden",
         "64",
     ]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    # Else Python would leave its compiled modules cut off at that size.
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if "epoch" not in line]
     assert re.search("error: checkpoint .* cannot be written to .*run", lines[-1])
