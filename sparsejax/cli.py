@@ -17,6 +17,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 import sparsejax
+from sparsejax import interrupts
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
 _Formats = arg(metavar="{text,pairs,adjacency,parquet}")
@@ -363,7 +364,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = None
     try:
         command = _parse(argv)
-        with _one_line_warnings(), _on(getattr(command, "devices", Devices())):
+        devices = getattr(command, "devices", Devices())
+        with interrupts.noted(), _one_line_warnings(), _on(devices):
             _run(command, argv)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version, wrong usage, a plan too large

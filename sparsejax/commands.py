@@ -45,7 +45,6 @@ from sparsejax.sparse import CSR
 from sparsejax.streaming import Stream
 
 
-@distributed.noting_interrupts()
 def train(flags: cli.Train) -> None:
     """`sparsejax train`."""
     check = functools.partial(run.check_folder, flags.run, resume=flags.resume)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from sparsejax import interrupts
 from sparsejax.sharding import make_mesh
 
 # A process that was not heard of for so long is lost, and all others end.
@@ -21,8 +20,6 @@ HEARTBEAT_SECONDS = 60
 
 # How long a process that fails waits for the others, which may be failing, too.
 _GRACE_SECONDS = 5
-
-_told_to_end = False
 
 
 class OtherProcessError(RuntimeError):
@@ -71,36 +68,8 @@ def begin(
 
 
 def _note(number: int, frame: object) -> None:
-    global _told_to_end
-    _told_to_end = True
+    interrupts.note()
     signal.signal(number, signal.SIG_DFL)
-
-
-def _note_interrupt(number: int, frame: FrameType | None) -> None:
-    global _told_to_end
-    _told_to_end = True
-    signal.default_int_handler(number, frame)
-
-
-@contextlib.contextmanager
-def noting_interrupts() -> Iterator[None]:
-    """Within it, `fit` ends after a SIGINT, also where its exception was lost.
-
-    As it is where Python happens to call something whose exceptions it ignores, as the
-    callbacks of its garbage collector.
-    """
-    global _told_to_end
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()  # which has signals
-    if handler is not signal.default_int_handler or not is_main:
-        yield
-        return
-    signal.signal(signal.SIGINT, _note_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        _told_to_end = False
 
 
 def is_begun() -> bool:
@@ -196,11 +165,6 @@ def in_first(function: Callable[[], object]) -> None:
         raise failed
     if anywhere:
         raise OtherProcessError("process 0 has failed; its message says why")
-
-
-def is_told_to_end() -> bool:
-    """Whether this process got a SIGTERM after `begin`, or a SIGINT that is noted."""
-    return _told_to_end
 
 
 def is_lost_peer(error: BaseException) -> bool:

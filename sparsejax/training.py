@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
-from sparsejax import distributed, prediction
+from sparsejax import distributed, interrupts, prediction
 from sparsejax import fused as fused_output
 from sparsejax.batching import bucket
 from sparsejax.checkpoint import Checkpoints
@@ -305,7 +305,7 @@ def fit(
                         waiting.append((losses, done))
                         finish(ahead)
                         told, due = distributed.true_anywhere(
-                            distributed.is_told_to_end(), is_due()
+                            interrupts.is_told_to_end(), is_due()
                         )
                         if told or due:
                             finish()

@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_same_bits(path, tmp_path, monkeypatch):
         stopped.append(None)
         return len(stopped) == 6  # in the second epoch, behind its first chunk
 
-    monkeypatch.setattr("sparsejax.distributed.is_told_to_end", lambda: interrupted())
+    monkeypatch.setattr("sparsejax.interrupts.is_told_to_end", lambda: interrupted())
     checkpoints = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 1e9}
     with pytest.raises(KeyboardInterrupt):
         trained(path, chunk_rows=90, **checkpoints)

@@ -11,7 +11,7 @@ import pytest
 import scipy.sparse
 from flax import nnx
 
-from sparsejax import distributed, optimizers, prediction, training
+from sparsejax import interrupts, optimizers, prediction, training
 from sparsejax.checkpoint import Checkpoints, CheckpointWarning, checksums
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset
@@ -306,7 +306,7 @@ def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
 def test_an_interrupt_whose_exception_is_lost(tmp_path):
     train, _ = checkerboard(20, 8)
     options = {"batch_size": 16, "checkpoint_dir": tmp_path, "checkpoint_seconds": 1e9}
-    with distributed.noting_interrupts():
+    with interrupts.noted():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt, match="told to end"):
