@@ -51,8 +51,7 @@ def kernel_gradient(
 
         def finish(tile, warpgroup, make, smem):
             row, column = tile[0] + warpgroup * ROWS, tile[1]
-            sums, *of_slopes = make()
-            write_sums(sums_gmem, of_slopes, row, column)
+            sums = make()
             for c in range(0, columns, STEP):
                 slot = c // STEP % 2
                 # What was there must have been read: with an odd number it was the last.
@@ -65,7 +64,7 @@ def kernel_gradient(
                 )
 
         stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)
-        gradient_tiles(slopes_gmem, h_gmem, summing_gmem, finish, [stored])
+        gradient_tiles(slopes_gmem, h_gmem, summing_gmem, sums_gmem, finish, [stored])
 
     ref = jax.new_ref(gradient)
     operands = *numbers(start), slopes, h, *summing, ref
@@ -81,36 +80,29 @@ def summing_operands(with_sums: bool) -> list[jax.Array]:
 
 
 def sums_type(slopes: jax.Array, with_sums: bool) -> list[jax.ShapeDtypeStruct]:
-    """Of what `write_sums` writes."""
+    """Of the sums."""
     return [jax.ShapeDtypeStruct(slopes.shape[1:], jnp.float32)] * with_sums
-
-
-def write_sums(sums_gmem: Sequence, of_slopes: Sequence, row, column) -> None:
-    """Writes the sums of a warpgroup's 64 columns of the slopes, if they are wanted."""
-
-    @pl.when(column == 0)
-    def _():
-        for ref, eighths in zip(sums_gmem, of_slopes, strict=True):
-            ref[pl.ds(row, ROWS)] = jnp.sum(eighths, axis=1)
 
 
 def gradient_tiles(
     slopes_gmem,
     h_gmem,
     summing_gmem: Sequence,
+    sums_gmem: Sequence,
     finish: Callable,
     scratch: Sequence = (),
     **options,
 ) -> None:
-    """The body of a kernel that makes `slopes^T h`, see `matmul_tiles`.
+    """The body of a kernel that makes `slopes^T h` and sums slopes, see `matmul_tiles`.
 
     Args:
       slopes_gmem: `[batch, size]`.
       h_gmem: `[batch, hidden]`.
-      summing_gmem: `summing_operands`; then `write_sums` takes what is made beside the
-        product.
+      summing_gmem: `summing_operands`.
+      sums_gmem: of `sums_type`; the sums are written where `finish` makes the product.
       finish: its tile is the first row and column of `[128, tile_columns(hidden)]`, of
-        which a warpgroup has 64 rows, and how many the program had before.
+        which a warpgroup has 64 rows, and how many the program had before; the function
+        that it gets makes the product alone.
       scratch: shared memory.
       options: of `matmul_tiles`.
     """
@@ -128,6 +120,20 @@ def gradient_tiles(
         mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)].transpose((1, 0))
         return [(mine, h_smem), *((mine, x.transpose((1, 0))) for x in summing_smem)]
 
+    def finish_with_sums(tile, warpgroup, make, *scratch_smem):
+        def product():
+            sums, *of_slopes = make()
+
+            @pl.when(tile[1] == 0)
+            def _():
+                for ref, eighths in zip(sums_gmem, of_slopes, strict=True):
+                    rows = pl.ds(tile[0] + warpgroup * ROWS, ROWS)
+                    ref[rows] = jnp.sum(eighths, axis=1)
+
+            return sums
+
+        finish(tile, warpgroup, product, *scratch_smem)
+
     matmul_tiles(
         size // TILE * across,
         tile_of,
@@ -136,7 +142,7 @@ def gradient_tiles(
             (h_gmem, (STEP, columns), lambda tile, k: (k * STEP, tile[1])),
         ],
         factors,
-        finish,
+        finish_with_sums,
         columns=[columns, *(SUM_COLUMNS for _ in summing_gmem)],
         steps=batch // STEP,
         warpgroups=WARPGROUPS,

@@ -25,7 +25,6 @@ from pallas_kernels.kernel_gradient import (
     summing_operands,
     sums_type,
     tile_columns,
-    write_sums,
 )
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 
@@ -152,8 +151,7 @@ def kernel_update(
                 return plgpu.layout_cast(full, layout)
 
             scalars = [ref[0] for ref in scalars_gmem]
-            sums, *of_slopes = make()
-            write_sums(sums_gmem, of_slopes, tile[0] + warpgroup * ROWS, tile[1])
+            sums = make()
             for c in range(each):
                 slot, barrier, _ = slot_of(tile, warpgroup, c)
                 plgpu.barrier_wait(ready.at[barrier])
@@ -181,6 +179,7 @@ def kernel_update(
             slopes_gmem,
             h_gmem,
             summing_gmem,
+            sums_gmem,
             finish,
             scratch,
             stages=stages,
