@@ -90,8 +90,7 @@ class SigmoidBinaryCrossEntropy(_OneFormula):
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        # Not 0 times -inf, of a denied item.
-        return _softplus_minus(scores, jnp.where(labels == 0, 0, labels * scores))
+        return _softplus_minus(scores, times_labels(scores, labels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +143,7 @@ class HingeLoss(_OneFormula):
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        # Not 0 times -inf, of a denied item.
-        return _relu(1 - jnp.where(labels == 0, 0, labels * scores))
+        return _relu(1 - times_labels(scores, labels))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +323,13 @@ def from_json(document: dict[str, Any]) -> LossRule:
         raise ValueError(f'a loss needs a "name": one of {sorted(_RULES)}')
     options = {key: value for key, value in document.items() if key != "name"}
     return get(document["name"], **options)
+
+
+def times_labels(
+    scores: Float[Array, "..."], labels: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`labels * scores`; not 0 times -inf, of a denied item, but 0."""
+    return jnp.where(labels == 0, 0, labels * scores)
 
 
 def softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:

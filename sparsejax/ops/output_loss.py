@@ -477,8 +477,7 @@ class _Chunks(NamedTuple):
             largest,
             jnp.sum(jnp.exp(scores - _finite(largest)[:, None]), axis=1),
             jnp.sum(jnp.where(listed, labels, 0), axis=1),
-            # Not 0 times -inf, of a denied item.
-            jnp.sum(jnp.where(listed & (labels != 0), labels * scores, 0), axis=1),
+            jnp.sum(jnp.where(listed, losses.times_labels(scores, labels), 0), axis=1),
         )
         parts = (
             jnp.concatenate([old, x[None]]) for old, x in zip(known, new, strict=True)
