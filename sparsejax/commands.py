@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import scipy.sparse
 from flax import nnx
 from tqdm import tqdm
 
@@ -41,7 +40,6 @@ from sparsejax.data import (
 )
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
-from sparsejax.sparse import CSR
 from sparsejax.streaming import Stream
 
 
@@ -153,7 +151,8 @@ def predict(flags: cli.Predict) -> None:
         unwanted = read(
             flags.exclude, format=flags.format, features=names, indicator=True
         )
-        exclude = _union(data, unwanted) if flags.exclude_seen else unwanted
+        seen = data.without_values()
+        exclude = seen.merge(unwanted) if flags.exclude_seen else unwanted
     found = prediction.recommend(model, data, flags.k, exclude=exclude)
 
     def write() -> None:
@@ -392,17 +391,6 @@ def _fingerprint(heldout: SparseDataset, data: SparseDataset) -> str:
     rows = np.sort(find_names(heldout.row_names, data.row_names))
     aligned = heldout.align_rows(data.row_names[rows])
     return fingerprint(aligned.matrix, rows)
-
-
-def _union(data: SparseDataset, other: SparseDataset) -> CSR:
-    """`[rows of data, features]`: entries of either, `other`'s rows found by name."""
-    ours, theirs = data.to_scipy().tocoo(), other.to_scipy().tocoo()
-    row = find_names(other.row_names, data.row_names)[theirs.row]
-    known = row >= 0
-    rows = np.concatenate([ours.row, row[known]])
-    columns = np.concatenate([ours.col, theirs.col[known]])
-    entries = (np.ones(len(rows), bool), (rows, columns))
-    return CSR.from_scipy(scipy.sparse.coo_array(entries, shape=ours.shape))
 
 
 def _format_of(path: pathlib.Path) -> cli.Format:

@@ -1,5 +1,6 @@
 """SparseDataset: making, splitting, matching by name, saving."""
 
+import dataclasses
 import errno
 import os
 import pathlib
@@ -53,6 +54,7 @@ def assert_equal(left: SparseDataset, right: SparseDataset) -> None:
             assert one is other
         else:
             assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+    np.testing.assert_array_equal(left.left_out, right.left_out)
 
 
 def test_from_scipy():
@@ -340,6 +342,91 @@ def test_align_features(valued):
     assert_equal(dataset.align_features(dataset), dataset)
     with pytest.raises(ValueError, match="all 6 entries"):
         dataset.align_features(["x"])
+
+
+@pytest.fixture
+def some_left_out() -> SparseDataset:
+    """`make()`, of which only wine and the feature without a name are known."""
+    with pytest.warns(UnknownFeaturesWarning):
+        return make().align_features(["wine", "", "x"])
+
+
+def test_what_was_left_out_is_counted_for_each_row(tmp_path, some_left_out):
+    known = [FEATURES.index(name) for name in ("wine", "")]
+    counts = np.sum(np.delete(DENSE, known, axis=1) != 0, axis=1)
+    assert 0 < counts.sum() < np.sum(DENSE != 0) and some_left_out.left_out is not None
+    assert some_left_out.left_out.tolist() == counts.tolist()
+    assert (
+        some_left_out.align_rows(ROWS[::-1]).left_out.tolist() == counts[::-1].tolist()
+    )
+    some_left_out.save(tmp_path / "d")
+    assert_equal(SparseDataset.load(tmp_path / "d"), some_left_out)
+    # Once more: what was left out before counts, too.
+    with pytest.warns(UnknownFeaturesWarning):
+        again = some_left_out.align_features(["x", "wine"])
+    assert again.left_out.sum() == counts.sum() + np.sum(
+        DENSE[:, FEATURES.index("")] != 0
+    )
+    assert [part.left_out for part in some_left_out.split(0.5, seed=0)] == [None, None]
+    # None where nothing was, also of some rows.
+    assert make().align_features(make()).left_out is None
+    assert some_left_out.align_rows([ROWS[np.argmin(counts)]]).left_out is None
+
+
+def test_counts_of_what_was_left_out_must_fit(tmp_path, some_left_out):
+    for counts in ([1, 2], [0, 0, 0, -1], [[0, 0, 0, 1]]):
+        with pytest.raises(ValueError, match="a count for each of the 4 rows"):
+            dataclasses.replace(some_left_out, left_out=np.array(counts))
+    path = tmp_path / "d"
+    some_left_out.save(path)
+    table = pq.read_table(path)
+    for counts in ([1, None, 0, 0], [1, 0, -1, 0]):
+        pq.write_table(change(table, "left_out", counts), path)
+        with pytest.raises(DataError, match="is damaged"):
+            SparseDataset.load(path)
+
+
+@pytest.mark.parametrize("valued", [(True, True), (True, False), (False, False)])
+def test_merge(some_left_out, valued):
+    """As if the lines of all stood in one file."""
+    rng = np.random.default_rng(0)
+    names = [["a", "b", "c"], ["c", "d", "a"], ["e"]]
+    parts, expected = [], {}
+    for rows, has_values in zip(names, (*valued, valued[1]), strict=True):
+        dense = np.where(rng.random((len(rows), 5)) < 0.5, 1.0, 0.0)
+        if has_values:
+            dense *= rng.standard_normal(dense.shape).astype(np.float32)
+        matrix = scipy.sparse.csr_array(dense if has_values else dense != 0)
+        parts.append(
+            SparseDataset.from_scipy(matrix, row_names=rows, feature_names=FEATURES)
+        )
+        for name, row in zip(rows, dense, strict=True):
+            expected[name] = expected.get(name, 0) + row
+    merged = parts[0].merge(*parts[1:])
+    assert merged.row_names.tolist() == list("abcde")
+    dense = np.stack(list(expected.values()))
+    if not any(valued):
+        assert merged.matrix.data is None
+        dense = dense != 0
+    np.testing.assert_allclose(merged.to_scipy().toarray(), dense, rtol=1e-6)
+    assert merged.feature_names.tolist() == FEATURES and merged.left_out is None
+    assert_equal(make().merge(), make())
+    # Stored zeros stay entries.
+    zero = SparseDataset.from_scipy(scipy.sparse.csr_array(([0.0], ([0], [1])), (1, 5)))
+    assert zero.merge(zero).num_entries == 1
+
+
+def test_merge_of_what_was_left_out(some_left_out):
+    ann = some_left_out.align_rows(["eve", "ann"])
+    other = SparseDataset.from_scipy(
+        scipy.sparse.csr_array((1, 3)), feature_names=["wine", "", "x"]
+    )
+    merged = other.merge(some_left_out, ann)
+    by_name = dict(zip(ROWS, some_left_out.left_out.tolist(), strict=True))
+    twice = [by_name[name] * (2 if name in ("ann", "eve") else 1) for name in ROWS]
+    np.testing.assert_array_equal(merged.left_out, [0, *twice])
+    with pytest.raises(ValueError, match="different features; read them with the same"):
+        make().merge(some_left_out)
 
 
 @pytest.mark.parametrize("valued", [True, False])

@@ -55,6 +55,8 @@ class SparseDataset:
         unique.
       row_names: `[rows]` text.
       feature_names: `[features]` text.
+      left_out: `[rows]` int32, how many more entries each row had, of features that
+        these are not (see `align_features`), or None if there were none.
 
     Raises:
       ValueError: the sizes do not agree, a name or an index occurs twice.
@@ -63,6 +65,7 @@ class SparseDataset:
     matrix: CSR
     row_names: Names
     feature_names: Names
+    left_out: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         matrix = _host(self.matrix)
@@ -76,6 +79,14 @@ class SparseDataset:
                 )
             _names.check_unique(given, what)
             object.__setattr__(self, f"{what}_names", given)
+        left_out = self.left_out
+        if left_out is not None:
+            left_out = np.asarray(left_out, np.int32)
+            if left_out.shape != (matrix.num_rows,) or left_out.min(initial=0) < 0:
+                raise ValueError(
+                    f"left_out must be a count for each of the {matrix.num_rows:,} rows"
+                )
+            object.__setattr__(self, "left_out", left_out if left_out.any() else None)
 
     def __repr__(self) -> str:
         kind = "indicator" if self.matrix.data is None else "valued"
@@ -141,7 +152,9 @@ class SparseDataset:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        parquet.write_parquet(path, self.matrix, self.row_names, self.feature_names)
+        parquet.write_parquet(
+            path, self.matrix, self.row_names, self.feature_names, self.left_out
+        )
 
     @classmethod
     def load(cls, path: Path) -> SparseDataset:
@@ -171,6 +184,7 @@ class SparseDataset:
         always stays in train. Both parts have all rows and features of this data set.
         Where an entry goes depends on the seed, on the name of its row and on the names
         of the row's features, not on the order of rows or columns nor on other rows.
+        What was left out before (`left_out`) is in neither: split first, then align.
 
         Args:
           fraction: share of the entries to train on, in (0, 1).
@@ -243,13 +257,57 @@ class SparseDataset:
             )
         return self._rows(found)
 
+    def merge(self, *others: SparseDataset) -> SparseDataset:
+        """The rows of all these data sets: one history out of several.
+
+        It is what `read` would make of their lines in one file. Rows of the same name
+        become one, in order of first appearance. What several of them have becomes one
+        entry; values are added, and where only some data sets have values, the entries
+        of the others count 1.
+
+        Args:
+          *others: over the same features.
+
+        Raises:
+          ValueError: the features differ.
+        """
+        parts = (self, *others)
+        for other in others:
+            if not np.array_equal(self.feature_names, other.feature_names):
+                raise ValueError(
+                    "the data sets have different features; read them with the same "
+                    "vocabulary (features=...), or use align_features"
+                )
+        encoder = _names.NameEncoder()
+        for part in parts:
+            encoder.add(_names.to_arrow(part.row_names))
+        names, row = encoder.finish()
+        lengths = np.concatenate([np.diff(part.matrix.indptr) for part in parts])
+        columns = np.concatenate([part.matrix.indices for part in parts])
+        data = np.ones(len(columns), bool)
+        if any(part.matrix.data is not None for part in parts):
+            data = np.concatenate([part.to_scipy().data for part in parts])
+            data = data.astype(np.float64)
+        left_out = [
+            np.zeros(part.num_rows) if part.left_out is None else part.left_out
+            for part in parts
+        ]
+        entries = (data, (np.repeat(row, lengths), columns))
+        shape = (len(names), self.num_features)
+        return SparseDataset(
+            CSR.from_scipy(scipy.sparse.coo_array(entries, shape=shape)),
+            names,
+            self.feature_names,
+            np.bincount(row, np.concatenate(left_out), len(names)).astype(np.int32),
+        )
+
     def align_features(
         self, features: SparseDataset | Iterable[object]
     ) -> SparseDataset:
         """The same rows over another data set's features, in its order.
 
-        Entries of features that are not among the given ones are left out, and a
-        warning says how many.
+        Entries of features that are not among the given ones are left out, a warning
+        says how many, and `left_out` keeps the number of each row.
 
         Args:
           features: names, or a data set whose feature names are meant.
@@ -269,13 +327,16 @@ class SparseDataset:
         entries = np.repeat(indptr[rows] - taken[:-1], lengths)
         entries += np.arange(len(entries))
         return SparseDataset(
-            _csr(self.matrix, entries, taken), self.row_names[rows], self.feature_names
+            _csr(self.matrix, entries, taken),
+            self.row_names[rows],
+            self.feature_names,
+            None if self.left_out is None else self.left_out[rows],
         )
 
     def _entries(self, keep: np.ndarray) -> SparseDataset:
         indptr = _offsets(keep)[self.matrix.indptr]
         matrix = _csr(self.matrix, keep, indptr)
-        return dataclasses.replace(self, matrix=matrix)
+        return dataclasses.replace(self, matrix=matrix, left_out=None)
 
 
 def align_features(
@@ -307,10 +368,13 @@ def align_features(
         )
     data = np.ones(len(known), bool) if matrix.data is None else matrix.data
     indptr = _offsets(known)[matrix.indptr]
+    counts = np.diff(matrix.indptr) - np.diff(indptr)
+    if dataset.left_out is not None:
+        counts += dataset.left_out
     shape = (dataset.num_rows, wanted.size)
     aligned = scipy.sparse.csr_array((data[known], columns[known], indptr), shape=shape)
     return (
-        SparseDataset(CSR.from_scipy(aligned), dataset.row_names, wanted),
+        SparseDataset(CSR.from_scipy(aligned), dataset.row_names, wanted, counts),
         message,
     )
 

@@ -10,8 +10,9 @@ the shorter of the two is filled up with nulls, which cost nothing::
     bob     []       []           tea
     null    null     null         wine
 
-`values` (list<float32>) is missing from an indicator data set. The schema's metadata
-gives the version of this form.
+`values` (list<float32>) is missing from an indicator data set, and `left_out` (int32)
+from most: how many entries a row had of features that are not among these. The schema's
+metadata gives the version of this form.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
     "values": pa.list_(pa.float32()),
+    "left_out": pa.int32(),
     "feature": pa.large_string(),
 }
+_OPTIONAL = {"values", "left_out"}
 
 
 def write_parquet(
-    path: Path, matrix: CSR, row_names: Names, feature_names: Names
+    path: Path,
+    matrix: CSR,
+    row_names: Names,
+    feature_names: Names,
+    left_out: np.ndarray | None,
 ) -> None:
-    """Writes a host CSR without padding, and its names.
+    """Writes what a data set consists of: a host CSR without padding, names, counts.
 
     The file appears at once and whole, or not at all.
 
@@ -59,6 +66,8 @@ def write_parquet(
         if leaf is not None:
             entries = pa.array(np.asarray(leaf), _COLUMNS[name].value_type)
             columns[name] = pa.ListArray.from_arrays(offsets, entries)
+    if left_out is not None:
+        columns["left_out"] = pa.array(left_out, _COLUMNS["left_out"])
     columns["feature"] = to_arrow(feature_names)
     length = max(len(row_names), len(feature_names))
     table = pa.table(
@@ -82,8 +91,8 @@ def write_parquet(
         os.fsync(file.fileno())
 
 
-def read_parquet(path: Path) -> tuple[CSR, Names, Names]:
-    """`(matrix, row_names, feature_names)` of a file made by `write_parquet`.
+def read_parquet(path: Path) -> tuple[CSR, Names, Names, np.ndarray | None]:
+    """`(matrix, row_names, feature_names, left_out)` of a file by `write_parquet`.
 
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
@@ -202,14 +211,16 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
         )
 
 
-def _read_table(path: Path, file: pq.ParquetFile) -> tuple[CSR, Names, Names]:
-    valued = "values" in file.schema_arrow.names
+def _read_table(
+    path: Path, file: pq.ParquetFile
+) -> tuple[CSR, Names, Names, np.ndarray | None]:
+    missing = _OPTIONAL - set(file.schema_arrow.names)
+    valued = "values" not in missing
     names: dict[str, list[pa.Array]] = {"row": [], "feature": []}
     lengths = [np.zeros(1, np.int64)]
     indices, values = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    for batch in file.iter_batches(
-        columns=[n for n in _COLUMNS if n != "values" or valued]
-    ):
+    left_out = [np.empty(0, np.int32)]
+    for batch in file.iter_batches(columns=[n for n in _COLUMNS if n not in missing]):
         columns = {
             name: batch.column(name).cast(_COLUMNS[name]).drop_null()
             for name in batch.schema.names
@@ -221,6 +232,8 @@ def _read_table(path: Path, file: pq.ParquetFile) -> tuple[CSR, Names, Names]:
         indices.append(columns["indices"].flatten().to_numpy())
         if valued:
             values.append(columns["values"].flatten().to_numpy())
+        if "left_out" in columns:
+            left_out.append(columns["left_out"].to_numpy())
         if any(len(columns[name]) != rows for name in columns if name != "feature") or (
             valued and len(values[-1]) != len(indices[-1])
         ):
@@ -238,4 +251,5 @@ def _read_table(path: Path, file: pq.ParquetFile) -> tuple[CSR, Names, Names]:
         )
     except ValueError as error:
         raise DataError.at(path, f"is damaged: {error}") from error
-    return matrix, row_names, feature_names
+    counts = None if "left_out" in missing else np.concatenate(left_out)
+    return matrix, row_names, feature_names, counts
