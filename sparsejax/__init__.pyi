@@ -13,6 +13,7 @@ from .config import OutputConfig as OutputConfig
 from .data import DataError as DataError
 from .data import ScannedDataset as ScannedDataset
 from .data import SparseDataset as SparseDataset
+from .data import Split as Split
 from .data import UnknownFeaturesWarning as UnknownFeaturesWarning
 from .data import datasets as datasets
 from .data import from_arrow as from_arrow

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from sparsejax.data import (
     DataError,
     SparseDataset,
+    Split,
     UnknownFeaturesWarning,
     vocabulary_order,
 )
+from sparsejax.data.files import new_folder
 from sparsejax.data.names import as_names
 from sparsejax.data.vocabulary import imbalance
 from sparsejax.sparse import CSR
@@ -96,8 +98,8 @@ def test_empty_shapes(shape, tmp_path):
     assert (dataset.num_rows, dataset.num_features) == shape
     dataset.save(tmp_path / "d")
     assert_equal(SparseDataset.load(tmp_path / "d"), dataset)
-    for part in dataset.split(0.5, seed=0):
-        assert_equal(part, dataset)
+    with pytest.raises(ValueError, match="nothing is held out.* longest row has 0"):
+        dataset.split(0.5, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,35 @@ def test_split_rejects(fraction):
         make().split(fraction, seed=0)
 
 
+def test_split_says_that_it_holds_out_nothing():
+    """Of 49 entries .01 is less than half an entry, of 50 it is half of one."""
+    for longest in (49, 50):
+        dense = np.arange(50) < np.array([[longest], [1], [0]])
+        dataset = SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
+        if longest == 50:
+            assert dataset.split(0.99, seed=0).heldout.num_entries == 1
+            continue
+        with pytest.raises(ValueError, match="0.01 of each row.*longest row has 49"):
+            dataset.split(0.99, seed=0)
+    with pytest.raises(ValueError, match="0.001 of the rows.*there are 3"):
+        dataset.split_rows(0.999, seed=0)
+
+
+def test_split_counts_what_is_new():
+    data = SparseDataset.from_scipy(
+        scipy.sparse.csr_array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
+    )
+    keep = np.array([True, True, True, False])
+    split = Split(data._entries(keep), data._entries(~keep))
+    assert (split.new_rows, split.new_features) == (1, 1)
+    assert str(split) == (
+        "held out 1 of 4 entries (25.0%), in 1 rows; new rows: 1, new features: 1"
+    )
+    # Rows that are held out whole are new, also those without a place in train.
+    split = Split(data.align_rows(["0"]), data.align_rows(["3", "1", "2"]))
+    assert (split.new_rows, split.new_features) == (2, 1)
+
+
 def test_split_rows():
     dataset = random_dataset(53, 11)
     train, heldout = dataset.split_rows(0.9, seed=0)
@@ -290,7 +321,8 @@ def test_split_rows():
 
 def test_split_rows_of_few():
     dataset = random_dataset(1, 4)
-    assert [part.num_rows for part in dataset.split_rows(0.1, seed=0)] == [1, 0]
+    with pytest.raises(ValueError, match="nothing is held out: 0.9 .* there are 1;"):
+        dataset.split_rows(0.1, seed=0)
     dataset = random_dataset(2, 4)
     assert [part.num_rows for part in dataset.split_rows(0.75, seed=0)] == [1, 1]
     with pytest.raises(ValueError, match="fraction must lie in"):
@@ -604,3 +636,38 @@ def test_load_of_missing(tmp_path: pathlib.Path):
         SparseDataset.load(tmp_path / "d")
     with pytest.raises(DataError, match="is a directory"):
         SparseDataset.load(tmp_path)
+
+
+def test_a_new_folder_is_whole_or_not_there(tmp_path):
+    out = tmp_path / "parts"
+    with pytest.raises(ZeroDivisionError), new_folder(out) as folder:
+        make().save(folder / "train.parquet")
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+    with new_folder(out) as folder:
+        make().save(folder / "train.parquet")
+        assert not out.exists()
+    assert os.listdir(tmp_path) == ["parts"] and os.listdir(out) == ["train.parquet"]
+    with pytest.raises(FileExistsError, match="parts: exists"), new_folder(out):
+        raise AssertionError("begun")
+    late = tmp_path / "late"
+    with pytest.raises(FileExistsError, match="late: exists"), new_folder(late):
+        late.mkdir()
+    with (
+        pytest.raises(ValueError, match="there is no folder"),
+        new_folder(late / "x/y"),
+    ):
+        raise AssertionError("begun")
+    assert sorted(os.listdir(tmp_path)) == ["late", "parts"]
+
+
+def test_what_a_killed_folder_left_is_removed_when_it_is_old(tmp_path):
+    for name in ("old", "new"):
+        folder = tmp_path / f".sparsejax-{name}.tmp"
+        folder.mkdir()
+        (folder / "train.parquet").write_bytes(b"half")
+        os.utime(folder, (0, 0))
+    os.utime(tmp_path / ".sparsejax-old.tmp" / "train.parquet", (0, 0))
+    make().save(tmp_path / "d.parquet")
+    # A long file is still written into the other.
+    assert sorted(os.listdir(tmp_path)) == [".sparsejax-new.tmp", "d.parquet"]

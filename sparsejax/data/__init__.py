@@ -2,6 +2,7 @@
 
 from sparsejax.data import datasets as datasets
 from sparsejax.data.dataset import SparseDataset as SparseDataset
+from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.files import DataError as DataError
 from sparsejax.data.readers import from_arrow as from_arrow

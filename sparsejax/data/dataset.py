@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -175,9 +176,7 @@ class SparseDataset:
             self, matrix=dataclasses.replace(self.matrix, data=None)
         )
 
-    def split(
-        self, fraction: float, *, seed: int
-    ) -> tuple[SparseDataset, SparseDataset]:
+    def split(self, fraction: float, *, seed: int) -> Split:
         """Splits the entries of each row at random into `(train, heldout)`.
 
         Of a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
@@ -191,16 +190,20 @@ class SparseDataset:
           seed: any integer.
 
         Raises:
-          ValueError: `fraction` is outside (0, 1).
+          ValueError: `fraction` is outside (0, 1), or no row is long enough for anything
+            to be held out.
         """
         is_held = heldout_entries(
             self.matrix, self.row_names, self.feature_names, fraction, seed
         )
-        return self._entries(~is_held), self._entries(is_held)
+        longest = np.diff(self.matrix.indptr).max(initial=0)
+        return self._split(
+            is_held,
+            f"{1 - fraction:.3g} of each row is to be, rounded, but the longest row has "
+            f"{longest:,} entries; hold out a larger share",
+        )
 
-    def split_rows(
-        self, fraction: float, *, seed: int
-    ) -> tuple[SparseDataset, SparseDataset]:
+    def split_rows(self, fraction: float, *, seed: int) -> Split:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
 
         `(1 - fraction) num_rows` rows are held out, rounded half up, but one always
@@ -213,10 +216,17 @@ class SparseDataset:
           seed: any integer.
 
         Raises:
-          ValueError: `fraction` is outside (0, 1).
+          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
+            be held out.
         """
         is_held = heldout_rows(self.row_names, fraction, seed)
-        return self._rows(np.flatnonzero(~is_held)), self._rows(np.flatnonzero(is_held))
+        if not is_held.any():
+            raise ValueError(
+                f"nothing is held out: {1 - fraction:.3g} of the rows are to be, "
+                f"rounded, but there are {self.num_rows:,}; hold out a larger share"
+            )
+        parts = (self._rows(np.flatnonzero(part)) for part in (~is_held, is_held))
+        return Split(*parts)
 
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
         """The rows that both data sets have, by name, in this one's order.
@@ -333,10 +343,57 @@ class SparseDataset:
             None if self.left_out is None else self.left_out[rows],
         )
 
+    def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
+        """The parts, all rows and features in both."""
+        if not is_held.any():
+            raise ValueError(f"nothing is held out: {why_nothing}")
+        return Split(self._entries(~is_held), self._entries(is_held))
+
     def _entries(self, keep: np.ndarray) -> SparseDataset:
         indptr = _offsets(keep)[self.matrix.indptr]
         matrix = _csr(self.matrix, keep, indptr)
         return dataclasses.replace(self, matrix=matrix, left_out=None)
+
+
+class Split(NamedTuple):
+    """Two parts of a data set, made by its methods `split`, `split_last`, ...
+
+    >>> split = read("purchases.tsv").split(0.5, seed=0)
+    >>> train, heldout = split
+    >>> print(split)
+    held out 3 of 6 entries (50.0%), in 3 rows; new rows: 0, new features: 1
+
+    Rows and features are new if they have entries held out and none in train: a model
+    that learns from `train` knows nothing of them.
+
+    Attributes:
+      train: the entries to train on.
+      heldout: all others, over the same features.
+    """
+
+    train: SparseDataset
+    heldout: SparseDataset
+
+    @property
+    def new_rows(self) -> int:
+        """Number of rows that have entries held out and none in train."""
+        known, held = (part.row_names[_lengths(part) > 0] for part in self)
+        return int(np.sum(_names.find_names(held, known) < 0))
+
+    @property
+    def new_features(self) -> int:
+        """Number of features that have entries held out and none in train."""
+        known, held = (np.unique(part.matrix.indices) for part in self)
+        return len(np.setdiff1d(held, known, assume_unique=True))
+
+    def __str__(self) -> str:
+        entries = self.train.num_entries + self.heldout.num_entries
+        rows = np.sum(_lengths(self.heldout) > 0)
+        return (
+            f"held out {self.heldout.num_entries:,} of {entries:,} entries "
+            f"({self.heldout.num_entries / max(entries, 1):.1%}), in {rows:,} rows; "
+            f"new rows: {self.new_rows:,}, new features: {self.new_features:,}"
+        )
 
 
 def align_features(
@@ -407,6 +464,11 @@ def _csr(matrix: CSR, entries: np.ndarray, indptr: np.ndarray) -> CSR:
     """The chosen entries of `matrix` as a matrix with the given row starts."""
     data = None if matrix.data is None else matrix.data[entries]
     return CSR(data, matrix.indices[entries], indptr, num_cols=matrix.num_cols)
+
+
+def _lengths(dataset: SparseDataset) -> np.ndarray:
+    """`[rows]` number of entries."""
+    return np.diff(dataset.matrix.indptr)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import lzma
 import os
 import pathlib
 import re
+import shutil
 import stat
 import time
 import uuid
@@ -145,11 +146,7 @@ def replacing(path: Path) -> Generator[pathlib.Path]:
     (`.sparsejax-*.tmp`) is removed when nobody has written to it for an hour.
     """
     path = pathlib.Path(path).resolve()  # a link stays a link
-    for other in path.parent.glob(".sparsejax-*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-                other.unlink()
-    temporary = path.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
+    temporary = _temporary(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -160,6 +157,58 @@ def replacing(path: Path) -> Generator[pathlib.Path]:
         ):  # the caller knows the file by its own name
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Generator[pathlib.Path]:
+    """A folder to write files into, which becomes `path` when the block is done.
+
+    So the folder appears at once and whole, or not at all; what a killed process left
+    behind is removed as by `replacing`.
+
+    Raises:
+      FileExistsError: `path` is there.
+      ValueError: its folder is not.
+    """
+    path = pathlib.Path(path)
+    check_new(path)
+    temporary = _temporary(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        check_new(path)  # an empty folder would be replaced
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_new(path: Path) -> None:
+    """Looks whether a folder can be made here.
+
+    Raises:
+      FileExistsError: `path` is there.
+      ValueError: its folder is not.
+    """
+    path = pathlib.Path(path)
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path}: exists; name another folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+
+
+def _temporary(path: pathlib.Path) -> pathlib.Path:
+    """A name beside `path` for what is being written; abandoned ones are removed."""
+    for other in path.parent.glob(".sparsejax-*.tmp"):
+        with contextlib.suppress(OSError):
+            written = max(file.stat().st_mtime for file in [other, *other.rglob("*")])
+            if time.time() - written <= _ABANDONED_SECONDS:
+                continue
+            if other.is_dir():
+                shutil.rmtree(other)
+            else:
+                other.unlink()
+    return path.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
 
 
 @dataclasses.dataclass(frozen=True)

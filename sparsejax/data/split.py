@@ -1,13 +1,17 @@
-"""What of a data set to hold out: a random choice that names alone decide."""
+"""What of a data set to hold out: by chance, which names alone decide, or by time."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
+import math
 
 import numpy as np
 
 from sparsejax.data.names import Names
 from sparsejax.sparse import CSR
+
+Time = float | str | datetime.date | np.datetime64 | np.number
 
 
 def heldout_entries(
@@ -37,6 +41,90 @@ def heldout_entries(
     is_held = np.zeros(matrix.nse, bool)
     is_held[order] = place < counts[rows]
     return is_held
+
+
+def heldout_last(
+    indptr: np.ndarray, times: np.ndarray, order: np.ndarray, n: int
+) -> np.ndarray:
+    """`[entries]` bool: the entries that `SparseDataset.split_last` holds out.
+
+    Args:
+      indptr: `[rows + 1]` where rows begin.
+      times: `[entries]`, of any type that has an order.
+      order: `[entries]` integers that order entries of the same row and time.
+      n: entries of a row, if it has more.
+
+    Raises:
+      ValueError: `n` is not positive.
+    """
+    if n < 1:
+        raise ValueError(f"n must be 1 or more, got {n}")
+    lengths = np.diff(indptr)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    # Each row's entries, the oldest first, where the row was.
+    ascending = np.lexsort((order, times, rows))
+    first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
+    is_held = np.empty(len(times), bool)
+    is_held[ascending] = np.arange(len(times)) >= first_held[rows]
+    return is_held
+
+
+def time_of_share(times: np.ndarray, fraction: float) -> np.generic:
+    """The time before which about a `fraction` of the entries lie.
+
+    Of all times but the first, that which comes closest; of two, the earlier.
+
+    Args:
+      times: `[entries]`, at least two of them different.
+      fraction: in (0, 1).
+    """
+    distinct, counts = np.unique(times, return_counts=True)
+    before = np.cumsum(counts)[:-1]
+    return distinct[1 + np.argmin(np.abs(before - fraction * len(times)))]
+
+
+def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
+    """A time of their kind: `times >= as_time(time, times)` are those at or after it.
+
+    Integers are compared exactly, floats as float64, dates in microseconds of UTC.
+
+    Raises:
+      ValueError: it is of another kind than they are, or no time.
+    """
+    if isinstance(time, bool | np.bool) or time != time:  # noqa: PLR0124 - as nan and NaT
+        raise ValueError(f"the time is {time}")
+    if np.issubdtype(times.dtype, np.datetime64):
+        if not isinstance(time, str | datetime.date | np.datetime64):
+            raise ValueError(
+                f"the times are dates, from {times.min()} to {times.max()}, so expected "
+                f"a datetime or text as '2024-01-31', got {time!r}"
+            )
+        return _datetime(time)
+    if not isinstance(time, int | float | np.number):
+        raise ValueError(
+            f"the times are numbers, from {times.min()} to {times.max()}, so expected "
+            f"a number, got {time!r}"
+        )
+    given = time.item() if isinstance(time, np.number) else time
+    if times.dtype.kind == "i" and math.isfinite(given):
+        return math.ceil(given)  # float64 does not hold large integers
+    return given
+
+
+def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
+    """The time in microseconds, the next one if it has smaller parts; UTC, if of a zone."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError as error:
+            raise ValueError(
+                f"expected a time as '2024-01-31' or '2024-01-31T12:00:00', got {time!r}"
+            ) from error
+    if isinstance(time, datetime.datetime) and time.tzinfo is not None:
+        time = time.astimezone(datetime.UTC).replace(tzinfo=None)
+    exact = np.datetime64(time)
+    found = exact.astype("datetime64[us]")
+    return found + np.timedelta64(int(found < exact), "us")
 
 
 def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
