@@ -75,6 +75,15 @@ def test_distributed(trained, capsys):
     assert trained["model"].output.kernel[...].sharding.spec[0] == "model"
 
 
+def test_choosing(capsys):
+    [code] = python("choosing.md")
+    exec(compile(code, "choosing.md", "exec"), {})  # noqa: S102
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "0.1",
+        "0.2",
+    ]
+
+
 def test_tensorboard(trained, tmp_path):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     [events] = (tmp_path / "logs").iterdir()
