@@ -379,17 +379,15 @@ def _failed(error: BaseException, command: Command | None) -> int:
     """Says why a command failed and returns its exit status; raises what is a bug."""
     from sparsejax import distributed
 
-    status, resume = 1, ""
-    if isinstance(command, Train):
-        resume = "; to continue, repeat the command with --resume"
+    status, after = 1, _what_next(command)
     if isinstance(error, KeyboardInterrupt):
-        _say(f"interrupted{resume}")
+        _say(f"interrupted{after}")
         status = 130
     elif isinstance(error, BrokenPipeError):  # whoever read the output has enough
         # At exit Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif distributed.is_lost_peer(error):
-        _say(f"error: another process was lost{resume} ({_message(error)})")
+        _say(f"error: another process was lost{after} ({_message(error)})")
     elif isinstance(error, distributed.OtherProcessError) or _is_for_users(error):
         _say(f"error: {_message(error)}")
     elif distributed.is_begun():
@@ -398,6 +396,17 @@ def _failed(error: BaseException, command: Command | None) -> int:
         raise error
     distributed.leave(status)
     return status
+
+
+def _what_next(command: Command | None) -> str:
+    """What to do after training that was broken off."""
+    if not isinstance(command, Train):
+        return ""
+    from sparsejax import run
+
+    if run.checkpoints_of(command.run).steps():
+        return "; to continue, repeat the command with --resume"
+    return " before a checkpoint was saved; repeat the command to begin again"
 
 
 @contextlib.contextmanager

@@ -7,12 +7,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _told_to_end = False
 
 
 def is_told_to_end() -> bool:
-    """Whether `note` was called, or a SIGINT came within `noted`."""
+    """Whether `note` was called, or a signal came within `noted` or `deferred`."""
     return _told_to_end
 
 
@@ -24,25 +25,70 @@ def note() -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Within it, `fit` ends after a SIGINT, also where its exception was lost.
+    """Within it, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
 
-    As it is where Python happens to call something whose exceptions it ignores, as the
-    callbacks of its garbage collector.
+    So `fit` ends also where Python lost the exception, because the signal came while
+    it called something whose exceptions it ignores, as a callback of its garbage
+    collector.
     """
     global _told_to_end
-    handler = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()  # which has signals
-    if handler is not signal.default_int_handler or not is_main:
+    ours = {}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        ours[signal.SIGINT] = _interrupt
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        ours[signal.SIGTERM] = _interrupt
+    try:
+        with _handled(ours):
+            yield
+    finally:
+        _told_to_end = False
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Within it, a first SIGINT is only noted, and a second raises KeyboardInterrupt.
+
+    A SIGTERM, too, within `noted`. Handlers of the user's own stay. If the block ends
+    without an exception after a signal came, KeyboardInterrupt is raised behind it.
+    """
+    global _told_to_end
+    before = _told_to_end
+    known = (signal.default_int_handler, _interrupt)
+    numbers = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) in known
+    ]
+
+    def only_note(number: int, frame: FrameType | None) -> None:
+        note()
+        for each in numbers:
+            signal.signal(each, _interrupt)
+
+    told = False
+    try:
+        with _handled(dict.fromkeys(numbers, only_note)):
+            yield
+    finally:
+        told, _told_to_end = _told_to_end and not before, before
+    if told:
+        raise KeyboardInterrupt("told to end")
+
+
+@contextlib.contextmanager
+def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Signals have these handlers; only the main thread can set any."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
+    before = {number: signal.signal(number, h) for number, h in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        _told_to_end = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     note()
-    signal.default_int_handler(number, frame)
+    raise KeyboardInterrupt

@@ -216,8 +216,8 @@ def begun(
 ) -> Generator[pathlib.Path]:
     """The folder of a run while it is trained.
 
-    It is made if it is not there. If training fails before its first checkpoint, what
-    was made is removed again; after an interrupt it stays, for a resume.
+    It is made if it is not there. If training ends before its first checkpoint, by an
+    error or an interrupt, what was made is removed again.
 
     Args:
       directory: the folder.
@@ -263,8 +263,8 @@ def begun(
                 "file system that they share"
             )
         yield directory / _CHECKPOINTS
-    except Exception:
-        # The run was refused, or got nowhere.
+    except BaseException:
+        # The run was refused, interrupted, or got nowhere.
         if (
             before is not None
             and distributed.is_first()

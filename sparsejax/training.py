@@ -177,8 +177,9 @@ def fit(
       NotImplementedError: `fused` with a tied output, or with a model that has no
         `SparseOutput` of its own.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
-      KeyboardInterrupt: one of several processes was told to end, by SIGTERM: all have
-        saved a checkpoint.
+      KeyboardInterrupt: Ctrl-C; a checkpoint was saved, when the steps that were under
+        way were done. A second Ctrl-C does not wait for these. Of several processes one
+        was told to end, also by SIGTERM: all have saved.
     """
     examples = _examples_of(inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
@@ -268,7 +269,7 @@ def fit(
         disable=not (sys.stderr.isatty() and distributed.is_first()),
     )
     try:
-        with bar:
+        with bar, interrupts.deferred():
             while run.epoch < num_epochs and not run.stopped:
                 began, before, end = time.monotonic(), run.examples, 0
                 chunks = examples.order(seed, run.epoch)
@@ -325,10 +326,13 @@ def fit(
                 if log is not None and distributed.is_first():
                     log(run.step, entry)
                 last = run.epoch == num_epochs or run.stopped
-                if last or score is not None:
+                told, due = distributed.true_anywhere(
+                    interrupts.is_told_to_end(), is_due()
+                )
+                if last or told or due or score is not None:
                     save(score)
-                elif distributed.is_true_anywhere(is_due()):
-                    save()
+                if told and not last:
+                    raise KeyboardInterrupt("a process was told to end")
     finally:
         # Also after an interrupt: the arrays the model held were given to the program.
         nnx.update((model, optimizer), state)

@@ -552,33 +552,55 @@ def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
     assert checkpoints.steps()[-1] == 40
 
 
-def test_resume_where_no_checkpoint_is_begins(small, tmp_path, monkeypatch):
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(commands.training, "fit", interrupted)
-        assert main([*small, "--seed", "4"]) == 130
-    assert (tmp_path / "run" / "run.json").exists()
-    (tmp_path / "run" / "run.json").unlink()  # killed before that was written
+def test_resume_where_no_checkpoint_is_begins(small, tmp_path):
+    (tmp_path / "run").mkdir()  # killed before its settings were written
     (tmp_path / "run" / ".1f.tmp").touch()
     assert main([*small, "--resume"]) == 0
     assert run.load_run(tmp_path / "run")[0].seed == 0
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path, monkeypatch, capsys):
-    def interrupted(flags):
+    def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "train", interrupted)
-    assert main(small) == 130
-    (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line == "sparsejax: interrupted; to continue, repeat the command with --resume"
+    with monkeypatch.context() as patch:
+        patch.setattr(commands.training, "fit", interrupted)
+        assert main(small) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "sparsejax: interrupted before a checkpoint was saved; repeat the command to "
+        "begin again"
+    )
+    assert not (tmp_path / "run").exists()  # so that the same command can begin
+    assert main(small) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "train", interrupted)
+        assert main([*small, "--resume"]) == 130
+    assert capsys.readouterr().err == (
+        "sparsejax: interrupted; to continue, repeat the command with --resume\n"
     )
     monkeypatch.setattr(commands, "convert", interrupted)
     assert main(["convert", "a", "b"]) == 130
     assert capsys.readouterr().err == "sparsejax: interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint(small, tmp_path, monkeypatch, capsys, number):
+    def told(epochs, step, entry):
+        if entry["epoch"] == 2:
+            signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "print_epoch", told)
+        assert main([*small, "--epochs", "4"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "sparsejax: interrupted; to continue, repeat the command with --resume"
+    )
+    assert run.checkpoints_of(tmp_path / "run").steps() == [2]
+    assert main([*small, "--epochs", "4", "--resume"]) == 0
+    whole = str(tmp_path / "whole")
+    assert main([*small, "--run", whole, "--epochs", "4"]) == 0
+    assert parameters(tmp_path / "run") == parameters(whole)
 
 
 def test_a_bug_is_not_hidden(small, monkeypatch):
@@ -1004,7 +1026,8 @@ def test_killed_and_resumed_is_the_same_as_unbroken(board, tmp_path):
     argv += ["--run", str(tmp_path / "broken"), "--resume"]
     checkpoints = run.checkpoints_of(tmp_path / "broken")
     reached = 0
-    for how, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+    ends = [(signal.SIGINT, 130), (signal.SIGTERM, 130)]
+    for how, status in [*ends, (signal.SIGKILL, -signal.SIGKILL)]:
         broken = sparsejax(*argv)
         while max(checkpoints.steps(), default=0) <= reached and broken.poll() is None:
             time.sleep(0.01)
@@ -1012,7 +1035,7 @@ def test_killed_and_resumed_is_the_same_as_unbroken(board, tmp_path):
         _, said = broken.communicate()
         assert broken.returncode == status, said
         assert "Traceback" not in said
-        assert how != signal.SIGINT or "repeat the command with --resume" in said
+        assert how == signal.SIGKILL or "repeat the command with --resume" in said
         reached = checkpoints.steps()[-1]
     assert reached < 6 * 30
     for process in (whole, sparsejax(*argv)):

@@ -316,6 +316,57 @@ def test_an_interrupt_whose_exception_is_lost(tmp_path):
     assert len(fit(*build(8), train, num_epochs=3, resume=True, **options)) == 3
 
 
+def test_an_interrupt_saves_a_checkpoint(tmp_path):
+    train, heldout = checkerboard(60, 20)
+    options = {"batch_size": 16, "validation": heldout, "num_epochs": 4, "k": 2}
+    folder = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 1e9}
+    whole, broken = build(20), build(20)
+    fit(*whole, train, **options)
+
+    def told(step, entry):
+        if entry["epoch"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="told to end"):
+        fit(*broken, train, log=told, **options, **folder)
+    assert Checkpoints(tmp_path).steps()[-1] == 8
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again = build(20, seed=1)
+    assert len(fit(*again, train, resume=True, **options, **folder)) == 4
+    np.testing.assert_array_equal(
+        np.asarray(again[0].first.kernel), np.asarray(whole[0].first.kernel)
+    )
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path):
+    train, _ = checkerboard(20, 8)
+
+    def told(step, entry):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(*build(8), train, log=told, checkpoint_dir=tmp_path)
+    assert len(fit(*build(8), train, num_epochs=1)) == 1  # nobody is told any more
+
+
+def test_a_handler_of_the_users_own_stays(monkeypatch):
+    train, _ = checkerboard(20, 8)
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        fit(
+            *build(8),
+            train,
+            num_epochs=2,
+            log=lambda *_: signal.raise_signal(signal.SIGINT),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1, 1]
+
+
 def test_refusals(tmp_path):
     train, _ = checkerboard(20, 8)
     model, optimizer = build(8)
