@@ -179,12 +179,19 @@ class Evaluate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Writes the best items for each row: row<TAB>item,score:item,score...
+    """Writes the best items for each row.
+
+    The name of OUT says in which form: .csv or .parquet, with the columns user, item,
+    score and rank; .jsonl, an object with user, items and scores for each row; else
+    row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and \\\\ in a name stand
+    for comma, colon, TAB, line end and backslash.
 
     Attributes:
       run: Folder of the trained model.
       data: The interactions to recommend from.
-      out: File to write, a line for each row of DATA. It is replaced if it exists.
+      out: File to write. It is replaced if it exists.
+      users: Only these rows, in this order: names with commas between, or a file with a
+        name on each line.
       k: Number of items for each row.
       exclude_seen: Do not recommend what a row already has in DATA.
       exclude: Do not recommend a row's interactions in this file; rows are matched by
@@ -196,6 +203,7 @@ class Predict:
     run: Annotated[Positional[pathlib.Path], _Folder]
     data: Annotated[Positional[str], arg(metavar="DATA")]
     out: Annotated[pathlib.Path, _File]
+    users: Annotated[str | None, arg(metavar="{NAME[,NAME...],FILE}")] = None
     k: int = 10
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _File] = None

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import pathlib
 import sys
 import warnings
@@ -38,6 +39,7 @@ from sparsejax.data import (
     read,
     scan_parquet,
 )
+from sparsejax.data.files import lines_of
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.streaming import Stream
@@ -145,7 +147,9 @@ def predict(flags: cli.Predict) -> None:
     data = read(
         flags.data, format=flags.format, features=names, indicator=settings.indicator
     )
-    writers.check_recommendation_names(data.row_names, names)
+    if flags.users is not None:
+        data = _some_rows(data, flags.users)
+    writers.check_recommendation_names(flags.out, data.row_names, names)
     exclude = data if flags.exclude_seen else None
     if flags.exclude is not None:
         unwanted = read(
@@ -154,12 +158,9 @@ def predict(flags: cli.Predict) -> None:
         seen = data.without_values()
         exclude = seen.merge(unwanted) if flags.exclude_seen else unwanted
     found = prediction.recommend(model, data, flags.k, exclude=exclude)
-
-    def write() -> None:
-        with writers.whole_file(flags.out) as file:
-            writers.write_recommendations(file, data.row_names, found, names)
-
-    distributed.in_first(write)
+    distributed.in_first(
+        lambda: writers.save_recommendations(flags.out, data.row_names, found, names)
+    )
 
 
 def convert(flags: cli.Convert) -> None:
@@ -384,6 +385,19 @@ def _heldout(
         warnings.warn(f"{text}; they are left out", stacklevel=2)
         heldout = heldout.align_rows(heldout.row_names[~unknown])
     return heldout
+
+
+def _some_rows(data: SparseDataset, users: str) -> SparseDataset:
+    """The rows that `--users` names: a file's lines, or names with commas between."""
+    if is_file := os.path.isfile(users):
+        names = lines_of(users)
+    else:
+        names = users.split(",")
+    try:
+        return data.align_rows(dict.fromkeys(names))
+    except ValueError as error:
+        hint = "" if is_file else f"; there is no file of this name, {users}, either"
+        raise ValueError(f"--users: {error}{hint}") from error
 
 
 def _fingerprint(heldout: SparseDataset, data: SparseDataset) -> str:

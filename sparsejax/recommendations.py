@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import numpy as np
+import pyarrow as pa
 
 from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
 from sparsejax.data import SparseDataset
-from sparsejax.data.names import as_names
+from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sources import (
     Source,
     Table,
@@ -53,6 +54,51 @@ class Recommendations:
         Raises:
           ValueError: there are fewer names than items.
         """
+        known = self._item_names(items)
+        if self.ids.max(initial=-1) < 0:
+            return [[] for _ in self.ids]
+        counts = np.sum(self.ids >= 0, axis=1)
+        rows = known[self.ids].tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+    def to_arrow(
+        self,
+        users: SparseDataset | Iterable[object],
+        items: SparseDataset | Iterable[object],
+    ) -> pa.Table:
+        """A table with a line for each recommendation, best first, as Arrow has it.
+
+        Its columns are user, item (text), score (float32) and rank (int32, from 1). pandas
+        and polars take it: `table.to_pandas()`, `polars.from_arrow(table)`.
+
+        >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
+        >>> found.to_arrow(["ann"], ["milk", "tea", "rye"]).to_pylist()[0]
+        {'user': 'ann', 'item': 'rye', 'score': 1.5, 'rank': 1}
+
+        Args:
+          users: the names of all rows, or a data set whose rows they are.
+          items: the names of all items, or a data set whose features they are.
+
+        Raises:
+          ValueError: there are not as many users as rows, or fewer names than items.
+        """
+        known = as_names(users.row_names if isinstance(users, SparseDataset) else users)
+        if len(known) != len(self):
+            raise ValueError(
+                f"{len(known):,} users were given for the recommendations of {len(self):,} "
+                "rows"
+            )
+        rows, ranks = np.nonzero(self.ids >= 0)
+        ids = self.ids[rows, ranks]
+        columns = {
+            "user": to_arrow(known).take(pa.array(rows)),
+            "item": to_arrow(self._item_names(items)).take(pa.array(ids)),
+            "score": pa.array(self.scores[rows, ranks], pa.float32()),
+            "rank": pa.array(ranks + 1, pa.int32()),
+        }
+        return pa.table(columns)
+
+    def _item_names(self, items: SparseDataset | Iterable[object]) -> Names:
         known = items.feature_names if isinstance(items, SparseDataset) else items
         known = as_names(known)
         highest = self.ids.max(initial=-1)
@@ -61,11 +107,7 @@ class Recommendations:
                 f"item {highest:,} is recommended but only {len(known):,} names were "
                 "given; give those of the features the model was trained on"
             )
-        if highest < 0:
-            return [[] for _ in self.ids]
-        counts = np.sum(self.ids >= 0, axis=1)
-        rows = known[self.ids].tolist()
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+        return known
 
 
 def recommend_by(

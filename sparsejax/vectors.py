@@ -19,7 +19,7 @@ from flax import nnx
 from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
 from sparsejax.data import SparseDataset
 from sparsejax.data.files import replacing
-from sparsejax.data.names import as_names, examples, find_names, to_arrow
+from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
 from sparsejax.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
@@ -30,6 +30,9 @@ from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
 
 FORMATS = (".npy", ".npz", ".parquet")
+
+# `.npz` may pad names to so many bytes in all, or to so many times their own.
+_SMALL_BYTES, _MAX_PADDING = 2**26, 16
 
 
 @runtime_checkable
@@ -167,7 +170,8 @@ def save_vectors(
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: another ending, or not as many names as vectors.
+      ValueError: another ending, or not as many names as vectors, or names that `.npz`
+        cannot hold: of very different lengths, or with zero bytes at the end.
     """
     check_ending(path)
     check_writable(path)
@@ -177,13 +181,15 @@ def save_vectors(
             f"expected vectors [{len(known):,}, hidden], one for each name, got "
             f"{vectors.shape}"
         )
+    if pathlib.Path(path).suffix == ".npz":
+        _check_fixed_width(path, known)
     with replacing(path) as temporary, open(temporary, "xb") as file:
         match pathlib.Path(path).suffix:
             case ".npy":
                 np.save(file, vectors)
             case ".npz":
-                names = np.array(known.tolist(), np.str_)
-                np.savez(file, names=names, vectors=vectors)
+                fixed = np.array(known.tolist(), np.str_)
+                np.savez(file, names=fixed, vectors=vectors)
             case ".parquet":
                 flat = pa.array(vectors.reshape(-1))
                 column = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
@@ -195,6 +201,23 @@ def check_ending(path: str | os.PathLike[str]) -> None:
     """Raises ValueError if vectors cannot be written to a file of this name."""
     if pathlib.Path(path).suffix not in FORMATS:
         raise ValueError(f"{path}: vectors are written to {', '.join(FORMATS)} files")
+
+
+def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
+    """Raises ValueError for names that NumPy's type `<U` holds badly, or not at all."""
+    lengths = np.strings.str_len(names)
+    size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
+    if size > max(_SMALL_BYTES, _MAX_PADDING * used):
+        raise ValueError(
+            f"{path}: .npz makes all names as long as the longest, of {lengths.max():,} "
+            f"characters: they would take {size:,} bytes; write .parquet instead"
+        )
+    zeros = [name for name in names.tolist() if name.endswith("\0")]
+    if zeros:
+        raise ValueError(
+            f"{path}: .npz loses zero bytes at the end of names, as of "
+            f"{examples(zeros)}; write .parquet instead"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import typing
 
 import jax
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -763,8 +765,8 @@ def errors_folder(board, tmp_path, monkeypatch) -> pathlib.Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     board.train.align_rows(["user 1"]).save("user.parquet")
-    tabs = _names(*(f"{name}\tx" for name in board.train.row_names))
-    dataclasses.replace(board.train, row_names=tabs).save("tabs.parquet")
+    zeros = _names(*(f"{name}\0x" for name in board.train.row_names))
+    dataclasses.replace(board.train, row_names=zeros).save("zeros.parquet")
     os.symlink(board.run, "run")
     return tmp_path
 
@@ -824,7 +826,10 @@ TRAIN = "train data --run new --format text "
         ("predict run board --format text --out 'a folder'", "a folder: is not a file"),
         ("predict run board --format text --out out --k 0", "k must be"),
         ("predict run unknown --format text --out out", "unknown: all 2 entries"),
-        ("predict run tabs.parquet --out out", r"row name 'user 0\tx' contains '\t'"),
+        (
+            "predict run zeros.parquet --out out",
+            r"row name 'user 0\x00x' contains '\x00'",
+        ),
         ("predict run user.parquet --out out --exclude board", "'user 1'"),
         ("report missing", "missing: is not a run folder"),
         ("report run --test board", "--test needs --train"),
@@ -969,12 +974,71 @@ def test_names_that_cannot_be_read_back_are_refused(tmp_path, form, name):
         assert not out.exists()
 
 
-def test_a_missing_name_is_refused_in_recommendations(valued):
-    writers = commands.writers
-    with pytest.raises(ValueError, match="item name 'a,b' contains ','"):
-        writers.check_recommendation_names(valued.row_names, _names("x", "a,b"))
-    with pytest.raises(ValueError, match="a row has an empty name"):
-        writers.check_recommendation_names(_names(""), valued.feature_names)
+def test_predict_writes_what_the_name_says(board, tmp_path):
+    predicted = {}
+    for ending in (".tsv", ".csv", ".jsonl.gz", ".parquet"):
+        path = tmp_path / f"recs{ending}"
+        argv = ["predict", board.run, board.files[0], "--k", "2", "--exclude-seen"]
+        assert main([*argv, "--out", str(path)]) == 0
+        if ending == ".tsv":
+            found = recommendations(path)
+            predicted[ending] = [[u, i] for u, items in found.items() for i in items]
+        elif ending == ".jsonl.gz":
+            lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
+            predicted[ending] = [[a["user"], i] for a in lines for i in a["items"]]
+        else:
+            read_ = pd.read_csv if ending == ".csv" else pd.read_parquet
+            frame = read_(path)
+            assert frame["rank"].tolist() == [1, 2] * USERS
+            predicted[ending] = frame[["user", "item"]].to_numpy().tolist()
+    assert len(predicted[".csv"]) == 2 * USERS
+    assert all(pairs == predicted[".csv"] for pairs in predicted.values())
+
+
+def test_predict_for_some_users(board, tmp_path, monkeypatch, capsys):
+    argv = ["predict", board.run, board.files[0], "--k", "2"]
+    whole, some = tmp_path / "whole", tmp_path / "some"
+    assert main([*argv, "--out", str(whole)]) == 0
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("users.txt").write_text("user 7\r\n\nuser 3\r\nuser 7\r\n")
+    for users in ("user 7,user 3", "users.txt"):
+        assert main([*argv, "--out", str(some), "--users", users]) == 0
+        found = recommendations(some)
+        assert list(found) == ["user 7", "user 3"]
+        assert found == {name: recommendations(whole)[name] for name in found}
+    assert main([*argv, "--out", str(some), "--users", "user 3,nobody"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search("--users: 1 of 2 .*'nobody'.*no file of this name", error)
+    pathlib.Path("users.txt").write_text("\n")
+    assert main([*argv, "--out", str(some), "--users", "users.txt"]) == 1
+    assert "users.txt: holds no names" in capsys.readouterr().err
+    assert list(recommendations(some)) == ["user 7", "user 3"]
+
+
+def test_titles_with_separators(tmp_path, capsys):
+    """Names as in a catalogue of films go all the way."""
+    titles = [
+        "Alien: Covenant",
+        "Crouching Tiger, Hidden Dragon",
+        "Tab\tHunter",
+        "AC\\DC",
+    ]
+    table = pa.table({"user": [f"u: {i // 2}" for i in range(8)], "item": titles * 2})
+    path = str(tmp_path / "data.parquet")
+    pq.write_table(table, path)
+    train = ["train", path, "--run", str(tmp_path / "run"), *NETWORK, "--epochs", "1"]
+    assert main([*train, "--optimizer", "sgd"]) == 0
+    out = tmp_path / "recs.tsv"
+    assert main(["predict", str(tmp_path / "run"), path, "--out", str(out)]) == 0
+    found = read(out, format="text")
+    assert set(found.feature_names.tolist()) == set(titles)
+    assert found.row_names.tolist() == [f"u: {i}" for i in range(4)]
+    capsys.readouterr()
+    assert main(["similar", str(tmp_path / "run"), titles[0], "--k", "3"]) == 0
+    (tmp_path / "similar.tsv").write_text(capsys.readouterr().out)
+    similar = read(tmp_path / "similar.tsv", format="text")
+    assert similar.row_names.tolist() == titles[:1]
+    assert set(similar.feature_names.tolist()) == set(titles[1:])
 
 
 # The demo, and real processes

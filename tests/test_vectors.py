@@ -161,3 +161,22 @@ def test_files(tmp_path):
     with pytest.raises(ValueError, match=r"expected vectors \[2, hidden\]"):
         sj.save_vectors(tmp_path / "v.npy", rows, names[:2])
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), rows)
+
+
+def test_npz_refuses_names_that_it_cannot_hold(tmp_path):
+    """A width for all names: 4 * 1,000 * 20,000 bytes; and no zeros at the end."""
+    rows = np.zeros((1000, 2), np.float32)
+    names = [str(i) for i in range(1000)]
+    for bad, message in (
+        (
+            "x" * 20_000,
+            "20,000 characters: they would take 80,000,000 bytes; write .par",
+        ),
+        ("tea\0", r"loses zero bytes at the end of names, as of 'tea\\x00'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sj.save_vectors(tmp_path / "v.npz", rows, [*names[1:], bad])
+        sj.save_vectors(tmp_path / "v.parquet", rows, [*names[1:], bad])
+        assert pq.read_table(tmp_path / "v.parquet")["name"].to_pylist()[-1] == bad
+    assert os.listdir(tmp_path) == ["v.parquet"]
+    sj.save_vectors(tmp_path / "v.npz", rows, [*names[1:], "x" * 10_000])

@@ -268,6 +268,20 @@ def line_blocks(
             return
 
 
+def lines_of(path: Path) -> list[str]:
+    """The lines of a text file that are not empty.
+
+    Raises:
+      DataError: there are none, or see `line_blocks`.
+    """
+    with open_data(path) as stream:
+        text = b"".join(lines.data for lines in line_blocks(stream, path)).decode()
+    found = [line for line in text.split("\n") if line]
+    if not found:
+        raise DataError.at(path, "holds no names: the file is empty")
+    return found
+
+
 def decode_line(raw: bytes, path: Path, number: int) -> str:
     """One line as text; `number` counts from 1.
 

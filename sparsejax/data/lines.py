@@ -7,6 +7,7 @@ Python object is made for an entry.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -27,6 +28,13 @@ def _table(separators: bytes) -> np.ndarray:
 
 _TEXT = _table(b"\n\t:,")
 _SPACE = _table(b" \t\n\v\f")
+
+# What is escaped in the text form, and what stands for it between the backslash and the
+# name: bytes that UTF-8 never uses. The backslash itself is first, so that a pair of them
+# is found before what follows.
+ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", ",": "\\,", ":": "\\:"}
+_STAND_INS = bytes(range(0xF8, 0xF8 + len(ESCAPES)))
+_MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
 
 
 def adjacency_blocks(stream: ByteStream, path: Path) -> Iterator[Block]:
@@ -65,6 +73,7 @@ def _text_block(
     lines: Lines, valued: bool | None, *, indicator: bool
 ) -> tuple[Block, bool | None]:
     """Parses a block; `valued` says whether earlier entries had values, if any."""
+    lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])
     kind = data[marks]
@@ -146,6 +155,16 @@ def _text_block(
     return block, valued
 
 
+def _without_escapes(lines: Lines) -> Lines:
+    """One byte for each escaped character, which is no separator; see `_strings`."""
+    data = lines.data
+    if b"\\" not in data:
+        return lines
+    for escape, byte in zip(ESCAPES.values(), _STAND_INS, strict=True):
+        data = data.replace(escape.encode(), bytes([byte]))
+    return dataclasses.replace(lines, data=data)
+
+
 def mixed_values(valued: bool) -> str:
     """The message for an entry unlike those before it."""
     entry, earlier = ("no value", "one") if valued else ("a value", "none")
@@ -160,7 +179,7 @@ def _no_row(text: bytes) -> str:
         return "the row has no name: the line starts with a TAB"
     return (
         "no TAB; expected 'row<TAB>feature[,value]:feature[,value]...', got "
-        f"{text[:40].decode(errors='replace')!r}"
+        f"{text[:40].translate(_MEANT).decode(errors='replace')!r}"
     )
 
 
@@ -173,6 +192,7 @@ def _strings(
     steps[starts] += 1
     steps[ends] -= 1
     inside = np.cumsum(steps[:-1], dtype=np.int8).view(bool)
+    text = data[inside].tobytes().translate(_MEANT)
     return pa.LargeStringArray.from_buffers(
-        len(starts), pa.py_buffer(offsets), pa.py_buffer(data[inside])
+        len(starts), pa.py_buffer(offsets), pa.py_buffer(text)
     )

@@ -95,7 +95,9 @@ def read_text(
         line    := row TAB entry *( ":" entry ) [ ":" ]
         entry   := feature [ "," value ]
 
-    A row without entries is `row TAB`. Unlike in DSSTNE, lines of the same row are
+    In a name `\\,`, `\\:`, `\\t`, `\\n`, `\\r` and `\\\\` stand for comma, colon, TAB, line
+    feed, carriage return and backslash; any other backslash stands for itself. A row
+    without entries is `row TAB`. Unlike in DSSTNE, lines of the same row are
     merged (there the last one wins), a missing value does not mean 0, and what does not
     fit the grammar is an error.
 
