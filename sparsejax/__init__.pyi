@@ -11,6 +11,7 @@ from .config import InputConfig as InputConfig
 from .config import NetworkConfig as NetworkConfig
 from .config import OutputConfig as OutputConfig
 from .data import DataError as DataError
+from .data import DenseDataset as DenseDataset
 from .data import ScannedDataset as ScannedDataset
 from .data import SparseDataset as SparseDataset
 from .data import Split as Split

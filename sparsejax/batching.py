@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.blocks import ShardedCSR
-from sparsejax.sharding import axis_sizes, mesh_is_set, padded_rows
+from sparsejax.sharding import axis_sizes, by_parts, mesh_is_set, padded_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
@@ -72,6 +72,37 @@ class Batch:
         return take_rows(self.matrix, jnp.asarray(self.rows), self.nse)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseBatch:
+    """Some rows of an array, to be taken inside a compiled program.
+
+    Attributes:
+      array: all rows, on the device; or those of the batch, on a mesh.
+      rows: `[batch]`, -1 is some row; None if the array has those of the batch.
+    """
+
+    array: jax.Array
+    rows: Array | None
+
+    def take(self) -> jax.Array:
+        """`[batch, ...]`."""
+        if self.rows is None:
+            return self.array
+        return self.array[jnp.maximum(self.rows, 0)]
+
+
+# What a model is shown: its one input, or all by name.
+Shown = Batch | Mapping[str, Batch | DenseBatch]
+
+
+def taken(shown: Shown) -> CSR | ShardedCSR | dict[str, CSR | ShardedCSR | jax.Array]:
+    """`take` of each input."""
+    if isinstance(shown, Batch):
+        return shown.take()
+    return {name: batch.take() for name, batch in shown.items()}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
     """Rows of a matrix in batches of one size, with room for the fullest of them.
@@ -97,10 +128,7 @@ class Batches:
           rows: of the matrix.
           batch_size: from `rows_in_a_batch`.
         """
-        steps = -(-len(rows) // batch_size)
-        missing = (0, steps * batch_size - len(rows))
-        padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
-        batches = padded.reshape(steps, batch_size)
+        batches = _in_batches(rows, batch_size)
         if not mesh_is_set():
             lengths = np.diff(np.asarray(matrix.indptr))
             return cls(matrix, batches, bucket(largest_batch(lengths, batches)))
@@ -114,6 +142,54 @@ class Batches:
                 parts = rows.reshape(self.mesh.shape["data"], -1)
                 matrix = ShardedCSR.from_host(matrix, parts, self.mesh, nse=self.nse)
             yield Batch(matrix, rows, self.nse)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseBatches:
+    """Rows of an array in batches of one size.
+
+    Attributes:
+      array: all rows, on the device; with a mesh on the host.
+      rows: `[steps, batch]` int32, -1 where there is none.
+      mesh: over whose axis "data" each batch is divided.
+    """
+
+    array: Array
+    rows: np.ndarray
+    mesh: jax.sharding.Mesh | None = None
+
+    @classmethod
+    def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
+        """As `Batches.of`."""
+        mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        return cls(array, _in_batches(rows, batch_size), mesh)
+
+    def __iter__(self) -> Iterator[DenseBatch]:
+        for rows in self.rows:
+            if self.mesh is None:
+                yield DenseBatch(jnp.asarray(self.array), rows)
+            else:
+                some = np.asarray(self.array)[np.maximum(rows, 0)]
+                yield DenseBatch(by_parts(some, self.mesh), None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedBatches:
+    """The same rows of several matrices and arrays, by name."""
+
+    parts: Mapping[str, Batches | DenseBatches]
+
+    def __iter__(self) -> Iterator[dict[str, Batch | DenseBatch]]:
+        for batches in zip(*self.parts.values(), strict=True):
+            yield dict(zip(self.parts, batches, strict=True))
+
+
+def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:
+    """`[steps, batch]` int32 of `rows: [n]`, with -1 at the end."""
+    steps = -(-len(rows) // batch_size)
+    missing = (0, steps * batch_size - len(rows))
+    padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
+    return padded.reshape(steps, batch_size)
 
 
 def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> int:
@@ -139,6 +215,13 @@ def for_batches(matrix: CSR) -> CSR:
     if mesh_is_set():
         return jax.tree.map(np.asarray, matrix)
     return on_device(matrix)
+
+
+def for_dense_batches(array: np.ndarray) -> Array:
+    """As `for_batches` and `on_device`, for an array; it then has at least a row."""
+    more = [(0, bucket(len(array)) - len(array))] + [(0, 0)] * (array.ndim - 1)
+    padded = np.pad(array, more)
+    return padded if mesh_is_set() else jnp.asarray(padded)
 
 
 def on_device(matrix: CSR) -> CSR:

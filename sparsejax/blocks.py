@@ -25,6 +25,7 @@ from sparsejax.sparse import (
     CSR,
     MAX_ENTRIES,
     Transposed,
+    host_rows,
     segment_ids,
     take_rows,
 )
@@ -192,7 +193,7 @@ class ShardedCSR:
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
         """
-        parts = {d: _host_rows(matrix, rows[d]) for d in parts_of_process(mesh)}
+        parts = {d: host_rows(matrix, rows[d]) for d in parts_of_process(mesh)}
         return cls.from_parts(parts, rows.shape[1], mesh, nse=nse)
 
     @classmethod
@@ -397,20 +398,6 @@ def parts_of_process(mesh: jax.sharding.Mesh) -> list[int]:
     axis = mesh.axis_names.index("data")
     here = np.moveaxis(mine == jax.process_index(), axis, 0)
     return np.flatnonzero(here.reshape(len(here), -1).any(axis=1)).tolist()
-
-
-def _host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
-    """Some rows of a NumPy matrix, in this order; -1 is an empty one."""
-    ptr = np.asarray(matrix.indptr, np.int64)
-    lengths = np.where(rows >= 0, ptr[rows + 1] - ptr[rows], 0)
-    ends = np.cumsum(lengths)
-    at = np.repeat(ptr[rows] - (ends - lengths), lengths) + np.arange(lengths.sum())
-    data = None if matrix.data is None else np.asarray(matrix.data)[at]
-    indices = np.asarray(matrix.indices)[at]
-    indptr = np.concatenate([[0], ends])
-    # Not the constructor: it would look at every entry again.
-    leaves = (data, indices, indptr, None)
-    return CSR.tree_unflatten(matrix.num_cols, leaves)
 
 
 def local(tree: Any) -> Any:

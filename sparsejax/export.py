@@ -19,6 +19,7 @@ from sparsejax.prediction import Recommender
 from sparsejax.predictor import save_predictor
 from sparsejax.recommendations import check_positive
 from sparsejax.sharding import without_mesh
+from sparsejax.sources import features_of
 from sparsejax.sparse import CSR
 
 _PLATFORMS = ("cpu", "cuda")
@@ -57,6 +58,11 @@ def export_predictor(
       ValueError: not as many names as items; `path` is not a file's.
     """
     check_positive(k=k, batch_size=batch_size)
+    features = features_of(model)
+    if not isinstance(features, int):
+        raise NotImplementedError(
+            "a predictor has one input, and the model has several"
+        )
     items = None
     if names is not None:
         known = names.feature_names if isinstance(names, SparseDataset) else names
@@ -82,7 +88,7 @@ def export_predictor(
     def top_k(weights, data, indices, indptr, seen_indices, seen_indptr):
         state = jax.tree.unflatten(structure, weights)
         model = nnx.merge(graphdef, keys, state)
-        x = CSR(data, indices, indptr, num_cols=model.num_features)
+        x = CSR(data, indices, indptr, num_cols=features)
         seen = CSR(None, seen_indices, seen_indptr, num_cols=model.num_items)
         return model.top_k(x, k, exclude=seen)
 
@@ -102,7 +108,7 @@ def export_predictor(
     save_predictor(
         path,
         k=k,
-        num_features=model.num_features,
+        num_features=features,
         num_items=model.num_items,
         items=items,
         programs=programs(),

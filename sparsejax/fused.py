@@ -42,7 +42,7 @@ class Fusable(Protocol):
     output: SparseOutput
     loss_rule: LossRule
 
-    def encode(self, x: CSR | ShardedCSR) -> jax.Array:
+    def encode(self, x: Any) -> jax.Array:
         """`[batch, hidden]`."""
         ...
 
@@ -76,12 +76,13 @@ def check(model: Any, optimizer: Optimizer) -> None:
             "a fused update needs a model with encode, output (a SparseOutput) and "
             f"loss_rule, as FeedForward has; {type(model).__name__} has not all of them"
         )
+    bias = model.output.bias
     elsewhere = [
         ".".join(map(str, path))
         for path, node in nnx.iter_graph(
             {k: v for k, v in vars(model).items() if k != "output"}
         )
-        if node is model.output.kernel or node is model.output.bias
+        if node is model.output.kernel or (node is bias and bias is not None)
     ]
     if elsewhere:
         raise NotImplementedError(
@@ -99,7 +100,7 @@ def derive(model: Fusable) -> Derived:
 def train_step(
     model: Fusable,
     optimizer: Optimizer,
-    x: CSR | ShardedCSR,
+    x: Any,
     labels: CSR | ShardedCSR,
     weights: Float[Array, "batch"],
     derived: Derived,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ from sparsejax.batching import (
     Array,
     Batch,
     Batches,
+    NamedBatches,
+    Shown,
     for_batches,
     rows_in_a_batch,
+    taken,
 )
 from sparsejax.blocks import ShardedCSR
 from sparsejax.data import SparseDataset
@@ -37,10 +40,15 @@ from sparsejax.recommendations import (
 )
 from sparsejax.sharding import auto_axes, everywhere, padded_rows, placed
 from sparsejax.sources import (
+    Features,
+    Inputs,
     Source,
+    Sources,
     Table,
     check_columns,
+    check_inputs,
     check_same_features,
+    features_of,
     find_rows,
 )
 from sparsejax.sparse import CSR
@@ -64,8 +72,12 @@ class Recommender(Protocol):
     """
 
     @property
-    def num_features(self) -> int:
-        """Number of input features."""
+    def num_features(self) -> Features:
+        """Number of input features.
+
+        Where there are several inputs, a dict: by name the number of features of a
+        sparse one, and the shape of a row of a dense one, a tuple.
+        """
         ...
 
     @property
@@ -74,19 +86,22 @@ class Recommender(Protocol):
         ...
 
     def top_k(
-        self, x: CSR, k: int, *, exclude: CSR | None = None
+        self, x: Any, k: int, *, exclude: CSR | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them."""
+        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
+
+        `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs.
+        """
         ...
 
 
 @auto_axes()
 def recommend(
     model: Recommender,
-    inputs: Source,
+    inputs: Sources,
     k: int = 10,
     *,
-    exclude: Source | None = None,
+    exclude: Source | str | None = None,
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> Recommendations:
@@ -102,10 +117,10 @@ def recommend(
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-      inputs: `[rows, features]`.
+      inputs: `[rows, features]`; or several by name, see `fit`.
       k: items per row. Where there are fewer candidates, ids end with -1.
       exclude: `[rows, items]`, what not to recommend; `inputs` itself for what a row
-        already has. Two data sets are matched by row name, and a row that `exclude`
+        already has, or the name of one of several. Two data sets are matched by row name, and a row that `exclude`
         lacks has nothing excluded; otherwise row `i` belongs to row `i`.
       optimizer: the model's, while rows of its weights may be behind (see
         `Optimizer.flush`): they are read as if they were up to date.
@@ -119,15 +134,15 @@ def recommend(
     graphdef, state = nnx.split((model, optimizer))
     state = placed(state)
 
-    def step(shown: Batch, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
+    def step(shown: Shown, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
         return _recommended(graphdef, state, shown, unwanted, k)
 
     return recommend_by(
         step,
-        Table.of("inputs", inputs),
+        Inputs.of(inputs),
         k,
         exclude=exclude,
-        num_features=model.num_features,
+        num_features=features_of(model),
         num_items=model.num_items,
         batch_size=batch_size,
     )
@@ -135,15 +150,15 @@ def recommend(
 
 def evaluate(
     model: Recommender,
-    inputs: Source,
+    inputs: Sources,
     heldout: Source | None = None,
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
     seed: int = 0,
-    exclude: Source | Literal["inputs"] | None = "inputs",
+    exclude: Source | str | None = "inputs",
     candidates: Source | None = None,
-    popularity: Source | Literal["inputs"] | None = "inputs",
+    popularity: Source | str | None = "inputs",
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> dict[str, float]:
@@ -167,7 +182,7 @@ def evaluate(
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-      inputs: `[rows, features]`, what the model is shown.
+      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
@@ -175,7 +190,7 @@ def evaluate(
         `SparseDataset`, that the model is shown; see `SparseDataset.split`.
       seed: of that choice.
       exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
-        what the row has in `inputs`.
+        what the row has in `inputs`. Of several inputs name one, here and below.
       candidates: `[rows, items]`: rank only these items of each row, together with its
         held-out ones, as where one held-out item is ranked among 100 others. Rows are
         matched as those of `heldout`. The model needs `item_scores`, too.
@@ -208,15 +223,15 @@ def evaluate(
 
 @auto_axes()
 def prepare(
-    inputs: Source,
+    inputs: Sources | Inputs,
     heldout: Source | None = None,
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
     seed: int = 0,
-    exclude: Source | Literal["inputs"] | None = "inputs",
+    exclude: Source | str | None = "inputs",
     candidates: Source | None = None,
-    popularity: Source | Literal["inputs"] | None = "inputs",
+    popularity: Source | str | None = "inputs",
     batch_size: int = 512,
 ) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
@@ -232,9 +247,10 @@ def prepare(
         inputs, heldout = _folded_in(inputs, heldout, fold_in, seed)
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
-    x, labels = Table.of("inputs", inputs), Table.of("heldout", heldout)
-    seen = _inputs_or("exclude", exclude, x)
-    counted = _inputs_or("popularity", popularity, x)
+    shown, labels = Inputs.of(inputs), Table.of("heldout", heldout)
+    x = shown.rows
+    seen = None if exclude is None else shown.named("exclude", exclude)
+    counted = None if popularity is None else shown.named("popularity", popularity)
     among = None if candidates is None else Table.of("candidates", candidates)
     for table in (seen, counted, among):
         if table is not None:
@@ -250,10 +266,10 @@ def prepare(
             f"{labels.labels(unknown)}; without inputs the model has nothing to go by"
         )
     batch_size = rows_in_a_batch(batch_size, scored.size)
-    matrix = for_batches(x.matrix)
+    held = shown.for_batches()
     unwanted = None
     if seen is not None:
-        unwanted = exclusion(x, rows, matrix, seen, batch_size)
+        unwanted = exclusion(shown, rows, held, seen, batch_size)
     ids = None
     if among is not None:
         ids = _candidate_ids(among, labels, scored, batch_size)
@@ -262,9 +278,10 @@ def prepare(
         share = _column_counts(counted.matrix) / max(counted.num_rows, 1)
     evaluation = Evaluation(
         ks=ks,
+        inputs=shown,
         heldout=labels,
         rows=scored,
-        batches=Batches.of(matrix, rows, batch_size),
+        batches=shown.batches(held, rows, batch_size),
         exclude=unwanted,
         labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
         candidates=ids,
@@ -273,7 +290,7 @@ def prepare(
     )
     if share is None:
         return evaluation
-    measured = evaluation.run(_Popularity(share, x.matrix.num_cols))
+    measured = evaluation.run(_Popularity(share, shown.features))
     baseline = {f"popularity_{n}": v for n, v in measured.items() if n != "users"}
     return dataclasses.replace(evaluation, baseline=baseline)
 
@@ -284,6 +301,7 @@ class Evaluation:
 
     Attributes:
       ks: the cut-offs.
+      inputs: what the model is shown as it was given.
       heldout: the held-out entries as they were given.
       rows: `[users]` the rows of `heldout` that have entries.
       batches: what the model is shown for these.
@@ -295,9 +313,10 @@ class Evaluation:
     """
 
     ks: tuple[int, ...]
+    inputs: Inputs
     heldout: Table
     rows: np.ndarray
-    batches: Batches
+    batches: Batches | NamedBatches
     exclude: Batches | None
     labels: Batches
     candidates: np.ndarray | None
@@ -309,8 +328,8 @@ class Evaluation:
         self, model: Recommender, *, optimizer: Optimizer | None = None
     ) -> dict[str, float]:
         """The metrics of a model; see `evaluate`."""
-        features, items = self.batches.matrix.num_cols, self.labels.matrix.num_cols
-        check_columns("inputs", features, model.num_features, "features")
+        items = self.heldout.matrix.num_cols
+        check_inputs(self.inputs, features_of(model))
         check_columns("heldout", items, model.num_items, "items")
         if self.candidates is not None and not hasattr(model, "item_scores"):
             raise TypeError(
@@ -348,48 +367,45 @@ class Evaluation:
 class _Popularity(nnx.Module):
     """Scores every item by the number of rows that have it, whatever the input."""
 
-    def __init__(self, counts: np.ndarray, num_features: int):
+    def __init__(self, counts: np.ndarray, features: Features):
         # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
         _, ranks = np.unique(counts, return_inverse=True)
         self.scores = nnx.Variable(jnp.asarray(ranks, jnp.float32))
-        self.num_features, self.num_items = num_features, len(counts)
+        self.num_items = len(counts)
+        # A dict could not be part of a compiled program.
+        self.features = features if isinstance(features, int) else (*features.items(),)
 
-    def top_k(
-        self, x: CSR | ShardedCSR, k: int, *, exclude: CSR | ShardedCSR | None = None
-    ):
+    @property
+    def num_features(self) -> Features:
+        return self.features if isinstance(self.features, int) else dict(self.features)
+
+    def top_k(self, x: Any, k: int, *, exclude: CSR | ShardedCSR | None = None):
+        some = next(iter(x.values())) if isinstance(x, dict) else x
         rows = padded_rows(self.num_items)
-        h, kernel = jnp.zeros((x.num_rows, 1)), jnp.zeros((rows, 1))
+        h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
         bias = jnp.pad(self.scores[...], (0, rows - self.num_items))
         return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
 
-    def item_scores(self, x: CSR | ShardedCSR, ids):
+    def item_scores(self, x: Any, ids):
         return self.scores[...][ids]
 
 
 def _folded_in(
-    inputs: Source, heldout: Source | None, fold_in: float, seed: int
+    inputs: Sources | Inputs, heldout: Source | None, fold_in: float, seed: int
 ) -> tuple[SparseDataset, SparseDataset]:
     if heldout is not None:
         raise ValueError("give either heldout or fold_in, which makes it from inputs")
+    if isinstance(inputs, Mapping):
+        raise ValueError(
+            "fold_in splits a single input; of several, split the one that is meant: "
+            "shown, heldout = data.split(...)"
+        )
     if not isinstance(inputs, SparseDataset):
         raise TypeError(
             "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
             f"got {type(inputs).__name__}"
         )
     return inputs.split(fold_in, seed=seed)
-
-
-def _inputs_or(
-    what: str, source: Source | Literal["inputs"] | None, inputs: Table
-) -> Table | None:
-    """The source, or the inputs if it says so."""
-    if source is None:
-        return None
-    if isinstance(source, str):
-        if source != "inputs":
-            raise ValueError(f'{what} is data, "inputs" or None, got {source!r}')
-        return inputs
-    return Table.of(what, source)
 
 
 def _column_counts(matrix: CSR) -> np.ndarray:
@@ -401,7 +417,7 @@ def _column_counts(matrix: CSR) -> np.ndarray:
 def _ranked(
     graphdef,
     state,
-    x: Batch,
+    x: Shown,
     exclude: Batch | None,
     k: int,
     candidates: Array | None = None,
@@ -413,13 +429,13 @@ def _ranked(
     with current:
         unwanted = None if exclude is None else exclude.take()
         if candidates is None:
-            return model.top_k(x.take(), k, exclude=unwanted)
-        return _ranked_among(model, x.take(), candidates, unwanted, k)
+            return model.top_k(taken(x), k, exclude=unwanted)
+        return _ranked_among(model, taken(x), candidates, unwanted, k)
 
 
 def _ranked_among(
     model,
-    x: CSR | ShardedCSR,
+    x: Any,
     candidates,
     exclude: CSR | ShardedCSR | None,
     k: int,
@@ -443,7 +459,7 @@ def _ranked_among(
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "k"))
-def _recommended(graphdef, state, x: Batch, exclude: Batch | None, k: int):
+def _recommended(graphdef, state, x: Shown, exclude: Batch | None, k: int):
     """Ids and scores, `[batch, k]`."""
     return everywhere(_ranked(graphdef, state, x, exclude, k))
 
@@ -454,7 +470,7 @@ def _recommended(graphdef, state, x: Batch, exclude: Batch | None, k: int):
 def _measured(
     graphdef,
     state,
-    x: Batch,
+    x: Shown,
     exclude: Batch | None,
     labels: Batch,
     candidates: Array | None,

@@ -29,12 +29,12 @@ import numpy as np
 from jax import export
 
 from sparsejax import distributed
-from sparsejax.batching import Batch, bucket
+from sparsejax.batching import Batch, Shown, bucket
 from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names
 from sparsejax.recommendations import Recommendations, recommend_by
 from sparsejax.sharding import row_parts, without_mesh
-from sparsejax.sources import Source, Table, check_same_features
+from sparsejax.sources import Inputs, Source, Table, check_same_features
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
 
@@ -90,7 +90,7 @@ class Predictor:
         with without_mesh():  # programs are for one device
             return recommend_by(
                 self._step,
-                x,
+                Inputs.of(inputs),
                 self.k,
                 exclude=exclude,
                 num_features=self.num_features,
@@ -111,7 +111,8 @@ class Predictor:
             )
         return found.names(self.items)
 
-    def _step(self, shown: Batch, unwanted: Batch | None):
+    def _step(self, shown: Shown, unwanted: Batch | None):
+        assert isinstance(shown, Batch)
         return self._programs[len(shown.rows)](self.weights, shown, unwanted)
 
     @functools.cached_property

@@ -10,19 +10,24 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
+from sparsejax.batching import Batch, Batches, Shown, for_batches, rows_in_a_batch
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sources import (
+    Features,
+    Held,
+    Inputs,
+    Rows,
     Source,
     Table,
     check_columns,
+    check_inputs,
     check_same_features,
     find_rows,
 )
 from sparsejax.sparse import CSR
 
-Step = Callable[[Batch, Batch | None], tuple[jax.Array, jax.Array]]
+Step = Callable[[Shown, Batch | None], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,42 +117,44 @@ class Recommendations:
 
 def recommend_by(
     step: Step,
-    x: Table,
+    inputs: Inputs,
     k: int,
     *,
-    exclude: Source | None,
-    num_features: int,
+    exclude: Source | str | None,
+    num_features: Features,
     num_items: int,
     batch_size: int,
 ) -> Recommendations:
-    """Recommendations to all rows of `x`; see `sparsejax.recommend`.
+    """Recommendations to all rows of the inputs; see `sparsejax.recommend`.
 
     Args:
       step: ids and scores, `[batch, k]`, from what a batch is shown and what is not to
         be recommended to it.
-      x: `[rows, num_features]`.
+      inputs: `[rows, num_features]`, or several.
       k: items per row.
-      exclude: `[rows, num_items]`.
+      exclude: `[rows, num_items]`, or the name of an input.
       num_features: of the model.
       num_items: of the model.
       batch_size: rows a step.
 
     Raises:
       FloatingPointError: a score is NaN; names the row.
-      ValueError: `x` or `exclude` does not fit the model or the other.
+      ValueError: `inputs` or `exclude` does not fit the model or the other.
     """
     check_positive(k=k, batch_size=batch_size)
-    check_columns(x.what, x.matrix.num_cols, num_features, "features")
+    check_inputs(inputs, num_features)
+    x = inputs.rows
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    matrix = for_batches(x.matrix)
+    held = inputs.for_batches()
     rows = np.arange(x.num_rows)
-    batches = Batches.of(matrix, rows, batch_size)
+    batches = inputs.batches(held, rows, batch_size)
     unwanted = None
     if exclude is not None:
-        seen = Table.of("exclude", exclude)
+        seen = inputs.named("exclude", exclude)
         check_columns("exclude", seen.matrix.num_cols, num_items, "items")
-        check_same_features(x, seen)
-        unwanted = exclusion(x, rows, matrix, seen, batch_size)
+        if inputs.alone and isinstance(x, Table):
+            check_same_features(x, seen)
+        unwanted = exclusion(inputs, rows, held, seen, batch_size)
 
     results = (step(*pair) for pair in zip(batches, each(unwanted), strict=False))
     ids = np.empty((x.num_rows, k), np.int32)
@@ -162,19 +169,23 @@ def recommend_by(
 
 
 def exclusion(
-    x: Table, rows: np.ndarray, matrix: CSR, seen: Table, batch_size: int
+    inputs: Inputs, rows: np.ndarray, held: Held, seen: Table, batch_size: int
 ) -> Batches:
-    """What `seen` has for some rows of `x`, whose `matrix` batches are made from."""
-    if seen.matrix is not x.matrix:
-        found = find_rows(x, seen)
-        if found.size and found.max() < 0:
-            ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
-            raise ValueError(
-                f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
-                f"among {seen.labels(theirs)}"
-            )
-        rows, matrix = found[rows], for_batches(indicator(seen.matrix))
-    return Batches.of(indicator(matrix), rows, batch_size)
+    """What `seen` has for some rows of the inputs, which are `held` for batches."""
+    for name, table in inputs.tables.items():
+        matrix = held[name]
+        if table.matrix is seen.matrix and isinstance(matrix, CSR):
+            return Batches.of(indicator(matrix), rows, batch_size)
+    x = inputs.rows
+    found = find_rows(x, seen)
+    if found.size and found.max() < 0:
+        ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
+        raise ValueError(
+            f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
+            f"among {seen.labels(theirs)}"
+        )
+    matrix = for_batches(indicator(seen.matrix))
+    return Batches.of(matrix, found[rows], batch_size)
 
 
 def indicator(matrix: CSR) -> CSR:
@@ -194,7 +205,7 @@ def check_positive(**values: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_scores(bad: np.ndarray, table: Table, rows: np.ndarray) -> None:
+def check_scores(bad: np.ndarray, table: Rows, rows: np.ndarray) -> None:
     """Raises FloatingPointError if any is `bad`; `rows` are their numbers in `table`."""
     if bad.any():
         where = table.label(int(rows[np.argmax(bad)]))

@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +32,14 @@ from jax.typing import ArrayLike
 from sparsejax.blocks import ShardedCSR
 from sparsejax.checkpoint import fingerprint
 from sparsejax.data import vocabulary
-from sparsejax.sharding import VIRTUAL_SHARDS, axis_sizes, mesh_is_set
-from sparsejax.sources import Source, Table, matched
+from sparsejax.sharding import (
+    VIRTUAL_SHARDS,
+    axis_sizes,
+    by_parts,
+    mesh_is_set,
+    on_each_device,
+)
+from sparsejax.sources import Inputs, Source, Sources, aligned
 from sparsejax.sparse import CSR, take_rows
 
 # That a device has more than its share is worth a warning, where it has so many entries
@@ -38,21 +47,55 @@ from sparsejax.sparse import CSR, take_rows
 _MANY_ENTRIES = 2**20
 
 
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the matrices of `Examples` are.
+
+    Attributes:
+      names: of the first ones, which are the inputs; None if there is one without a
+        name.
+      labels: the place of the targets, which may be an input.
+    """
+
+    names: tuple[str, ...] | None = None
+    labels: int = -1
+
+    def of(self, matrices: Sequence) -> tuple[Any, Any]:
+        """From all of them what the model is shown, and the labels."""
+        shown = matrices[0]
+        if self.names is not None:
+            shown = dict(zip(self.names, matrices, strict=False))
+        return shown, matrices[self.labels]
+
+    @property
+    def inputs(self) -> list[str]:
+        """What messages call the inputs."""
+        names = self.names or ()
+        return [f"inputs[{name!r}]" for name in names] or ["inputs"]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
     """Checked arguments of `fit`, not yet on the device.
 
     Attributes:
-      matrices: the inputs, and the targets if they are something else.
+      inputs: what the model is shown.
+      roles: what the matrices are.
+      matrices: the inputs, `[rows, ...]`, and the targets if they are something else.
       weights: `[rows]` float32, or None.
     """
 
-    matrices: tuple[CSR, ...]
+    inputs: Inputs
+    roles: Roles
+    matrices: tuple[CSR | np.ndarray, ...]
     weights: np.ndarray | None
 
     @classmethod
     def of(
-        cls, inputs: Source, targets: Source | None, weights: ArrayLike | None
+        cls,
+        inputs: Sources | Inputs,
+        targets: Source | str | None,
+        weights: ArrayLike | None,
     ) -> Examples:
         """Matches the rows.
 
@@ -60,19 +103,28 @@ class Examples:
           TypeError: a source is none.
           ValueError: there is no row, one is missing, or a weight is wrong.
         """
-        if targets is not None:
-            targets = matched(inputs, targets, "targets")
-        sources = {"inputs": inputs, "targets": targets}
-        matrices = [Table.of(n, s).matrix for n, s in sources.items() if s is not None]
-        rows = matrices[0].num_rows
-        if rows == 0:
-            raise ValueError("inputs has no rows")
-        weights = checked_weights(weights, rows)
-        return cls(tuple(jax.tree.map(_canonical, m) for m in matrices), weights)
+        inputs = Inputs.of(inputs)
+        names = None if inputs.alone else tuple(sorted(inputs.tables))
+        tables = [inputs.tables[name] for name in names or ("inputs",)]
+        if inputs.num_rows == 0:
+            raise ValueError(f"{inputs.rows.what} has no rows")
+        if targets is None and not inputs.alone:
+            raise ValueError(
+                "several inputs need targets: data, or the name of a sparse input"
+            )
+        wanted = inputs.named("targets", "inputs" if targets is None else targets)
+        if isinstance(targets, str) or targets is None:
+            labels = tables.index(wanted)
+        else:
+            labels = len(tables)
+            tables.append(aligned(wanted, inputs.rows))
+        matrices = tuple(jax.tree.map(_canonical, table.matrix) for table in tables)
+        weights = checked_weights(weights, inputs.num_rows)
+        return cls(inputs, Roles(names, labels), matrices, weights)
 
     @property
     def num_rows(self) -> int:
-        return self.matrices[0].num_rows
+        return self.inputs.num_rows
 
     @property
     def chunks(self) -> list[int]:
@@ -97,7 +149,10 @@ class Examples:
     def fingerprint(self) -> str:
         """A hash of the contents; the same on any mesh."""
         weights = [] if self.weights is None else [self.weights]
-        return fingerprint(*self.matrices, *weights)
+        if self.roles.names is None:
+            return fingerprint(*self.matrices, *weights)
+        roles = np.frombuffer(repr(self.roles).encode(), np.uint8)
+        return fingerprint(*self.matrices, *weights, roles)
 
 
 def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
@@ -123,17 +178,20 @@ class Resident:
     """A data set on the device, or in blocks on the mesh.
 
     Attributes:
-      matrices: the inputs, and the targets if they are something else.
+      matrices: the inputs, and the targets if they are something else. Of a dense input
+        `[data, rows of a part + 1, ...]`, of which the last stands in for no row.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
       num_rows: that there are (static).
       contiguous: whether the rows of a shard follow each other, see `first_row`; else
         row `r` belongs to shard `r mod 64` (static).
+      roles: what the matrices are (static).
     """
 
-    matrices: tuple[CSR | ShardedCSR, ...]
+    matrices: tuple[CSR | ShardedCSR | jax.Array, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
+    roles: Roles = dataclasses.field(default=Roles(), metadata={"static": True})
 
     @classmethod
     def of(cls, examples: Examples) -> Resident:
@@ -141,44 +199,69 @@ class Resident:
 
         A warning says when the devices of the mesh have very different shares.
         """
-        weights = examples.weights
+        weights, num_rows, roles = examples.weights, examples.num_rows, examples.roles
         if not mesh_is_set():
-            matrices = (jax.tree.map(jnp.asarray, m) for m in examples.matrices)
+            matrices = (
+                jax.tree.map(jnp.asarray, matrix)
+                if isinstance(matrix, CSR)
+                else jnp.asarray(np.append(matrix, matrix[:1], axis=0)[None])
+                for matrix in examples.matrices
+            )
             weights = None if weights is None else jnp.asarray(weights)[None]
-            return cls(tuple(matrices), weights, examples.num_rows)
+            return cls(tuple(matrices), weights, num_rows, roles=roles)
         mesh = jax.sharding.get_mesh()
-        rows = home_rows(examples.num_rows, axis_sizes()[0])
-        blocks = tuple(ShardedCSR.from_host(m, rows, mesh) for m in examples.matrices)
-        for what, matrix in zip(("inputs", "targets"), blocks, strict=False):
-            _warn_of_imbalance(what, matrix, mesh)
+        rows = home_rows(num_rows, axis_sizes()[0])
+        and_one = np.pad(np.maximum(rows, 0), ((0, 0), (0, 1)))
+        blocks = tuple(
+            ShardedCSR.from_host(matrix, rows, mesh)
+            if isinstance(matrix, CSR)
+            else by_parts(matrix[and_one], mesh)
+            for matrix in examples.matrices
+        )
+        for what, matrix in zip([*roles.inputs, "targets"], blocks, strict=False):
+            if isinstance(matrix, ShardedCSR):
+                _warn_of_imbalance(what, matrix, mesh)
         if weights is not None:
             weights = by_parts(np.where(rows >= 0, weights[rows], 0), mesh)
-        return cls(blocks, weights, examples.num_rows)
+        return cls(blocks, weights, num_rows, roles=roles)
 
     def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
-        """Of each matrix the batches of some steps, a stack of matrices.
+        """Of each matrix the batches of some steps: a stack of matrices, or an array
+        `[steps, batch, ...]`.
 
         Args:
           rows: `[steps, data, n]` from `epoch_order`.
           capacities: room for the entries of a batch, or of a block of it.
         """
         rows = self._local(rows)
-        return [
-            matrix.take(rows, nse)
-            if isinstance(matrix, ShardedCSR)
-            else jax.vmap(lambda r, m=matrix, n=nse: take_rows(m, r, n))(rows[:, 0])
-            for matrix, nse in zip(self.matrices, capacities, strict=True)
-        ]
+
+        def of(matrix, nse):
+            if isinstance(matrix, ShardedCSR):
+                return matrix.take(rows, nse)
+            if isinstance(matrix, CSR):
+                return jax.vmap(lambda r: take_rows(matrix, r, nse))(rows[:, 0])
+            return _dense_rows(matrix, rows)
+
+        return [of(*pair) for pair in zip(self.matrices, capacities, strict=True)]
+
+    @property
+    def sparse_inputs(self) -> list[int]:
+        """Which of the matrices are sparse inputs."""
+        first = enumerate(self.matrices[: len(self.roles.inputs)])
+        return [i for i, x in first if isinstance(x, CSR | ShardedCSR)]
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
-        """Of each matrix the room that `take` needs."""
+        """Of each matrix the room that `take` needs: entries, of an array numbers."""
         rows = self._local(rows)
-        return [
-            matrix.fullest(rows)
-            if isinstance(matrix, ShardedCSR)
-            else _largest(matrix, rows[:, 0])
-            for matrix in self.matrices
-        ]
+
+        def of(matrix):
+            if isinstance(matrix, ShardedCSR):
+                return matrix.fullest(rows)
+            if isinstance(matrix, CSR):
+                return _largest(matrix, rows[:, 0])
+            return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
+
+        return [of(matrix) for matrix in self.matrices]
 
     def means(self, rows: jax.Array) -> jax.Array:
         """`[steps, batch]`: the weights with which a step's losses are summed.
@@ -202,13 +285,6 @@ class Resident:
             shards = VIRTUAL_SHARDS // data
             place = rows // VIRTUAL_SHARDS * shards + rows % shards
         return jnp.where(rows >= 0, place, -1)
-
-
-def by_parts(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """`[data, n]` on the mesh, each part on its devices."""
-    return jax.make_array_from_callback(
-        array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
-    )
 
 
 def first_row(shard, num_rows: int):
@@ -286,6 +362,21 @@ def epoch_order(
         .transpose(2, 0, 1, 3)
         .reshape(steps, data, -1)
     )
+
+
+def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
+    """`[steps, batch, ...]` of `parts: [data, n, ...]` and `rows: [steps, data, b]`.
+
+    -1 is the last row of a part. Nothing moves between devices.
+    """
+
+    def block(part, rows):
+        return part[0][rows[:, 0]]
+
+    if not mesh_is_set():
+        return block(parts, rows)
+    specs = P("data"), P(None, "data")
+    return on_each_device(block, parts, rows, in_specs=specs, out_specs=P(None, "data"))
 
 
 def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:

@@ -192,6 +192,13 @@ def placed[Tree](tree: Tree) -> Tree:
     return jax.tree.map(put, tree)
 
 
+def by_parts(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """The array on the mesh, its first axis divided over "data"."""
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
+    )
+
+
 def everywhere[Tree](tree: Tree) -> Tree:
     """A traced tree that every device of the mesh has whole, if a mesh is set.
 

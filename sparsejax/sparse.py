@@ -362,6 +362,20 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
     return CSR(data, indices, taken, num_cols=matrix.num_cols)
 
 
+def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
+    """Some rows of a NumPy matrix, in this order; -1 is an empty one."""
+    ptr = np.asarray(matrix.indptr, np.int64)
+    lengths = np.where(rows >= 0, ptr[rows + 1] - ptr[rows], 0)
+    ends = np.cumsum(lengths)
+    at = np.repeat(ptr[rows] - (ends - lengths), lengths) + np.arange(lengths.sum())
+    data = None if matrix.data is None else np.asarray(matrix.data)[at]
+    indices = np.asarray(matrix.indices)[at]
+    indptr = np.concatenate([[0], ends])
+    # Not the constructor: it would look at every entry again.
+    leaves = (data, indices, indptr, None)
+    return CSR.tree_unflatten(matrix.num_cols, leaves)
+
+
 def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
     """`[size]` int32: the segment `indptr[r] <= position < indptr[r + 1]` of each.
 

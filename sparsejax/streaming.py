@@ -19,8 +19,8 @@ from sparsejax.batching import bucket, on_device
 from sparsejax.blocks import ShardedCSR, parts_of_process
 from sparsejax.checkpoint import fingerprint
 from sparsejax.data import ScannedDataset
-from sparsejax.resident import Resident, by_parts, checked_weights, first_row
-from sparsejax.sharding import VIRTUAL_SHARDS, device_memory, mesh_is_set
+from sparsejax.resident import Resident, checked_weights, first_row
+from sparsejax.sharding import VIRTUAL_SHARDS, by_parts, device_memory, mesh_is_set
 from sparsejax.sparse import CSR
 
 # Data that takes no more than this share of the devices' memory is read once; otherwise

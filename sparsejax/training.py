@@ -8,7 +8,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -36,7 +36,7 @@ from sparsejax.sharding import (
     mesh_is_set,
     placed,
 )
-from sparsejax.sources import Source
+from sparsejax.sources import Inputs, Source, Sources, check_inputs, features_of
 from sparsejax.sparse import CSR
 from sparsejax.streaming import Stream
 
@@ -69,9 +69,9 @@ class Trainable(prediction.Recommender, Protocol):
     """What `fit` needs of a model: an `nnx.Module` with these, as `FeedForward` is."""
 
     def loss(
-        self, x: CSR, labels: CSR, *, weights: jax.Array | None = None
+        self, x: Any, labels: CSR, *, weights: jax.Array | None = None
     ) -> jax.Array:
-        """`sum_b weights_b loss_b`, a scalar."""
+        """`sum_b weights_b loss_b`, a scalar. `x` is a `CSR`, or a dict of inputs."""
         ...
 
     def train(self) -> None:
@@ -99,8 +99,8 @@ def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 def fit(
     model: Trainable,
     optimizer: Optimizer,
-    inputs: Source | ScannedDataset,
-    targets: Source | ScannedDataset | None = None,
+    inputs: Sources | ScannedDataset,
+    targets: Source | ScannedDataset | str | None = None,
     *,
     weights: ArrayLike | None = None,
     batch_size: int = 512,
@@ -140,9 +140,12 @@ def fit(
       model: a `FeedForward`, or a module with the methods of `Trainable`.
       optimizer: of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
-        `scan_parquet` gives, which is read from disk a chunk at a time.
-      targets: `[rows, items]`, its rows matched by name where both have names; the
-        inputs themselves by default (an autoencoder).
+        `scan_parquet` gives, which is read from disk a chunk at a time; or several by
+        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
+        rows are those of the first source with row names; the other ones are matched by
+        name, and by position where one has none.
+      targets: `[rows, items]`, its rows matched by name where both have names; or the
+        name of a sparse input; a single input itself by default (an autoencoder).
       weights: `[rows]`, weight of each example; 1 by default.
       batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller.
@@ -175,13 +178,13 @@ def fit(
         checkpoint stays.
       ValueError: shapes, names or settings do not fit; a checkpoint of other data.
       NotImplementedError: `fused` with a tied output, or with a model that has no
-        `SparseOutput` of its own.
+        `SparseOutput` of its own; one of several inputs is scanned.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       KeyboardInterrupt: Ctrl-C; a checkpoint was saved, when the steps that were under
         way were done. A second Ctrl-C does not wait for these. Of several processes one
         was told to end, also by SIGTERM: all have saved.
     """
-    examples = _examples_of(inputs, targets, weights, validation)
+    examples = _examples_of(model, inputs, targets, weights, validation)
     if batch_size < 1 or num_epochs < 1:
         raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
     check_seed(seed)
@@ -204,11 +207,12 @@ def fit(
     _check_divided(model)
     evaluation = None
     if validation is not None:
+        assert isinstance(examples, Examples)  # not scanned, as there is a validation
         evaluation = prediction.prepare(
-            cast(Source, inputs),  # not scanned, as there is a validation
+            examples.inputs,
             validation,
             k=k,
-            exclude="inputs" if targets is None else cast(Source, targets),
+            exclude="inputs" if targets is None else cast(Source | str, targets),
             popularity=None,
             batch_size=batch_size,
         )
@@ -287,7 +291,8 @@ def fit(
                         key, run.epoch, data, chunk, batch_size, parts
                     )
                     capacities = tuple(bucket(int(n)) for n in needed)
-                    most = _steps_per_dispatch(entries_of_step(capacities, parts))
+                    entries = entries_of_step(capacities, parts, data.sparse_inputs)
+                    most = _steps_per_dispatch(entries)
                     for position in range(run.position, end, most):
                         count = min(most, end - position)
                         state, losses = _dispatch(
@@ -442,13 +447,16 @@ def _steps_per_dispatch(entries: int) -> int:
     return steps_on_gpu(entries)
 
 
-def entries_of_step(capacities: Sequence[int], parts: int) -> int:
+def entries_of_step(
+    capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
+) -> int:
     """Entries that a device has to do with, its block of each matrix having this room.
 
-    It sorts those of its input columns in all parts of the batch.
+    Of the sparse inputs it sorts those of its columns in all parts of the batch.
     """
-    inputs, *targets = capacities
-    return parts * inputs + sum(targets)
+    return sum(
+        room * (parts if i in sparse_inputs else 1) for i, room in enumerate(capacities)
+    )
 
 
 def steps_on_gpu(entries: int) -> int:
@@ -495,10 +503,12 @@ def _checked(
     return host
 
 
-def _examples_of(inputs, targets, weights, validation) -> Examples | Stream:
+def _examples_of(model, inputs, targets, weights, validation) -> Examples | Stream:
     if not isinstance(inputs, ScannedDataset):
         if isinstance(targets, ScannedDataset):
             raise TypeError("targets is scanned, so inputs must be scanned too")
+        inputs = Inputs.of(inputs)
+        check_inputs(inputs, features_of(model))
         return Examples.of(inputs, targets, weights)
     if targets is not None and not isinstance(targets, ScannedDataset):
         raise TypeError("inputs is scanned, so targets must be scanned too")
@@ -538,13 +548,14 @@ def _dispatch(
     rows = order.at[steps].get(mode="fill", fill_value=-1)
     batches = data.take(rows, capacities)
     if _sorts_ahead():
-        batches[0] = batches[0].with_transposed()
+        for i in data.sparse_inputs:
+            batches[i] = batches[i].with_transposed()
     means = data.means(rows)
 
     def step(i, carry):
         state, losses, derived = carry
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
-        x, labels = used[0], used[-1]
+        x, labels = data.roles.of(used)
         model, optimizer = nnx.merge(graphdef, state, copy=True)
 
         def loss_fn(model):

@@ -7,7 +7,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from flax import nnx
 
-from sparsejax.batching import Batch, Batches, for_batches, rows_in_a_batch
+from sparsejax.batching import Shown, rows_in_a_batch, taken
 from sparsejax.data import SparseDataset
 from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
@@ -25,7 +25,7 @@ from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers import Optimizer
 from sparsejax.recommendations import Recommendations, check_positive
 from sparsejax.sharding import auto_axes, everywhere, placed, to_host
-from sparsejax.sources import Source, Table, check_columns
+from sparsejax.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.sparse import CSR
 from sparsejax.writers import check_writable
 
@@ -50,11 +50,11 @@ class Encoder(Protocol):
     """What `user_vectors` needs of a model: an `nnx.Module` with these."""
 
     @property
-    def num_features(self) -> int:
-        """Number of input features."""
+    def num_features(self) -> Features:
+        """Number of input features; of several inputs see `recommend`."""
         ...
 
-    def encode(self, x: CSR, *, deterministic: bool | None = None) -> jax.Array:
+    def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
         """`[batch, hidden]`, what the output layer is given."""
         ...
 
@@ -81,7 +81,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
 @auto_axes()
 def user_vectors(
     model: Encoder,
-    inputs: Source,
+    inputs: Sources,
     *,
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
@@ -93,7 +93,7 @@ def user_vectors(
 
     Args:
       model: a `FeedForward`, or a module with `num_features` and `encode`.
-      inputs: `[rows, features]`.
+      inputs: `[rows, features]`; or several by name, see `fit`.
       optimizer: see `recommend`.
       batch_size: rows at a time.
 
@@ -102,12 +102,12 @@ def user_vectors(
       ValueError: `inputs` does not fit the model.
     """
     check_positive(batch_size=batch_size)
-    x = Table.of("inputs", inputs)
-    check_columns("inputs", x.matrix.num_cols, model.num_features, "features")
+    x = Inputs.of(inputs)
+    check_inputs(x, features_of(model))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     # Without rows one that is empty, so that there is a batch to take the width from.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
-    batches = Batches.of(for_batches(x.matrix), rows, batch_size)
+    batches = x.batches(x.for_batches(), rows, batch_size)
     graphdef, state = nnx.split((model, optimizer))
     state = placed(state)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
@@ -221,13 +221,13 @@ def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
-def _encoded(graphdef, state, x: Batch) -> jax.Array:
+def _encoded(graphdef, state, x: Shown) -> jax.Array:
     model, optimizer = nnx.merge(graphdef, state)
     current = contextlib.nullcontext()
     if optimizer is not None:
         current = optimizer.reading(model)
     with current:
-        h = model.encode(x.take(), deterministic=True).astype(jnp.float32)
+        h = model.encode(taken(x), deterministic=True).astype(jnp.float32)
         return everywhere(h)
 
 

@@ -333,7 +333,7 @@ def test_held_out_rows_are_matched_by_name(problem, model):
 
 def test_popularity_of_counts_that_float32_cannot_tell_apart():
     counts = np.array([0, 2**24 + 1, 2**24, 2**24 + 1])
-    baseline = prediction._Popularity(counts, num_features=4)
+    baseline = prediction._Popularity(counts, 4)
     assert baseline.scores[...].tolist() == [0, 2, 1, 2]
 
 

@@ -388,7 +388,7 @@ def test_refusals(tmp_path):
         fit(model, optimizer, train, batch_size=0)
     with pytest.raises(ValueError, match="checkpoint_seconds=nan"):
         fit(model, optimizer, train, checkpoint_seconds=float("nan"))
-    with pytest.raises(ValueError, match="x has 8 columns but the layer has 9"):
+    with pytest.raises(ValueError, match="inputs has 8 columns but the model has 9"):
         fit(*build(9), train)
 
 

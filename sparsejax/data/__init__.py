@@ -4,6 +4,7 @@ from sparsejax.data import datasets as datasets
 from sparsejax.data.dataset import SparseDataset as SparseDataset
 from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
+from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.files import DataError as DataError
 from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -14,7 +14,7 @@ import scipy.sparse
 from sparsejax.data import names as _names
 from sparsejax.data import parquet, vocabulary
 from sparsejax.data.files import DataError, Path
-from sparsejax.data.names import Names
+from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import heldout_entries, heldout_rows
 from sparsejax.sparse import CSR
 
@@ -247,25 +247,35 @@ class SparseDataset:
             )
         return self._rows(rows), other._rows(found[rows])
 
-    def align_rows(self, rows: SparseDataset | Iterable[object]) -> SparseDataset:
+    def align_rows(
+        self,
+        rows: RowNames | Iterable[object],
+        *,
+        missing: Literal["error", "empty"] = "error",
+    ) -> SparseDataset:
         """The rows of the given names, in the given order.
 
         Args:
           rows: names, or a data set whose row names are meant.
+          missing: what a name that is not in this data set becomes: an error, or an
+            empty row. (`match_rows` leaves it out.)
 
         Raises:
-          ValueError: a name is not in this data set (`match_rows` leaves it out).
+          ValueError: a name is not in this data set and `missing` is "error".
         """
-        wanted = rows.row_names if isinstance(rows, SparseDataset) else rows
-        wanted = _names.as_names(wanted)
+        if missing not in ("error", "empty"):
+            raise ValueError(f'missing is "error" or "empty", got {missing!r}')
+        wanted = _names.of_rows(rows)
         found = _names.find_names(wanted, self.row_names)
-        missing = wanted[found < 0]
-        if missing.size:
+        absent = wanted[found < 0]
+        if not absent.size:
+            return self._rows(found)
+        if missing == "error":
             raise ValueError(
-                f"{missing.size:,} of {wanted.size:,} rows are not in the data set: "
-                f"{_names.examples(missing)}"
+                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
+                f'{_names.examples(absent)}; missing="empty" makes empty rows of them'
             )
-        return self._rows(found)
+        return self._rows(found, wanted)
 
     def merge(self, *others: SparseDataset) -> SparseDataset:
         """The rows of all these data sets: one history out of several.
@@ -330,17 +340,18 @@ class SparseDataset:
             warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
         return aligned
 
-    def _rows(self, rows: np.ndarray) -> SparseDataset:
+    def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
+        """Some rows; -1 is an empty one, for which `names` gives the names of all."""
         indptr = np.asarray(self.matrix.indptr)
-        lengths = np.diff(indptr)[rows]
+        lengths = np.append(np.diff(indptr), 0)[rows]
         taken = _offsets(lengths)
         entries = np.repeat(indptr[rows] - taken[:-1], lengths)
         entries += np.arange(len(entries))
         return SparseDataset(
             _csr(self.matrix, entries, taken),
-            self.row_names[rows],
+            self.row_names[rows] if names is None else names,
             self.feature_names,
-            None if self.left_out is None else self.left_out[rows],
+            None if self.left_out is None else np.append(self.left_out, 0)[rows],
         )
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:

@@ -7,6 +7,7 @@ where a Python string in an object array takes about 60. Indexing gives a `str`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,21 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
     if array.ndim != 1:
         raise ValueError(f"names must be one-dimensional, got shape {array.shape}")
     return array
+
+
+@runtime_checkable
+class RowNames(Protocol):
+    """A data set, of which the row names are meant."""
+
+    @property
+    def row_names(self) -> Names:
+        """`[rows]` text."""
+        ...
+
+
+def of_rows(rows: RowNames | Iterable[object]) -> Names:
+    """The names, or the row names of a data set."""
+    return as_names(rows.row_names if isinstance(rows, RowNames) else rows)
 
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
