@@ -225,7 +225,7 @@ class Inputs:
         return found
 
 
-def _table(name: str, source: Source | Dense) -> Table | DenseTable:
+def _table(name: Any, source: Any) -> Table | DenseTable:
     what = f"inputs[{name!r}]"
     if not isinstance(name, str):
         raise TypeError(f"the names of inputs are text, got {name!r}")

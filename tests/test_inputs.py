@@ -13,7 +13,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.resident import epoch_order
-from sparsejax.sources import Inputs
+from sparsejax.sources import Inputs, features_of
 
 ROWS, ITEMS, WORDS, ITEMS_OUT = 100, 30, 20, 25
 NAMES = [f"user{r}" for r in range(ROWS)]
@@ -350,15 +350,12 @@ def test_what_several_inputs_refuse(tmp_path):
     with pytest.raises(ValueError, match=many):
         sj.recommend(plain, {"history": inputs["history"]})
 
-    class Holds(nnx.Module):
-        num_items, top_k = ITEMS_OUT, None
-
+    class Holds(Several):
         def __init__(self):
-            self.num_features = {"history": ITEMS}
+            vars(self)["num_features"] = {"history": ITEMS}
 
-    holds: Any = Holds()
     with pytest.raises(TypeError, match="make it a @property"):
-        sj.recommend(holds, {"history": inputs["history"]})
+        features_of(Holds())
 
 
 def test_dense_rows_by_name():
