@@ -89,7 +89,8 @@ class Train:
 
     Attributes:
       data: The interactions to train on.
-      run: Folder for the model: settings, vocabulary, checkpoints. It must not exist.
+      run: Folder for the model: settings, vocabulary, checkpoints. It must not exist, or
+        be empty.
       format: Format of the files, where it is not clear from name and content.
       indicator: Ignore values: every entry counts 1.
       validation: Held-out interactions of the same rows. They are ranked after every
@@ -373,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = _parse(argv)
         devices = getattr(command, "devices", Devices())
-        with interrupts.noted(), _one_line_warnings(), _on(devices):
+        with interrupts.noted(), _one_line_messages(), _on(devices):
             _run(command, argv)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version, wrong usage, a plan too large
@@ -412,7 +413,7 @@ def _what_next(command: Command | None) -> str:
         return ""
     from sparsejax import run
 
-    if run.checkpoints_of(command.run).steps():
+    if run.has_checkpoints(command.run):
         return "; to continue, repeat the command with --resume"
     return " before a checkpoint was saved; repeat the command to begin again"
 
@@ -507,7 +508,7 @@ def _is_for_users(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _one_line_warnings() -> Generator[None]:
+def _one_line_messages() -> Generator[None]:
     def show(message, category, filename, lineno, file=None, line=None) -> None:
         _say(f"warning: {_message(message)}")
 
@@ -515,7 +516,11 @@ def _one_line_warnings() -> Generator[None]:
         # Each one, not the first from each place in the code.
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
-        yield
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:  # what Python would report as "Exception ignored" changes no result
+            yield
+        finally:
+            sys.unraisablehook = hook
 
 
 def _message(error: BaseException | str) -> str:

@@ -39,7 +39,7 @@ from sparsejax.data import (
     read,
     scan_parquet,
 )
-from sparsejax.data.files import lines_of
+from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.streaming import Stream
@@ -80,6 +80,13 @@ def train(flags: cli.Train) -> None:
         batch_size=flags.batch_size,
         seed=flags.seed,
         indicator=indicator,
+        data=shown(flags.data),
+        data_fingerprint=(
+            data.fingerprint()
+            if isinstance(data, ScannedDataset)
+            else fingerprint(data.matrix)
+        ),
+        vocabulary_fingerprint=fingerprint(data.feature_names),
         validation=validation,
         k=flags.k,
         patience=flags.patience,
@@ -87,7 +94,7 @@ def train(flags: cli.Train) -> None:
     model, optimizer = settings.build()
     with run.begun(
         flags.run, settings, data.feature_names, resume=flags.resume
-    ) as folder:
+    ) as checkpoints:
         print_summary(data, model)
         training.fit(
             model,
@@ -100,7 +107,7 @@ def train(flags: cli.Train) -> None:
             validation=heldout,
             k=flags.k,
             early_stopping=stopping,
-            checkpoint_dir=folder,
+            checkpoint_dir=checkpoints,
             checkpoint_seconds=flags.checkpoint_seconds,
             resume=flags.resume,
             log=functools.partial(print_epoch, flags.epochs),
@@ -199,7 +206,7 @@ def report(flags: cli.Report) -> None:
     settings, names = run.load_run(flags.run)
     writers.check_writable(out)
     model = run.restored_model(flags.run, settings)
-    progress = run.checkpoints_of(flags.run).progress() or {}
+    progress = run.checkpoints_of(flags.run, settings).progress() or {}
     # Without data: by the popularity that the order of the vocabulary goes by.
     counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
     if flags.train is not None:

@@ -259,31 +259,37 @@ def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
             f'{label}: "kind" is {layer.get("kind")!r}, not one of {kinds}'
         )
     kind = _KINDS[layer["kind"]]
-    values = {key: value for key, value in layer.items() if key != "kind"}
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    if isinstance(values.get("source"), list):
+    if isinstance(layer.get("source"), list):
         raise ValueError(
-            f"{label}: several sources {values['source']}; only a chain is supported"
+            f"{label}: several sources {layer['source']}; only a chain is supported"
         )
+    values = {key: value for key, value in layer.items() if key != "kind"}
+    return kind(**checked(kind, values, label))
+
+
+def checked(kind: type, values: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """JSON values for the fields of a dataclass, whole numbers as floats where wanted.
+
+    Raises:
+      ValueError: one is unknown, missing or of a wrong type; starts with `label`.
+    """
+    fields = {f.name: f for f in dataclasses.fields(kind)}
     _no_unknown_keys(values, fields, label)
-    hints = typing.get_type_hints(kind)
+    hints, found = typing.get_type_hints(kind), dict(values)
     for key, value in values.items():
         wanted = typing.get_args(hints[key]) or (hints[key],)
         if float in wanted and isinstance(value, int) and not isinstance(value, bool):
-            values[key] = value = float(value)
-        if type(value) not in wanted:
+            found[key] = value = float(value)
+        is_flag = isinstance(value, bool)  # and therefore an int
+        if not isinstance(value, wanted) or (is_flag and bool not in wanted):
             names = " or ".join(
                 "null" if t is type(None) else t.__name__ for t in wanted
             )
             raise ValueError(f'{label}: "{key}" must be {names}, got {value!r}')
-    missing = [
-        f.name
-        for f in fields.values()
-        if f.default is dataclasses.MISSING and f.name not in values
-    ]
-    if missing:
-        raise ValueError(f'{label}: "{missing[0]}" is missing')
-    return kind(**values)
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in values:
+            raise ValueError(f'{label}: "{name}" is missing')
+    return found
 
 
 def _no_unknown_keys(given: Mapping, known: Iterable[str], label: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sparsejax import interrupts
+from sparsejax import interrupts, locks
 from sparsejax.sharding import make_mesh
 
 # A process that was not heard of for so long is lost, and all others end.
@@ -165,6 +166,19 @@ def in_first(function: Callable[[], object]) -> None:
         raise failed
     if anywhere:
         raise OtherProcessError("process 0 has failed; its message says why")
+
+
+@contextlib.contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it, process 0 holds a folder for all, see `locks.locked`.
+
+    Raises:
+      BlockingIOError: another run does.
+      OtherProcessError: the same, in the other processes.
+    """
+    with contextlib.ExitStack() as stack:
+        in_first(lambda: stack.enter_context(locks.locked(folder)))
+        yield
 
 
 def is_lost_peer(error: BaseException) -> bool:

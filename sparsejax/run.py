@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from sparsejax import distributed, optimizers
-from sparsejax.checkpoint import Checkpoints
-from sparsejax.config import NetworkConfig
+from sparsejax.checkpoint import Checkpoints, fingerprint
+from sparsejax.config import NetworkConfig, checked
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.models import FeedForward
@@ -48,6 +48,9 @@ class Run:
       batch_size: examples a step.
       seed: of the parameters' first values and of the order of examples.
       indicator: whether the data has no values, or they are ignored.
+      data: the file it is trained on, as it was named.
+      data_fingerprint: of the rows that were read from it.
+      vocabulary_fingerprint: of the names of the features.
       validation: `checkpoint.fingerprint` of the held-out entries, if there are any.
       k: cut-off of the validation metrics.
       patience: of early stopping on `ndcg@k`, if training stops early.
@@ -60,6 +63,9 @@ class Run:
     batch_size: int
     seed: int
     indicator: bool
+    data: str
+    data_fingerprint: str
+    vocabulary_fingerprint: str
     validation: str | None
     k: int
     patience: int | None
@@ -99,13 +105,12 @@ class Run:
             raise ValueError(
                 f"settings of version {version!r}; this release reads version {VERSION}"
             )
-        names = {field.name for field in dataclasses.fields(cls)}
-        if names != document.keys():
-            wrong = ", ".join(sorted(names ^ document.keys()))
-            raise ValueError(f"settings that are missing or unknown: {wrong}")
-        network = NetworkConfig.from_json(json.dumps(document.pop("network")))
-        optimizer = optimizers.from_json(document.pop("optimizer"))
-        return cls(network=network, optimizer=optimizer, **document)
+        if "network" in document:
+            network = json.dumps(document["network"])
+            document["network"] = NetworkConfig.from_json(network)
+        if "optimizer" in document:
+            document["optimizer"] = optimizers.from_json(document["optimizer"])
+        return cls(**checked(cls, document, "settings"))
 
     def check_resumes(self, before: Run) -> None:
         """Checks that these are the settings a run was begun with.
@@ -120,6 +125,16 @@ class Run:
                 f"cannot resume with {self.num_epochs} epochs: the run was begun with "
                 f"{before.num_epochs}, which can only be raised"
             )
+        if self.vocabulary_fingerprint != before.vocabulary_fingerprint:
+            raise ValueError(
+                f"cannot resume with other data: {self.data} has other features than "
+                f"{before.data}, with which the run was begun"
+            )
+        if self.data_fingerprint != before.data_fingerprint:
+            raise ValueError(
+                f"cannot resume with other data: {self.data} has other entries than "
+                f"{before.data} had when the run was begun"
+            )
         if self.validation != before.validation:
             raise ValueError("cannot resume with other validation data, or none")
         ours, theirs = self._settings(), before._settings()
@@ -132,8 +147,14 @@ class Run:
 
     def described(self) -> dict[str, Any]:
         """All settings, one plain value by each name."""
-        sizes = ("num_features", "num_epochs")
-        return {name: getattr(self, name) for name in sizes} | self._settings()
+        first = ("data", "num_features", "num_epochs")
+        return {name: getattr(self, name) for name in first} | self._settings()
+
+    def identity(self) -> dict[str, Any]:
+        """What each checkpoint is known by: all but the number of epochs and paths."""
+        names = ("vocabulary_fingerprint", "data_fingerprint", "validation")
+        facts = ("num_features", *names)
+        return {name: getattr(self, name) for name in facts} | self._settings()
 
     def _settings(self) -> dict[str, Any]:
         """What must stay as it is, one plain value by each name."""
@@ -155,23 +176,27 @@ def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
       ValueError: it is none, or it is damaged.
     """
     directory = pathlib.Path(directory)
+    run = _load_settings(directory)
+    names = SparseDataset.load(directory / _VOCABULARY).feature_names
+    if fingerprint(names) != run.vocabulary_fingerprint:
+        raise ValueError(
+            f"{directory / _VOCABULARY}: is not the vocabulary of this run"
+        )
+    return run, names
+
+
+def _load_settings(directory: pathlib.Path) -> Run:
     path = directory / _SETTINGS
     if not path.is_file():
         raise ValueError(
             f"{directory}: is not a run folder, it has no {_SETTINGS}; train a model "
             "first"
         )
+    wrong = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)
     try:
-        run = Run.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
+        return Run.from_json(path.read_text(encoding="utf-8"))
+    except wrong as error:
         raise ValueError(f"{path}: {error}") from error
-    names = SparseDataset.load(directory / _VOCABULARY).feature_names
-    if len(names) != run.num_features:
-        raise ValueError(
-            f"{directory}: {_SETTINGS} has {run.num_features:,} features but "
-            f"{_VOCABULARY} has {len(names):,}"
-        )
-    return run, names
 
 
 def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
@@ -194,8 +219,9 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
 
 def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
     """`load_model` where the settings have been read already."""
+    checkpoints = checkpoints_of(directory, run)
+    checkpoints.check()  # before room is made for what the settings say
     model, optimizer = run.build()
-    checkpoints = checkpoints_of(directory)
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
             f"{directory}: holds no checkpoint yet; train it with --resume"
@@ -205,16 +231,22 @@ def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
     return model
 
 
-def checkpoints_of(directory: str | pathlib.Path) -> Checkpoints:
+def checkpoints_of(directory: str | pathlib.Path, run: Run) -> Checkpoints:
     """The checkpoints of a run folder."""
-    return Checkpoints(pathlib.Path(directory) / _CHECKPOINTS)
+    identity = run.identity()
+    return Checkpoints(pathlib.Path(directory) / _CHECKPOINTS, identity=identity)
+
+
+def has_checkpoints(directory: str | pathlib.Path) -> bool:
+    """Whether there is something to resume."""
+    return bool(Checkpoints(pathlib.Path(directory) / _CHECKPOINTS).steps())
 
 
 @contextlib.contextmanager
 def begun(
     directory: str | pathlib.Path, run: Run, features: Names, *, resume: bool
-) -> Generator[pathlib.Path]:
-    """The folder of a run while it is trained.
+) -> Generator[Checkpoints]:
+    """The folder of a run while it is trained, by this process alone.
 
     It is made if it is not there. If training ends before its first checkpoint, by an
     error or an interrupt, what was made is removed again.
@@ -227,79 +259,80 @@ def begun(
         done yet, so that the settings may be others.
 
     Yields:
-      The folder for the checkpoints.
+      Its checkpoints.
 
     Raises:
       FileExistsError: the folder is there and `resume` is False.
-      ValueError: it is no run folder, or of a run with other settings or features.
+      ValueError: it is no run folder, or of a run with other settings or data.
+      BlockingIOError: another process trains in it.
     """
     directory = pathlib.Path(directory)
-    distributed.in_first(functools.partial(check_folder, directory, resume=resume))
-    checkpoints = checkpoints_of(directory)
-    steps, before = checkpoints.steps(), None
-    if steps:
-        before, names = load_run(directory)
-        run.check_resumes(before)
-        if not np.array_equal(features, names):
-            raise ValueError(
-                f"cannot resume with other data: {directory} has other features"
-            )
+    check = functools.partial(check_folder, directory, resume=resume)
+    distributed.in_first(check)
     new = [path for path in (directory, *directory.parents) if not path.exists()]
+    with distributed.alone_in(directory):
+        distributed.in_first(check)  # another process may have been here until now
+        checkpoints = checkpoints_of(directory, run)
+        steps, before = checkpoints.steps(), None
+        if steps:
+            before = _load_settings(directory)
+            run.check_resumes(before)
 
-    def write(settings: Run):
-        with whole_file(directory / _SETTINGS) as file:
-            file.write(settings.to_json())
+        def write(settings: Run):
+            with whole_file(directory / _SETTINGS) as file:
+                file.write(settings.to_json())
 
-    def make():
-        directory.mkdir(parents=True, exist_ok=True)
-        _vocabulary(features).save(directory / _VOCABULARY)
-        write(run)
+        def make():
+            _vocabulary(features).save(directory / _VOCABULARY)
+            write(run)
 
-    try:
-        distributed.in_first(make)
-        if distributed.is_true_anywhere(not (directory / _SETTINGS).is_file()):
-            raise ValueError(
-                f"{directory}: is not the same folder for all processes; name one on a "
-                "file system that they share"
-            )
-        yield directory / _CHECKPOINTS
-    except BaseException:
-        # The run was refused, interrupted, or got nowhere.
-        if (
-            before is not None
-            and distributed.is_first()
-            and checkpoints.steps() == steps
-        ):
-            with contextlib.suppress(OSError):  # what ended it is told
-                write(before)
-        if new and distributed.is_first() and not checkpoints.steps():
-            shutil.rmtree(directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run may be in there by now
-                for parent in new[1:]:
-                    parent.rmdir()
-        raise
+        try:
+            distributed.in_first(make)
+            if distributed.is_true_anywhere(not (directory / _SETTINGS).is_file()):
+                raise ValueError(
+                    f"{directory}: is not the same folder for all processes; name one "
+                    "on a file system that they share"
+                )
+            yield checkpoints
+        except BaseException:
+            # The run was refused, interrupted, or got nowhere.
+            if (
+                before is not None
+                and distributed.is_first()
+                and checkpoints.steps() == steps
+            ):
+                with contextlib.suppress(OSError):  # what ended it is told
+                    write(before)
+            if new and distributed.is_first() and not checkpoints.steps():
+                shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another run may be in there by now
+                    for parent in new[1:]:
+                        parent.rmdir()
+            raise
 
 
 def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
     """Checks that a run can be begun in a folder, or resumed.
 
     Raises:
-      FileExistsError: it is there and `resume` is False.
+      FileExistsError: it is there, not empty, and `resume` is False.
       ValueError: it holds something else than a run.
     """
     directory = pathlib.Path(directory)
-    if directory.exists() and not resume:
+    if not directory.exists():
+        return
+    # A killed process may have left files with temporary names, which start with a dot.
+    holds = set()
+    if directory.is_dir():
+        holds = {path.name for path in directory.iterdir() if path.name[0] != "."}
+    if not resume and (holds or not directory.is_dir()):
         raise FileExistsError(
             f"{directory}: exists; to continue its training pass --resume, otherwise "
             "name another folder"
         )
-    if not directory.exists():
-        return
     if not directory.is_dir():
         raise ValueError(f"{directory}: is not a folder")
-    known = {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
-    # A killed process may have left files with temporary names, which start with a dot.
-    other = {path.name for path in directory.iterdir() if path.name[0] != "."} - known
+    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
     if other and not (directory / _SETTINGS).exists():
         raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
 

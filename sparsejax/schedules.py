@@ -80,6 +80,6 @@ def from_json(document: Mapping[str, Any]) -> Schedule:
       TypeError: an option is not a number.
     """
     options = dict(document)
-    if "schedule" not in options:
+    if not isinstance(options.get("schedule"), str):
         raise ValueError(f'expected an object with a "schedule", got {document!r}')
     return schedule(options.pop("schedule"), **options)

@@ -95,7 +95,23 @@ def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
     return cast(Fit, wrapped)
 
 
+def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
+    """`fit`, which alone works in the directory of its checkpoints."""
+
+    @functools.wraps(fit)
+    def wrapped(*args, checkpoint_dir=None, **kwargs):
+        if checkpoint_dir is None:
+            return fit(*args, **kwargs)
+        if not isinstance(checkpoint_dir, Checkpoints):
+            checkpoint_dir = Checkpoints(checkpoint_dir)
+        with checkpoint_dir.held():
+            return fit(*args, checkpoint_dir=checkpoint_dir, **kwargs)
+
+    return cast(Fit, wrapped)
+
+
 @_on_auto_axes
+@_alone
 def fit(
     model: Trainable,
     optimizer: Optimizer,
@@ -109,7 +125,7 @@ def fit(
     validation: Source | None = None,
     k: int = 20,
     early_stopping: EarlyStopping | None = None,
-    checkpoint_dir: str | pathlib.Path | None = None,
+    checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
     fused: bool = False,
@@ -156,7 +172,7 @@ def fit(
       k: cut-off of the validation metrics.
       early_stopping: stop on a validation metric. The model is left as it is then;
         with `checkpoint_dir` the best epoch's checkpoint is kept.
-      checkpoint_dir: where to save checkpoints.
+      checkpoint_dir: where to save checkpoints; one process at a time.
       checkpoint_seconds: save when this much time has passed since the last, and when
         an epoch is the best so far, and at the end. 0 saves as often as possible.
       resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
@@ -180,6 +196,7 @@ def fit(
       NotImplementedError: `fused` with a tied output, or with a model that has no
         `SparseOutput` of its own; one of several inputs is scanned.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
+      BlockingIOError: another process trains into `checkpoint_dir`; says which.
       KeyboardInterrupt: Ctrl-C; a checkpoint was saved, when the steps that were under
         way were done. A second Ctrl-C does not wait for these. Of several processes one
         was told to end, also by SIGTERM: all have saved.
@@ -216,7 +233,7 @@ def fit(
             popularity=None,
             batch_size=batch_size,
         )
-    run, checkpoints = _Run(settings), None
+    run, checkpoints = _Run(settings), cast(Checkpoints | None, checkpoint_dir)
     if checkpoint_dir is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
         if not distributed.is_same_everywhere(settings["data"]):
@@ -226,8 +243,7 @@ def fit(
                 "the processes would train on chunks of different sizes, as their "
                 "devices differ in memory; name chunk_rows in scan_parquet"
             )
-    if checkpoint_dir is not None:
-        checkpoints = Checkpoints(checkpoint_dir)
+    if checkpoints is not None:
         run = _resumed(run, checkpoints, (model, optimizer), resume)
     elif resume:
         raise ValueError("resume=True needs checkpoint_dir=...")

@@ -1,8 +1,12 @@
 """Checkpoints: what goes in comes out, and damage is noticed."""
 
+import gc
 import math
 import os
 import pathlib
+import shutil
+import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +16,14 @@ import pytest
 from flax import nnx
 from matrices import random_csr
 
+from sparsejax import checkpoint
 from sparsejax.checkpoint import (
     Checkpoints,
     CheckpointWarning,
     checksums,
     fingerprint,
 )
+from sparsejax.data.names import as_names
 from sparsejax.sparse import CSR
 
 
@@ -97,6 +103,109 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path, damage):
     assert checkpoints.restore(fresh) == {"step": 2}
 
 
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_damage_of_any_file_is_told_in_one_line(tmp_path, capfd, caplog, damage):
+    pair, folder = modules(0), tmp_path / "c"
+    for step in (1, 2):
+        Checkpoints(folder).save(step, pair, {"step": step})
+    files = sorted(path for path in (folder / "2").rglob("*") if path.is_file())
+    found = []
+    for victim in files:
+        damaged = tmp_path / "damaged"
+        shutil.copytree(folder, damaged)
+        victim = damaged / victim.relative_to(folder)
+        content = bytearray(victim.read_bytes())
+        if damage == "flip":
+            content[len(content) // 2] ^= 0x10
+        if damage == "remove":
+            victim.unlink()
+        else:
+            victim.write_bytes(content[: None if damage == "flip" else -9])
+        fresh = modules(1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found.append((Checkpoints(damaged).restore(fresh) or {})["step"])
+        np.testing.assert_array_equal(kernel(fresh), kernel(pair))
+        assert [str(w.message).count("\n") for w in told] == [0] * (2 - found[-1])
+        shutil.rmtree(damaged)
+    gc.collect()
+    assert set(found) == {1, 2}  # orbax has files that it does not need
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+def test_an_edited_record_is_damage(tmp_path):
+    """Another score or position in it would go unnoticed otherwise."""
+    pair, checkpoints = modules(0), Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, pair, {"step": step}, score=step)
+    path = tmp_path / "2" / "_CHECKPOINT_METADATA"
+    text = path.read_text()
+    for old, new in [
+        (r"{\"step\": 2}", r"{\"step\": 7}"),
+        ("handlers.pytree_handler.PyTreeHandler", "handlers.mine.Handler"),
+        ("orbax.checkpoint.experimental.v1", "os.system"),
+        ('"item_handlers": {', '"item_handlers": {"other": "antigravity", '),
+        ('"record": "', '"record": 3, "other": "'),
+        ('{"item_handlers"', "[" * 10**5 + '{"item_handlers"'),
+    ]:
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.warns(CheckpointWarning, match="2 is damaged and was skipped"):
+            assert checkpoints.restore(modules(1), best=True) == {"step": 1}
+        progress = checkpoints.progress()
+        assert progress == {"step": 1}
+    assert "antigravity" not in sys.modules
+
+
+def test_checkpoints_of_another_run_and_of_a_later_release(tmp_path, monkeypatch):
+    pair = modules(0)
+    ours = Checkpoints(tmp_path / "a", identity={"data": "x", "sizes": (1, 2)})
+    ours.save(1, pair, {})
+    assert ours.restore(pair) == {}
+    theirs = Checkpoints(tmp_path / "b", identity={"data": "y", "sizes": (1, 2)})
+    theirs.save(2, pair, {})
+    shutil.copytree(tmp_path / "b" / "2", tmp_path / "a" / "2")
+    with pytest.raises(ValueError, match="2: is a .* data is 'y' there and 'x' here"):
+        ours.restore(pair)
+    shutil.rmtree(tmp_path / "a" / "2")
+    monkeypatch.setattr(checkpoint, "VERSION", 2)
+    ours.save(3, pair, {})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="3: a checkpoint of version 2; .* version 1"):
+        ours.restore(pair)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read(tmp_path, monkeypatch):
+    """By the policy of a training that goes on, which has saved another one."""
+    pair, checkpoints = modules(0), Checkpoints(tmp_path)
+    checkpoints.save(1, pair, {"step": 1})
+    load = Checkpoints._load
+
+    def deleted(self, step, modules, record):
+        if step == 1:
+            checkpoints.save(2, pair, {"step": 2})
+            shutil.rmtree(tmp_path / "1")
+        return load(self, step, modules, record)
+
+    monkeypatch.setattr(Checkpoints, "_load", deleted)
+    assert checkpoints.restore(modules(1)) == {"step": 2}
+    monkeypatch.setattr(
+        Checkpoints, "_load", lambda *_: shutil.rmtree(tmp_path / "2") or load(*_)
+    )
+    assert checkpoints.restore(modules(1)) is None
+
+
+def test_other_folders_are_no_steps(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, modules(0), {})
+    for name in ("²", "٣", "01", "-1", "1.5", "x"):
+        (tmp_path / name).mkdir()
+    assert checkpoints.steps() == [1]
+    assert checkpoints.restore(modules(0)) == {}
+    checkpoints.save(2, modules(0), {})
+    assert checkpoints.steps() == [1, 2]
+
+
 def test_all_damaged(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, modules(0), {})
@@ -156,6 +265,10 @@ def test_fingerprint():
     data = np.asarray(x.data)
     same = CSR(np.pad(data, (0, 3)), jnp.pad(x.indices, (0, 3)), x.indptr, num_cols=9)
     assert fingerprint(x) == fingerprint(same)
+    names = as_names(["ab", "c", "ä"])
+    assert fingerprint(names) == fingerprint(as_names(["ab", "c", "ä"]))
+    for other in (["a", "bc", "ä"], ["c", "ab", "ä"], ["ab", "c"]):
+        assert fingerprint(names) != fingerprint(as_names(other))
     others = [
         CSR(data + 1, x.indices, x.indptr, num_cols=9),
         CSR(x.data, x.indices + 1, x.indptr, num_cols=10),

@@ -5,9 +5,11 @@ import dataclasses
 import gzip
 import io
 import json
+import math
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +25,8 @@ import pytest
 import scipy.sparse
 from flax import nnx
 
-from sparsejax import cli, commands, demo, optimizers, planning, run, vectors
+from sparsejax import cli, commands, demo, locks, optimizers, planning, run, vectors
+from sparsejax.checkpoint import Checkpoints
 from sparsejax.cli import main
 from sparsejax.config import NetworkConfig
 from sparsejax.data import SparseDataset, read, sniff
@@ -322,7 +325,7 @@ def test_load_model_takes_the_best_checkpoint_else_the_newest(board, tmp_path):
         pass
     with pytest.raises(ValueError, match="no checkpoint yet"):
         run.load_model(tmp_path / "run")
-    checkpoints = run.checkpoints_of(tmp_path / "run")
+    checkpoints = run.checkpoints_of(tmp_path / "run", settings)
 
     def saved(step: int, score: float | None) -> bytes:
         modules = dataclasses.replace(settings, seed=step).build()
@@ -390,7 +393,7 @@ def test_schedule_and_weight_decay(small, tmp_path):
     rule = optimizers.adamw(rate, weight_decay=0.1)
     assert run.load_run(tmp_path / "run")[0].optimizer == rule
     assert main([*argv, "--resume", "--epochs", "2"]) == 0
-    assert run.checkpoints_of(tmp_path / "run").steps()[-1] == 12
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == 12
 
 
 @pytest.mark.parametrize(
@@ -550,7 +553,7 @@ def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
     assert main([*argv, "--cosine-decay"]) == 0
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "'decay_steps': 40" in str(settings["optimizer"])  # 2 of each 10 chunks
-    checkpoints = run.checkpoints_of(tmp_path / "run")
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     assert checkpoints.steps()[-1] == 40
 
 
@@ -598,7 +601,7 @@ def test_a_signal_saves_a_checkpoint(small, tmp_path, monkeypatch, capsys, numbe
     assert capsys.readouterr().err.splitlines()[-1] == (
         "sparsejax: interrupted; to continue, repeat the command with --resume"
     )
-    assert run.checkpoints_of(tmp_path / "run").steps() == [2]
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]
     assert main([*small, "--epochs", "4", "--resume"]) == 0
     whole = str(tmp_path / "whole")
     assert main([*small, "--run", whole, "--epochs", "4"]) == 0
@@ -1082,13 +1085,112 @@ def test_a_reader_that_stops_is_no_error():
     assert process.stderr == b""
 
 
+def test_a_run_folder_is_one_trainings(small, tmp_path, capsys):
+    assert main(small) == 0
+    folder = tmp_path / "run"
+    before = (folder / "run.json").read_bytes()
+    for held in (folder, folder / "checkpoints"):  # by `train`, by `fit`
+        with locks.locked(held):
+            assert main([*small, "--resume", "--epochs", "2"]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"{held}: is in use by process {os.getpid()} on " in error
+        assert (folder / "run.json").read_bytes() == before
+    assert main([*small, "--resume", "--epochs", "2"]) == 0
+
+
+@pytest.mark.slow
+def test_of_two_trainings_on_a_folder_one_is_refused(small, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(pathlib.Path(small[1]).read_text().replace("item3", "other"))
+    argv = [*small, "--epochs", "30", "--checkpoint-seconds", "0", "--resume"]
+    both = [sparsejax(*argv), sparsejax("train", str(other), *argv[2:])]
+    said = [process.communicate()[1] for process in both]
+    statuses = [process.returncode for process in both]
+    assert sorted(statuses) == [0, 1], said
+    refused = said[statuses.index(1)].splitlines()[-1]
+    assert "is in use by process" in refused or "other features" in refused
+    names = run.load_model(tmp_path / "run")[1]
+    assert ("other" in names) == (statuses[1] == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("network", "layers", 1, "activation"), "relu"),
+        (("network", "layers", 2, "temperature"), 0.2),
+        (("network", "layers", 2), {"kind": "output", "name": "output"}),
+        (("network", "loss", "name"), "l2_loss"),
+        (("optimizer", "learning_rate"), 1),
+        (("seed",), 1),
+        (("num_features",), 21),
+        (("data_fingerprint",), "0"),
+    ],
+)
+def test_edited_settings_are_refused(board, tmp_path, path, value):
+    folder = tmp_path / "run"
+    shutil.copytree(board.run, folder)
+    settings = json.loads((folder / "run.json").read_text())
+    place = settings
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    (folder / "run.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="of another run, or the settings of this"):
+        run.load_model(folder)
+
+
+def _places(document, path=()):
+    yield path
+    children = {}
+    if isinstance(document, dict):
+        children = document
+    if isinstance(document, list):
+        children = dict(enumerate(document))
+    for name, child in children.items():
+        yield from _places(child, (*path, name))
+
+
+def test_a_run_folder_with_any_field_of_another_value(board, tmp_path):
+    """Each is refused with a line, or tells nothing of the model."""
+    folder = tmp_path / "run"
+    shutil.copytree(board.run, folder)
+    text = (folder / "run.json").read_text()
+    values = [None, True, -1, 1e308, math.nan, 10**400, "", "x", [], [[]], {}, {"a": 1}]
+    for i, path in enumerate(_places(json.loads(text))):
+        # Those of all for each field are many.
+        for value in [values[i % 12], values[(i + 5) % 12], "missing"]:
+            document = json.loads(text)
+            place = document
+            for name in path[:-1]:
+                place = place[name]
+            if value != "missing":
+                if not path:
+                    document = value
+                else:
+                    place[path[-1]] = value
+            elif path:
+                del place[path[-1]]
+            (folder / "run.json").write_text(json.dumps(document))
+            settings = None
+            try:
+                settings, _ = run.load_run(folder)
+                run.checkpoints_of(folder, settings).check()
+            except ValueError as error:
+                # The tests' own check of types comes before the code's.
+                assert "\n" not in str(error) or "Type-check error" in str(error)
+                continue
+            # What a checkpoint is not known by, or the same in other words.
+            unknown = {("num_epochs",), ("data",), ()}
+            assert path in unknown or settings == run.load_run(board.run)[0], path
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_is_the_same_as_unbroken(board, tmp_path):
     argv = ["train", board.files[0], *NETWORK, "--epochs", "6", "--batch-size", "2"]
     argv += ["--checkpoint-seconds", "0", "--corruption", "0.2", "--dropout", "0.1"]
     whole = sparsejax(*argv, "--run", str(tmp_path / "whole"))
     argv += ["--run", str(tmp_path / "broken"), "--resume"]
-    checkpoints = run.checkpoints_of(tmp_path / "broken")
+    checkpoints = Checkpoints(tmp_path / "broken" / "checkpoints")
     reached = 0
     ends = [(signal.SIGINT, 130), (signal.SIGTERM, 130)]
     for how, status in [*ends, (signal.SIGKILL, -signal.SIGKILL)]:

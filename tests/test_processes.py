@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax import distributed
+from sparsejax import distributed, run
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.cli import main
 from sparsejax.data.datasets import msweb
@@ -105,8 +105,8 @@ def ended(processes, seconds: float = 300) -> list[int]:
             p.kill()
 
 
-def history(run: pathlib.Path) -> list[dict[str, float]]:
-    progress = Checkpoints(run / "checkpoints").progress()
+def history(folder: pathlib.Path) -> list[dict[str, float]]:
+    progress = run.checkpoints_of(folder, run.load_run(folder)[0]).progress()
     assert progress is not None
     return progress["history"]
 
@@ -123,9 +123,9 @@ def test_a_run_survives_its_processes(tmp_path):
     assert main([*argv, "--run", str(tmp_path / "whole"), "--epochs", "3"]) == 0
     expected = history(tmp_path / "whole")
 
-    run = tmp_path / "run"
-    checkpoints = Checkpoints(run / "checkpoints")
-    argv += ["--run", str(run), "--checkpoint-seconds", "0"]
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(folder / "checkpoints")
+    argv += ["--run", str(folder), "--checkpoint-seconds", "0"]
 
     # Two processes, and one is killed.
     two = start([*argv, "--epochs", "1"], tmp_path, processes=2, devices=2)
@@ -154,14 +154,14 @@ def test_a_run_survives_its_processes(tmp_path):
 
     # One goes on to the end, on a mesh of its own.
     assert main([*argv, "--epochs", "3", "--mesh", "data=2,model=4"]) == 0
-    for ours, theirs in zip(history(run), expected, strict=True):
+    for ours, theirs in zip(history(folder), expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - {"examples_per_second"}:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3)
 
     # What is written comes from the first alone.
     out = tmp_path / "recommended.tsv"
-    argv = ["predict", str(run), files[0], "--out", str(out), "--k", "3"]
+    argv = ["predict", str(folder), files[0], "--out", str(out), "--k", "3"]
     argv += ["--mesh", "model=2"]
     two = start(argv, tmp_path, processes=2, devices=1, program=EXPORTING)
     assert ended(two) == [0, 0], said(tmp_path, 0)
@@ -170,7 +170,7 @@ def test_a_run_survives_its_processes(tmp_path):
     assert "there is no folder" in said(tmp_path, 0)
     assert "process 0 has failed" in said(tmp_path, 1)
     some = train.align_rows(train.row_names[:20])
-    names = sj.load_predictor(run / "predictor").recommend(some).names(train)
+    names = sj.load_predictor(folder / "predictor").recommend(some).names(train)
     for line, expected in zip(lines, names, strict=False):
         entries = line.partition("\t")[2].split(":")
         assert [entry.partition(",")[0] for entry in entries] == expected

@@ -79,14 +79,14 @@ def to_json(rule: Rule) -> dict[str, Any]:
     return {"name": rule.name, **options}
 
 
-def from_json(document: Mapping[str, Any]) -> Rule:
+def from_json(document: object) -> Rule:
     """Reads what `to_json` made.
 
     Raises:
       ValueError: an unknown name or option.
       TypeError: an option is not a number.
     """
-    if not isinstance(document, Mapping) or "name" not in document:
+    if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):
         raise ValueError(f'expected an object with a "name", got {document!r}')
     options = dict(document)
     if isinstance(rate := options.get("learning_rate"), Mapping):
