@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import re
 import sys
 import traceback
 import warnings
@@ -84,6 +85,25 @@ class Devices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Of files that are tables; unless given they are known by their names.
+
+    Attributes:
+      user: The column of users, by name or by number from 0.
+      item: The column of items, or of lists of them.
+      value: The column of values, or of lists of them.
+      time: The column of times, or of lists of them.
+      no_value: Ignore values: every entry counts 1.
+    """
+
+    user: Annotated[int | str | None, _Column] = None
+    item: Annotated[int | str | None, _Column] = None
+    value: Annotated[int | str | None, _Column] = None
+    time: Annotated[int | str | None, _Column] = None
+    no_value: Flag = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
     """Trains an autoencoder on a file of interactions.
 
@@ -92,7 +112,6 @@ class Train:
       run: Folder for the model: settings, vocabulary, checkpoints. It must not exist, or
         be empty.
       format: Format of the files, where it is not clear from name and content.
-      indicator: Ignore values: every entry counts 1.
       validation: Held-out interactions of the same rows. They are ranked after every
         epoch, and the model of the best epoch is used later.
       k: Cut-off of the validation metrics.
@@ -119,13 +138,13 @@ class Train:
       resume: Continue from the last checkpoint, if there is one. The other options must
         be those that the run was begun with; only epochs may be raised.
       network: The network.
+      columns: The columns of the files.
       devices: What to train on.
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
     run: Annotated[pathlib.Path, _Folder]
     format: Annotated[Format | None, _Formats] = None
-    indicator: Flag = False
     validation: Annotated[str | None, _File] = None
     k: int = 20
     patience: Annotated[int | None, arg(metavar="INT")] = None
@@ -143,6 +162,7 @@ class Train:
     checkpoint_seconds: float = 30.0
     resume: Flag = False
     network: Network = Network()
+    columns: Columns = Columns()
     devices: Devices = Devices()
 
 
@@ -163,6 +183,7 @@ class Evaluate:
       popularity: The interactions that popularity is counted from; by default TRAIN.
       k: Number of recommendations that count.
       format: Format of all files, where it is not clear from name and content.
+      columns: The columns of the files.
       devices: What to compute on.
     """
 
@@ -175,6 +196,7 @@ class Evaluate:
     popularity: Annotated[str | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
     devices: Devices = Devices()
 
 
@@ -198,6 +220,7 @@ class Predict:
       exclude: Do not recommend a row's interactions in this file; rows are matched by
         name, and one that the file lacks has nothing excluded.
       format: Format of the files, where it is not clear from name and content.
+      columns: The columns of the files.
       devices: What to compute on.
     """
 
@@ -209,6 +232,7 @@ class Predict:
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _File] = None
     format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
     devices: Devices = Devices()
 
 
@@ -223,25 +247,19 @@ class Convert:
         address such as s3://bucket/folder.
       output: File to write, compressed if it ends in .gz or .xz. It is replaced if it
         exists.
-      from_: Format of IN, where it is not clear from name and content.
+      format: Format of IN, where it is not clear from name and content.
       to: Format of OUT, where its name does not end in .parquet or .csv (pairs).
-      user: Of a table, the column of users, by name or by number from 0.
-      item: The column of items, or of lists of them.
-      value: The column of values, or of lists of them.
       features: Keep only the features of this file, a run's vocabulary.parquet for
         example, and in its order.
-      indicator: Leave out the values.
+      columns: The columns of IN.
     """
 
     input: Annotated[Positional[str], arg(metavar="IN")]
     output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
-    from_: Annotated[Format | None, arg(name="from"), _Formats] = None
+    format: Annotated[Format | None, arg(name="from"), _Formats] = None
     to: Annotated[Format | None, _Formats] = None
-    user: Annotated[int | str | None, _Column] = None
-    item: Annotated[int | str | None, _Column] = None
-    value: Annotated[int | str | None, _Column] = None
     features: Annotated[str | None, _File] = None
-    indicator: Flag = False
+    columns: Columns = Columns()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,6 +273,7 @@ class Report:
       out: File to write, by default report.html in the folder of the run.
       k: Cut-off of the metrics.
       format: Format of both files, where it is not clear from name and content.
+      columns: The columns of the files.
       devices: What to compute on.
     """
 
@@ -264,6 +283,7 @@ class Report:
     out: Annotated[pathlib.Path | None, _File] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
     devices: Devices = Devices()
 
 
@@ -277,12 +297,14 @@ class Vectors:
         exists.
       data: Interactions whose rows' vectors are wanted, instead of the items'.
       format: Format of DATA, where it is not clear from name and content.
+      columns: The columns of DATA.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
     out: Annotated[pathlib.Path, _File]
     data: Annotated[str | None, _File] = None
     format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -358,6 +380,8 @@ class Demo:
 Command = (
     Train | Evaluate | Predict | Convert | Report | Vectors | Similar | Plan | Demo
 )
+
+Reading = Train | Evaluate | Predict | Convert | Report | Vectors  # files, by columns
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -526,7 +550,13 @@ def _one_line_messages() -> Generator[None]:
 def _message(error: BaseException | str) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split("\n")) or type(error).__name__
+    return " ".join(as_flags(str(error)).split("\n")) or type(error).__name__
+
+
+def as_flags(text: str) -> str:
+    """A message in which the arguments of readers are the flags of commands."""
+    text = text.replace("indicator=True", "--no-value")
+    return re.sub(r"\b(user|item|value|time)=(?=COLUMN|\d)", r"--\1 ", text)
 
 
 def _say(line: str) -> None:

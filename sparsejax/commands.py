@@ -39,6 +39,8 @@ from sparsejax.data import (
     read,
     scan_parquet,
 )
+from sparsejax.data.assemble import Features
+from sparsejax.data.columns import account_of
 from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
@@ -59,16 +61,23 @@ def train(flags: cli.Train) -> None:
     network = _network(flags)
     heldout = validation = None
     if flags.chunk_rows is None:
-        data = read(flags.data, format=flags.format, indicator=flags.indicator)
+        data = _read(flags.data, flags)
         indicator, chunks = data.matrix.data is None, [data.num_rows]
         if flags.validation is not None:
-            heldout = _heldout(flags.validation, flags.format, data, flags.data)
+            heldout = _heldout(flags.validation, flags, data, flags.data)
             validation = _fingerprint(heldout, data)
     elif flags.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
     else:
+        if flags.columns.time is not None:
+            raise ValueError("--time is for data in memory; leave out --chunk-rows")
         data = scan_parquet(
-            flags.data, indicator=flags.indicator, chunk_rows=flags.chunk_rows
+            flags.data,
+            user=flags.columns.user,
+            item=flags.columns.item,
+            value=flags.columns.value,
+            indicator=flags.columns.no_value,
+            chunk_rows=flags.chunk_rows,
         )
         indicator, chunks = data.indicator, Stream(data, None, None).chunks
     training.check_seed(flags.seed)
@@ -121,13 +130,12 @@ def evaluate(flags: cli.Evaluate) -> None:
         raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
     settings, names = run.load_run(flags.run)
     model = run.restored_model(flags.run, settings)
-    read_ = functools.partial(read, format=flags.format, features=names)
-    shown = read_(flags.train, indicator=settings.indicator)
+    shown = _read(flags.train, flags, features=names, indicator=settings.indicator)
     heldout = candidates = None
     if flags.test is not None:
-        heldout = _heldout(flags.test, flags.format, shown, flags.train)
+        heldout = _heldout(flags.test, flags, shown, flags.train)
     if flags.candidates is not None:
-        candidates = read_(flags.candidates, indicator=True)
+        candidates = _read(flags.candidates, flags, features=names, indicator=True)
     measured = prediction.evaluate(
         model,
         shown,
@@ -139,7 +147,7 @@ def evaluate(flags: cli.Evaluate) -> None:
         popularity=(
             "inputs"
             if flags.popularity is None
-            else read_(flags.popularity, indicator=True)
+            else _read(flags.popularity, flags, features=names, indicator=True)
         ),
     )
     print(table(measured))
@@ -151,17 +159,13 @@ def predict(flags: cli.Predict) -> None:
     settings, names = run.load_run(flags.run)
     writers.check_writable(flags.out)
     model = run.restored_model(flags.run, settings)
-    data = read(
-        flags.data, format=flags.format, features=names, indicator=settings.indicator
-    )
+    data = _read(flags.data, flags, features=names, indicator=settings.indicator)
     if flags.users is not None:
         data = _some_rows(data, flags.users)
     writers.check_recommendation_names(flags.out, data.row_names, names)
     exclude = data if flags.exclude_seen else None
     if flags.exclude is not None:
-        unwanted = read(
-            flags.exclude, format=flags.format, features=names, indicator=True
-        )
+        unwanted = _read(flags.exclude, flags, features=names, indicator=True)
         seen = data.without_values()
         exclude = seen.merge(unwanted) if flags.exclude_seen else unwanted
     found = prediction.recommend(model, data, flags.k, exclude=exclude)
@@ -175,15 +179,7 @@ def convert(flags: cli.Convert) -> None:
     to = flags.to or _format_of(flags.output)
     writers.check_writable(flags.output)
     features = None if flags.features is None else read(flags.features)
-    data = read(
-        flags.input,
-        format=flags.from_,
-        user=flags.user,
-        item=flags.item,
-        value=flags.value,
-        features=features,
-        indicator=flags.indicator,
-    )
+    data = _read(flags.input, flags, features=features)
     if to == "parquet":
         data.save(flags.output)
         return
@@ -210,15 +206,10 @@ def report(flags: cli.Report) -> None:
     # Without data: by the popularity that the order of the vocabulary goes by.
     counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
     if flags.train is not None:
-        shown = read(
-            flags.train,
-            format=flags.format,
-            features=names,
-            indicator=settings.indicator,
-        )
+        shown = _read(flags.train, flags, features=names, indicator=settings.indicator)
         counts = np.bincount(shown.matrix.indices, minlength=len(names))
         if flags.test is not None:
-            heldout = _heldout(flags.test, flags.format, shown, flags.train)
+            heldout = _heldout(flags.test, flags, shown, flags.train)
             measured = prediction.evaluate(model, shown, heldout, k=flags.k)
     reports.write_report(
         out,
@@ -242,9 +233,7 @@ def vectors(flags: cli.Vectors) -> None:
     if flags.data is None:
         vector_files.save_vectors(flags.out, vector_files.item_vectors(model), names)
         return
-    data = read(
-        flags.data, format=flags.format, features=names, indicator=settings.indicator
-    )
+    data = _read(flags.data, flags, features=names, indicator=settings.indicator)
     found = vector_files.user_vectors(model, data)
     vector_files.save_vectors(flags.out, found, data.row_names)
 
@@ -372,14 +361,37 @@ def _rule(flags: cli.Train, chunks: Sequence[int]) -> optimizers.Rule:
     return optimizers.get(flags.optimizer, **options)
 
 
+def _read(
+    path: str,
+    flags: cli.Reading,
+    *,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads a file of a command, and says on stderr what was read."""
+    data = read(
+        path,
+        format=flags.format,
+        user=flags.columns.user,
+        item=flags.columns.item,
+        value=flags.columns.value,
+        time=flags.columns.time,
+        features=features,
+        indicator=indicator or flags.columns.no_value,
+    )
+    account = str(data.columns or account_of(data.matrix))
+    print(f"{shown(path)}: {cli.as_flags(account)}", file=sys.stderr)
+    return data
+
+
 def _heldout(
     path: str,
-    format: cli.Format | None,
+    flags: cli.Reading,
     data: SparseDataset,
     data_path: str,
 ) -> SparseDataset:
     """Held-out entries of rows of `data`; those of other rows are left out, aloud."""
-    heldout = read(path, format=format, features=data, indicator=True)
+    heldout = _read(path, flags, features=data, indicator=True)
     unknown = find_names(heldout.row_names, data.row_names) < 0
     if unknown.any():
         names = heldout.row_names[unknown]

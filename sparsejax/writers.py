@@ -213,7 +213,7 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
     if data.matrix.data is not None:
         raise ValueError(
             "the format adjacency holds no values but the data has some; choose text, "
-            "pairs or parquet, or leave the values out (on the command line --indicator)"
+            "pairs or parquet, or leave the values out (indicator=True)"
         )
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
         _check_names(what, names, " \t\v\f\r\n\ufeff", "adjacency")

@@ -145,9 +145,9 @@ def test_train_says_what_it_does(board):
     lines = board.stderr.splitlines()
     entries = board.train.num_entries
     count = sum(len(bits) // 4 for bits in parameters(board.run).values())
-    assert lines[0] == (
-        f"60 rows, 20 features, {entries} entries, {count:,} parameters"
-    )
+    counts = f"60 rows, 20 items, {entries} entries; every entry counts 1"
+    assert lines[0].endswith(f"train.txt: {counts}")
+    assert lines[2] == f"60 rows, 20 features, {entries} entries, {count:,} parameters"
     epochs = [line for line in lines if line.startswith("epoch ")]
     assert len(epochs) == 25
     assert re.match(r"epoch 1/25  loss \d.*examples/s.*ndcg@2 \d", epochs[0])
@@ -434,7 +434,7 @@ def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     folder = tmp_path / "run"
     argv = ["train", str(data), "--run", str(folder), *NETWORK, "--epochs", "1"]
     argv += ["--temperature", "None", "--no-normalize"]  # the values stay visible
-    assert main([*argv, "--optimizer", "sgd", "--indicator"]) == 0
+    assert main([*argv, "--optimizer", "sgd", "--no-value"]) == 0
 
     def predicted(path: pathlib.Path) -> str:
         out = tmp_path / "recs"
@@ -685,7 +685,7 @@ def test_convert_keeps_everything(valued, tmp_path, monkeypatch, name, to, indic
         valued = dataclasses.replace(valued, row_names=_names("a", "b", "c"))
     valued.save("in.parquet")
     argv = ["convert", "in.parquet", name] + (["--to", to] if to else [])
-    assert main(argv + ["--indicator"] * indicator) == 0
+    assert main(argv + ["--no-value"] * indicator) == 0
     found = read(name, format=to, features=valued)
     expected = valued.without_values() if indicator else valued
     assert found.row_names.tolist() == expected.row_names.tolist()
@@ -724,7 +724,7 @@ def test_convert_takes_columns_and_folders_of_parquet(tmp_path, monkeypatch, cap
     expected = "user,item,value\nx,a,2\ny,b,4\n"
     assert pathlib.Path("turned.csv").read_text() == expected
     address = pathlib.Path("in").absolute().as_uri()
-    columns = ["--user", "buyer", "--item", "sku", "--indicator", "--to", "text"]
+    columns = ["--user", "buyer", "--item", "sku", "--no-value", "--to", "text"]
     assert main(["convert", address, "out.txt", *columns]) == 0
     assert pathlib.Path("out.txt").read_text() == "a\tx\nb\ty\n"
     assert main(["convert", "out.txt", "out.csv", "--from", "text", "--user", "0"]) == 1
@@ -848,7 +848,7 @@ TRAIN = "train data --run new --format text "
         ("convert missing out.csv", "missing: no such file"),
         ("convert data out.txt --from text", "pass --to text, pairs, adjacency"),
         ("convert bad out.csv --from text", "bad:2: no TAB"),
-        ("convert valued out.txt --from text --to adjacency", "--indicator"),
+        ("convert valued out.txt --from text --to adjacency", "--no-value"),
         ("convert spaces out.txt --from text --to adjacency", "'a b' contains ' '"),
         ("convert data no/out.csv --from text", "there is no folder"),
         ("convert data no/out.parquet --from text", "there is no folder"),

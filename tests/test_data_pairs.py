@@ -1,5 +1,6 @@
 """CSV and TSV files of pairs."""
 
+import functools
 import gzip
 import lzma
 import pathlib
@@ -10,7 +11,7 @@ from contents import contents
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsejax.data import DataError, pairs, read_pairs
+from sparsejax.data import DataError, files, pairs, read_pairs
 
 
 @pytest.fixture
@@ -58,14 +59,12 @@ def test_indicator(write, text):
 @pytest.mark.parametrize(
     "text",
     [
-        "ann,milk,2.5\nann,tea,3\nbob,tea,0\n",
-        "ann,milk, 2.5\nann,tea,3 \nbob,tea,+0e1\n",
-        "ann,milk,2\nann,tea,3\nbob,tea,0\nann,milk,0.5\n",
-        "ann\tmilk\t2.5\t978\nann\ttea\t3\t979\nbob\ttea\t0\t980\n",
+        "user,item,count\nann,milk, 2.5\nann,tea,3 \nbob,tea,+0e1\n",
+        "user,item,count\nann,milk,2\nann,tea,3\nbob,tea,0\nann,milk,0.5\n",
+        "user\titem\trating\tts\nann\tmilk\t2.5\t978\nann\ttea\t3\t979\nbob\ttea\t0\t980\n",
         "userId,movieId,rating,timestamp\nann,milk,2.5,7\nann,tea,3,8\nbob,tea,0,9\n",
         "user,item,time,price,score\nann,milk,7,1,2.5\nann,tea,8,1,3\nbob,tea,9,1,0\n",
-        "user,item,timestamp,much\nann,milk,7,2.5\nann,tea,8,3\nbob,tea,9,0\n",
-        "who,what,much\nann,milk,2.5\nann,tea,3\nbob,tea,0\n",
+        "much;Product Codes;QTY;ID_customer\n1;milk;2.5;ann\n1;tea;3;ann\n1;tea;0;bob\n",
     ],
 )
 def test_values(write, text):
@@ -88,7 +87,8 @@ def test_columns_by_name_and_number(write):
         "ann": {"milk": 1},
     }
     path = write("9,8\nann,milk\n")
-    assert contents(read_pairs(path, header=True)) == {"ann": {"milk": 1}}
+    options = {"user": 0, "item": 1, "header": True}
+    assert contents(read_pairs(path, **options)) == {"ann": {"milk": 1}}
     path = write("ann milk\nann tea\nbob tea\n")
     assert contents(read_pairs(path, delimiter=" ")) == ONES
 
@@ -141,18 +141,30 @@ def test_compressed(write, pack):
     ("text", "line", "message"),
     [
         ("ann\nbob\n", 1, "at least two columns separated by ','.*'ann'"),
-        ("1::1193::5\n", 1, "at least two columns"),
+        ("1:1193:5\n", 1, "at least two columns"),
         ("a,x\n\nb\n", 3, "expected 2 columns.*got 1"),
         ("a,x\nb,y,z\n", 2, "expected 2 columns.*got 3"),
         ("a,x\n,y\n", 2, "user .* is empty"),
         ("a,x\nb,\n", 2, "item .* is empty"),
         ("a,x\n,\n", 2, "user .* is empty"),
-        ("a,x,1\nb,y,two\n", 2, "value 'two' is not a number.*indicator=True"),
-        ("a,x,1\r\n\r\nb,y,nan\r\n", 3, "value 'nan' is not finite"),
-        ("a,x,1\nb,y,1e39\n", 2, "too large"),
-        ("a,x,1\nb,y,\n", 2, "has no value but earlier entries have one"),
-        ("a,x,\nb,y,1\n", 2, "has a value but earlier entries have none"),
-        ("user,item,genre\na,x,funny\n", 2, "value 'funny' is not a number"),
+        (
+            "user,item,value\na,x,1\nb,y,two\n",
+            3,
+            "value 'two' is not a number.*indicator=True",
+        ),
+        ("user,item,value\na,x,1\r\n\r\nb,y,nan\r\n", 4, "value 'nan' is not finite"),
+        ("user,item,value\na,x,1\nb,y,1e39\n", 3, "too large"),
+        (
+            "user,item,value\na,x,1\nb,y,\n",
+            3,
+            "has no value but earlier entries have one",
+        ),
+        (
+            "user,item,value\na,x,\nb,y,1\n",
+            3,
+            "has a value but earlier entries have none",
+        ),
+        ("user,item,count\na,x,funny\n", 2, "value 'funny' is not a number"),
         ('"a\nb",x\n\nc\n', 4, "expected 2 columns"),
         ("a\tx\nb\t\n", 2, "item .* is empty"),
     ],
@@ -165,9 +177,11 @@ def test_errors(write, text, line, message):
 
 
 def test_errors_far_into_a_file(write, monkeypatch):
-    monkeypatch.setattr(pairs, "BLOCK_BYTES", 100)
-    good = "".join(f"user {i},item {i % 7},{i}\n" for i in range(1, 500))
-    assert read_pairs(write(good)).num_entries == 499
+    blocks = functools.partial(files.line_blocks, block_bytes=100)
+    monkeypatch.setattr(pairs, "line_blocks", blocks)
+    good = "".join(f"user {i},item {i % 7},{i}\n" for i in range(2, 500))
+    good = f"user,item,value\n{good}"
+    assert read_pairs(write(good)).num_entries == 498
     for bad in ("u,i,x", "u,i,", "u,i", ",i,1", "u,,1"):
         path = write(f"{good}{bad}\n{good}")
         with pytest.raises(DataError, match=f"{path}:500: "):
@@ -184,16 +198,20 @@ def test_only_a_header(write):
 
 def test_wrong_options(write):
     path = write("user,item,rating\na,x,1\n")
-    with pytest.raises(DataError, match="no column 'buyer' for user=.*user, item, rat"):
+    with pytest.raises(
+        DataError, match="no column 'buyer'; name another: user=.*0 'user'.*2 'rating'"
+    ):
         read_pairs(path, user="buyer")
-    with pytest.raises(DataError, match="no column 3 for value=.*there are 3"):
+    with pytest.raises(DataError, match="there is no column 3; name another: value="):
         read_pairs(path, value=3)
-    with pytest.raises(ValueError, match="three different columns, got 1, 1 and 2"):
+    with pytest.raises(ValueError, match="user is 1, item is 1, value is 2"):
         read_pairs(path, user=1, item=1, value=2)
     with pytest.raises(ValueError, match="'item' is a name but header=False"):
         read_pairs(path, item="item", header=False)
-    with pytest.raises(ValueError, match="delimiter must be one character, got '::'"):
-        read_pairs(path, delimiter="::")
+    with pytest.raises(
+        ValueError, match="delimiter must be one or two characters.*got ':::'"
+    ):
+        read_pairs(path, delimiter=":::")
 
 
 cell = st.text(st.characters(codec="utf-8", exclude_characters='\t\n\r,;|"\0\ufeff'))

@@ -499,7 +499,7 @@ def test_read_dispatches(write, tmp_path):
     adjacency = write("ann milk tea\nbob\neve tea wine milk\n", "a.txt")
     assert contents(read(adjacency)) == TEXT_CONTENTS
     assert contents(read(adjacency, format="adjacency")) == TEXT_CONTENTS
-    pairs = write("ann,milk,2\nann,tea,3\n", "p.csv")
+    pairs = write("user,item,count\nann,milk,2\nann,tea,3\n", "p.csv")
     assert contents(read(pairs)) == {"ann": {"milk": 2, "tea": 3}}
     assert contents(read(pairs, indicator=True)) == {"ann": {"milk": 1, "tea": 1}}
     with pytest.raises(ValueError, match="unknown format 'jason'.*text, pairs"):

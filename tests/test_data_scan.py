@@ -134,9 +134,9 @@ def test_lists_need_no_user_and_may_be_null(tmp_path):
     scanned = sj.scan_parquet(tmp_path)
     users = {"user": np.arange(70), "item": items}
     assert_the_same(scanned, sj.from_arrow(pa.table(users)))
-    with pytest.raises(sj.DataError, match="no column 'bought' for item="):
+    with pytest.raises(sj.DataError, match="no column 'bought'; name another: item="):
         sj.scan_parquet(tmp_path, item="bought")
-    with pytest.raises(sj.DataError, match="no column 'who' for user="):
+    with pytest.raises(sj.DataError, match="no column 'who'; name another: user="):
         sj.scan_parquet(tmp_path, user="who")
 
 

@@ -64,7 +64,7 @@ def test_lists():
 )
 def test_every_kind_of_list(list_type):
     items = pa.array([["x", "y"], ["y", "z"], None], list_type(pa.string()))
-    table = pa.table({"u": ["a", "b", "c"], "i": items})
+    table = pa.table({"user": ["a", "b", "c"], "seen": items})
     expected = {"a": {"x": 1, "y": 1}, "b": {"y": 1, "z": 1}, "c": {}}
     assert contents(from_arrow(table)) == expected
     assert contents(from_arrow(table.slice(1))) == {k: expected[k] for k in "bc"}
@@ -103,7 +103,7 @@ def test_every_kind_of_name(type_, names):
 def test_every_kind_of_value(type_):
     kind = decimal.Decimal if pa.types.is_decimal(type_) else int
     values = pa.array([kind(2), kind(3)], type_)
-    table = pa.table({"user": ["a", "b"], "item": ["x", "x"], "r": values})
+    table = pa.table({"user": ["a", "b"], "item": ["x", "x"], "score": values})
     assert contents(from_arrow(table)) == {"a": {"x": 2}, "b": {"x": 3}}
 
 
@@ -117,10 +117,11 @@ def test_columns():
     assert contents(from_arrow(table)) == expected
     table = table.rename_columns(["user", "title", "timestamp", "item"])
     assert contents(from_arrow(table)) == {"1": {"x": 1, "y": 1}}
-    # A list is looked for, but a column that is named is taken.
+    # Names are known first; if they are not, the only list holds the items.
     table = pa.table({"user": ["a"], "tags": [["x", "y"]], "item": ["z"]})
+    assert contents(from_arrow(table)) == {"a": {"z": 1}}
+    table = table.rename_columns(["user", "tags", "colour"])
     assert contents(from_arrow(table)) == {"a": {"x": 1, "y": 1}}
-    assert contents(from_arrow(table, item="item")) == {"a": {"z": 1}}
 
 
 def test_values_that_are_all_missing():
@@ -139,7 +140,9 @@ def test_values_that_are_all_missing():
         ({"rating": [None, 1.0, 2.0]}, "row 1: an entry has a value but earlier"),
         ({"rating": [1.0, 2.0, np.nan]}, "row 2: a value is not finite"),
         ({"rating": [1.0, 1e39, 1.0]}, "row 1: a value is not finite"),
-        ({"user": [1.0, 2.0, 3.0]}, "'user' is taken for the user, which is text"),
+        ({"user": [1.0, 2.5, 3.0]}, "row 1: column 'user' holds 2.5, which is no name"),
+        ({"user": [1.0, np.nan, None]}, "row 1: the user .*, 2 times in all"),
+        ({"user": [True, True, False]}, "'user' is taken for the user, which is text"),
         ({"user": pa.array([b"\xff"] * 3)}, "not valid UTF-8"),
     ],
 )
@@ -172,8 +175,11 @@ def test_errors_of_pairs(changes, message, monkeypatch):
         ),
         ({"ratings": [[1], [2], None, [3, 4]]}, "row 3: it has not as many values"),
         ({"ratings": [[1], [None], [], [3]]}, "row 1: an entry has no value"),
-        ({"user": [["a"]] * 4}, "expected a user and an item column"),
-        ({"items": [[[1]]] * 4}, "user and an item|which is lists of text"),
+        ({"user": [["a"]] * 4}, "'user' is taken for the user, which is text"),
+        (
+            {"items": [[[1]]] * 4},
+            "taken for the item, which is lists of text",
+        ),
     ],
 )
 def test_errors_of_lists(changes, message):
@@ -183,18 +189,24 @@ def test_errors_of_lists(changes, message):
 
 def test_errors_of_columns():
     table = pa.table(PAIRS)
-    with pytest.raises(DataError, match="no column 'x' for item=.*user, item, rating"):
+    with pytest.raises(
+        DataError, match="no column 'x'; name another: item=.*0 'user'.*2 'rating'"
+    ):
         from_arrow(table, item="x")
-    with pytest.raises(DataError, match="no column 3 for value=; there are 3"):
+    with pytest.raises(DataError, match="no column 3; name another: value=COLUMN"):
         from_arrow(table, value=3)
-    with pytest.raises(ValueError, match="three different columns"):
+    with pytest.raises(ValueError, match="user is 1, item is 1"):
         from_arrow(table, user="item", item="item")
     with pytest.raises(DataError, match="'item' is taken for the value, which is num"):
         from_arrow(table.append_column("n", [[1, 2, 3]]), item="n", value="item")
-    with pytest.raises(DataError, match="expected a user and an item column.*got r$"):
+    with pytest.raises(
+        DataError, match="no column has a name that is known for the item"
+    ):
         from_arrow(pa.table({"r": ["x"]}))
     twice = pa.table([["a"], ["x"], ["y"]], names=["user", "item", "item"])
-    with pytest.raises(DataError, match="the table: there are several columns 'item'"):
+    with pytest.raises(
+        DataError, match="the table: which column is the item, 'item' or 'item'"
+    ):
         from_arrow(twice)
     with pytest.raises(TypeError, match="PyCapsule.*polars, pandas.*got dict"):
         from_arrow(PAIRS)
@@ -295,7 +307,7 @@ def test_parquet_of_pairs_and_of_lists(tmp_path):
     assert contents(read_parquet(path)) == VALUES | {"eve": {}}
     found = read_parquet(path, user="user", item="items", value="ratings")
     assert contents(found) == VALUES | {"eve": {}}
-    with pytest.raises(DataError, match=f"^{path}: no column 'x' for user="):
+    with pytest.raises(DataError, match=f"^{path}: there is no column 'x'"):
         read_parquet(path, user="x")
     read_parquet(path).save(path)
     assert contents(read_parquet(path)) == VALUES | {"eve": {}}
@@ -321,7 +333,7 @@ def test_folder_of_parquet_files(tmp_path):
         assert dataset.row_names.tolist() == ["ann", "bob"]
 
     pq.write_table(without(PAIRS, "rating"), folder / "c.parquet")
-    with pytest.raises(DataError, match="c.parquet: no column 'rating' for value="):
+    with pytest.raises(DataError, match="c.parquet: there is no column 'rating'"):
         read_parquet(folder)
     (folder / "c.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match="c.parquet: is not a Parquet file"):
@@ -330,7 +342,7 @@ def test_folder_of_parquet_files(tmp_path):
     with pytest.raises(DataError, match="c.parquet: row 1: the user"):
         read_parquet(folder)
     pq.write_table(without(LISTS), folder / "c.parquet")
-    with pytest.raises(DataError, match="c.parquet: no column 'item'"):
+    with pytest.raises(DataError, match="c.parquet: there is no column 'item'"):
         read_parquet(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="a directory without a .parquet file"):

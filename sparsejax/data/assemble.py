@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from collections.abc import Iterable
 
@@ -11,15 +12,18 @@ import numpy as np
 import pyarrow as pa
 import scipy.sparse
 
+from sparsejax.data.columns import Columns, SourceColumn
 from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
     align_features,
 )
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import NameEncoder
+from sparsejax.data.names import NameEncoder, Names, as_names
 from sparsejax.data.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES
+
+_DECIMAL = re.compile(r"-?\d+\.\d+", re.ASCII)
 
 Features = SparseDataset | Iterable[object] | None
 
@@ -33,23 +37,36 @@ class Block:
       lengths: `[lines]` int, how many entries each line has; None if one each.
       features: `[entries]` feature names, line after line.
       values: `[entries]` float64, or None.
+      times: `[entries]` int64, float64 or datetime64[us], or None.
     """
 
     rows: pa.Array
     lengths: np.ndarray | None
     features: pa.Array
     values: np.ndarray | None
+    times: np.ndarray | None = None
 
 
 def assemble(
-    blocks: Iterable[Block], path: Path, *, features: Features
+    blocks: Iterable[Block],
+    path: Path,
+    *,
+    features: Features,
+    columns: Columns | None = None,
 ) -> SparseDataset:
     """Brings the blocks of one file together.
 
     Rows come in order of first appearance; lines of the same row are merged. Several
-    entries of one (row, feature) become one, their values are added in float64. The
+    entries of one (row, feature) become one: their values are added in float64, and the
+    time is that of the latest, of equally late ones that of the last in the file. The
     features are those of `features` in its order, or those found, in the order of
     `vocabulary_order`.
+
+    Args:
+      blocks: of the file, all with values or none, all with times or none.
+      path: what messages name.
+      features: vocabulary to read against.
+      columns: of the table, without the account.
 
     Raises:
       DataError: no rows, no features, too many entries, or only unknown features.
@@ -57,6 +74,7 @@ def assemble(
     row_encoder, feature_encoder = NameEncoder(), NameEncoder()
     lengths: list[np.ndarray] = []
     values: list[np.ndarray] = []
+    dates: list[np.ndarray] = []
     num_entries = 0
     for block in blocks:
         row_encoder.add(block.rows)
@@ -71,8 +89,14 @@ def assemble(
             lengths.append(block.lengths.astype(np.int32))
         if block.values is not None:
             values.append(block.values)
+        if block.times is not None:
+            dates.append(block.times)
     row_names, rows = row_encoder.finish()
-    feature_names, columns = feature_encoder.finish()
+    feature_names, codes = feature_encoder.finish()
+    if columns is not None:
+        if columns.user is not None:
+            row_names = _without_point_zero(row_names, columns.user, path)
+        feature_names = _without_point_zero(feature_names, columns.item, path)
     if not row_names.size:
         raise DataError.at(path, "holds no data: the file is empty")
     if not feature_names.size and features is None:
@@ -80,9 +104,10 @@ def assemble(
     if lengths:
         rows = np.repeat(rows, np.concatenate(lengths))
     data = np.concatenate(values) if values else np.ones(num_entries, bool)
+    del values
     shape = (row_names.size, feature_names.size)
-    matrix = scipy.sparse.coo_array((data, (rows, columns)), shape=shape).tocsr()
-    del rows, columns, data, values  # the larger part of what is held
+    matrix = scipy.sparse.coo_array((data, (rows, codes)), shape=shape).tocsr()
+    del data
     if features is None:
         counts = np.bincount(matrix.indices, minlength=feature_names.size)
         order = vocabulary_order(counts, feature_names)
@@ -91,8 +116,22 @@ def assemble(
         matrix.indices = column[matrix.indices].astype(np.int32)
         matrix.has_sorted_indices = False
         feature_names = feature_names[order]
+        if dates:
+            codes = column[codes]
+    times = order = None
+    if dates:
+        times = np.concatenate(dates)
+        order = _latest(rows, codes, times)
+        times = times[order]
+    del rows, codes  # the larger part of what is held
     try:
-        dataset = SparseDataset(CSR.from_scipy(matrix), row_names, feature_names)
+        dataset = SparseDataset(
+            CSR.from_scipy(matrix),
+            row_names,
+            feature_names,
+            times=times,
+            order=order,
+        )
     except ValueError as error:  # a sum of finite values need not be finite
         with np.errstate(over="ignore"):
             finite = np.isfinite(matrix.data.astype(np.float32))
@@ -103,7 +142,43 @@ def assemble(
         feature = feature_names[matrix.indices[at]]
         problem = f"the values of {str(row)!r} and {str(feature)!r} are too large a sum"
         raise DataError.at(path, problem) from error
-    return dataset if features is None else align_to(dataset, features, path)
+    if features is not None:
+        dataset = align_to(dataset, features, path)
+    if columns is not None:
+        dataset = dataclasses.replace(
+            dataset, columns=columns.accounted(dataset.matrix)
+        )
+    return dataset
+
+
+def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names:
+    """Names that are all written as 17.0, which is how integers become floats, as 17.
+
+    Raises:
+      DataError: all are numbers with a point, and not all are whole.
+    """
+    if not len(names) or not _DECIMAL.fullmatch(names[0]):
+        return names  # most files, at no cost
+    texts = names.tolist()
+    if not all(map(_DECIMAL.fullmatch, texts)):
+        return names
+    fraction = next((text for text in texts if not text.endswith(".0")), None)
+    if fraction is not None:
+        raise DataError.at(
+            path,
+            f"the {column} holds fractions, as {fraction}, which are no names; choose "
+            "another column, or write them as text that is no number",
+        )
+    return as_names([text.removesuffix(".0") for text in texts])
+
+
+def _latest(rows: np.ndarray, columns: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """`[entries]` int64: the position of each (row, column)'s latest event, in order."""
+    order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
+    rows, columns = rows[order], columns[order]
+    is_last = np.ones(len(order), bool)
+    is_last[:-1] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
+    return order[is_last]
 
 
 def align_to(

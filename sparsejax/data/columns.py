@@ -1,114 +1,256 @@
-"""Which column of a table holds the users, which the items and which the values."""
+"""Which column of a table holds the users, the items, the values and the times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
 
 from sparsejax.data.files import DataError, Path
+from sparsejax.sparse import CSR
 
 Column = int | str | None
 
-# Compared without case, spaces, "_" and "-".
-_USER_WORDS = {"user", "userid", "uid", "visitor", "visitorid", "customer"}
-_USER_WORDS |= {"customerid", "session", "sessionid", "reviewerid", "row"}
-_ITEM_WORDS = {"item", "itemid", "iid", "movie", "movieid", "product", "productid"}
-_ITEM_WORDS |= {"sku", "article", "articleid", "artist", "artistid", "track", "trackid"}
-_ITEM_WORDS |= {"song", "songid", "book", "bookid", "isbn", "asin", "feature"}
-_VALUE_WORDS = {"value", "rating", "score", "weight", "count", "plays", "playcount"}
-_VALUE_WORDS |= {"quantity", "clicks", "views", "overall"}
-_TIME_WORDS = {"timestamp", "time", "date", "datetime", "ts", "unixreviewtime"}
+# The names by which a column is known, of which each belongs to one role. They are
+# compared without case, white space, "_", "-" and ".", in the singular or the plural;
+# those of users and items also with a word for a key before or behind: `id_user`,
+# `ItemID`, `product_code`.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "user": (
+        *("user", "uid", "customer", "account", "visitor", "client", "buyer"),
+        *("session", "member", "subscriber", "shopper", "consumer", "reviewer"),
+        *("reader", "listener", "viewer", "player", "person", "profile"),
+    ),
+    "item": (
+        *("item", "iid", "product", "sku", "stockcode", "article", "asin", "isbn"),
+        *("movie", "film", "video", "show", "anime", "track", "song", "artist"),
+        *("album", "podcast", "book", "game", "app", "news", "page", "recipe"),
+        *("restaurant", "business", "venue", "hotel", "listing"),
+    ),
+    "value": (
+        *("value", "rating", "score", "star", "weight", "count", "quantity", "qty"),
+        *("play", "playcount", "click", "view", "listen", "overall", "preference"),
+        *("frequency", "strength"),
+    ),
+    "time": (
+        *("time", "timestamp", "ts", "date", "datetime", "createdat", "createdon"),
+        *("eventtime", "eventdate", "eventtimestamp", "orderdate", "ordertime"),
+        *("orderedat", "purchasedate", "purchasetime", "purchasedat", "invoicedate"),
+        *("transactiondate", "reviewtime", "unixreviewtime", "unixtime"),
+    ),
+}
+_KEYS = ("id", "key", "code", "no", "number")
+_ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
+
+# Of which a low value is often a dislike.
+_OPINIONS = {"rating", "score", "star", "overall", "preference"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceColumn:
+    """A column of a table.
+
+    Attributes:
+      name: as the table has it; None where its columns have no names.
+      position: counted from 0.
+      type: what it holds, in a word or two.
+      sample: one of its cells, for messages; "" where none was looked at.
+    """
+
+    name: str | None
+    position: int
+    type: str
+    sample: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        called = f"column {self.position}" if self.name is None else self.name
+        return f"{called} ({self.type})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Which columns of a table were read, and as what.
+
+    >>> _ = pathlib.Path("bought.csv").write_text("customer,sku,price\\nann,tea,3\\n")
+    >>> print(read("bought.csv").columns)
+    user = customer (text), item = sku (text); not read: price; 1 rows, 1 items, 1 \
+entries; every entry counts 1
+
+    Its text is what commands print of a file.
+
+    Attributes:
+      user: the column with the rows' names; None where it is not needed.
+      item: the column with the items, or with lists of them.
+      value: the column with the values, if there are some.
+      time: the column with the times, if there are some.
+      unread: names of the other columns, perhaps with why they are not read.
+      account: what was read: rows, items, entries, and how values will be used.
+    """
+
+    user: SourceColumn | None
+    item: SourceColumn
+    value: SourceColumn | None = None
+    time: SourceColumn | None = None
+    unread: tuple[str, ...] = ()
+    account: str = ""
+
+    def __str__(self) -> str:
+        roles = [
+            f"{role} = {column}"
+            for role in SYNONYMS
+            if (column := getattr(self, role)) is not None
+        ]
+        parts = [", ".join(roles)]
+        if self.unread:
+            parts.append(f"not read: {', '.join(self.unread)}")
+        return "; ".join([*parts, self.account] if self.account else parts)
+
+    def accounted(self, matrix: CSR) -> Columns:
+        """The same with an account of what was read."""
+        name = "" if self.value is None else self.value.name or ""
+        is_opinion = not _forms(name).isdisjoint(_OPINIONS)
+        account = account_of(matrix, is_opinion=is_opinion)
+        return dataclasses.replace(self, account=account)
+
+
+def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
+    """Counts rows, items and entries of data, and says how values will be used.
+
+    Args:
+      matrix: on the host, without padding.
+      is_opinion: whether a low value may be a dislike.
+    """
+    use = "every entry counts 1"
+    if matrix.data is not None and len(matrix.data):
+        low, high = np.min(matrix.data), np.max(matrix.data)
+        spread = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        use = f"values of {spread} are weights"
+        if is_opinion and low != high:
+            use += ", so that the lowest is a weak like and no dislike"
+        use += " (with indicator=True every entry counts 1)"
+    rows, items = matrix.shape
+    return f"{rows:,} rows, {items:,} items, {matrix.nse:,} entries; {use}"
+
+
+def role_of(name: str) -> str | None:
+    """The role that a column of this name has, if it is known."""
+    return next((_ROLE_OF[word] for word in _forms(name) if word in _ROLE_OF), None)
+
+
+def _forms(name: str) -> set[str]:
+    """The words that a name may stand for."""
+    word = "".join(c for c in name.lower() if c not in "_-." and not c.isspace())
+    forms = {word, word.removesuffix("s")}
+    for key in _KEYS:
+        for end in (key, f"{key}s"):
+            bare = {word.removesuffix(end)} | {word.removeprefix(key)}
+            bare |= {form.removesuffix("s") for form in bare}
+            forms |= {form for form in bare if _ROLE_OF.get(form) in ("user", "item")}
+    return forms
 
 
 def find_columns(
     path: Path,
-    count: int,
-    names: Sequence[str] | None,
+    columns: Sequence[SourceColumn],
+    given: Mapping[str, Column],
     *,
-    user: Column = None,
-    item: Column = None,
-    value: Column = None,
-    users: Iterable[int] | None = None,
-    items: Iterable[int] | None = None,
-    values: Iterable[int] | None = None,
-    with_user: bool = True,
+    roles: Sequence[str] = tuple(SYNONYMS),
+    item_by_type: Sequence[int] = (),
     line: int | None = None,
-) -> tuple[int | None, int, int | None]:
-    """The positions of the user, the item and the value column (None: there is none).
+) -> dict[str, int]:
+    """The positions of the columns of some roles, by role; some have none.
 
-    What is not given is the first column with such a name, otherwise the first that is
-    left; the value is not looked for in columns named like a time.
+    A role has the column that is given for it, otherwise the one whose name is known.
+    Two known names are not clear. User and item are needed if they are among the roles.
 
     Args:
       path: what messages name.
-      count: number of columns.
-      names: of the columns, if they have some.
-      user: a column by number or by name.
-      item: the same.
-      value: the same.
-      users: columns that `user` is chosen from; all by default.
-      items: the same for `item`.
-      values: the same for `value`.
-      with_user: whether a user column is looked for, if `user` does not name it.
+      columns: of the table.
+      given: a column by number or by name for each role, or None.
+      roles: what is looked for.
+      item_by_type: columns that can only be items, for which a name need not be known.
       line: what messages name, too.
 
     Raises:
-      DataError: there is no such column.
+      DataError: there is no such column, or it is not clear which one it is.
       ValueError: a name where columns have none, or a column is taken twice.
     """
-    words = [""] * count if names is None else [_word(name) for name in names]
-
-    def given(role: str, column: Column) -> int | None:
-        if column is None:
-            return None
-        if isinstance(column, str):
-            if names is None:
-                raise ValueError(f"{role}={column!r} is a name but header=False")
-            if column in names:
-                return names.index(column)
-            known = f"the columns are {', '.join(names)}"
-            raise DataError.at(
-                path, f"no column {column!r} for {role}=; {known}", line=line
-            )
-        if 0 <= column < count:
-            return column
-        message = f"no column {column} for {role}=; there are {count}, counted from 0"
-        raise DataError.at(path, message, line=line)
-
-    def chosen(wanted: set[str], among: Iterable[int] | None, *taken) -> int | None:
-        among = range(count) if among is None else among
-        free = [at for at in among if at not in taken]
-        named = (at for at in free if {words[at], words[at].rstrip("s")} & wanted)
-        return next(named, free[0] if free else None)
-
-    user_at, item_at = given("user", user), given("item", item)
-    value_at = given("value", value)
-    if user_at is None and with_user:
-        user_at = chosen(_USER_WORDS, users, item_at)
-    if item_at is None:
-        item_at = chosen(_ITEM_WORDS, items, user_at)
-    if item_at is None or (user_at is None and with_user):
-        known = ", ".join(names or [])
-        message = (
-            f"expected a user and an item column, of text or integers, got {known}"
-        )
-        raise DataError.at(path, message, line=line)
-    if value is None:
-        among = range(count) if values is None else values
-        among = [at for at in among if words[at] not in _TIME_WORDS]
-        value_at = chosen(_VALUE_WORDS, among, user_at, item_at)
-    taken = [at for at in (user_at, item_at, value_at) if at is not None]
+    at = {
+        role: _position(path, columns, role, column, line)
+        for role in roles
+        if (column := given.get(role)) is not None
+    }
+    taken = list(at.values())
     if len(set(taken)) < len(taken):
+        described = ", ".join(f"{role} is {place}" for role, place in at.items())
         raise ValueError(
-            "user, item and value must be three different columns, got "
-            f"{user_at}, {item_at} and {value_at}"
+            f"{path}: each role needs a column of its own, but {described}"
         )
-    return user_at, item_at, value_at
+    known = [None if c.name is None else role_of(c.name) for c in columns]
+    for role in roles:
+        if role in at:
+            continue
+        found = [i for i, r in enumerate(known) if r == role and i not in taken]
+        if not found and role == "item":
+            found = [i for i in item_by_type if known[i] is None and i not in taken]
+        if len(found) == 1:
+            at[role] = found[0]
+        elif found:
+            names = " or ".join(repr(columns[i].name) for i in found)
+            remedy = f"name it: {role}=COLUMN"
+            remedy += ", or leave values out: indicator=True" * (role == "value")
+            problem = f"which column is the {role}, {names}"
+            unclear(path, columns, problem, remedy, line)
+        elif role in ("user", "item"):
+            problem = f"no column has a name that is known for the {role}"
+            remedy = f"name it: {role}=COLUMN, by its name or its number from 0"
+            unclear(path, columns, problem, remedy, line)
+    return at
 
 
-def is_header(cells: Sequence[str]) -> bool:
-    """Whether cells look like the header of a file of pairs."""
-    return not (_USER_WORDS | _ITEM_WORDS).isdisjoint(map(_word, cells))
+def unclear(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    problem: str,
+    remedy: str,
+    line: int | None = None,
+) -> NoReturn:
+    """Raises DataError: a problem, what to do, and the columns."""
+    listed = ", ".join(map(_described, columns))
+    message = f"{problem}; {remedy}. The columns are: {listed}"
+    raise DataError.at(path, message, line=line)
 
 
-def _word(cell: str) -> str:
-    return cell.strip().lower().translate(str.maketrans("", "", " _-"))
+def _described(column: SourceColumn) -> str:
+    name = "" if column.name is None else f" {column.name!r}"
+    sample = f", as {column.sample[:30]!r}" if column.sample else ""
+    return f"{column.position}{name} ({column.type}{sample})"
+
+
+def _position(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    role: str,
+    column: int | str,
+    line: int | None,
+) -> int:
+    """Where a column is that was given by number or by name."""
+    if isinstance(column, int):
+        if 0 <= column < len(columns):
+            return column
+        problem = f"there is no column {column}"
+    else:
+        names = [known.name for known in columns]
+        if all(name is None for name in names):
+            raise ValueError(f"{role}={column!r} is a name but header=False")
+        match names.count(column):
+            case 1:
+                return names.index(column)
+            case 0:
+                problem = f"there is no column {column!r}"
+            case _:
+                problem = f"there are several columns {column!r}"
+    remedy = f"name another: {role}=COLUMN, by its name or its number from 0"
+    unclear(path, columns, problem, remedy, line)

@@ -13,6 +13,7 @@ import scipy.sparse
 
 from sparsejax.data import names as _names
 from sparsejax.data import parquet, vocabulary
+from sparsejax.data.columns import Columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import heldout_entries, heldout_rows
@@ -58,15 +59,26 @@ class SparseDataset:
       feature_names: `[features]` text.
       left_out: `[rows]` int32, how many more entries each row had, of features that
         these are not (see `align_features`), or None if there were none.
+      times: `[entries]` when each entry was seen last, in the order of
+        `matrix.indices`: int64, float64 or datetime64[us] (UTC where the source has a
+        zone). None where times were not read.
+      order: `[entries]` int64, the position of that event in its file, which decides
+        between equal times. None where `times` is.
+      columns: which columns of a table this was read from, and as what; None where it
+        was not read from a table.
 
     Raises:
-      ValueError: the sizes do not agree, a name or an index occurs twice.
+      ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
+        finite, or only one of `times` and `order` is given.
     """
 
     matrix: CSR
     row_names: Names
     feature_names: Names
     left_out: np.ndarray | None = None
+    times: np.ndarray | None = None
+    order: np.ndarray | None = None
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         matrix = _host(self.matrix)
@@ -88,6 +100,7 @@ class SparseDataset:
                     f"left_out must be a count for each of the {matrix.num_rows:,} rows"
                 )
             object.__setattr__(self, "left_out", left_out if left_out.any() else None)
+        _check_times(self.times, self.order, self.num_entries)
 
     def __repr__(self) -> str:
         kind = "indicator" if self.matrix.data is None else "valued"
@@ -347,11 +360,13 @@ class SparseDataset:
         taken = _offsets(lengths)
         entries = np.repeat(indptr[rows] - taken[:-1], lengths)
         entries += np.arange(len(entries))
-        return SparseDataset(
-            _csr(self.matrix, entries, taken),
-            self.row_names[rows] if names is None else names,
-            self.feature_names,
-            None if self.left_out is None else np.append(self.left_out, 0)[rows],
+        return self._take(
+            entries,
+            taken,
+            row_names=self.row_names[rows] if names is None else names,
+            left_out=None
+            if self.left_out is None
+            else np.append(self.left_out, 0)[rows],
         )
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
@@ -361,9 +376,38 @@ class SparseDataset:
         return Split(self._entries(~is_held), self._entries(is_held))
 
     def _entries(self, keep: np.ndarray) -> SparseDataset:
-        indptr = _offsets(keep)[self.matrix.indptr]
-        matrix = _csr(self.matrix, keep, indptr)
-        return dataclasses.replace(self, matrix=matrix, left_out=None)
+        return self._take(keep, _offsets(keep)[self.matrix.indptr])
+
+    def _take(
+        self,
+        entries: np.ndarray,
+        indptr: np.ndarray,
+        *,
+        indices: np.ndarray | None = None,
+        row_names: Names | None = None,
+        feature_names: Names | None = None,
+        left_out: np.ndarray | None = None,
+    ) -> SparseDataset:
+        """Chosen entries with what belongs to each, as rows that begin at `indptr`.
+
+        `indices`, `row_names` and `feature_names` are this data set's by default.
+        """
+        features = self.feature_names if feature_names is None else feature_names
+        if indices is None:
+            indices = np.asarray(self.matrix.indices)[entries]
+        data, times, order = (
+            None if each is None else np.asarray(each)[entries]
+            for each in (self.matrix.data, self.times, self.order)
+        )
+        return SparseDataset(
+            CSR(data, indices, indptr, num_cols=len(features)),
+            self.row_names if row_names is None else row_names,
+            features,
+            left_out,
+            times,
+            order,
+            self.columns,
+        )
 
 
 class Split(NamedTuple):
@@ -434,17 +478,24 @@ def align_features(
             f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
             f"{_names.examples(unknown)}"
         )
-    data = np.ones(len(known), bool) if matrix.data is None else matrix.data
+    counts = np.diff(matrix.indptr)
     indptr = _offsets(known)[matrix.indptr]
-    counts = np.diff(matrix.indptr) - np.diff(indptr)
+    counts -= np.diff(indptr)
     if dataset.left_out is not None:
         counts += dataset.left_out
     shape = (dataset.num_rows, wanted.size)
-    aligned = scipy.sparse.csr_array((data[known], columns[known], indptr), shape=shape)
-    return (
-        SparseDataset(CSR.from_scipy(aligned), dataset.row_names, wanted, counts),
-        message,
+    # Which entries are kept, in the order of their new columns.
+    kept = (np.flatnonzero(known), columns[known], indptr)
+    sorted_ = scipy.sparse.csr_array(kept, shape=shape)
+    sorted_.sort_indices()
+    aligned = dataset._take(
+        sorted_.data,
+        indptr,
+        indices=sorted_.indices,
+        feature_names=wanted,
+        left_out=counts,
     )
+    return aligned, message
 
 
 def _host(matrix: CSR) -> CSR:
@@ -471,10 +522,27 @@ def _host(matrix: CSR) -> CSR:
     return host
 
 
-def _csr(matrix: CSR, entries: np.ndarray, indptr: np.ndarray) -> CSR:
-    """The chosen entries of `matrix` as a matrix with the given row starts."""
-    data = None if matrix.data is None else matrix.data[entries]
-    return CSR(data, matrix.indices[entries], indptr, num_cols=matrix.num_cols)
+def _check_times(
+    times: np.ndarray | None, order: np.ndarray | None, count: int
+) -> None:
+    """Raises ValueError unless both are right for so many entries, or both are None."""
+    if times is None and order is None:
+        return
+    if times is None or order is None:
+        raise ValueError("times and order belong together, but one of them is None")
+    if times.shape != (count,) or order.shape != (count,):
+        raise ValueError(
+            f"there are {count:,} entries, but times {times.shape} and order "
+            f"{order.shape}"
+        )
+    if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
+        raise ValueError(
+            f"times must be int64, float64 or datetime64[us], got {times.dtype}"
+        )
+    if order.dtype != np.int64:
+        raise ValueError(f"order must be int64, got {order.dtype}")
+    if not np.isfinite(times).all():
+        raise ValueError(f"entry {np.argmin(np.isfinite(times)):,} has no finite time")
 
 
 def _lengths(dataset: SparseDataset) -> np.ndarray:

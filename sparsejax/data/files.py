@@ -27,6 +27,11 @@ ByteStream = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile
 # a block (some ten times its size) stay out of the way.
 BLOCK_BYTES = 8 * 2**20
 
+# A longer line is an error, so that a small compressed file cannot take all memory.
+MAX_LINE_BYTES = 64 * 2**20
+
+_HEAD_BYTES = 64 * 2**10
+
 # A file under construction that nothing was written to for so long has no writer.
 _ABANDONED_SECONDS = 3600
 # These come without the name of the file.
@@ -236,11 +241,11 @@ def line_blocks(
     """Yields a file's lines in blocks of about `block_bytes`.
 
     Removes a byte order mark and turns CR LF into LF. A line longer than a block makes
-    its block longer.
+    its block longer, up to `MAX_LINE_BYTES`.
 
     Raises:
-      DataError: a zero byte (so the file is binary), invalid UTF-8, or a carriage
-        return in the middle of a line.
+      DataError: a zero byte (so the file is binary), invalid UTF-8, a carriage return
+        in the middle of a line, or a line that is too long.
     """
     first = 1
     pending: list[bytes] = []
@@ -251,6 +256,9 @@ def line_blocks(
         cut = chunk.rfind(b"\n") + 1
         if chunk and not cut:
             pending.append(chunk)
+            if sum(map(len, pending)) > MAX_LINE_BYTES:
+                problem = f"the line is longer than {MAX_LINE_BYTES:,} bytes"
+                raise DataError.at(path, problem, line=first)
             continue
         data = b"".join((*pending, chunk[:cut]))
         pending = [chunk[cut:]]
@@ -282,18 +290,17 @@ def lines_of(path: Path) -> list[str]:
     return found
 
 
-def decode_line(raw: bytes, path: Path, number: int) -> str:
-    """One line as text; `number` counts from 1.
+def head(path: Path) -> Lines:
+    """The first 64 KiB or so of a file, in whole lines of which one is not blank.
 
     Raises:
-      DataError: a zero byte, or invalid UTF-8.
+      DataError: there is none.
     """
-    if b"\0" in raw:
-        raise _binary(path)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise DataError.at(path, _not_utf8(raw[error.start]), line=number) from error
+    with open_data(path) as stream:
+        for lines in line_blocks(stream, path, block_bytes=_HEAD_BYTES):
+            if lines.data.strip():
+                return lines
+    raise DataError.at(path, "holds no data: the file is empty")
 
 
 def _check_text(lines: Lines) -> None:

@@ -42,6 +42,7 @@ def read(
     user: Column = None,
     item: Column = None,
     value: Column = None,
+    time: Column = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -65,7 +66,7 @@ def read(
       ValueError: there is no such format, or it has no columns to name.
     """
     format = format or sniff.guess_format(path)
-    columns = {"user": user, "item": item, "value": value}
+    columns = {"user": user, "item": item, "value": value, "time": time}
     if format in ("text", "adjacency") and any(c is not None for c in columns.values()):
         raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
     match format:
@@ -141,6 +142,7 @@ def read_pairs(
     user: Column = None,
     item: Column = None,
     value: Column = None,
+    time: Column = None,
     delimiter: str | None = None,
     header: bool | None = None,
     features: Features = None,
@@ -186,13 +188,14 @@ def read_pairs(
         user=user,
         item=item,
         value=value,
+        time=time,
         delimiter=delimiter,
         header=header,
         indicator=indicator,
     )
     with open_data(path) as stream:
         blocks = pairs.pair_blocks(stream, path, layout)
-        return assemble(blocks, path, features=features)
+        return assemble(blocks, path, features=features, columns=layout.columns)
 
 
 def read_parquet(
@@ -201,6 +204,7 @@ def read_parquet(
     user: Column = None,
     item: Column = None,
     value: Column = None,
+    time: Column = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -230,7 +234,7 @@ def read_parquet(
     with files[0].open() as file:
         schema = file.schema_arrow
     if len(files) == 1 and parquet.is_dataset(schema):
-        if (user, item, value) != (None, None, None):
+        if (user, item, value, time) != (None, None, None, None):
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
@@ -244,11 +248,13 @@ def read_parquet(
         user=user,
         item=item,
         value=value,
+        time=time,
         indicator=indicator,
     )
     with progress_bar(path, sum(file.size for file in files)) as bar:
         each = ((file.path, _batches(file, layout, bar)) for file in files)
-        return assemble(tables.table_blocks(each, layout), path, features=features)
+        blocks = tables.table_blocks(each, layout)
+        return assemble(blocks, path, features=features, columns=layout.source)
 
 
 def from_arrow(
@@ -257,6 +263,7 @@ def from_arrow(
     user: Column = None,
     item: Column = None,
     value: Column = None,
+    time: Column = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -307,11 +314,12 @@ def from_arrow(
             user=user,
             item=item,
             value=value,
+            time=time,
             indicator=indicator,
         )
         blocks = tables.table_blocks([(path, batches)], layout)
-        return assemble(blocks, path, features=features)
-    except pa.ArrowException as error:
+        return assemble(blocks, path, features=features, columns=layout.source)
+    except (pa.ArrowException, OverflowError) as error:
         raise DataError.at(path, f"cannot be read: {error}") from error
 
 

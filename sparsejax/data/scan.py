@@ -243,6 +243,7 @@ def scan_parquet(
         value=value,
         indicator=indicator,
         with_user=False,
+        with_time=False,
     )
     groups = scan_tables.find_groups(files, layout)
     if not groups:

@@ -145,7 +145,7 @@ def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group
     """The group with its rows, and its last user; `last` is that of the one before."""
     assert layout.user is not None
     file = group.file
-    users = tables.plain_names(_read(group, [layout.user]).column(0))
+    users = tables.plain_names(_read(group, [layout.user]).column(0), file.path)
     tables.check_users(users, file.path, group.first)
     is_new = _is_new(users)
     before = users[:-1]
@@ -235,7 +235,9 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
     """The same of pairs; the last row may go on in other groups."""
     table = _read(group, layout.columns)
-    begins = np.flatnonzero(_is_new(tables.plain_names(table.column(layout.user))))
+    begins = np.flatnonzero(
+        _is_new(tables.plain_names(table.column(layout.user), group.file.path))
+    )
     begins = begins[begins >= group.head]
     if len(begins) != group.rows or begins[0] != group.head:
         raise changed(group.file)
@@ -301,7 +303,9 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
             for block in tables.table_blocks(
                 [(file.path, batches)], items, encoded=False
             ):
-                names = tables.plain_names(pa.chunked_array([block.features]))
+                names = tables.plain_names(
+                    pa.chunked_array([block.features]), file.path
+                )
                 if names.type != (type_ := type_ or names.type):
                     raise DataError.at(
                         file.path, "has items of another type than the first file"

@@ -6,13 +6,12 @@ import os
 import re
 from typing import Literal
 
-from sparsejax.data.columns import is_header
-from sparsejax.data.files import DataError, Path, is_address, line_blocks, open_data
+from sparsejax.data.columns import role_of
+from sparsejax.data.files import DataError, Path, head, is_address
 from sparsejax.data.pairs import DELIMITERS
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
 
-_HEAD_BYTES = 64 * 1024
 _BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
 
 
@@ -24,8 +23,8 @@ def guess_format(path: Path) -> Format:
 
     * text: no line has two TABs, and in one there is a ':' behind a TAB (then only two
       names of columns are a header);
-    * pairs: in each line the same number, above one, of fields separated by TAB, ',',
-      ';' or '|' (of two fields with a TAB between, the second without ',' or space, or
+    * pairs: in each line the same number, above one, of fields separated by TAB, '::',
+      ',', ';' or '|' (of two fields with a TAB between, the second without ',' or space, or
       under a header);
     * adjacency: a varying number of fields separated by spaces, without TAB or ','.
 
@@ -39,7 +38,7 @@ def guess_format(path: Path) -> Format:
         return "parquet"
     if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
         return known
-    lines = _head(path)
+    lines = [line for line in head(path).data.decode().split("\n") if line.strip()]
     if guess := _guess(lines):
         return guess
     raise DataError.at(
@@ -54,11 +53,11 @@ def _guess(lines: list[str]) -> Format | None:
         cells = lines[0].split("\t")
         behind = [line.partition("\t")[2] for line in lines]
         if any(":" in rest for rest in behind):
-            if all(is_header([cell]) for cell in cells):
+            if all(_is_header([cell]) for cell in cells):
                 return "pairs"
             # A row may be called "user", and have a "book" only.
-            return None if is_header(cells) else "text"
-        if is_header(cells):
+            return None if _is_header(cells) else "text"
+        if _is_header(cells):
             return "pairs"
         # One feature on each line: as text it would come to the same.
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
@@ -72,12 +71,5 @@ def _guess(lines: list[str]) -> Format | None:
     return None
 
 
-def _head(path: Path) -> list[str]:
-    """The lines that are whole in the first 64 KiB, without blank ones."""
-    with open_data(path) as stream:
-        blocks = line_blocks(stream, path, block_bytes=_HEAD_BYTES)
-        for block in blocks:
-            lines = [line for line in block.data.decode().split("\n") if line.strip()]
-            if lines:
-                return lines
-    raise DataError.at(path, "holds no data: the file is empty")
+def _is_header(cells: list[str]) -> bool:
+    return any(role_of(cell) in ("user", "item") for cell in cells)

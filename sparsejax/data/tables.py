@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -11,29 +12,39 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.assemble import Block
-from sparsejax.data.columns import Column, find_columns
+from sparsejax.data.columns import Column, Columns, SourceColumn, find_columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
+from sparsejax.data.values import find_time_problem, mixed_times, parse_times
 
 # Rows that are taken at a time: see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
 
 _NO_USER = "the user (row) is empty or null"
+_NO_ITEM = "an item (feature) is empty or null"
+
+# From here on not every integer is a float64.
+_INEXACT = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """The names of the columns that are read; None where there is none, or no need."""
+    """The names of the columns that are read; None where there is none, or no need.
+
+    `source` says the same with types, for people; two that differ there are equal.
+    """
 
     user: str | None
     item: str
     value: str | None
     has_lists: bool
+    time: str | None = None
+    source: Columns | None = dataclasses.field(default=None, compare=False)
 
     @property
     def columns(self) -> list[str]:
         """All of them."""
-        names = (self.user, self.item, self.value)
+        names = (self.user, self.item, self.value, self.time)
         return [name for name in names if name is not None]
 
 
@@ -44,65 +55,93 @@ def find_table_layout(
     user: Column = None,
     item: Column = None,
     value: Column = None,
+    time: Column = None,
     indicator: bool = False,
     with_user: bool = True,
+    with_time: bool = True,
 ) -> TableLayout:
     """Settles what was left open, from names and types; see `readers.from_arrow`.
 
     Without `with_user` a table of lists need not have a user column, and it is not read.
+    Without `with_time` times are not read.
 
     Raises:
-      DataError: a column is missing, or has a type that it cannot have.
+      DataError: a column is missing, is not clear, or has a type that it cannot have.
       ValueError: a column is taken twice.
     """
     # What pandas stores of an index that nobody named.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
-    names = [field.name for field in known]
-    lists = [at for at, field in enumerate(known) if _is_list(field.type)]
-    flat = [at for at in range(len(known)) if at not in lists]
-    if item is None:
-        has_lists = bool(lists)
-    else:
-        has_lists = item in lists or item in [names[at] for at in lists]
-    entries = lists if has_lists else flat
+    columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
+    given = {"user": user, "item": item, "value": value, "time": time}
+    lists = [
+        i
+        for i, field in enumerate(known)
+        if _is_list(field.type) and _is_name(_inner(field.type))
+    ]
+    roles = ["item"] if indicator else ["item", "value"]
+    at = find_columns(path, columns, given, roles=["item"], item_by_type=lists)
+    has_lists = _is_list(known[at["item"]].type)
     with_user = with_user or not has_lists
-    user_at, item_at, value_at = find_columns(
-        path,
-        len(known),
-        names,
-        user=user,
-        item=item,
-        value=value,
-        users=[at for at in flat if _is_name(known[at].type)],
-        items=[at for at in entries if _is_name(_inner(known[at].type))],
-        values=[at for at in entries if _is_number(_inner(known[at].type))],
-        with_user=with_user,
-    )
-    if indicator:
-        value_at = None
-    if not with_user:
-        user_at = None
-    for role, at, in_list, suits, what in (
-        ("user", user_at, False, _is_name, "text or integers"),
-        ("item", item_at, has_lists, _is_name, "text or integers"),
-        ("value", value_at, has_lists, _is_number, "numbers"),
+    if with_user or user is not None:
+        roles = ["user", *roles]
+    if with_time:
+        roles.append("time")
+    at = find_columns(path, columns, given, roles=roles, item_by_type=lists)
+    unread = [c.name or "" for c in columns if c.position not in at.values()]
+    if (
+        with_time
+        and "time" in at
+        and time is None
+        and not _is_time(_inner(known[at["time"]].type))
     ):
-        if at is None:
-            continue
-        found = known[at].type
-        if names.count(names[at]) > 1:
-            raise DataError.at(path, f"there are several columns {names[at]!r}")
-        if in_list != _is_list(found) or not suits(_inner(found)):
-            wanted = f"lists of {what}" if in_list else what
-            raise DataError.at(
-                path,
-                f"column {names[at]!r} is taken for the {role}, which is {wanted}, but "
-                f"it is {found}; convert it, or choose another with {role}=...",
-            )
-    user_name, value_name = (
-        None if at is None else names[at] for at in (user_at, value_at)
+        column = columns[at.pop("time")]
+        unread.append(f"{column.name}, as {column.type} is no time")
+    if not with_user:
+        at.pop("user", None)
+    for role, place in at.items():
+        _check_type(path, columns[place], known[place].type, role, has_lists)
+    found = {role: columns[place] for role, place in at.items()}
+    names = {role: known[place].name for role, place in at.items()}
+    for name in names.values():
+        if schema.names.count(name) > 1:
+            raise DataError.at(path, f"there are several columns {name!r}")
+    source = Columns(
+        found.get("user"),
+        found["item"],
+        found.get("value"),
+        found.get("time"),
+        tuple(unread),
     )
-    return TableLayout(user_name, names[item_at], value_name, has_lists)
+    return TableLayout(
+        names.get("user"),
+        names["item"],
+        names.get("value"),
+        has_lists,
+        names.get("time"),
+        source,
+    )
+
+
+def _check_type(
+    path: Path, column: SourceColumn, type_: pa.DataType, role: str, has_lists: bool
+) -> None:
+    """Raises DataError if a column cannot have a role."""
+    suits, what = {
+        "user": (_is_name, "text or integers"),
+        "item": (_is_name, "text or integers"),
+        "value": (_is_number, "numbers"),
+        "time": (_is_time, "numbers, dates or text as of ISO 8601"),
+    }[role]
+    # A time may also be that of a row.
+    in_list = has_lists and role != "user" and (role != "time" or _is_list(type_))
+    if in_list != _is_list(type_) or not suits(_inner(type_)):
+        wanted = f"lists of {what}" if in_list else what
+        others = ", or indicator=True" if role == "value" else ""
+        raise DataError.at(
+            path,
+            f"column {column.name!r} is taken for the {role}, which is {wanted}, but it "
+            f"is {type_}; convert it, or choose another with {role}=COLUMN{others}",
+        )
 
 
 def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
@@ -113,8 +152,10 @@ def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
         user=layout.user,
         item=layout.item,
         value=layout.value,
+        time=layout.time,
         indicator=layout.value is None,
         with_user=layout.user is not None,
+        with_time=layout.time is not None,
     )
     if again.has_lists != layout.has_lists:
         raise DataError.at(path, "has lists, or has none, unlike other files")
@@ -136,13 +177,42 @@ def table_blocks(
     Raises:
       DataError: names the first row that is wrong, counted from 0 in its table.
     """
+    parts = _parts(tables, first)
+    kind: str | None = None
+    for path, row, part in parts:
+        try:
+            block, valued, kind = _block(part, layout, valued, kind, path, row, encoded)
+        except _MissingName as missing:
+            count = missing.count + sum(
+                int(_is_missing(_flat(part.column(missing.column))).sum())
+                for _, _, part in parts
+            )
+            raise DataError.at(
+                path,
+                f"row {missing.row:,}: {missing.problem}, {count:,} times in all: fill "
+                f"in the column {missing.column!r}, or leave these rows out first",
+            ) from None
+        yield block
+
+
+class _MissingName(Exception):
+    """A name is missing: where first, and how often in a part."""
+
+    def __init__(self, column: str, problem: str, row: int, count: int):
+        super().__init__()
+        self.column, self.problem, self.row, self.count = column, problem, row, count
+
+
+def _parts(
+    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]], first: int
+) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
+    """Some rows at a time, with the number of the first of them in their table."""
     for path, batches in tables:
         row = first
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.slice(start, BATCH_ROWS)
-                block, valued = _block(part, layout, valued, path, row, encoded)
-                yield block
+                yield path, row, part
                 row += len(part)
 
 
@@ -150,20 +220,26 @@ def _block(
     batch: pa.RecordBatch,
     layout: TableLayout,
     valued: bool | None,
+    kind: str | None,
     path: Path,
     first: int,
     encoded: bool,
-) -> tuple[Block, bool | None]:
-    """Some rows; `valued` says whether earlier entries had values, if any."""
-    entries = {
-        name: batch.column(name) for name in layout.columns if name != layout.user
-    }
-    lengths, num_values = None, None
-    if layout.has_lists:
-        lengths = _lengths(entries[layout.item])
-        if layout.value is not None:
-            num_values = _lengths(entries[layout.value])
-        entries = {name: column.flatten() for name, column in entries.items()}
+) -> tuple[Block, bool | None, str | None]:
+    """Some rows.
+
+    `valued` says whether earlier entries had values, if any, and `kind` of which kind
+    their times were, "" if they had none.
+    """
+    items = batch.column(layout.item)
+    lengths = _lengths(items) if layout.has_lists else None
+    items = _flat(items)
+
+    def rows_of(wrong: np.ndarray) -> np.ndarray:
+        """Where rows are wrong, from where entries are."""
+        if lengths is None:
+            return wrong
+        rows = np.repeat(np.arange(len(lengths)), lengths)[wrong]
+        return np.bincount(rows, minlength=len(lengths)) > 0
 
     def check(wrong: np.ndarray, problem: str) -> None:
         """Raises for the first row that is wrong."""
@@ -171,35 +247,89 @@ def _block(
             row = first + int(np.argmax(wrong))
             raise DataError.at(path, f"row {row:,}: {problem}")
 
-    def check_entries(wrong: np.ndarray, problem: str) -> None:
-        """Raises for the row of the first entry that is wrong."""
-        if lengths is not None and wrong.any():
-            entry = int(np.argmax(wrong))
-            row = np.searchsorted(np.cumsum(lengths), entry, side="right")
-            wrong = np.arange(len(lengths)) == row
-        check(wrong, problem)
+    def entries_of(name: str, what: str) -> pa.Array:
+        """A column of values or times: one for each entry."""
+        column = batch.column(name)
+        if lengths is None:
+            return column
+        if not _is_list(column.type):  # one for all entries of a row
+            return column.take(np.repeat(np.arange(len(lengths)), lengths))
+        check(_lengths(column) != lengths, f"it has not as many {what}s as items")
+        return column.flatten()
 
-    if num_values is not None:
-        check(num_values != lengths, "it has not as many values as items")
-    users, items = pa.nulls(len(batch), pa.string()), entries[layout.item]
+    def names_of(names: pa.Array, column: str, problem: str, flat: bool) -> pa.Array:
+        missing = _is_missing(names)
+        if missing.any():
+            row = first + int(np.argmax(missing if flat else rows_of(missing)))
+            raise _MissingName(column, problem, row, int(missing.sum()))
+        names, wrong, problem = as_integers_or_text(names)
+        check(wrong if flat else rows_of(wrong), f"column {column!r} {problem}")
+        return names
+
+    users = pa.nulls(len(batch), pa.string())
     if layout.user is not None:
         users = batch.column(layout.user)
-        check(_is_missing(users), _NO_USER)
-    check_entries(_is_missing(items), "an item (feature) is empty or null")
-    values = None
+        users = names_of(users, layout.user, _NO_USER, True)
+    items = names_of(items, layout.item, _NO_ITEM, False)
+    values = times = None
     if layout.value is not None and len(items):
-        column = entries[layout.value]
+        column = entries_of(layout.value, "value")
         is_missing = column.is_null().to_numpy(zero_copy_only=False)
         valued = not is_missing[0] if valued is None else valued
-        check_entries(is_missing == valued, mixed_values(valued))
+        check(rows_of(is_missing == valued), mixed_values(valued))
         if valued:
             values = column.cast(pa.float64(), safe=False).to_numpy()
             with np.errstate(over="ignore"):
                 finite = np.isfinite(values.astype(np.float32))
-            check_entries(~finite, "a value is not finite as float32")
+            check(rows_of(~finite), "a value is not finite as float32")
+    if layout.time is not None and len(items):
+        column = entries_of(layout.time, "time")
+        is_missing = column.is_null().to_numpy(zero_copy_only=False)
+        if kind is None and is_missing[0]:
+            kind = ""
+        check(rows_of(is_missing == (kind != "")), mixed_times(kind != ""))
+        if kind != "":
+            found = parse_times(column)
+            if found is None or (kind is not None and found[1] != kind):
+                entry, problem = find_time_problem(column, kind)
+                check(rows_of(np.arange(len(column)) == entry), problem)
+            assert found is not None  # else `check` has raised
+            times, kind = found
     if encoded:
         items = encoded_names(items, path)
-    return Block(encoded_names(users, path), lengths, items, values), valued
+    block = Block(encoded_names(users, path), lengths, items, values, times)
+    return block, valued, kind
+
+
+def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
+    """Names in one of these types (text may be in a dictionary), where that is wrong, why.
+
+    Floats and decimals become integers, 16 bytes a UUID.
+    """
+    type_ = names.type
+    right = np.zeros(len(names), bool)
+    if isinstance(type_, pa.BaseExtensionType):
+        return as_integers_or_text(names.storage)
+    if pt.is_dictionary(type_) and not _is_text(type_.value_type):
+        return as_integers_or_text(names.dictionary_decode())
+    if _is_uuid(type_):
+        codes = names.dictionary_encode()
+        texts = [str(uuid.UUID(bytes=name)) for name in codes.dictionary.to_pylist()]
+        texts = pa.array(texts, pa.string())
+        return pa.DictionaryArray.from_arrays(codes.indices, texts), right, ""
+    if pt.is_decimal(type_):
+        names = names.cast(pa.float64())
+    if not pt.is_floating(names.type):
+        return names, right, ""
+    numbers = names.to_numpy(zero_copy_only=False).astype(np.float64)
+    wrong = (numbers != np.floor(numbers)) | (np.abs(numbers) >= _INEXACT)
+    example = float(numbers[np.argmax(wrong)]) if len(numbers) else 0
+    problem = (
+        f"holds {example:g}, which is no name: names are text, or integers below 2^53 "
+        "if they are floats; choose another column, or convert it"
+    )
+    whole = np.where(wrong, 0, numbers).astype(np.int64)
+    return pa.array(whole), wrong, problem
 
 
 def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
@@ -218,16 +348,22 @@ def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
         raise DataError.at(path, f"a name is not valid UTF-8: {error}") from error
 
 
-def plain_names(column: pa.ChunkedArray) -> pa.Array:
+def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
     """A column of names as one array of integers or bytes, which have an order."""
-    type_ = column.type
+    chunks = []
+    for chunk in column.chunks:
+        names, wrong, problem = as_integers_or_text(chunk)
+        if wrong.any():
+            raise DataError.at(path, f"a column of names {problem}")
+        chunks.append(names)
+    type_ = chunks[0].type if chunks else column.type
     if pt.is_dictionary(type_):
         type_ = type_.value_type
     if not pt.is_integer(type_):
         type_ = pa.large_binary()
     elif type_ != pa.uint64():
         type_ = pa.int64()
-    return column.cast(type_).combine_chunks()
+    return pa.chunked_array([c.cast(type_) for c in chunks], type_).combine_chunks()
 
 
 def check_users(users: pa.Array, path: Path, first: int) -> None:
@@ -239,26 +375,28 @@ def check_users(users: pa.Array, path: Path, first: int) -> None:
 
 
 def _is_missing(names: pa.Array) -> np.ndarray:
-    """`[n]` bool: where a name is empty or null."""
-    missing = names.is_null(nan_is_null=False).to_numpy(zero_copy_only=False)
+    """`[n]` bool: where a name is empty, null or NaN."""
+    missing = names.is_null(nan_is_null=pt.is_floating(names.type))
+    missing = missing.to_numpy(zero_copy_only=False)
     if pt.is_dictionary(names.type):
         at = names.indices.fill_null(0)
-        empty = _is_empty(names.dictionary)
+        empty = _is_missing(names.dictionary)
         return missing | (empty[at.to_numpy()] if empty.any() else False)
-    return missing | _is_empty(names)
-
-
-def _is_empty(names: pa.Array) -> np.ndarray:
-    if pt.is_integer(names.type):
-        return np.zeros(len(names), bool)
+    if not _is_text(names.type):
+        return missing
     lengths = pc.call_function("binary_length", [_plain(names)])
-    return lengths.fill_null(0).to_numpy() == 0
+    return missing | (lengths.fill_null(0).to_numpy() == 0)
 
 
 def _plain(names: pa.Array) -> pa.Array:
     """The same in a type that all of Arrow's functions take."""
     is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
     return names.cast(pa.large_binary()) if is_view else names
+
+
+def _flat(column: pa.Array) -> pa.Array:
+    """The entries of a column, which may hold lists."""
+    return column.flatten() if _is_list(column.type) else column
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:
@@ -278,12 +416,30 @@ def _inner(type_: pa.DataType) -> pa.DataType:
 
 
 def _is_name(type_: pa.DataType) -> bool:
+    if isinstance(type_, pa.BaseExtensionType):
+        return _is_uuid(type_.storage_type) or _is_text(type_.storage_type)
     if pt.is_dictionary(type_):
         type_ = type_.value_type
-    kinds = (pt.is_integer, pt.is_string, pt.is_large_string, pt.is_string_view)
+    return _is_text(type_) or _is_uuid(type_) or _is_number(type_)
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    kinds = (pt.is_string, pt.is_large_string, pt.is_string_view)
     binary = (pt.is_binary, pt.is_large_binary, pt.is_binary_view)
     return any(kind(type_) for kind in (*kinds, *binary))
 
 
+def _is_uuid(type_: pa.DataType) -> bool:
+    return pt.is_fixed_size_binary(type_) and type_.byte_width == 16
+
+
 def _is_number(type_: pa.DataType) -> bool:
-    return any(kind(type_) for kind in (pt.is_integer, pt.is_floating, pt.is_decimal))
+    kinds = (pt.is_integer, pt.is_floating, pt.is_decimal, pt.is_null)
+    return any(kind(type_) for kind in kinds)
+
+
+def _is_time(type_: pa.DataType) -> bool:
+    if pt.is_dictionary(type_):
+        type_ = type_.value_type
+    kinds = (pt.is_timestamp, pt.is_date, pt.is_string, pt.is_large_string)
+    return _is_number(type_) or any(kind(type_) for kind in kinds)

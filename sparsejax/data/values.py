@@ -1,4 +1,4 @@
-"""Numbers written as text."""
+"""Values and times: numbers written as text, and points in time of any type."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import re
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as pt
 
 # What Arrow's parser takes; Python's float() also takes `1_000` and other digits.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_COMMA = r"[+-]?\d+,\d+"
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
@@ -41,14 +43,103 @@ def parse_values(texts: pa.Array) -> np.ndarray | None:
         return values if np.isfinite(values.astype(np.float32)).all() else None
 
 
+def is_number(text: str) -> bool:
+    """Whether text is written as a finite number is."""
+    return _NUMBER.fullmatch(text) is not None
+
+
 def value_problem(text: str) -> str | None:
     """What is wrong with one value, or None if nothing is."""
     stripped = text.strip()
     if _NOT_FINITE.fullmatch(stripped):
         return f"value {text!r} is not finite"
     if not _NUMBER.fullmatch(stripped):
-        return f"value {text!r} is not a number"
+        comma = ": a decimal has a point" if re.fullmatch(_COMMA, stripped) else ""
+        return f"value {text!r} is not a number{comma}"
     with np.errstate(over="ignore"):
         if math.isinf(np.float32(float(stripped))):
             return f"value {text!r} is too large for float32"
     return None
+
+
+# How times may be written or typed, and what each such column is called.
+_TIMES = [
+    (pa.int64(), "number"),
+    (pa.float64(), "number"),
+    (pa.timestamp("us"), "date"),
+    (pa.timestamp("us", "UTC"), "date with a time zone"),
+    (pa.timestamp("ns"), "date"),
+    (pa.timestamp("ns", "UTC"), "date with a time zone"),
+]
+
+
+def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
+    """`[n]` int64, float64 or datetime64[us] (UTC where there is a zone), and its kind.
+
+    Integers and floats stay what they are. Dates are types of Arrow, or text as of ISO
+    8601. All must be of one kind, of which the second result is the name.
+
+    Returns None if they are not, or one is no time or not finite.
+    """
+    type_ = times.type
+    if pt.is_dictionary(type_):
+        return parse_times(times.cast(type_.value_type))
+    if pt.is_integer(type_):
+        wanted = _TIMES[:1]
+    elif pt.is_floating(type_) or pt.is_decimal(type_):
+        wanted = _TIMES[1:2]
+    elif pt.is_date(type_):
+        wanted = _TIMES[2:3]
+    elif pt.is_timestamp(type_):
+        wanted = [_TIMES[3 if type_.tz else 2]]
+    elif pt.is_string(type_) or pt.is_large_string(type_) or pt.is_string_view(type_):
+        wanted, times = _TIMES, trim(times.cast(pa.large_string()))
+    else:
+        return None
+    for to, kind in wanted:
+        try:
+            # What a timestamp has below a microsecond is dropped.
+            found = times.cast(to, safe=not pt.is_timestamp(type_))
+        except pa.ArrowInvalid:
+            continue
+        if pt.is_timestamp(to):
+            unit = f"datetime64[{to.unit}]"
+            dates = found.cast(pa.int64()).to_numpy().view(unit)
+            return dates.astype("datetime64[us]"), kind
+        numbers = found.to_numpy()
+        return (numbers, kind) if np.isfinite(numbers).all() else None
+    return None
+
+
+def mixed_times(timed: bool) -> str:
+    """The message for an event unlike those before it."""
+    event, earlier = ("no time", "one") if timed else ("a time", "none")
+    return (
+        f"an event has {event} but earlier ones have {earlier}; give all one, or none"
+    )
+
+
+def time_problem(time: object, kind: str | None) -> str | None:
+    """What is wrong with a time where others are of a kind, or None if nothing is."""
+    found = parse_times(pa.array([time]))
+    if found is None:
+        return (
+            f"time {str(time)!r} is neither a finite number nor written as in ISO 8601, "
+            "2024-12-31 or 2024-12-31T23:59:59Z"
+        )
+    if kind is not None and found[1] != kind:
+        return f"time {str(time)!r} is a {found[1]}, but earlier ones are a {kind}"
+    return None
+
+
+def find_time_problem(times: pa.Array, kind: str | None) -> tuple[int, str]:
+    """The first of some times that is wrong, and why, where `parse_times` gives None.
+
+    `kind` is that of the times before, if there were some.
+    """
+    for at, time in enumerate(times.to_pylist()):
+        if problem := time_problem(time, kind):
+            return at, problem
+        if kind is None and (found := parse_times(pa.array([time]))):
+            kind = found[1]
+    return 0, "these times cannot be read together"
