@@ -23,11 +23,8 @@ def read_ratings(folder: pathlib.Path) -> sj.SparseDataset:
     if (folder / "ratings.csv").exists():  # since 2015
         return sj.read_pairs(folder / "ratings.csv")
     if (folder / "ratings.dat").exists():  # user::movie::rating::time
-        columns = {"user": 0, "item": 2, "value": 4}  # between two ':' is a column, too
-        return sj.read_pairs(
-            folder / "ratings.dat", **columns, delimiter=":", header=False
-        )
-    return sj.read_pairs(folder / "u.data", user=0, item=1, value=2, header=False)
+        return sj.read_pairs(folder / "ratings.dat")
+    return sj.read_pairs(folder / "u.data", user=0, item=1, value=2, time=3)
 
 
 def read_titles(folder: pathlib.Path) -> dict[str, str]:
