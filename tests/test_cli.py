@@ -301,7 +301,8 @@ def test_files_are_read_against_the_vocabulary_of_the_run(board, tmp_path, capsy
     out = tmp_path / "recs.tsv"
     argv = ["predict", board.run, str(data), "--out", str(out), "--exclude-seen"]
     assert main([*argv, "--k", "3"]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    line, account = capsys.readouterr().err.splitlines()
+    assert account == f"{data}: 2 rows, 20 items, 2 entries; every entry counts 1"
     assert line.startswith(f"sparsejax: warning: {data}: 1 of 3 entries are left out")
     assert "'unheard of'" in line
     found = recommendations(out)
@@ -429,7 +430,7 @@ def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
 
 def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     data, ones = tmp_path / "data.tsv", tmp_path / "ones.tsv"
-    data.write_text("a\tx\t1\na\ty\t5\nb\tx\t2\n")
+    data.write_text("user\titem\tvalue\na\tx\t1\na\ty\t5\nb\tx\t2\n")
     ones.write_text("a\tx\na\ty\nb\tx\n")
     folder = tmp_path / "run"
     argv = ["train", str(data), "--run", str(folder), *NETWORK, "--epochs", "1"]
