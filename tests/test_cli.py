@@ -432,22 +432,20 @@ def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     data, ones = tmp_path / "data.tsv", tmp_path / "ones.tsv"
     data.write_text("user\titem\tvalue\na\tx\t1\na\ty\t5\nb\tx\t2\n")
     ones.write_text("a\tx\na\ty\nb\tx\n")
-    folder = tmp_path / "run"
-    argv = ["train", str(data), "--run", str(folder), *NETWORK, "--epochs", "1"]
+    argv = [*NETWORK, "--epochs", "1", "--optimizer", "sgd"]
     argv += ["--temperature", "None", "--no-normalize"]  # the values stay visible
-    assert main([*argv, "--optimizer", "sgd", "--no-value"]) == 0
 
-    def predicted(path: pathlib.Path) -> str:
+    def predicted(folder: str, path: pathlib.Path) -> str:
         out = tmp_path / "recs"
-        assert main(["predict", str(folder), str(path), "--out", str(out)]) == 0
+        run = str(tmp_path / folder)
+        assert main(["predict", run, str(path), "--out", str(out)]) == 0
         return out.read_text()
 
-    assert predicted(data) == predicted(ones)
-    settings = folder / "run.json"
-    settings.write_text(
-        settings.read_text().replace('"indicator": true', '"indicator": false')
-    )
-    assert predicted(data) != predicted(ones)
+    train = ["train", str(data), "--run"]
+    assert main([*train, str(tmp_path / "without"), *argv, "--no-value"]) == 0
+    assert predicted("without", data) == predicted("without", ones)
+    assert main([*train, str(tmp_path / "with"), *argv]) == 0
+    assert predicted("with", data) != predicted("with", ones)
 
 
 def test_train_on_a_part_of_the_data_at_a_time(small, tmp_path, capsys):
