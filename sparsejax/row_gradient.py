@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,23 @@ from jaxtyping import Array, Float, Int
 from sparsejax.ops import scatter_gradient
 from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR
+
+
+def _no_random_numbers(*_: Any) -> NoReturn:
+    raise TypeError("these are row ids, no key of random numbers")
+
+
+# JAX refuses arithmetic with keys, and its message has their tag in it.
+_ROW_IDS = jax.extend.random.define_prng_impl(
+    key_shape=(1,),
+    seed=_no_random_numbers,
+    split=_no_random_numbers,
+    random_bits=_no_random_numbers,
+    fold_in=_no_random_numbers,
+    name="sparsejax_row_ids",
+    tag="row ids of a sparsejax.RowGradient, which is no array: use its + and *, or "
+    "sparsejax.accumulate, sparsejax.global_norm, sparsejax.clip_by_global_norm",
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -30,11 +48,13 @@ class RowGradient:
 
         dense[ids[u]] = values[u]
 
-    It can be added to another one or to an array and multiplied by a scalar. It is a
-    pytree whose leaves are *both* arrays: `jax.tree.map` over gradients that scales
-    every leaf would scale the ids too, so give it
-    `is_leaf=lambda g: isinstance(g, RowGradient)`, and use `sparsejax.global_norm` and
-    `sparsejax.clip_by_global_norm`, not optax's.
+    It can be added to another one or to an array, and multiplied or divided by a
+    scalar. It is a pytree of the ids and the values, so it passes through `jax.jit`,
+    `lax.scan`, `jax.vmap` and `jax.shard_map`. What goes leaf by leaf (`jax.tree.map`,
+    `optax.global_norm`, `lax.psum`) would also add or scale the ids; the leaf of the ids
+    is therefore an array with which JAX refuses arithmetic, with a `TypeError` in most
+    places. Use `is_leaf=lambda g: isinstance(g, RowGradient)` in `jax.tree.map`, and
+    `sparsejax.accumulate`, `sparsejax.global_norm` and `sparsejax.clip_by_global_norm`.
 
     Attributes:
       ids: `[capacity]` int32, unique and ascending, padded with `num_rows`; on a mesh so
@@ -59,7 +79,7 @@ class RowGradient:
         current: bool = False,
         on_mesh: bool = False,
     ):
-        self.ids, self._values = ids, values
+        self._ids, self._values = _sealed(ids), values
         self.num_rows, self.current, self.on_mesh = num_rows, current, on_mesh
         self.terms: scatter_gradient.Terms | None = None
 
@@ -67,9 +87,14 @@ class RowGradient:
     def of_terms(cls, terms: scatter_gradient.Terms, current: bool) -> RowGradient:
         """The sums of `terms`, made when they are asked for."""
         self = object.__new__(cls)
-        self.ids, self.num_rows, self.current = terms.ids(), terms.num_rows, current
-        self.terms, self.on_mesh = terms, terms.on_mesh
+        self._ids, self.num_rows = _sealed(terms.ids()), terms.num_rows
+        self.terms, self.current, self.on_mesh = terms, current, terms.on_mesh
         return self
+
+    @property
+    def ids(self) -> Int[Array, "... capacity"]:
+        """`[capacity]` int32, unique and ascending but for padding."""
+        return _opened(self._ids)
 
     @property
     def values(self) -> Float[Array, "... hidden"]:
@@ -80,14 +105,14 @@ class RowGradient:
         key = jax.tree_util.GetAttrKey
         # Past the property: without terms it may be anything tree.map returned.
         values = self._values if self.terms is None else self.values
-        leaves = [(key("ids"), self.ids), (key("values"), values)]
+        leaves = [(key("ids"), self._ids), (key("values"), values)]
         return leaves, (self.num_rows, self.current, self.on_mesh)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowGradient:
         # Past the constructor: leaves may be shapes, or anything tree.map returned.
         self = object.__new__(cls)
-        self.ids, self._values = leaves
+        self._ids, self._values = leaves
         self.num_rows, self.current, self.on_mesh = static
         self.terms = None
         return self
@@ -120,6 +145,9 @@ class RowGradient:
         values = self.values.astype(dense.dtype)
         return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
 
+    def _with_values(self, values: jax.Array) -> RowGradient:
+        return RowGradient(self.ids, values, self.num_rows, self.current, self.on_mesh)
+
     def __add__(self, other: Any) -> Any:
         if isinstance(other, RowGradient):
             return merge([self, other])
@@ -132,10 +160,34 @@ class RowGradient:
     def __mul__(self, scalar: Any) -> Any:
         if jnp.ndim(scalar) != 0:
             return NotImplemented
-        values = self.values * scalar
-        return RowGradient(self.ids, values, self.num_rows, self.current, self.on_mesh)
+        return self._with_values(self.values * scalar)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Any) -> Any:
+        if jnp.ndim(scalar) != 0:
+            return NotImplemented
+        return self._with_values(self.values / scalar)
+
+    def __neg__(self) -> RowGradient:
+        return self._with_values(-self.values)
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+
+def _sealed(ids: jax.Array) -> jax.Array:
+    """Row ids as a leaf of a tree, with which there is no arithmetic."""
+    bits = lax.bitcast_convert_type(jnp.asarray(ids, jnp.int32), jnp.uint32)
+    return jax.random.wrap_key_data(bits[..., None], impl=_ROW_IDS)
+
+
+def _opened(leaf: jax.Array) -> jax.Array:
+    """The row ids that are `_sealed` in the leaf."""
+    return lax.bitcast_convert_type(jax.random.key_data(leaf)[..., 0], jnp.int32)
 
 
 def _is_rows(leaf: Any) -> bool:

@@ -1,10 +1,13 @@
 """Row gradients against nnx.value_and_grad, and NumPy in float64."""
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import operator
+import pickle
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -410,6 +413,11 @@ def test_arithmetic():
     for scaled in (2 * a, a * 2, a * jnp.float32(2), np.float32(2) * a):
         np.testing.assert_allclose(scaled.todense(), 2 * a.todense())
         np.testing.assert_array_equal(scaled.ids, a.ids)
+    np.testing.assert_allclose((a / 4).todense(), a.todense() / 4)
+    np.testing.assert_array_equal((-a).todense(), -a.todense())
+    np.testing.assert_allclose((a - b).todense(), a.todense() - b.todense(), atol=1e-7)
+    np.testing.assert_allclose(a - array, a.todense() - 1)
+    np.testing.assert_allclose(array - a, 1 - a.todense())
     assert a.shape == (9, 3) and a.dtype == jnp.float32
     with pytest.raises(TypeError):
         a + np.ones((3, 3), np.float32)
@@ -421,6 +429,97 @@ def test_arithmetic():
         row_gradient.merge([])
     nothing = make_rows([], capacity=0)
     np.testing.assert_allclose((nothing + nothing).todense(), 0)
+
+
+_OURS = "RowGradient, .* sparsejax.accumulate, sparsejax.global_norm"
+_MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _on_two_devices(reduce):
+    return jax.shard_map(
+        lambda g: jax.tree.map(lambda leaf: reduce(leaf, "data"), g),
+        mesh=_MESH,
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    {
+        "tree.map add": lambda g: jax.tree.map(jnp.add, g, g),
+        "optax.tree.add": lambda g: optax.tree.add(g, g),
+        "tree.map scale": lambda g: jax.tree.map(lambda leaf: 2 * leaf, g),
+        "numpy scale": lambda g: jax.tree.map(lambda leaf: np.float32(2) * leaf, g),
+        "optax.tree.scale": lambda g: optax.tree.scale(0.5, g),
+        "negate": lambda g: jax.tree.map(jnp.negative, g),
+        "divide": lambda g: jax.tree.map(lambda leaf: leaf / 3, g),
+        "mask": lambda g: jax.tree.map(lambda leaf: leaf * (leaf > 0), g),
+        "clip": lambda g: jax.tree.map(lambda leaf: jnp.clip(leaf, -1, 1), g),
+        "moving mean": lambda g: optax.incremental_update(g, g, 0.1),
+        "norm": jax.jit(optax.tree.norm),
+        "clip_by_global_norm": jax.jit(
+            lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())
+        ),
+        "sgd": jax.jit(lambda g: optax.sgd(0.1).update(g, optax.sgd(0.1).init(g))),
+        "adam": jax.jit(lambda g: optax.adam(0.1).update(g, optax.adam(0.1).init(g))),
+        "sum of leaves": jax.jit(lambda g: sum(map(jnp.sum, jax.tree.leaves(g)))),
+        "mean of a stack": jax.jit(
+            lambda g: jax.tree.map(lambda leaf: jnp.mean(jnp.stack([leaf] * 2), 0), g)
+        ),
+        "vmap": jax.vmap(lambda g: jax.tree.map(jnp.add, g, g)),
+        "psum": _on_two_devices(jax.lax.psum),
+        "pmean": _on_two_devices(jax.lax.pmean),
+        "compiled psum": jax.jit(_on_two_devices(jax.lax.psum)),
+    }.items(),
+    ids=lambda use: use[0],
+)
+def test_arithmetic_leaf_by_leaf_is_refused(use):
+    g = make_rows([0, 3, 8], num_rows=2000)
+    if use[0] == "vmap":
+        g = jax.tree.map(lambda leaf: leaf[None], g)
+    with pytest.raises(TypeError, match=_OURS):
+        use[1]({"kernel": g})
+
+
+def test_leaf_by_leaf_nothing_else_moves_the_ids():
+    g = make_rows([0, 3, 8])
+    with pytest.raises(NotImplementedError):  # JAX's own message
+        optax.tree.norm(g)
+    for call in (
+        lambda leaf: leaf.astype(jnp.bfloat16),
+        lambda leaf: jnp.asarray(leaf, jnp.float32),
+        np.asarray,
+    ):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            jax.tree.map(call, g)
+
+
+def test_a_row_gradient_is_passed_whole():
+    g = make_rows([0, 3, 8])
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), g)
+    through = [
+        jax.jit(lambda g: g)(g),
+        jax.jit(lambda g: g, donate_argnums=0)(jax.tree.map(jnp.copy, g)),
+        jax.lax.scan(lambda g, _: (g, None), g, length=2)[0],
+        jax.lax.cond(True, lambda: g, lambda: 2 * g),
+        jax.tree.map(lambda a, b: jnp.where(True, a, b), g, 2 * g),
+        jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda g: g)(stacked)),
+        jax.tree.map(
+            lambda leaf: leaf[0], jax.lax.scan(lambda c, g: (c, g), 0, stacked)[1]
+        ),
+        jax.shard_map(lambda g: g, mesh=_MESH, in_specs=jax.P(), out_specs=jax.P())(g),
+        jax.device_put(g, jax.NamedSharding(_MESH, jax.P())),
+        copy.deepcopy(g),
+        pickle.loads(pickle.dumps(g)),
+    ]
+    for got in through:
+        check_form(got)
+        np.testing.assert_array_equal(got.ids, g.ids)
+        np.testing.assert_array_equal(got.todense(), g.todense())
+    added: Any = optax.apply_updates({"kernel": jnp.ones((9, 3))}, {"kernel": g})
+    np.testing.assert_array_equal(added["kernel"], 1 + g.todense())
 
 
 def test_gradients_of_micro_batches_are_accumulated():
