@@ -7,6 +7,7 @@ import shlex
 import sys
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
@@ -59,6 +60,19 @@ def test_deployment(trained, tmp_path):
         "items.parquet",
         "model.predictor",
     ]
+
+
+def test_several_inputs(trained):
+    train, rng = trained["train"], np.random.default_rng(0)
+    names = train.row_names[::-1]
+    some = trained["data"].align_rows(names[:9])
+    given = {"profiles": rng.normal(size=(60, 3)), "profile_names": names}
+    trained |= given | {"searches": some, "nnx": nnx, "jnp": jnp}
+    first, rows, model, use = python("several_inputs.md")
+    for code in (model, first, rows, use):
+        exec(compile(code, "several_inputs.md", "exec"), trained)  # noqa: S102
+    assert trained["searches_of_all"].num_entries == some.num_entries
+    assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
 
 
 def test_large_models(capsys):

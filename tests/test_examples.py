@@ -94,6 +94,13 @@ def test_own_flax_loop(capsys):
     assert "popularity" in capsys.readouterr().out
 
 
+def test_two_towers(capsys):
+    reached = example("04_two_towers").main(num_epochs=3)
+    assert reached["recall"] > reached["popularity"]
+    assert reached["new"] > 20 / 300  # what chance finds
+    assert "of the recommendations are such items" in capsys.readouterr().out
+
+
 def test_the_readme_lists_each_example():
     readme = (EXAMPLES.parent / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
