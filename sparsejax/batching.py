@@ -29,14 +29,6 @@ def bucket(count: int) -> int:
     return size
 
 
-def batch_sizes(largest: int) -> list[int]:
-    """Every `min(largest, bucket(rows))`: the sizes that batches of rows come in."""
-    sizes = [bucket(1)]
-    while sizes[-1] < largest:
-        sizes.append(bucket(sizes[-1] + 1))
-    return [*sizes[:-1], min(largest, sizes[-1])]
-
-
 def largest_batch(lengths: Array, batches: Array) -> int:
     """Number of entries in the fullest batch.
 

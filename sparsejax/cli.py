@@ -237,6 +237,25 @@ class Predict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """Writes a predictor: one file that recommends without the model's code.
+
+    For sparsejax.load_predictor. The items' names are in it.
+
+    Attributes:
+      run: Folder of the trained model.
+      out: File to write. It is replaced if it exists.
+      k: Number of items for each row, at most.
+      batch_size: Rows scored at a time, at most.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
+    k: int = 10
+    batch_size: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert:
     """Converts a file of interactions to another format.
 
@@ -378,7 +397,16 @@ class Demo:
 
 
 Command = (
-    Train | Evaluate | Predict | Convert | Report | Vectors | Similar | Plan | Demo
+    Train
+    | Evaluate
+    | Predict
+    | Export
+    | Convert
+    | Report
+    | Vectors
+    | Similar
+    | Plan
+    | Demo
 )
 
 Reading = Train | Evaluate | Predict | Convert | Report | Vectors  # files, by columns
@@ -504,6 +532,8 @@ def _run(command: Command, argv: Sequence[str]) -> None:
             commands.evaluate(command)
         case Predict():
             commands.predict(command)
+        case Export():
+            commands.export(command)
         case Convert():
             commands.convert(command)
         case Report():

@@ -44,6 +44,7 @@ from sparsejax.data.columns import account_of
 from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.export import export_predictor
 from sparsejax.streaming import Stream
 
 
@@ -172,6 +173,17 @@ def predict(flags: cli.Predict) -> None:
     distributed.in_first(
         lambda: writers.save_recommendations(flags.out, data.row_names, found, names)
     )
+
+
+def export(flags: cli.Export) -> None:
+    """`sparsejax export`."""
+    settings, names = run.load_run(flags.run)
+    writers.check_writable(flags.out)
+    model = run.restored_model(flags.run, settings)
+    export_predictor(
+        model, flags.out, k=flags.k, names=names, batch_size=flags.batch_size
+    )
+    print(f"the predictor is in {flags.out}", file=sys.stderr)
 
 
 def convert(flags: cli.Convert) -> None:

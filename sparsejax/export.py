@@ -11,18 +11,16 @@ import numpy as np
 from flax import nnx
 from jax import export
 
-from sparsejax.batching import batch_sizes
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
 from sparsejax.layers import SparseLinear, SparseOutput
 from sparsejax.prediction import Recommender
-from sparsejax.predictor import save_predictor
+from sparsejax.predictor import save_predictor, sizes_of_programs
+from sparsejax.programs import Signature, check
 from sparsejax.recommendations import check_positive
 from sparsejax.sharding import without_mesh
 from sparsejax.sources import features_of
 from sparsejax.sparse import CSR
-
-_PLATFORMS = ("cpu", "cuda")
 
 
 def export_predictor(
@@ -35,9 +33,10 @@ def export_predictor(
 ) -> None:
     """Writes a file with which `sparsejax.load_predictor` recommends without the model.
 
-    The file holds the weights and, as StableHLO for CPUs and CUDA, a program for each
-    batch size that `recommend` would use; the number of entries in a batch is dynamic.
-    It appears at `path` whole or not at all. Needs the extra `export`.
+    The file holds the weights and, as StableHLO for CPUs and CUDA, programs for 1, 8,
+    64, ... rows; the number of entries is dynamic. What depends on the weights alone, as
+    the norms of the items' vectors, is made now. The file appears at `path` whole or not
+    at all.
 
     A model on a mesh is written for one device. In several processes all call this, the
     first writes, and no host has to have room for the whole of a divided kernel.
@@ -48,14 +47,15 @@ def export_predictor(
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`;
         its rows up to date, as after `fit` or `Optimizer.flush`.
       path: the file, which is replaced if it exists.
-      k: items per row.
+      k: items per row, at most.
       names: of the items, or a data set whose features they are, to be kept in the file.
       batch_size: rows scored at a time, at most.
 
     Raises:
       OSError: the file cannot be written.
       OtherProcessError: process 0 could not write it, and says why.
-      ValueError: not as many names as items; `path` is not a file's.
+      ValueError: not as many names as items; `path` is not a file's; the model does what
+        a predictor may not, as a callback into Python.
     """
     check_positive(k=k, batch_size=batch_size)
     features = features_of(model)
@@ -74,6 +74,9 @@ def export_predictor(
             )
     # A copy, whose weights are the same arrays.
     model = nnx.merge(*nnx.split(model), copy=True)
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, SparseOutput):
+            node.fold()
     for _, node in nnx.iter_graph(model):
         if isinstance(node, SparseLinear | SparseOutput):
             # A kernel is of one platform and cannot be in a program for two.
@@ -85,24 +88,19 @@ def export_predictor(
         keys = jax.tree.map(_here, keys)
     weights, structure = jax.tree.flatten(state)
 
-    def top_k(weights, data, indices, indptr, seen_indices, seen_indptr):
+    def top_k(weights, inputs, exclude):
         state = jax.tree.unflatten(structure, weights)
         model = nnx.merge(graphdef, keys, state)
-        x = CSR(data, indices, indptr, num_cols=features)
-        seen = CSR(None, seen_indices, seen_indptr, num_cols=model.num_items)
+        (entries,) = inputs
+        x = CSR(*entries, num_cols=features)
+        seen = CSR(None, *exclude, num_cols=model.num_items)
         return model.top_k(x, k, exclude=seen)
 
     def programs() -> Iterator[tuple[int, export.Exported]]:
-        entries, seen_entries = export.symbolic_shape("entries, seen_entries")
         abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
-        for rows in batch_sizes(batch_size):
-            offsets = _int32(rows + 1)
-            data = jax.ShapeDtypeStruct((entries,), jnp.float32)
-            shown = (data, _int32(entries), offsets)
-            seen = (_int32(seen_entries), offsets)
-            with without_mesh():
-                exported = export.export(jax.jit(top_k), platforms=_PLATFORMS)
-                program = exported(abstract, *shown, *seen)
+        for rows in sizes_of_programs(batch_size):
+            program = Signature(rows=rows, k=k, weights=abstract).program(top_k)
+            check(program)
             yield rows, program
 
     save_predictor(
@@ -122,7 +120,3 @@ def _here(state: jax.Array) -> jax.Array:
         return jnp.asarray(np.asarray(state))
     words = jnp.asarray(np.asarray(jax.random.key_data(state)))
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))
-
-
-def _int32(size) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), jnp.int32)

@@ -181,6 +181,7 @@ class SparseOutput(nnx.Module):
             if use_bias
             else None
         )
+        self.folded_scale: nnx.Variable | None = nnx.data(None)
 
     def scores(
         self, h: Float[Array, "batch in_features"]
@@ -301,10 +302,25 @@ class SparseOutput(nnx.Module):
         assert self.temperature is not None
         return _inverse_norm(kernel) / self.temperature
 
+    def fold(self) -> None:
+        """Makes what every call makes of the kernel alone once; it cannot train then.
+
+        That is the kernel in the dtype of the products, and the scale of cosines.
+        """
+        kernel = self.kernel[...]
+        if self.temperature is not None:
+            self.folded_scale = nnx.Variable(self.score_scale(kernel))
+        if self.dtype is not None:
+            # Another parameter: a tied layer keeps the one it has.
+            self.kernel = nnx.Param(kernel.astype(self.dtype))
+
     def _operands(self, h):
         kernel, h = self.kernel[...], self.hidden_operand(h)
         bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
-        scale = None if self.temperature is None else self.score_scale(kernel)
+        if self.folded_scale is not None:
+            scale = self.folded_scale[...]
+        else:
+            scale = None if self.temperature is None else self.score_scale(kernel)
         return h, kernel.astype(h.dtype), bias, scale
 
 

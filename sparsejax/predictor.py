@@ -2,26 +2,31 @@
 
 A predictor is one file, a zip archive::
 
-    predictor.json      version, k, sizes, what weights there are
+    predictor.json      version, sizes, what programs and weights there are
     items.json          names of the items, or null
-    programs/16         for batches of 16 rows: StableHLO, as `jax.export` writes it
-    programs/24         ...
-    weights/0.npy       ...
+    programs/1          for one row: StableHLO, see `sparsejax.programs`
+    programs/8          for batches of 8 rows
+    ...
+    weights/0           the numbers of an array, little-endian
+    ...
 
 Weights are arguments of the programs: as constants they would be in each of them, would
-be compiled, and could not pass 2 GiB. The archive has a checksum of each part.
+be compiled, and could not pass 2 GiB. The archive has a checksum of each part, and only
+the programs are compressed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import json
+import math
 import os
 import zipfile
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +34,64 @@ import numpy as np
 from jax import export
 
 from sparsejax import distributed
-from sparsejax.batching import Batch, Shown, bucket
 from sparsejax.data.files import replacing
-from sparsejax.data.names import Names, as_names
-from sparsejax.recommendations import Recommendations, recommend_by
+from sparsejax.data.names import Names, as_names, examples
+from sparsejax.programs import Signature
+from sparsejax.recommendations import (
+    Recommendations,
+    check_positive,
+    collect,
+    rows_of,
+)
 from sparsejax.sharding import row_parts, without_mesh
-from sparsejax.sources import Inputs, Source, Table, check_same_features
-from sparsejax.sparse import CSR
+from sparsejax.sources import Source, Table, check_columns, check_same_features
+from sparsejax.sparse import CSR, host_rows
 from sparsejax.writers import check_writable
 
-VERSION = 1
+VERSION = 2
 _SETTINGS, _ITEMS = "predictor.json", "items.json"
+
+# Programs are for 1, 8, 64, ... rows. Eight rows take two to four times as long as one,
+# since then the items' vectors are read once.
+_ROWS_STEP = 8
+# Room for so many entries a row, but at least this many in all; and 4, 16, 64, ... times
+# as many. An entry of room costs some nanoseconds.
+_ENTRIES, _LEAST_ENTRIES, _ENTRIES_STEP = 64, 256, 4
+
+# Bounds on what a file may state, far above what is written.
+_MOST_SETTINGS, _MOST_PROGRAM, _MOST_PROGRAMS = 2**20, 2**24, 64
+_DTYPES = {
+    name
+    for name in (
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        *(f"float{bits}" for bits in (16, 32, 64)),
+        "bfloat16",
+        "bool",
+    )
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Predictor:
     """What `sparsejax.load_predictor` returns.
 
-    >>> export_predictor(model, "model.predictor", k=2)
-    >>> load_predictor("model.predictor").recommend(train).ids.shape
+    >>> export_predictor(model, "model.predictor", k=2, names=train)
+    >>> predictor = load_predictor("model.predictor")
+    >>> predictor.recommend(train).ids.shape
     (32711, 2)
+    >>> predictor.recommend_names(["/products", "/support"])
+    ['/...', '/...']
+
+    Programs are compiled when they are first needed, which takes a second or more: call
+    `warm_up` before the first request.
 
     Attributes:
-      k: number of items recommended to each row.
+      k: number of items recommended to each row, at most.
       num_features: number of input features.
       num_items: number of items that are scored.
       items: names of the items, or None.
-      programs: for each batch size, `(weights, data, indices, indptr, exclude's indices
-        and indptr) -> (ids, scores)`.
+      programs: for each number of rows, `(weights, inputs, exclude) -> (ids, scores)`,
+        see `sparsejax.programs`; each is compiled for some numbers of entries.
       weights: their first argument, on the device.
     """
 
@@ -64,39 +99,114 @@ class Predictor:
     num_features: int
     num_items: int
     items: Names | None
-    programs: dict[int, export.Exported]
-    weights: tuple[jax.Array, ...]
+    programs: dict[int, Callable[..., Any]]
+    weights: list[jax.Array]
 
     def recommend(
-        self, inputs: Source, *, exclude: Source | None = None
+        self, inputs: Source, *, k: int | None = None, exclude: Source | None = None
     ) -> Recommendations:
         """The `k` best of all items for each row, as `sparsejax.recommend` has them.
 
-        On a CPU with the same bits, given the same jaxlib. A batch size is compiled
-        when it is first needed.
+        Scores may differ from those in the last bits, also with the number of rows that
+        are asked for at once: other programs add in another order.
 
         Args:
           inputs: `[rows, num_features]`.
+          k: items per row, at most as many as the predictor was exported for, which is
+            the default.
           exclude: `[rows, num_items]`, what not to recommend; see `recommend`.
 
         Raises:
           FloatingPointError: a score is NaN; names the row.
           TypeError: `inputs` or `exclude` is nothing of the kind.
-          ValueError: `inputs` or `exclude` does not fit the model or the other.
+          ValueError: `inputs` or `exclude` does not fit the model or the other; `k` is
+            too large.
         """
-        x = Table.of("inputs", inputs)
+        x = _on_host(Table.of("inputs", inputs))
         if self.num_items == self.num_features:
             check_same_features(x, Table("the predictor", x.matrix, None, self.items))
-        with without_mesh():  # programs are for one device
-            return recommend_by(
-                self._step,
-                Inputs.of(inputs),
-                self.k,
-                exclude=exclude,
-                num_features=self.num_features,
-                num_items=self.num_items,
-                batch_size=max(self.programs),
+        check_columns(x.what, x.matrix.num_cols, self.num_features, "features")
+        if exclude is None:
+            return self._recommend(x, k, None, None)
+        if exclude is inputs:
+            seen = dataclasses.replace(x, what="exclude")
+        else:
+            seen = _on_host(Table.of("exclude", exclude))
+        check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
+        check_same_features(x, seen)
+        return self._recommend(x, k, seen.matrix, rows_of(seen, x))
+
+    @overload
+    def recommend_names(
+        self,
+        histories: Sequence[str],
+        *,
+        k: int | None = None,
+        exclude_seen: bool = True,
+        unknown: Literal["skip", "error"] = "skip",
+    ) -> list[str]: ...
+
+    @overload
+    def recommend_names(
+        self,
+        histories: Sequence[Sequence[str]],
+        *,
+        k: int | None = None,
+        exclude_seen: bool = True,
+        unknown: Literal["skip", "error"] = "skip",
+    ) -> list[list[str]]: ...
+
+    def recommend_names(
+        self,
+        histories: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        k: int | None = None,
+        exclude_seen: bool = True,
+        unknown: Literal["skip", "error"] = "skip",
+    ) -> list[str] | list[list[str]]:
+        """The names of the `k` best items for a history of names, or for several.
+
+        >>> export_predictor(model, "model.predictor", k=2, names=train)
+        >>> predictor = load_predictor("model.predictor")
+        >>> predictor.recommend_names(["/products", "/support"], k=1)
+        ['/...']
+        >>> predictor.recommend_names([["/products"], []])
+        [['/...', '/...'], ['/...', '/...']]
+
+        A history is a set: a name that it has twice counts once, and every entry has
+        the value 1. Names that the predictor does not know are passed over, and a
+        history without any known name is an empty one, as of a new user.
+
+        Args:
+          histories: names of items, `["a", "b"]`; or a list of such lists. An empty list
+            is one history.
+          k: as for `recommend`.
+          exclude_seen: do not recommend what the history has.
+          unknown: "skip" passes over unknown names; "error" raises.
+
+        Returns:
+          Names from the best down, of each history: `k`, or fewer where items run out.
+
+        Raises:
+          FloatingPointError: a score is NaN; names the row.
+          TypeError: a name is no string, or a string stands for a history.
+          ValueError: a name is unknown, and `unknown` is "error"; the predictor was
+            exported without names, or its inputs are not its items; `k` is too large.
+        """
+        if unknown not in ("skip", "error"):
+            raise ValueError(f'unknown is "skip" or "error", got {unknown!r}')
+        if isinstance(histories, str):
+            raise TypeError(
+                f"a history is a list of names, got the string {histories!r}"
             )
+        one = all(isinstance(part, str) for part in histories)
+        several = cast(Sequence[Sequence[str]], [histories] if one else histories)
+        matrix = self._matrix_of(several, unknown)
+        x = Table("histories", matrix)
+        rows = np.arange(x.num_rows)
+        found = self._recommend(x, k, matrix if exclude_seen else None, rows)
+        names = self.names(found)
+        return names[0] if one else names
 
     def names(self, found: Recommendations) -> list[list[str]]:
         """The recommended items of each row by name.
@@ -104,39 +214,169 @@ class Predictor:
         Raises:
           ValueError: the predictor was exported without names.
         """
+        return found.names(self._item_names())
+
+    def warm_up(self, *, max_items: int = 256, rows: int = 1) -> None:
+        """Compiles and runs all programs that small requests need, ahead of the first.
+
+        Args:
+          max_items: entries of a row, or of what it excludes, at most.
+          rows: rows of a request, at most.
+
+        Raises:
+          ValueError: an argument is not positive.
+        """
+        check_positive(max_items=max_items, rows=rows)
+        largest = max(self.programs)
+        sizes = {s for n in range(1, min(rows, largest) + 1) for s in self._sizes(n)}
+        nothing = np.empty(0, np.int64)
+        empty = CSR(None, nothing, np.zeros(1, np.int64), num_cols=1)
+        for size in sorted(sizes):
+            room = 0
+            while room < max_items * size:
+                room = _room(size, room + 1)
+                jax.block_until_ready(self._run(size, empty, empty, room))
+        if self.items is not None:
+            _ = self._columns
+
+    def _item_names(self) -> Names:
         if self.items is None:
             raise ValueError(
                 "this predictor has no names; export it with names=..., or use "
                 "found.names(...)"
             )
-        return found.names(self.items)
-
-    def _step(self, shown: Shown, unwanted: Batch | None):
-        assert isinstance(shown, Batch)
-        return self._programs[len(shown.rows)](self.weights, shown, unwanted)
+        return self.items
 
     @functools.cached_property
-    def _programs(self):
-        return {size: jax.jit(_taking(p)) for size, p in self.programs.items()}
+    def _columns(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self._item_names().tolist())}
+
+    def _matrix_of(
+        self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
+    ) -> CSR:
+        """`[histories, num_features]`."""
+        columns = self._columns
+        if self.num_features != self.num_items:
+            raise ValueError(
+                f"the predictor knows the names of its {self.num_items:,} items, not of "
+                f"its {self.num_features:,} features; use recommend with a matrix"
+            )
+        rows: list[list[int]] = []
+        missing: list[str] = []
+        for history in histories:
+            if isinstance(history, str) or not isinstance(history, Iterable):
+                raise TypeError(
+                    "expected one list of names, or a list of such lists; among lists "
+                    f"there is {history!r}"
+                )
+            for name in history:
+                if not isinstance(name, str):
+                    raise TypeError(f"a name is a str, got {name!r}")
+            known = {columns[name] for name in history if name in columns}
+            rows.append(sorted(known))
+            missing += [name for name in history if name not in columns]
+        if missing and unknown == "error":
+            raise ValueError(
+                f"{len(missing):,} of {sum(map(len, histories)):,} names are no items of "
+                f"the predictor: {examples(missing)}"
+            )
+        indices = np.fromiter(itertools.chain(*rows), np.int32)
+        indptr = np.cumsum([0, *map(len, rows)])
+        return CSR(None, indices, indptr, num_cols=self.num_features)
+
+    def _recommend(
+        self, x: Table, k: int | None, seen: CSR | None, seen_rows: np.ndarray | None
+    ) -> Recommendations:
+        k = self.k if k is None else k
+        check_positive(k=k)
+        if k > self.k:
+            raise ValueError(
+                f"k is {k} but the predictor was exported for k={self.k}; export it "
+                "again with a larger k"
+            )
+        sizes = self._sizes(x.num_rows)
+        starts = itertools.accumulate(sizes, initial=0)
+        counts = [
+            min(size, x.num_rows - start)
+            for size, start in zip(sizes, starts, strict=False)
+        ]
+
+        def results() -> Iterator[Any]:
+            start = 0
+            for size, count in zip(sizes, counts, strict=True):
+                rows = np.arange(start, start + count)
+                shown = host_rows(x.matrix, rows)
+                unwanted = _NOTHING
+                if seen is not None and seen_rows is not None:
+                    unwanted = host_rows(seen, seen_rows[rows])
+                room = _room(size, max(shown.nse, unwanted.nse))
+                yield self._run(size, shown, unwanted, room)
+                start += count
+
+        return collect(x, k, counts, results())
+
+    def _sizes(self, rows: int) -> list[int]:
+        """The programs for so many rows: the largest is full, the last at least half."""
+        known, sizes = sorted(self.programs), []
+        while rows > 0:
+            fits = min((s for s in known if rows <= s <= 2 * rows), default=None)
+            size = fits or max(s for s in known if s <= rows)
+            sizes.append(size)
+            rows -= size
+        return sizes
+
+    def _run(self, size: int, shown: CSR, unwanted: CSR, room: int):
+        """Ids and scores of a batch, not waited for."""
+        data = np.ones(shown.nse) if shown.data is None else shown.data
+        inputs = [(_padded(data, room, np.float32), *_arrays(shown, size, room))]
+        exclude = _arrays(unwanted, size, room)
+        with without_mesh():  # programs are for one device
+            return self.programs[size](self.weights, inputs, exclude)
 
 
-def _taking(program: export.Exported):
-    """The program, called with rows of a matrix on the device."""
+def sizes_of_programs(largest: int) -> list[int]:
+    """The numbers of rows that there are programs for."""
+    sizes = [1]
+    while sizes[-1] * _ROWS_STEP < largest:
+        sizes.append(sizes[-1] * _ROWS_STEP)
+    return [*sizes, largest] if largest > 1 else sizes
 
-    def call(weights, shown: Batch, unwanted: Batch | None):
-        x = shown.take()
-        assert isinstance(x, CSR)  # as no mesh is set
-        data = jnp.ones(x.nse) if x.data is None else jnp.asarray(x.data)
-        if unwanted is None:
-            nothing = jnp.zeros(bucket(0), jnp.int32)
-            seen = CSR(None, nothing, jnp.zeros_like(x.indptr), num_cols=1)
-        else:
-            seen = unwanted.take()
-            assert isinstance(seen, CSR)
-        arrays = (data, x.indices, x.indptr, seen.indices, seen.indptr)
-        return program.call(weights, *arrays)
 
-    return call
+_NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
+
+
+def _room(rows: int, entries: int) -> int:
+    """Room for these entries, one of few sizes."""
+    room = max(_LEAST_ENTRIES, _ENTRIES * rows)
+    while room < entries:
+        room *= _ENTRIES_STEP
+    return room
+
+
+def _arrays(matrix: CSR, rows: int, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices and indptr of a matrix on the host, with further rows that are empty."""
+    indptr = np.asarray(matrix.indptr)
+    more = (0, rows + 1 - len(indptr))
+    indptr = np.pad(indptr, more, mode="edge").astype(np.int32)
+    return _padded(np.asarray(matrix.indices), room, np.int32), indptr
+
+
+def _padded(array, room: int, dtype) -> np.ndarray:
+    padded = np.zeros(room, dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _on_host(table: Table) -> Table:
+    """The same in NumPy, checked if it was not."""
+    matrix = table.matrix
+    if isinstance(matrix.indices, np.ndarray):
+        return table
+    data = None if matrix.data is None else np.asarray(matrix.data)
+    leaves = np.asarray(matrix.indices), np.asarray(matrix.indptr)
+    return dataclasses.replace(
+        table, matrix=CSR(data, *leaves, num_cols=matrix.num_cols)
+    )
 
 
 def save_predictor(
@@ -157,7 +397,7 @@ def save_predictor(
 
     def write() -> None:
         try:
-            _write(path, settings, items, programs, weights, parts)
+            _write(path, settings, items, programs, parts)
         except Exception:
             _take_all(parts)  # as the others do
             raise
@@ -166,10 +406,13 @@ def save_predictor(
         "version": VERSION,
         "jax": jax.__version__,
         "k": k,
-        "num_features": num_features,
         "num_items": num_items,
-        "batch_sizes": [],
-        "weights": [jnp.dtype(weight.dtype).name for weight in weights],
+        "inputs": [{"num_features": num_features}],
+        "programs": [],
+        "weights": [
+            {"dtype": jnp.dtype(weight.dtype).name, "shape": weight.shape}
+            for weight in weights
+        ],
     }
     if not distributed.is_first():
         _take_all(parts)
@@ -181,38 +424,43 @@ def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
         pass
 
 
-def _write(path, settings, items, programs, weights, parts) -> None:
+def _write(path, settings, items, programs, parts) -> None:
     check_writable(path)
     with (
         replacing(path) as temporary,
         zipfile.ZipFile(temporary, "x") as archive,
     ):
         for size, program in programs:
-            settings["batch_sizes"].append(size)
+            settings["programs"].append(size)
+            settings["calling_convention"] = program.calling_convention_version
             # They are text in the main.
             archive.writestr(
                 f"programs/{size}",
-                bytes(program.serialize()),
+                bytes(program.mlir_module_serialized),
                 compress_type=zipfile.ZIP_DEFLATED,
             )
-        for i, weight in enumerate(weights):
-            dtype = np.dtype(weight.dtype)
-            if dtype.isbuiltin != 1:  # bfloat16, which .npy has no name for
-                dtype = np.dtype(f"u{dtype.itemsize}")
-            header = {"descr": dtype.str, "fortran_order": False, "shape": weight.shape}
-            with archive.open(f"weights/{i}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for part in parts[i]:
-                    file.write(memoryview(np.ascontiguousarray(part).view(dtype)))
+        for i, weight_parts in enumerate(parts):
+            with archive.open(f"weights/{i}", "w", force_zip64=True) as file:
+                for part in weight_parts:
+                    file.write(_bytes_of(part))
         archive.writestr(_ITEMS, json.dumps(items))
         archive.writestr(_SETTINGS, json.dumps(settings, indent=2))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    # As bytes, since the buffer protocol has no bfloat16.
+    array = np.ascontiguousarray(array)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     """Reads what `sparsejax.export_predictor` wrote.
 
-    Needs neither Flax nor the model's code. JAX reads programs of releases up to six
-    months older than itself.
+    Needs neither Flax nor the model's code, and runs nothing that the file names:
+    programs consist of arithmetic alone. JAX reads programs of releases up to six months
+    older than itself.
 
     >>> export_predictor(model, "model.predictor", k=2, names=train)
     >>> predictor = load_predictor("model.predictor")  # in another process
@@ -220,42 +468,145 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     [['/...', '/...'], ...]
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is something else, of another version, or damaged.
+      OSError: the file cannot be read.
+      ValueError: it is something else, of another version, damaged, or does what a
+        predictor may not.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            settings = json.loads(archive.read(_SETTINGS))
-            if settings["version"] != VERSION:
-                raise ValueError(
-                    f"predictor of version {settings['version']!r}; this release reads "
-                    f"version {VERSION}"
-                )
-            items = json.loads(archive.read(_ITEMS))
-            return Predictor(
-                k=settings["k"],
-                num_features=settings["num_features"],
-                num_items=settings["num_items"],
-                items=None if items is None else as_names(items),
-                programs={
-                    size: export.deserialize(
-                        bytearray(archive.read(f"programs/{size}"))
-                    )
-                    for size in settings["batch_sizes"]
-                },
-                weights=tuple(
-                    _weight(archive, i, dtype)
-                    for i, dtype in enumerate(settings["weights"])
-                ),
+    with open(path, "rb") as file:
+        try:
+            settings, items, programs, weights = _read(file)
+        except MemoryError:
+            raise
+        # Of zipfile alone there are six kinds; a file from elsewhere finds them all.
+        except Exception as error:
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ValueError(
+                f"{path}: is no predictor, or is damaged: {text}"
+            ) from error
+    return Predictor(
+        k=settings.k,
+        num_features=settings.num_features,
+        num_items=settings.num_items,
+        items=items,
+        programs={size: jax.jit(program.call) for size, program in programs.items()},
+        weights=[jnp.asarray(weight) for weight in weights],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What predictor.json says, checked.
+
+    Attributes:
+      k: items for each row.
+      num_features: of the input.
+      num_items: of the model.
+      programs: their numbers of rows.
+      convention: their calling convention.
+      weights: shape and dtype of each.
+    """
+
+    k: int
+    num_features: int
+    num_items: int
+    programs: tuple[int, ...]
+    convention: int
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+
+    @classmethod
+    def of(cls, stated: Any) -> _Settings:
+        """Takes the JSON.
+
+        Raises:
+          ValueError: it is of another version, or not what is written.
+        """
+        version = _entry(stated, "version", int)
+        if version != VERSION:
+            raise ValueError(
+                f"predictor of version {version}; this release reads version {VERSION}"
             )
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise ValueError(f"{path}: is no predictor, or is damaged: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        inputs = _entry(stated, "inputs", list)
+        sizes = _entry(stated, "programs", list)
+        if len(inputs) != 1:
+            raise ValueError(f"the predictor has {len(inputs)} inputs, expected 1")
+        if not 1 <= len(sizes) <= _MOST_PROGRAMS:
+            raise ValueError(f"the predictor states {len(sizes)} programs")
+        return cls(
+            k=_size(_entry(stated, "k", int)),
+            num_features=_size(_entry(inputs[0], "num_features", int)),
+            num_items=_size(_entry(stated, "num_items", int)),
+            programs=tuple(map(_size, sizes)),
+            convention=_entry(stated, "calling_convention", int),
+            weights=tuple(map(_weight, _entry(stated, "weights", list))),
+        )
 
 
-def _weight(archive: zipfile.ZipFile, index: int, dtype: str) -> jax.Array:
-    with archive.open(f"weights/{index}.npy") as file:
-        array = np.lib.format.read_array(file, allow_pickle=False)
-        file.read()  # to the end, where the checksum is compared
-    return jnp.asarray(array.view(jnp.dtype(dtype)))
+def _entry[T](stated: Any, name: str, kind: type[T]) -> T:
+    """An entry of a JSON object."""
+    value = stated.get(name) if isinstance(stated, dict) else None
+    if type(value) is not kind:  # True is an int
+        raise ValueError(f"{_SETTINGS} has no {name!r} of type {kind.__name__}")
+    return value
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ValueError(f"{_SETTINGS} states a size of {value!r}")
+    return value
+
+
+def _weight(stated: Any) -> jax.ShapeDtypeStruct:
+    dtype, shape = _entry(stated, "dtype", str), _entry(stated, "shape", list)
+    if dtype not in _DTYPES:
+        raise ValueError(f"{_SETTINGS} states a weight of dtype {dtype!r}")
+    if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+        raise ValueError(f"{_SETTINGS} states a weight of shape {shape}")
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def _read(
+    file: io.BufferedReader,
+) -> tuple[_Settings, Names | None, dict[int, export.Exported], Sequence[np.ndarray]]:
+    length = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        settings = _Settings.of(json.loads(_part(archive, _SETTINGS, _MOST_SETTINGS)))
+        shapes = settings.weights
+        sizes = [math.prod(w.shape) * w.dtype.itemsize for w in shapes]
+        if sum(sizes) > length:
+            raise ValueError(
+                f"{_SETTINGS} states weights of {sum(sizes):,} bytes, in a file of "
+                f"{length:,}"
+            )
+        items = json.loads(_part(archive, _ITEMS, length))
+        if items is not None and (
+            not isinstance(items, list)
+            or len(items) != settings.num_items
+            or not all(type(name) is str for name in items)
+        ):
+            raise ValueError(f"{_ITEMS} has no {settings.num_items:,} names")
+        programs = {}
+        for rows in settings.programs:
+            signature = Signature(rows=rows, k=settings.k, weights=shapes)
+            code = _part(archive, f"programs/{rows}", _MOST_PROGRAM)
+            programs[rows] = signature.load(code, settings.convention)
+        weights = []
+        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+            content = _part(archive, f"weights/{i}", size)
+            if len(content) != size:
+                raise ValueError(
+                    f"weights/{i} has {len(content):,} bytes, expected {size:,}"
+                )
+            weights.append(np.frombuffer(content, shape.dtype).reshape(shape.shape))
+    return settings, None if items is None else as_names(items), programs, weights
+
+
+def _part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    """The content of a part, whose checksum is compared.
+
+    Raises:
+      ValueError: it is larger than it may be.
+    """
+    size = archive.getinfo(name).file_size
+    if size > most:
+        raise ValueError(f"{name} has {size:,} bytes, more than {most:,}")
+    return archive.read(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -157,14 +157,37 @@ def recommend_by(
         unwanted = exclusion(inputs, rows, held, seen, batch_size)
 
     results = (step(*pair) for pair in zip(batches, each(unwanted), strict=False))
+    starts = range(0, x.num_rows, batch_size)
+    counts = [min(batch_size, x.num_rows - start) for start in starts]
+    return collect(x, k, counts, results)
+
+
+def collect(
+    x: Rows,
+    k: int,
+    counts: Sequence[int],
+    results: Iterable[tuple[jax.Array, jax.Array]],
+) -> Recommendations:
+    """The first `k` of each row, from the results of one batch after the other.
+
+    Args:
+      x: what was scored.
+      k: items per row.
+      counts: rows in each batch; its results may have more.
+      results: ids and scores, `[at least count, at least k]`, of each batch.
+
+    Raises:
+      FloatingPointError: a score is NaN; names the row.
+    """
     ids = np.empty((x.num_rows, k), np.int32)
     scores = np.empty((x.num_rows, k), np.float32)
-    starts = range(0, x.num_rows, batch_size)
-    for start, result in zip(starts, _one_late(results), strict=True):
-        count = min(batch_size, x.num_rows - start)
+    start = 0
+    for count, result in zip(counts, _one_late(results), strict=True):
         part = slice(start, start + count)
-        ids[part], scores[part] = (np.asarray(array)[:count] for array in result)
+        found = jax.device_get(result)
+        ids[part], scores[part] = (array[:count, :k] for array in found)
         check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
+        start += count
     return Recommendations(ids, scores)
 
 
@@ -176,7 +199,17 @@ def exclusion(
         matrix = held[name]
         if table.matrix is seen.matrix and isinstance(matrix, CSR):
             return Batches.of(indicator(matrix), rows, batch_size)
-    x = inputs.rows
+    found = rows_of(seen, inputs.rows)
+    matrix = for_batches(indicator(seen.matrix))
+    return Batches.of(matrix, found[rows], batch_size)
+
+
+def rows_of(seen: Table, x: Rows) -> np.ndarray:
+    """`[rows of x]`: the row of `seen` for each, -1 if it has none.
+
+    Raises:
+      ValueError: it has none for any.
+    """
     found = find_rows(x, seen)
     if found.size and found.max() < 0:
         ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
@@ -184,8 +217,7 @@ def exclusion(
             f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
             f"among {seen.labels(theirs)}"
         )
-    matrix = for_batches(indicator(seen.matrix))
-    return Batches.of(matrix, found[rows], batch_size)
+    return found
 
 
 def indicator(matrix: CSR) -> CSR:

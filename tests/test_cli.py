@@ -25,6 +25,7 @@ import pytest
 import scipy.sparse
 from flax import nnx
 
+import sparsejax as sj
 from sparsejax import cli, commands, demo, locks, optimizers, planning, run, vectors
 from sparsejax.checkpoint import Checkpoints
 from sparsejax.cli import main
@@ -293,6 +294,24 @@ def test_similar_items_of_a_run(board, capsys):
     ):
         entries = (f"{o},{s:.6g}" for o, s in zip(others, scores, strict=True))
         assert line == f"{item}\t{':'.join(entries)}"
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_a_run_is_exported(board, tmp_path, capsys):
+    path = tmp_path / "model.predictor"
+    flags = ["--k", "4", "--batch-size", "1"]
+    assert main(["export", board.run, str(path), *flags]) == 0
+    assert capsys.readouterr().err == f"the predictor is in {path}\n"
+    predictor = sj.load_predictor(path)
+    model, names = run.load_model(board.run)
+    found = sj.recommend(model, board.train.align_features(names), 4)
+    row = 3
+    items = board.train.to_scipy()[[row]].indices
+    history = board.train.feature_names[items].tolist()
+    expected = found.names(names)[row]
+    assert predictor.recommend_names(history, exclude_seen=False) == expected
+    assert main(["export", board.run, str(tmp_path / "no" / "file")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_files_are_read_against_the_vocabulary_of_the_run(board, tmp_path, capsys):
@@ -884,8 +903,8 @@ def test_wrong_usage(capsys, command):
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "evaluate", "predict", "convert", "report", "vectors", "similar"]
-    + ["plan", "demo"],
+    ["", "train", "evaluate", "predict", "export", "convert", "report", "vectors"]
+    + ["similar", "plan", "demo"],
 )
 def test_help(capsys, command):
     assert main([*command.split(), "--help"]) == 0

@@ -50,11 +50,21 @@ def test_the_api_lists_every_public_name():
     assert not wanted - listed
 
 
+def test_what_the_quickstart_shows_calls_what_it_defines():
+    page = (DOCS / "quickstart.md").read_text()
+    shown = re.search(r"```\{literalinclude\} (\S+)\n:start-at: (.*)\n```", page)
+    assert shown is not None
+    example, start = shown.groups()
+    code = (DOCS / example).read_text().partition(start)[2]
+    assert code.rstrip().endswith('if __name__ == "__main__":\n    main()')
+
+
 @pytest.mark.usefixtures("symbolic_sizes")
 def test_deployment(trained, tmp_path):
     for code in python("deployment.md"):
         exec(compile(code, "deployment.md", "exec"), trained)  # noqa: S102
     assert trained["found"].ids.shape == (60, 10)
+    assert trained["ids"].shape == (1, 10)
     assert trained["users"].shape == (60, 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "items.parquet",

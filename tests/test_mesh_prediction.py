@@ -104,7 +104,6 @@ def test_one_program_serves_all_batches(data, model):
 
 
 def test_a_model_made_on_a_mesh_is_exported(tmp_path, symbolic_sizes):
-    pytest.importorskip("flatbuffers")
     train = table(0.05, 1)
     with jax.set_mesh(make_mesh(data=2, model=4)):
         sj.export_predictor(a_model(), tmp_path / "file", k=5, batch_size=20)

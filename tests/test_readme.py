@@ -26,6 +26,7 @@ def test_python_runs_as_pasted(capsys):
     assert len(printed.splitlines()[-1].split(", ")) == 3
 
 
+@pytest.mark.usefixtures("symbolic_sizes")
 def test_commands_run_as_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = range(40)
@@ -40,13 +41,14 @@ def test_commands_run_as_pasted(tmp_path, monkeypatch):
         for line in block.splitlines()
         if line.startswith("sparsejax ")
     ]
-    names = ["train", "evaluate", "predict", "report"]
+    names = ["train", "evaluate", "predict", "report", "export"]
     assert [command[0] for command in commands] == names
     for command in commands:
         assert cli.main(command) == 0
     recommended = pathlib.Path("recs.tsv").read_text().splitlines()
     assert len(recommended) == 40 and recommended[0].startswith("u0\ti")
     assert pathlib.Path("run/report.html").exists()
+    assert pathlib.Path("model.predictor").exists()
 
 
 def test_network_of_the_docs_is_the_default():
