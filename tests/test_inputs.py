@@ -12,6 +12,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax import training
 from sparsejax.resident import epoch_order
 from sparsejax.sources import Inputs, features_of
 
@@ -241,6 +242,16 @@ def test_other_ways_to_train(expected):
         )
         losses.append({n: v for n, v in history[0].items() if "second" not in n})
     assert losses[0] == losses[1] and "recall@20" in losses[0]
+
+
+def test_entries_sorted_ahead_train_the_same(expected, monkeypatch):
+    clear = getattr(training._dispatch, "clear_cache")  # noqa: B009
+    clear()
+    monkeypatch.setattr(training, "_sorts_ahead", lambda: True)
+    _, _, arrays = trained()
+    clear()
+    for name, array in arrays.items():
+        np.testing.assert_allclose(array, expected[2][name], rtol=1e-3, atol=1e-5)
 
 
 def test_ranks_as_numpy_does(expected):
