@@ -137,6 +137,8 @@ class Train:
       checkpoint_seconds: Time between checkpoints; 0 is as often as possible.
       resume: Continue from the last checkpoint, if there is one. The other options must
         be those that the run was begun with; only epochs may be raised.
+      tensorboard: Folder to write the loss, the speed and the metrics of each epoch to,
+        for TensorBoard. Needs the extra tensorboard.
       network: The network.
       columns: The columns of the files.
       devices: What to train on.
@@ -161,6 +163,7 @@ class Train:
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False
+    tensorboard: Annotated[pathlib.Path | None, _Folder] = None
     network: Network = Network()
     columns: Columns = Columns()
     devices: Devices = Devices()
@@ -412,6 +415,16 @@ Command = (
 Reading = Train | Evaluate | Predict | Convert | Report | Vectors  # files, by columns
 
 
+# What other programs call some flags, too far from their names here to be guessed.
+_CALLED_OTHERWISE = {
+    "--lr": "--learning-rate",
+    "--num-epochs": "--epochs",
+    "--output": "--out",
+    "--top-k": "--k",
+    "--wd": "--weight-decay",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status.
 
@@ -450,7 +463,7 @@ def _failed(error: BaseException, command: Command | None) -> int:
     elif distributed.is_lost_peer(error):
         _say(f"error: another process was lost{after} ({_message(error)})")
     elif isinstance(error, distributed.OtherProcessError) or _is_for_users(error):
-        _say(f"error: {_message(error)}")
+        _say(f"error: {_in_flags(_message(error), command)}")
     elif distributed.is_begun():
         traceback.print_exception(error)
     else:
@@ -510,6 +523,11 @@ def _parse(argv: Sequence[str]) -> Command:
             args=argv,
             config=(OmitArgPrefixes,),
         )
+    except SystemExit as stopped:
+        flags = {word.partition("=")[0] for word in argv} if stopped.code else set()
+        for flag in flags & _CALLED_OTHERWISE.keys():
+            _say(f"{flag} is called {_CALLED_OTHERWISE[flag]} here")
+        raise
     finally:
         sys.stdout.flush()
 
@@ -587,6 +605,27 @@ def as_flags(text: str) -> str:
     """A message in which the arguments of readers are the flags of commands."""
     text = text.replace("indicator=True", "--no-value")
     return re.sub(r"\b(user|item|value|time)=(?=COLUMN|\d)", r"--\1 ", text)
+
+
+def _in_flags(text: str, command: Command | None) -> str:
+    """A message that names flags of a command where it names arguments of Python."""
+    nested = (command, getattr(command, "network", None))
+    fields = [f.name for c in nested if c is not None for f in dataclasses.fields(c)]
+    flags = {name: name.replace("_", "-") for name in fields} | {"num_epochs": "epochs"}
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        if name not in flags or (value is None and "_" not in name):
+            return match[0]  # `k` may also be a word
+        if value == "True":
+            return f"--{flags[name]}"
+        return f"--{flags[name]}" + ("" if value is None else f" {value}")
+
+    return re.sub(
+        r"(?<![\w/.'-])(?P<name>[a-z]\w*)(=(?P<value>[^\s,;)]+))?(?![\w/.'])",
+        flag,
+        text,
+    )
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ def train(flags: cli.Train) -> None:
     """`sparsejax train`."""
     check = functools.partial(run.check_folder, flags.run, resume=flags.resume)
     distributed.in_first(check)
+    new_writer = None if flags.tensorboard is None else _summary_writer()
     stopping = None
     if flags.patience is not None:
         if flags.validation is None:
@@ -102,9 +103,20 @@ def train(flags: cli.Train) -> None:
         patience=flags.patience,
     )
     model, optimizer = settings.build()
-    with run.begun(
-        flags.run, settings, data.feature_names, resume=flags.resume
-    ) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            run.begun(flags.run, settings, data.feature_names, resume=flags.resume)
+        )
+        writer = None
+        if new_writer is not None and distributed.is_first():
+            writer = stack.enter_context(new_writer(flags.tensorboard))
+
+        def log(step: int, entry: Mapping[str, float]) -> None:
+            print_epoch(flags.epochs, step, entry)
+            if writer is not None:
+                for name, value in entry.items():
+                    writer.add_scalar(name, value, step)
+
         print_summary(data, model)
         training.fit(
             model,
@@ -120,9 +132,20 @@ def train(flags: cli.Train) -> None:
             checkpoint_dir=checkpoints,
             checkpoint_seconds=flags.checkpoint_seconds,
             resume=flags.resume,
-            log=functools.partial(print_epoch, flags.epochs),
+            log=log,
         )
     print(f"the model is in {flags.run}", file=sys.stderr)
+
+
+def _summary_writer() -> Callable[..., Any]:
+    """What makes a writer of TensorBoard's files."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "--tensorboard needs another package: pip install 'sparsejax[tensorboard]'"
+        ) from None
+    return SummaryWriter
 
 
 def evaluate(flags: cli.Evaluate) -> None:
@@ -252,6 +275,10 @@ def vectors(flags: cli.Vectors) -> None:
 
 def similar(flags: cli.Similar) -> None:
     """`sparsejax similar`."""
+    if not flags.items:
+        raise ValueError(
+            "name an ITEM behind the folder, as: sparsejax similar run/ tea"
+        )
     settings, names = run.load_run(flags.run)
     model = run.restored_model(flags.run, settings)
     found = vector_files.similar_items(model, flags.items, flags.k, names=names)

@@ -44,7 +44,8 @@ class FeedForward(nnx.Module):
     ):
         self.config = config
         self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
-        self.activations = tuple(activation(h.activation) for h in config.hidden)
+        for h in config.hidden:
+            activation(h.activation)  # known
         sizes = [h.size for h in config.hidden]
         self.output = SparseOutput(
             sizes[-1],
@@ -108,13 +109,13 @@ class FeedForward(nnx.Module):
             x = normalize_rows(x)
         x = self.corruption(x, deterministic=deterministic)
         h = self.first(x)
-        for i, (function, dropout) in enumerate(
-            zip(self.activations, self.dropout, strict=True)
-        ):
+        hidden = self.config.hidden
+        for i, (config, dropout) in enumerate(zip(hidden, self.dropout, strict=True)):
             if i > 0:
                 layer = self.rest[i - 1]
                 h = layer(h, out_sharding=_result_spec(layer))
-            h = dropout(function(h), deterministic=deterministic)
+            # Looked up here: JAX's functions cannot be pickled, and so a model that held them.
+            h = dropout(activation(config.activation)(h), deterministic=deterministic)
         return h
 
     def __call__(

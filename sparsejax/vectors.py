@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -186,7 +187,8 @@ def save_vectors(
     with replacing(path) as temporary, open(temporary, "xb") as file:
         match pathlib.Path(path).suffix:
             case ".npy":
-                np.save(file, vectors)
+                # Not to the file itself, where NumPy would not say that the disk is full.
+                np.save(types.SimpleNamespace(write=file.write), vectors)
             case ".npz":
                 fixed = np.array(known.tolist(), np.str_)
                 np.savez(file, names=fixed, vectors=vectors)

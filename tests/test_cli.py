@@ -508,9 +508,9 @@ def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
         (["--corruption", "0.25"], "corruption 0.25"),
         (["--loss", "l2_loss"], "loss l2_loss"),
         (["--optimizer", "sgd"], "optimizer sgd: the run was begun with adam"),
-        (["--learning-rate", "0.5"], "learning_rate 0.5"),
+        (["--learning-rate", "0.5"], "--learning-rate 0.5"),
         (["--cosine-decay"], "'schedule': 'cosine_decay_schedule', 'decay_steps': "),
-        (["--batch-size", "7"], "batch_size 7"),
+        (["--batch-size", "7"], "--batch-size 7"),
         (["--seed", "3"], "seed 3"),
         (["--k", "9"], "k 9"),
         (["--validation", "heldout.txt"], "other validation data"),
@@ -818,9 +818,9 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--activation magic", "unknown activation 'magic'"),
         (TRAIN + "--loss magic", "magic"),
         (TRAIN + "--optimizer magic", "magic"),
-        (TRAIN + "--learning-rate -1", "learning_rate"),
-        (TRAIN + "--weight-decay 0.1", "weight_decay of adam would be an L2 penalty"),
-        (TRAIN + "--warmup-epochs -1", "warmup_epochs is -1.0; it must be 0 or more"),
+        (TRAIN + "--learning-rate -1", "--learning-rate must be finite"),
+        (TRAIN + "--weight-decay 0.1", "--weight-decay of adam would be an L2"),
+        (TRAIN + "--warmup-epochs -1", "--warmup-epochs is -1.0; it must be 0"),
         (TRAIN + "--warmup-epochs 30 --cosine-decay", "below the 20 epochs"),
         (TRAIN + "--hidden", "hidden"),
         (TRAIN + "--hidden 10000000000000", "Out of memory"),
@@ -829,8 +829,10 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--dropout -0.5", "dropout"),
         (TRAIN + "--temperature 0", "temperature"),
         (TRAIN + "--hidden 3 4 --tied", "must have 3 units"),
-        (TRAIN + "--batch-size 0", "batch_size"),
-        (TRAIN + "--epochs 0", "epochs"),
+        (TRAIN + "--batch-size 0", "--batch-size 0 and --epochs 20 must be"),
+        (TRAIN + "--epochs 0", "--epochs 0 must be positive"),
+        (TRAIN + "--seed -1", "--seed -1 must be from 0"),
+        (TRAIN + "--checkpoint-seconds -1", "--checkpoint-seconds -1.0 must not"),
         (TRAIN + "--validation data --k 0", "k must be"),
         ("train data --run 'a folder'", "a folder: exists"),
         ("train data --run 'a folder' --resume", "a folder: is not a run folder"),
@@ -863,6 +865,7 @@ TRAIN = "train data --run new --format text "
         ("similar missing tea", "missing: is not a run folder"),
         ("similar run tea", "no item is called 'tea'; names are 'item"),
         ("similar run item0 --k 0", "k must be"),
+        ("similar run", "name an ITEM behind the folder, as: sparsejax similar run/ "),
         ("convert missing out.csv", "missing: no such file"),
         ("convert data out.txt --from text", "pass --to text, pairs, adjacency"),
         ("convert bad out.csv --from text", "bad:2: no TAB"),
@@ -899,6 +902,24 @@ def test_errors(errors_folder, capsys, command, message):
 def test_wrong_usage(capsys, command):
     assert main(command.split()) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_flags_that_are_called_otherwise_elsewhere(capsys):
+    assert main(["train", "data", "--run", "new", "--lr=0.1"]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == "sparsejax: --lr is called --learning-rate here"
+
+
+def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
+    logs = tmp_path / "logs"
+    assert main([*small, "--tensorboard", str(logs)]) == 0
+    (file,) = logs.iterdir()
+    assert b"examples_per_second" in file.read_bytes()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    argv = [*small, "--run", str(tmp_path / "other"), "--tensorboard", str(logs)]
+    assert main(argv) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--tensorboard needs another package: pip install 'sparsejax[" in error
 
 
 @pytest.mark.parametrize(

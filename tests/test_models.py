@@ -1,5 +1,6 @@
 """FeedForward: what a NetworkConfig becomes."""
 
+import pickle
 from typing import Any
 
 import jax
@@ -119,3 +120,13 @@ def test_every_activation_runs():
     x = random_csr(3, 12)
     for name in _ACTIVATIONS:
         assert build(activation=name).encode(x).shape == (3, 6)
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu", "linear"])
+def test_a_model_can_be_pickled(name):
+    model = build((4, 3), activation=name)
+    again = pickle.loads(pickle.dumps(model))
+    x = random_csr(4, 12, 0.4)
+    np.testing.assert_array_equal(
+        again(x, deterministic=True), model(x, deterministic=True)
+    )

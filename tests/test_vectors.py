@@ -1,6 +1,8 @@
 """Vectors of items and users, against NumPy."""
 
+import errno
 import os
+import resource
 
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +182,15 @@ def test_npz_refuses_names_that_it_cannot_hold(tmp_path):
         assert pq.read_table(tmp_path / "v.parquet")["name"].to_pylist()[-1] == bad
     assert os.listdir(tmp_path) == ["v.parquet"]
     sj.save_vectors(tmp_path / "v.npz", rows, [*names[1:], "x" * 10_000])
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
+    path, limits = tmp_path / "v.npy", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(OSError) as told:
+            vectors.save_vectors(path, np.ones((2**10, 2**8), np.float32), range(2**10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.value.errno == errno.EFBIG and told.value.filename == str(path)
+    assert not list(tmp_path.iterdir())
