@@ -94,6 +94,8 @@ class Columns:
       value: The column of values, or of lists of them.
       time: The column of times, or of lists of them.
       no_value: Ignore values: every entry counts 1.
+      delimiter: What separates the columns of CSV, where it is not clear: one or two
+        characters.
     """
 
     user: Annotated[int | str | None, _Column] = None
@@ -101,6 +103,7 @@ class Columns:
     value: Annotated[int | str | None, _Column] = None
     time: Annotated[int | str | None, _Column] = None
     no_value: Flag = False
+    delimiter: Annotated[str | None, arg(metavar="TEXT")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -604,7 +607,9 @@ def _message(error: BaseException | str) -> str:
 def as_flags(text: str) -> str:
     """A message in which the arguments of readers are the flags of commands."""
     text = text.replace("indicator=True", "--no-value")
-    return re.sub(r"\b(user|item|value|time)=(?=COLUMN|\d)", r"--\1 ", text)
+    return re.sub(
+        r"\b(user|item|value|time|delimiter)=(?=COLUMN|['\"])", r"--\1 ", text
+    )
 
 
 def _in_flags(text: str, command: Command | None) -> str:

@@ -415,6 +415,7 @@ def _read(
         item=flags.columns.item,
         value=flags.columns.value,
         time=flags.columns.time,
+        delimiter=flags.columns.delimiter,
         features=features,
         indicator=indicator or flags.columns.no_value,
     )

@@ -121,6 +121,30 @@ def test_quotes(write):
     }
 
 
+def test_quotes_that_are_not_closed(write, monkeypatch):
+    """Else one would swallow what follows, up to the next quote or the end."""
+    rows = "".join(f'u{i},"item {i}"\n' for i in range(100))
+    blocks = functools.partial(files.line_blocks, block_bytes=500)
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(pairs, "line_blocks", blocks)
+        assert read_pairs(write(rows)).num_entries == 100
+        for bad, line in (('x,"y\n', 101), ('"x,y\n', 101), ('x,"y""\n', 101)):
+            for behind in (rows, ""):
+                path = write(rows + bad + behind)
+                with pytest.raises(DataError, match=f"csv:{line}: a quote opens here"):
+                    read_pairs(path)
+        # Lines within quotes, and quotes within a field, are as they were.
+        path = write(rows + 'x,"a\n""b""\nc"\n' + 'x,5" disk\n' + 'y,""""\n' + rows)
+        found = contents(read_pairs(path))
+        assert set(found["x"]) == {'a\n"b"\nc', '5" disk'} and set(found["y"]) == {'"'}
+    monkeypatch.setattr(pairs, "MAX_RECORD_BYTES", 1000)
+    with pytest.raises(
+        DataError, match="csv:101: a quote opens here .* within 1,000 b"
+    ):
+        read_pairs(write(rows + 'x,"y\n' + "u,v\n" * 1000))
+
+
 def test_names_that_look_like_something_else(write):
     text = "NA,null\nnan,1.0\n1.0,007\ntrue, x\n2001-01-01,\u3042\n"
     assert contents(read_pairs(write(text))) == {

@@ -26,6 +26,7 @@ from sparsejax.data import (
     guess_format,
     lines,
     names,
+    pairs,
     read,
     read_adjacency,
     read_pairs,
@@ -187,6 +188,12 @@ READERS = [read, read_text, read_adjacency, read_pairs, read_parquet]
         (lzma.compress(b"a\tx:y\n" * 999)[:-20], "truncated or damaged|Parquet"),
         (lzma.compress(b"a\tx:y\n" * 999)[:40] + b"?" * 40, "damaged|Parquet"),
         (gzip.compress(b"a\tx:y\n", mtime=0) + b"trailing", "damaged|Parquet"),
+        (lzma.compress(b"a\tx:y\n") + b"trailing", "damaged|Parquet"),
+        (lzma.compress(b"a\tx:y\n") * 2 + b"\0" * 4 + b"?", "damaged|Parquet"),
+        (
+            lzma.compress(b"a\tx:y\n") + lzma.compress(b"b\tx\n")[:-8] + b"?" * 8,
+            "damaged|Parquet",
+        ),
     ],
     ids=str,
 )
@@ -208,6 +215,24 @@ def test_unreadable_paths(tmp_path, reader):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
         reader(tmp_path / "pipe")
+
+
+def test_streams_of_xz_one_after_the_other(write):
+    first, second = (lzma.compress(line) for line in (b"a\tx:y\n", b"b\tx\n"))
+    path = write(first + b"\0" * 4 + second + b"\0" * 8)
+    assert contents(read_text(path)) == {"a": {"x": 1, "y": 1}, "b": {"x": 1}}
+
+
+def test_a_line_has_an_end(write, monkeypatch):
+    """A few bytes of xz may be a line of many gigabytes."""
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
+    blocks = functools.partial(files.line_blocks, block_bytes=2**16)
+    monkeypatch.setattr(lines, "line_blocks", blocks)
+    monkeypatch.setattr(pairs, "line_blocks", blocks)
+    path = write(lzma.compress(b"a\tx\nb\t" + b"x" * 2**22))
+    for reader in (read, read_text, read_adjacency, read_pairs):
+        with pytest.raises(DataError, match=":2: the line is longer than 1,048,576 by"):
+            reader(path)
 
 
 def test_truncated_after_the_first_block(write, monkeypatch):

@@ -16,12 +16,12 @@ import stat
 import time
 import uuid
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Buffer, Generator, Iterator
 
 from tqdm import tqdm
 
 Path = str | os.PathLike[str]
-ByteStream = io.BufferedReader | gzip.GzipFile | lzma.LZMAFile
+ByteStream = io.BufferedReader | gzip.GzipFile
 
 # Large enough that NumPy's cost per call vanishes, small enough that the temporaries of
 # a block (some ten times its size) stay out of the way.
@@ -37,6 +37,7 @@ _ABANDONED_SECONDS = 3600
 # These come without the name of the file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
+_XZ_BYTES = 2**18  # are decompressed at a time
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
 
 
@@ -94,7 +95,7 @@ def open_data(path: Path) -> Generator[ByteStream]:
             if first.startswith(_GZIP):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=file))
             elif first.startswith(_XZ):
-                stream = stack.enter_context(lzma.LZMAFile(file))
+                stream = stack.enter_context(io.BufferedReader(_Xz(file)))
             yield stream
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise DataError.at(
@@ -104,6 +105,41 @@ def open_data(path: Path) -> Generator[ByteStream]:
         raise DataError.at(
             path, f"cannot be read: {error.strerror or error}"
         ) from error
+
+
+class _Xz(io.RawIOBase):
+    """The streams of an xz file, one after the other, with the padding between them.
+
+    `lzma.LZMAFile` passes over what is damaged behind the first stream.
+    """
+
+    def __init__(self, file: io.BufferedReader):
+        self._file = file
+        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        while True:
+            if self._stream.eof:
+                rest = self._stream.unused_data or self._file.read(_XZ_BYTES)
+                while rest and not (rest := rest.lstrip(b"\0")):
+                    rest = self._file.read(_XZ_BYTES)
+                if not rest:
+                    return 0
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            else:
+                rest = b""
+                if self._stream.needs_input and not (
+                    rest := self._file.read(_XZ_BYTES)
+                ):
+                    raise EOFError("the file ends before a stream does")
+            data = self._stream.decompress(rest, len(view))
+            if data:
+                view[: len(data)] = data
+                return len(data)
 
 
 class _Watched(io.BufferedReader):

@@ -215,6 +215,8 @@ def find_layout(
     if delimiter is None:
         delimiter = _guess_delimiter(lines)
     records = _sample(lines, delimiter)
+    if not records:
+        raise lines.error(0, "holds no data: there is no record")
     (line, first), first_line = records[0], lines.first
     if len(first) < 2:
         raise DataError.at(

@@ -16,8 +16,22 @@ merged. A (row, feature) that occurs several times becomes one entry; values are
 A file in which no entry has a value gives an indicator data set (`matrix.data` is
 None); a file in which some have one and some do not is an error. A value of 0 is an
 entry like any other. Names are kept byte for byte, spaces included. Files are UTF-8,
-lines end in LF or CR LF, blank lines are skipped, and gzip and xz are read directly.
-What is wrong with a file is raised as `DataError`, with the line's number.
+lines end in LF or CR LF and have at most 64 MiB, blank lines are skipped, and gzip and xz
+are read directly. What is wrong with a file is raised as `DataError`, with the line's
+number.
+
+Of a table (pairs, Parquet, a frame) each column is read by its name, if that is a known
+one (`columns.SYNONYMS`; compared without case, spaces, `_`, `-` and `.`, in singular or
+plural, users and items also with id, key, code, no or number before or behind), or as
+what the caller says. Nothing is guessed from what is left over: where it is not clear
+which column is what, that is an error which lists the columns. `SparseDataset.columns`
+tells which were read.
+
+Names of users and items are text or integers. Integers that became floats, and are all
+whole, are read as integers, and 16 bytes are a UUID. Times are integers, floats, dates of
+Arrow or text as of ISO 8601 (UTC where there is a zone), all of one kind. Of several
+events of one (row, feature) the latest gives the time, of equally late ones the last in
+the file. A column whose name is known for times is left out if its first cell is no time.
 """
 
 from __future__ import annotations
@@ -43,6 +57,7 @@ def read(
     item: Column = None,
     value: Column = None,
     time: Column = None,
+    delimiter: str | None = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -58,6 +73,8 @@ def read(
       user: the column with the row's name, of a table (pairs and parquet).
       item: the column with the feature's name.
       value: the column with the value.
+      time: the column with the time.
+      delimiter: what separates the columns of pairs, one or two characters.
       features: vocabulary to read against.
       indicator: ignore values, whatever they are.
 
@@ -65,15 +82,24 @@ def read(
       DataError: the file cannot be read, or its format is not clear.
       ValueError: there is no such format, or it has no columns to name.
     """
-    format = format or sniff.guess_format(path)
+    if format is None:
+        format = sniff.guess_format(path) if delimiter is None else "pairs"
     columns = {"user": user, "item": item, "value": value, "time": time}
     if format in ("text", "adjacency") and any(c is not None for c in columns.values()):
         raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
+    if format != "pairs" and delimiter is not None:
+        raise ValueError(f"{shown(path)}: the format {format} has its own delimiter")
     match format:
         case "text":
             return read_text(path, features=features, indicator=indicator)
         case "pairs":
-            return read_pairs(path, **columns, features=features, indicator=indicator)
+            return read_pairs(
+                path,
+                **columns,
+                delimiter=delimiter,
+                features=features,
+                indicator=indicator,
+            )
         case "adjacency":
             return read_adjacency(path, features=features)
         case "parquet":
@@ -156,25 +182,26 @@ def read_pairs(
 
     Columns are given by number, from 0, or by their name in the header. By default:
 
-    * `delimiter` is the first of TAB, ',', ';', '|' that the first line contains;
-    * there is a header if a column is given by name, if a cell of the first line is a
-      word like user, userId, item_id or movie, or if its third cell is text above a
-      number;
-    * under a header, the user and item columns are those with such words, otherwise the
-      first two columns;
-    * the value column is one called rating, value, count or the like, otherwise the
-      next column that is not called timestamp, date or the like, otherwise there is
-      none.
+    * `delimiter` is that of TAB, '::', ',', ';' and '|' by which all lines have the same
+      number of columns;
+    * there is a header if a column is given by name, if two cells of the first line are
+      known names of columns, or if all its cells are text and one stands above nothing
+      but numbers or dates;
+    * without a header, and if two columns are left that are not given, the first holds
+      the users and the second the items. `user::item::rating::time` of MovieLens is
+      known, too. Otherwise columns must be given.
 
-    Fields may be quoted as in RFC 4180, but not in TAB-separated files, where a quote is
-    an ordinary character.
+    Fields may be quoted as in RFC 4180, but not where TAB or two characters separate
+    them: there a quote is an ordinary character. Quotes must be closed, and a record has
+    at most 8 MiB.
 
     Args:
       path: the file.
       user: the column with the row's name.
       item: the column with the feature's name.
       value: the column with the value.
-      delimiter: one character.
+      time: the column with the time.
+      delimiter: one or two characters.
       header: whether the first line holds the columns' names.
       features: vocabulary to read against.
       indicator: ignore values.
@@ -223,6 +250,7 @@ def read_parquet(
       user: the column with the row's name.
       item: the column with the feature's name, or a list of them.
       value: the column with the value, or a list of them.
+      time: the column with the time, or a list of them.
       features: vocabulary to read against; a saved data set's own by default.
       indicator: ignore values.
 
@@ -271,14 +299,9 @@ def from_arrow(
 
     Anything with Arrow's PyCapsule interface (`__arrow_c_stream__`) will do. A row of
     the table is a pair of user and item, perhaps with a value, or a user with a list of
-    items, perhaps with a list of values. Names are text or integers, which become
-    decimal. Columns are given by number, from 0, or by name. By default:
-
-    * the user and item columns are those with names like user, userId, item_ids or
-      movie, otherwise the first two; if there are lists, the item column is one;
-    * the value column is one called rating, value, count or the like, otherwise the
-      next column of numbers (or of lists of them) that is not called timestamp, date or
-      the like, otherwise there is none.
+    items, perhaps with lists of values and times, or one time for all. Columns are given
+    by number, from 0, or by name, or known by their names; if there is no known name for
+    the items, they are the only column of lists of text or integers.
 
     A null in place of a list is a row without entries; other nulls are errors, except
     where there is no value at all.
@@ -292,6 +315,7 @@ def from_arrow(
       user: the column with the row's name.
       item: the column with the feature's name, or a list of them.
       value: the column with the value, or a list of them.
+      time: the column with the time, or a list of them.
       features: vocabulary to read against.
       indicator: ignore values.
 

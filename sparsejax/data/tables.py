@@ -76,7 +76,9 @@ def find_table_layout(
     lists = [
         i
         for i, field in enumerate(known)
-        if _is_list(field.type) and _is_name(_inner(field.type))
+        if _is_list(field.type)
+        and _is_name(_inner(field.type))
+        and not pt.is_floating(_inner(field.type))  # as embeddings are
     ]
     roles = ["item"] if indicator else ["item", "value"]
     at = find_columns(path, columns, given, roles=["item"], item_by_type=lists)
