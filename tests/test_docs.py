@@ -16,6 +16,7 @@ from test_readme import blocks
 
 import sparsejax as sj
 from sparsejax import cli, rules
+from sparsejax.data import columns
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 
@@ -83,6 +84,25 @@ def test_several_inputs(trained):
         exec(compile(code, "several_inputs.md", "exec"), trained)  # noqa: S102
     assert trained["searches_of_all"].num_entries == some.num_entries
     assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
+
+
+def test_your_data(tmp_path, monkeypatch, capsys):
+    """What the page says is printed, and it lists the names that are known."""
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "your_data.md").read_text()
+    orders, kauf = "orders.csv", "kauf.csv"
+    for block in blocks(page, ""):
+        if block.startswith("sparsejax convert"):
+            cli.main(shlex.split(block)[1:])
+        elif block.startswith(("customer,", "kunde,")):
+            name = orders if block.startswith("customer,") else kauf
+            pathlib.Path(name).write_text(block)
+        else:
+            assert capsys.readouterr().err == block
+    assert capsys.readouterr().err == ""
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \|$", page, flags=re.MULTILINE)
+    listed = {role: tuple(names.split(", ")) for role, names in rows}
+    assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
 
 
 def test_large_models(capsys):
