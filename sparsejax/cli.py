@@ -115,8 +115,10 @@ class Train:
       run: Folder for the model: settings, vocabulary, checkpoints. It must not exist, or
         be empty.
       format: Format of the files, where it is not clear from name and content.
-      validation: Held-out interactions of the same rows. They are ranked after every
-        epoch, and the model of the best epoch is used later.
+      validation: A file of held-out interactions of the same rows; or a share of DATA to
+        hold out, as .1; or last, which holds out the last of each row by time. They are
+        ranked after every epoch, and the model of the best epoch is used later. A file
+        of such a name is ./last.
       k: Cut-off of the validation metrics.
       patience: Stop when ndcg@k of the validation has not risen for so many epochs.
       config: The network as JSON, instead of the network options below.
@@ -150,7 +152,7 @@ class Train:
     data: Annotated[Positional[str], arg(metavar="DATA")]
     run: Annotated[pathlib.Path, _Folder]
     format: Annotated[Format | None, _Formats] = None
-    validation: Annotated[str | None, _File] = None
+    validation: Annotated[str | None, arg(metavar="{FILE,SHARE,last}")] = None
     k: int = 20
     patience: Annotated[int | None, arg(metavar="INT")] = None
     config: Annotated[pathlib.Path | None, _File] = None
@@ -288,6 +290,35 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """Splits interactions into DIR/train.parquet and DIR/heldout.parquet.
+
+    Attributes:
+      data: The interactions.
+      by: What is held out. last: the last of each row by time; time: all from one point
+        in time on, which is nearest to how a model is used; random: a share of each row;
+        rows: whole rows.
+      out: Folder to make.
+      n: With last, how many of each row; 1 unless given. One always stays in train.
+      at: With time, the point in time, as in the file; of dates, as 2024-12-31.
+      fraction: With time, random and rows, the share that stays in train.
+      seed: With random and rows, another seed, another choice; 0 unless given.
+      format: Format of DATA, where it is not clear from name and content.
+      columns: The columns of DATA.
+    """
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    by: Literal["last", "time", "random", "rows"]
+    out: Annotated[pathlib.Path, _Folder]
+    n: Annotated[int | None, arg(metavar="INT")] = None
+    at: Annotated[str | None, arg(metavar="TIME")] = None
+    fraction: Annotated[float | None, arg(metavar="FLOAT")] = None
+    seed: Annotated[int | None, arg(metavar="INT")] = None
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """Writes an HTML page about a run: curves, metrics, layers, recommendations.
 
@@ -408,6 +439,7 @@ Command = (
     | Predict
     | Export
     | Convert
+    | Split
     | Report
     | Vectors
     | Similar
@@ -415,7 +447,8 @@ Command = (
     | Demo
 )
 
-Reading = Train | Evaluate | Predict | Convert | Report | Vectors  # files, by columns
+# Commands that read files, by columns.
+Reading = Train | Evaluate | Predict | Convert | Split | Report | Vectors
 
 
 # What other programs call some flags, too far from their names here to be guessed.
@@ -557,6 +590,8 @@ def _run(command: Command, argv: Sequence[str]) -> None:
             commands.export(command)
         case Convert():
             commands.convert(command)
+        case Split():
+            commands.split(command)
         case Report():
             commands.report(command)
         case Vectors():

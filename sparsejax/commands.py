@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +37,13 @@ from sparsejax.data import (
     DataError,
     ScannedDataset,
     SparseDataset,
+    Split,
     read,
     scan_parquet,
 )
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of
-from sparsejax.data.files import lines_of, shown
+from sparsejax.data.files import check_new, lines_of, new_folder, shown
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.export import export_predictor
@@ -61,12 +63,17 @@ def train(flags: cli.Train) -> None:
             metric=f"ndcg@{flags.k}", patience=flags.patience
         )
     network = _network(flags)
-    heldout = validation = None
+    heldout = validation = split = None
     if flags.chunk_rows is None:
         data = _read(flags.data, flags)
         indicator, chunks = data.matrix.data is None, [data.num_rows]
         if flags.validation is not None:
-            heldout = _heldout(flags.validation, flags, data, flags.data)
+            split = _validation_split(flags, data)
+            if split is None:
+                heldout = _heldout(flags.validation, flags, data, flags.data)
+            else:
+                data, heldout = split.train, split.heldout.without_values()
+                print(f"validation: {split}", file=sys.stderr)
             validation = _fingerprint(heldout, data)
     elif flags.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
@@ -99,6 +106,7 @@ def train(flags: cli.Train) -> None:
         ),
         vocabulary_fingerprint=fingerprint(data.feature_names),
         validation=validation,
+        validation_split=None if split is None else flags.validation,
         k=flags.k,
         patience=flags.patience,
     )
@@ -227,6 +235,49 @@ def convert(flags: cli.Convert) -> None:
             case "pairs":
                 comma = ".csv" in flags.output.suffixes
                 writers.write_pairs(file, data, delimiter="," if comma else "\t")
+
+
+def split(flags: cli.Split) -> None:
+    """`sparsejax split`."""
+    _check_split(flags)
+    check_new(flags.out)
+    data = _read(flags.data, flags)
+    short = ""
+    if flags.by == "last":
+        n = 1 if flags.n is None else flags.n
+        parts = _timed(data, flags.data).split_last(n)
+        short = f", rows too short: {np.sum(np.diff(data.matrix.indptr) <= n):,}"
+    elif flags.by == "time":
+        at = None if flags.at is None else _time(flags.at, data)
+        parts = _timed(data, flags.data).split_at(at, fraction=flags.fraction)
+    else:
+        assert flags.fraction is not None  # as was checked
+        choose = data.split if flags.by == "random" else data.split_rows
+        parts = choose(flags.fraction, seed=flags.seed or 0)
+    with new_folder(flags.out) as folder:
+        parts.train.save(folder / "train.parquet")
+        parts.heldout.save(folder / "heldout.parquet")
+    print(f"{parts}{short}", file=sys.stderr)
+
+
+def _check_split(flags: cli.Split) -> None:
+    """Raises ValueError for flags that do not go together."""
+    wanted = {
+        "last": ("n",),
+        "time": ("at", "fraction"),
+        "random": ("fraction", "seed"),
+        "rows": ("fraction", "seed"),
+    }[flags.by]
+    for name in ("n", "at", "fraction", "seed"):
+        if getattr(flags, name) is not None and name not in wanted:
+            raise ValueError(f"--{name} does not go with --by {flags.by}")
+    if flags.by == "time":
+        if (flags.at is None) == (flags.fraction is None):
+            raise ValueError("--by time needs the time, --at, or a share, --fraction")
+    elif flags.by != "last" and flags.fraction is None:
+        raise ValueError(
+            f"--by {flags.by} needs --fraction, the share that stays in train"
+        )
 
 
 def report(flags: cli.Report) -> None:
@@ -457,6 +508,39 @@ def _some_rows(data: SparseDataset, users: str) -> SparseDataset:
     except ValueError as error:
         hint = "" if is_file else f"; there is no file of this name, {users}, either"
         raise ValueError(f"--users: {error}{hint}") from error
+
+
+def _validation_split(flags: cli.Train, data: SparseDataset) -> Split | None:
+    """What `--validation` holds out of DATA; None if it names a file."""
+    text = flags.validation or ""
+    if text == "last":
+        return _timed(data, flags.data).split_last()
+    if not re.fullmatch(r"[-+]?\d*\.?\d+", text):
+        return None
+    if not 0 < float(text) < 1:
+        raise ValueError(
+            f"--validation {text}: a share must lie in (0, 1); a file of this name is "
+            f"./{text}"
+        )
+    # Not by --seed: models of several seeds are compared on the same entries.
+    return data.split(1 - float(text), seed=0)
+
+
+def _timed(data: SparseDataset, path: str) -> SparseDataset:
+    """The data set, if it has times."""
+    if data.times is None:
+        raise DataError.at(path, "has no times; name their column: --time COLUMN")
+    return data
+
+
+def _time(text: str, data: SparseDataset) -> int | float | str:
+    """A number where times are numbers, else as it is."""
+    if data.times is not None and data.times.dtype.kind == "M":
+        return text
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
 
 
 def _fingerprint(heldout: SparseDataset, data: SparseDataset) -> str:

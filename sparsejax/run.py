@@ -52,6 +52,7 @@ class Run:
       data_fingerprint: of the rows that were read from it.
       vocabulary_fingerprint: of the names of the features.
       validation: `checkpoint.fingerprint` of the held-out entries, if there are any.
+      validation_split: how these were chosen from the data itself, a share or "last".
       k: cut-off of the validation metrics.
       patience: of early stopping on `ndcg@k`, if training stops early.
     """
@@ -67,6 +68,7 @@ class Run:
     data_fingerprint: str
     vocabulary_fingerprint: str
     validation: str | None
+    validation_split: str | None
     k: int
     patience: int | None
 
@@ -130,12 +132,17 @@ class Run:
                 f"cannot resume with other data: {self.data} has other features than "
                 f"{before.data}, with which the run was begun"
             )
-        if self.data_fingerprint != before.data_fingerprint:
+        other_validation = self.validation != before.validation
+        # Then the same file has other entries left to train on.
+        splits_otherwise = self.validation_split != before.validation_split
+        if self.data_fingerprint != before.data_fingerprint and not (
+            other_validation and splits_otherwise
+        ):
             raise ValueError(
                 f"cannot resume with other data: {self.data} has other entries than "
                 f"{before.data} had when the run was begun"
             )
-        if self.validation != before.validation:
+        if other_validation:
             raise ValueError("cannot resume with other validation data, or none")
         ours, theirs = self._settings(), before._settings()
         for name in [*ours, *theirs]:
@@ -147,7 +154,7 @@ class Run:
 
     def described(self) -> dict[str, Any]:
         """All settings, one plain value by each name."""
-        first = ("data", "num_features", "num_epochs")
+        first = ("data", "validation_split", "num_features", "num_epochs")
         return {name: getattr(self, name) for name in first} | self._settings()
 
     def identity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import io
 import json
@@ -667,6 +668,191 @@ def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, cap
     error = capsys.readouterr().err.splitlines()[-1]
     assert re.search("^sparsejax: error: the loss is (inf|nan) in epoch", error)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+# Splitting
+
+
+@pytest.fixture
+def events(tmp_path) -> str:
+    """Eight rows of three to five events of the checkerboard, with their times, shuffled."""
+    lines = [
+        f"user {u},item{(u + 2 * step) % ITEMS},{10 * step + u}\n"
+        for u in range(8)
+        for step in range(3 + u % 3)
+    ]
+    np.random.default_rng(0).shuffle(lines)
+    path = tmp_path / "events.csv"
+    path.write_text("user,item,timestamp\n" + "".join(lines) + "lonely,item1,7\n")
+    return str(path)
+
+
+def pairs_of(data: SparseDataset) -> set[tuple[str, str]]:
+    rows = data.row_names.repeat(np.diff(data.matrix.indptr)).tolist()
+    return set(zip(rows, data.feature_names[data.matrix.indices].tolist(), strict=True))
+
+
+def parts_of(folder: pathlib.Path) -> list[SparseDataset]:
+    assert sorted(os.listdir(folder)) == ["heldout.parquet", "train.parquet"]
+    return [read(folder / f"{part}.parquet") for part in ("train", "heldout")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "printed", "expected"),
+    [
+        (
+            "--by last",
+            "8 of 32 entries.* in 8 rows; .*, rows too short: 1",
+            lambda data: data.split_last(),
+        ),
+        (
+            "--by last --n 3",
+            "in 8 rows; .*, rows too short: 4",
+            lambda data: data.split_last(3),
+        ),
+        ("--by time --at 30", "of 32", lambda data: data.split_at(30)),
+        ("--by time --at 29.5", "of 32", lambda data: data.split_at(29.5)),
+        ("--by time --fraction .7", "of", lambda data: data.split_at(fraction=0.7)),
+        ("--by random --fraction .7", "of", lambda data: data.split(0.7, seed=0)),
+        (
+            "--by random --fraction .7 --seed 3",
+            "of 32",
+            lambda data: data.split(0.7, seed=3),
+        ),
+        (
+            "--by rows --fraction .7",
+            "in 3 rows; new rows: 3",
+            lambda data: data.split_rows(0.7, seed=0),
+        ),
+    ],
+)
+def test_split(events, tmp_path, capsys, argv, printed, expected):
+    out = tmp_path / "parts"
+    assert main(["split", events, "--out", str(out), *argv.split()]) == 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"^held out .*{printed}", line)
+    for part, wanted in zip(parts_of(out), expected(read(events)), strict=True):
+        assert part.times is not None and wanted.times is not None
+        np.testing.assert_array_equal(part.times, wanted.times)
+        assert pairs_of(part) == pairs_of(wanted)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--by last --at 3", "--at does not go with --by last"),
+        ("--by random --fraction .5 --n 2", "--n does not go with --by random"),
+        ("--by time --at 3 --seed 2", "--seed does not go with --by time"),
+        ("--by time", "--by time needs the time, --at, or a share, --fraction"),
+        (
+            "--by time --at 3 --fraction .5",
+            "--by time needs the time, --at, or a share",
+        ),
+        ("--by random", "--by random needs --fraction"),
+        ("--by rows", "--by rows needs --fraction"),
+        ("--by random --fraction 2", "fraction must lie in"),
+        ("--by random --fraction .999", "nothing is held out"),
+        ("--by last --n 0", "n must be 1 or more"),
+        ("--by time --at soon", "times are numbers, from 0 to 45.*got 'soon'"),
+        ("--by time --at 99", "nothing is held out: .*from 0 to 45, the cut is 99"),
+        ("--by time --at -1", "everything is held out"),
+    ],
+)
+def test_split_refuses(events, tmp_path, capsys, argv, message):
+    out = ["--out", str(tmp_path / "parts")]
+    assert main(["split", events, *out, *argv.split()]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("sparsejax: error: ") and re.search(message, error)
+    assert os.listdir(tmp_path) == ["events.csv"]
+
+
+def test_split_of_dates(tmp_path, capsys):
+    path = tmp_path / "events.csv"
+    path.write_text("user,item,date\na,x,2024-01-31\na,y,2024-02-01\nb,x,2024-03-01\n")
+    argv = ["split", str(path), "--out", str(tmp_path / "parts"), "--by", "time"]
+    assert main([*argv, "--at", "soon"]) == 1
+    assert "expected a time as '2024-01-31'" in capsys.readouterr().err
+    assert main([*argv, "--at", "20240201"]) == 0
+    _, heldout = parts_of(tmp_path / "parts")
+    assert pairs_of(heldout) == {("a", "y"), ("b", "x")}
+    assert main([*argv, "--at", "2024-02-01"]) == 1
+    assert "parts: exists; name another folder" in capsys.readouterr().err
+
+
+def test_split_by_time_needs_times(board, tmp_path, capsys):
+    argv = ["split", board.files[0], "--out", str(tmp_path / "parts"), "--by"]
+    for by in (["last"], ["time", "--at", "3"]):
+        assert main([*argv, *by]) == 1
+        assert "has no times; name their column: --time" in capsys.readouterr().err
+    run = ["train", board.files[0], "--run", str(tmp_path / "run")]
+    assert main([*run, "--validation", "last"]) == 1
+    assert "has no times; name their column: --time" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_split_is_whole_or_not_there(events, tmp_path, capsys, monkeypatch):
+    save = SparseDataset.save
+
+    def full(data, path):
+        if path.name == "heldout.parquet":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(data, path)
+
+    monkeypatch.setattr(SparseDataset, "save", full)
+    argv = ["split", events, "--out", str(tmp_path / "parts"), "--by", "last"]
+    assert main(argv) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["events.csv"]
+
+
+@pytest.mark.parametrize(
+    ("validation", "by"), [("last", ["last"]), (".25", ["random", "--fraction", ".75"])]
+)
+def test_validation_from_the_data_is_that_of_two_files(
+    events, tmp_path, capsys, validation, by
+):
+    """The same model, bit for bit, as from the files that `split` writes."""
+    fit = [*NETWORK, *FIT, "--epochs", "2", "--k", "3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train = ["train", events, "--run", str(one), "--validation", validation, *fit]
+    assert main([*train, "--epochs", "1"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"^validation: held out \d+ of 32 entries", err, re.MULTILINE)
+    assert "ndcg@3" in err
+    settings = run.load_run(one)[0]
+    assert settings.validation_split == validation
+    assert settings.described()["validation_split"] == validation
+    assert main([*train, "--resume"]) == 0
+    out = str(tmp_path / "parts")
+    assert main(["split", events, "--out", out, "--by", *by]) == 0
+    files = [f"{out}/train.parquet", "--validation", f"{out}/heldout.parquet"]
+    assert main(["train", *files, "--run", str(two), *fit]) == 0
+    assert parameters(one) == parameters(two)
+    assert run.load_run(two)[0].validation == settings.validation
+    # The files are the same data.
+    assert main(["train", *files, "--run", str(one), *fit, "--resume"]) == 0
+    other = ".5" if validation == "last" else ".1"
+    assert main([*train, "--resume", "--validation", other]) == 1
+    assert "other validation data" in capsys.readouterr().err
+
+
+def test_validation_of_a_wrong_share(small, tmp_path, monkeypatch, capsys):
+    for text in ("0", "1.5", "-.1", "2"):
+        assert main([*small, f"--validation={text}"]) == 1
+        assert "a share must lie in (0, 1); a file of this" in capsys.readouterr().err
+    assert main([*small, "--validation", ".001"]) == 1
+    assert "nothing is held out: 0.001 of each row" in capsys.readouterr().err
+    # Files of such names.
+    monkeypatch.chdir(tmp_path)
+    for name in ("last", ".1"):
+        pathlib.Path(name).write_bytes(pathlib.Path(small[1]).read_bytes())
+    assert main([*small, "--validation", "./last"]) == 0
+    assert main([*small, "--resume", "--validation", "./.1"]) == 0
+    assert "other validation data" not in capsys.readouterr().err
+    chunked = [*small, "--resume", "--chunk-rows", "9", "--validation"]
+    for text in (".1", "last"):
+        assert main([*chunked, text]) == 1
+        assert "leave out --chunk-rows" in capsys.readouterr().err
 
 
 # Converting

@@ -7,6 +7,8 @@ import pathlib
 
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +21,7 @@ from sparsejax.data import (
     SparseDataset,
     Split,
     UnknownFeaturesWarning,
+    scan_parquet,
     vocabulary_order,
 )
 from sparsejax.data.files import new_folder
@@ -34,6 +37,9 @@ DENSE = np.array(
     np.float32,
 )
 
+PER_ENTRY = ("times", "order")
+KINDS = ("int64", "float64", "datetime64[us]")
+
 
 def make(*, valued: bool = True) -> SparseDataset:
     matrix = scipy.sparse.csr_array(DENSE if valued else DENSE != 0)
@@ -46,12 +52,24 @@ def random_dataset(rows: int, columns: int, seed: int = 0) -> SparseDataset:
     return SparseDataset.from_scipy(matrix)
 
 
+def with_times(
+    dataset: SparseDataset, *, kind: str = "int64", seed: int = 0
+) -> SparseDataset:
+    """The same entries at random times, with ties."""
+    rng = np.random.default_rng(seed)
+    count = dataset.num_entries
+    times = rng.integers(-5, 5, count).astype(kind)
+    return dataclasses.replace(dataset, times=times, order=rng.permutation(count))
+
+
 def assert_equal(left: SparseDataset, right: SparseDataset) -> None:
     assert left.row_names.tolist() == right.row_names.tolist()
     assert left.feature_names.tolist() == right.feature_names.tolist()
     assert left.matrix.num_cols == right.matrix.num_cols
+    pairs = [(getattr(left, name), getattr(right, name)) for name in PER_ENTRY]
     for name in ("data", "indices", "indptr"):
-        one, other = getattr(left.matrix, name), getattr(right.matrix, name)
+        pairs.append((getattr(left.matrix, name), getattr(right.matrix, name)))
+    for one, other in pairs:
         if one is None or other is None:
             assert one is other
         else:
@@ -481,8 +499,14 @@ def test_save_and_load(tmp_path, valued):
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.integers(0, 2**32 - 1))
-def test_save_and_load_any(tmp_path_factory, rows, columns, valued, seed):
+@given(
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.booleans(),
+    st.sampled_from([None, *KINDS]),
+    st.integers(0, 2**32 - 1),
+)
+def test_save_and_load_any(tmp_path_factory, rows, columns, valued, kind, seed):
     rng = np.random.default_rng(seed)
     mask = rng.random((rows, columns)) < rng.random()
     matrix = scipy.sparse.csr_array(mask)
@@ -490,13 +514,50 @@ def test_save_and_load_any(tmp_path_factory, rows, columns, valued, seed):
         matrix = matrix.astype(np.float32)
         matrix.data[:] = rng.standard_normal(matrix.nnz)
     dataset = SparseDataset.from_scipy(matrix)
+    if kind is not None:
+        dataset = with_times(dataset, kind=kind, seed=seed)
     path = tmp_path_factory.mktemp("any", numbered=True) / "d"
     dataset.save(path)
     assert_equal(SparseDataset.load(path), dataset)
+    if rows:
+        scanned = scan_parquet(path).read(0, rows)
+        assert_equal(dataclasses.replace(dataset, matrix=scanned), dataset)
+
+
+def test_times_readable_by_anyone(tmp_path):
+    path = tmp_path / "d.parquet"
+    dataset = with_times(make(), kind="datetime64[us]")
+    dataset.save(path)
+    assert pq.read_table(path)["times"].type == pa.list_(pa.timestamp("us"))
+    frame = pd.read_parquet(path)
+    entries = frame.dropna(subset="row").explode(["times", "order"]).dropna()
+    assert dataset.times is not None and dataset.order is not None
+    assert entries["times"].tolist() == pd.to_datetime(dataset.times).tolist()
+    assert entries["order"].tolist() == dataset.order.tolist()
+    # Written again by others.
+    pl.read_parquet(path).write_parquet(tmp_path / "again")
+    table = pq.read_table(tmp_path / "again").replace_schema_metadata(
+        pq.read_schema(path).metadata
+    )
+    pq.write_table(table, path)
+    assert_equal(SparseDataset.load(path), dataset)
+    pq.write_table(table.drop(["order"]), path)
+    with pytest.raises(DataError, match="damaged: times and order belong"):
+        SparseDataset.load(path)
+    short = change(table, "times", [[], *table["times"].to_pylist()[1:]])
+    pq.write_table(short, path)
+    with pytest.raises(
+        DataError, match="indices, values, times and order do not agree"
+    ):
+        SparseDataset.load(path)
+    wrong = table.set_column(3, "times", table["row"])
+    pq.write_table(wrong, path)
+    with pytest.raises(DataError, match="damaged: times are "):
+        SparseDataset.load(path)
 
 
 def test_several_row_groups(tmp_path, monkeypatch):
-    dataset = random_dataset(3000, 40)
+    dataset = with_times(random_dataset(3000, 40))
     dataset.save(tmp_path / "d")
     table = pq.read_table(tmp_path / "d")
     pq.write_table(table, tmp_path / "groups", row_group_size=70)

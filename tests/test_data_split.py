@@ -1,7 +1,9 @@
 """What is held out by time, against pandas and plain Python."""
 
+import dataclasses
 import datetime
 import itertools
+import re
 
 import numpy as np
 import pandas as pd
@@ -9,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsejax.data import SparseDataset, Split
+from sparsejax.data.names import as_names
 from sparsejax.data.split import as_time, heldout_last, time_of_share
+from sparsejax.sparse import CSR
 
 DTYPES = ("int64", "float64", "datetime64[us]")
 
@@ -125,3 +130,150 @@ def test_as_time_of_numbers(dtype):
 def test_as_time_refuses(time, times, message):
     with pytest.raises(ValueError, match=message):
         as_time(time, times)
+
+
+@st.composite
+def datasets(draw) -> SparseDataset:
+    """Rows of several lengths, with ties in their times."""
+    indptr, times, order = draw(events())
+    lengths = np.diff(indptr)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    columns = [np.sort(rng.permutation(9)[:n]) for n in lengths]
+    indices = np.concatenate([np.empty(0, np.int32), *columns]).astype(np.int32)
+    values = None
+    if draw(st.booleans()):
+        values = np.arange(len(indices), dtype=np.float32)
+    matrix = CSR(values, indices, indptr.astype(np.int32), num_cols=9)
+    names = as_names(range(len(lengths))), as_names(list("abcdefghi"))
+    return SparseDataset(matrix, *names, times=times, order=order)
+
+
+def entries(dataset: SparseDataset) -> list[tuple]:
+    """`(row, feature, value, time, order)` of each entry, as the data set has them."""
+    matrix = dataset.matrix
+    rows = dataset.row_names.repeat(np.diff(matrix.indptr)).tolist()
+    values = [1] * len(rows) if matrix.data is None else matrix.data.tolist()
+    assert dataset.times is not None and dataset.order is not None
+    return list(
+        zip(
+            rows,
+            dataset.feature_names[matrix.indices].tolist(),
+            values,
+            dataset.times.tolist(),
+            dataset.order.tolist(),
+            strict=True,
+        )
+    )
+
+
+@given(datasets(), st.integers(1, 3), st.integers(-1, 4), st.floats(0.01, 0.99))
+def test_every_entry_is_in_one_part(dataset, n, cut, fraction):
+    time = cut if dataset.times.dtype.kind != "M" else np.datetime64(cut, "us")
+    whole = entries(dataset)
+    for split in (
+        lambda: dataset.split(fraction, seed=n),
+        lambda: dataset.split_rows(fraction, seed=n),
+        lambda: dataset.split_last(n),
+        lambda: dataset.split_at(time),
+        lambda: dataset.split_at(fraction=fraction),
+    ):
+        try:
+            parts = split()
+        except ValueError as error:
+            assert re.search("thing is held out|have the same time", str(error))
+            continue
+        train, heldout = map(entries, parts)
+        assert sorted(train + heldout) == sorted(whole)
+        assert parts.heldout.num_rows and len(train) + len(heldout) == len(whole)
+        for part in parts:
+            assert part.feature_names.tolist() == dataset.feature_names.tolist()
+            assert (part.matrix.data is None) == (dataset.matrix.data is None)
+        in_train = {feature for _, feature, *_ in train}
+        assert parts.new_features == len({e[1] for e in heldout} - in_train)
+        assert parts.new_rows == len({e[0] for e in heldout} - {e[0] for e in train})
+
+
+def events_of(times: list, rows: str = "aabbc") -> SparseDataset:
+    """Of row a two entries, of b two, of c one; all of different features."""
+    starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1]), len(rows)]
+    count = len(rows)
+    matrix = CSR(
+        None, np.arange(count, dtype=np.int32), np.array(starts, np.int32), num_cols=9
+    )
+    return SparseDataset(
+        matrix,
+        as_names(sorted(set(rows))),
+        as_names(range(9)),
+        times=np.array(times),
+        order=np.arange(count),
+    )
+
+
+def held(split: Split) -> list[int]:
+    return split.heldout.matrix.indices.tolist()
+
+
+def test_split_last():
+    data = events_of([5, 3, 1, 2, 9])
+    assert held(data.split_last()) == held(data.split_last(4)) == [0, 3]
+    data = events_of([5, 3, 1, 2, 9], "aaabb")
+    assert held(data.split_last(2)) == [0, 1, 4]
+    # Where the times are the same, the later in the file.
+    data = dataclasses.replace(events_of([1] * 5), order=np.array([9, 4, 0, 7, 1]))
+    assert held(data.split_last()) == [0, 3]
+    with pytest.raises(ValueError, match="nothing is held out: no row has more than"):
+        events_of([1, 2, 3], "abc").split_last()
+    with pytest.raises(ValueError, match="n must be 1 or more"):
+        data.split_last(0)
+
+
+def test_split_at():
+    data = events_of([5, 3, 1, 2, 9])
+    split = data.split_at(3)
+    assert held(split) == [0, 1, 4]
+    assert str(split) == (
+        "held out 3 of 5 entries (60.0%), in 2 rows; new rows: 2, new features: 3"
+    )
+    assert held(data.split_at(3.5)) == held(data.split_at(fraction=0.6)) == [0, 4]
+    with pytest.raises(ValueError, match="nothing is held out: .*from 1 to 9.*is 10"):
+        data.split_at(10)
+    with pytest.raises(ValueError, match="everything is held out.*from 1 to 9.*is 0"):
+        data.split_at(0)
+    with pytest.raises(ValueError, match="all entries have the same time: 4"):
+        events_of([4] * 5).split_at(fraction=0.5)
+    with pytest.raises(ValueError, match=r"fraction must lie in \(0, 1\)"):
+        data.split_at(fraction=1)
+    with pytest.raises(ValueError, match="a time or a fraction"):
+        data.split_at()
+    with pytest.raises(ValueError, match="a time or a fraction"):
+        data.split_at(3, fraction=0.5)
+    with pytest.raises(ValueError, match="the times are numbers"):
+        data.split_at("2024-01-31")
+    with pytest.raises(ValueError, match="there are no entries"):
+        data.align_rows([]).split_at(1)
+
+
+def test_split_at_dates():
+    dates = [
+        "2024-01-31",
+        "2024-02-01",
+        "2023-12-31T23:59:59",
+        "2024-01-01",
+        "2024-01-02",
+    ]
+    data = events_of(list(np.array(dates, "datetime64[us]")))
+    assert held(data.split_at("2024-01-31")) == [0, 1]
+    assert held(data.split_at(datetime.date(2024, 1, 1))) == [0, 1, 3, 4]
+    cut = datetime.datetime(
+        2024, 1, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1))
+    )
+    assert held(data.split_at(cut)) == [0, 1, 3, 4]
+    with pytest.raises(ValueError, match="cut is 2025"):
+        data.split_at("2025-01-01")
+
+
+def test_splits_by_time_need_times():
+    data = dataclasses.replace(events_of([1] * 5), times=None, order=None)
+    for split in (data.split_last, lambda: data.split_at(1)):
+        with pytest.raises(ValueError, match="no times; read it with time=COLUMN"):
+            split()

@@ -105,6 +105,27 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
 
 
+def test_splits(trained, capsys):
+    """Forty users, of whom two and two items come after May."""
+    dates = np.array(["2024-05-01", "2024-05-20", "2024-06-01", "2024-06-30"])
+    lines = ["user,item,date"]
+    for u in range(40):
+        for i, date in zip(range(u, u + 5), dates[[0, 0, 0, 1, 2]], strict=True):
+            late = u < 2 or i % 10 > 7
+            lines.append(f"u{u},i{i % 10},{dates[3] if late else date}")
+    pathlib.Path("purchases.csv").write_text("\n".join(lines))
+    page = (DOCS / "splits.md").read_text()
+    fences = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    first, output, again, commands = fences
+    exec(compile(first, "splits.md", "exec"), trained)  # noqa: S102
+    assert capsys.readouterr().out == output
+    exec(compile(again, "splits.md", "exec"), trained)  # noqa: S102
+    assert trained["validation"].num_entries > 30
+    for line in commands.splitlines():
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert "popularity_ndcg@20" in capsys.readouterr().out
+
+
 def test_large_models(capsys):
     command, output, *_ = blocks((DOCS / "large_models.md").read_text(), "")
     words = shlex.split(command.replace("\\\n", ""))

@@ -16,7 +16,14 @@ from sparsejax.data import parquet, vocabulary
 from sparsejax.data.columns import Columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
-from sparsejax.data.split import heldout_entries, heldout_rows
+from sparsejax.data.split import (
+    Time,
+    as_time,
+    heldout_entries,
+    heldout_last,
+    heldout_rows,
+    time_of_share,
+)
 from sparsejax.sparse import CSR
 
 _WAYS = (4, 8)
@@ -166,9 +173,8 @@ class SparseDataset:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        parquet.write_parquet(
-            path, self.matrix, self.row_names, self.feature_names, self.left_out
-        )
+        parts = {name: getattr(self, name) for name in parquet.Parts._fields}
+        parquet.write_parquet(path, parquet.Parts(**parts))
 
     @classmethod
     def load(cls, path: Path) -> SparseDataset:
@@ -179,7 +185,7 @@ class SparseDataset:
         """
         parts = parquet.read_parquet(path)
         try:
-            return cls(*parts)
+            return cls(**parts._asdict())
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 
@@ -215,6 +221,64 @@ class SparseDataset:
             f"{1 - fraction:.3g} of each row is to be, rounded, but the longest row has "
             f"{longest:,} entries; hold out a larger share",
         )
+
+    def split_last(self, n: int = 1) -> Split:
+        """Holds out the last `n` entries of each row by time: `(train, heldout)`.
+
+        One entry always stays in train, so that a row of n entries or fewer has fewer
+        held out, and a row of one entry none. Of equal times the later is that which
+        comes later in the file. Both parts have all rows and features of this data set.
+
+        Args:
+          n: entries of each row.
+
+        Raises:
+          ValueError: there are no times, or `n` is not positive, or no row has two
+            entries.
+        """
+        indptr = np.asarray(self.matrix.indptr)
+        is_held = heldout_last(indptr, *self._known_times(), n)
+        return self._split(is_held, "no row has more than one entry")
+
+    def split_at(
+        self, time: Time | None = None, *, fraction: float | None = None
+    ) -> Split:
+        """Holds out all entries from a point in time on: `(train, heldout)`.
+
+        So a model is tried as it will be used, on what it could not have seen. Rows and
+        features that appear later have no entry in train; the result counts them. Both
+        parts have all rows and features of this data set.
+
+        >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+        >>> frame = pandas.DataFrame(table | {"time": [1, 5, 7]})
+        >>> print(from_arrow(frame, time="time").split_at(5))
+        held out 2 of 3 entries (66.7%), in 2 rows; new rows: 1, new features: 1
+
+        Args:
+          time: entries at or after it are held out. A number where times are numbers;
+            where they are dates a datetime, a date or text as of ISO 8601. A date without
+            a time zone is taken as UTC.
+          fraction: instead, the share of the entries to train on, in (0, 1), as nearly as
+            entries of the same time allow, which are not parted.
+
+        Raises:
+          ValueError: there are no times, `time` is of another kind, or one part would be
+            empty.
+        """
+        times, _ = self._known_times()
+        if not times.size:
+            raise ValueError("nothing is held out: there are no entries")
+        if time is not None and fraction is None:
+            cut = as_time(time, times)
+        elif fraction is not None and time is None:
+            cut = time_of_share(times, fraction)
+        else:
+            raise ValueError("pass either a time or a fraction")
+        is_held = times >= cut
+        span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
+        if is_held.all():
+            raise ValueError(f"everything is held out, nothing to train on: {span}")
+        return self._split(is_held, span)
 
     def split_rows(self, fraction: float, *, seed: int) -> Split:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
@@ -368,6 +432,11 @@ class SparseDataset:
             if self.left_out is None
             else np.append(self.left_out, 0)[rows],
         )
+
+    def _known_times(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.times is None or self.order is None:
+            raise ValueError("the data set has no times; read it with time=COLUMN")
+        return self.times, self.order
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
         """The parts, all rows and features in both."""

@@ -10,9 +10,10 @@ the shorter of the two is filled up with nulls, which cost nothing::
     bob     []       []           tea
     null    null     null         wine
 
-`values` (list<float32>) is missing from an indicator data set, and `left_out` (int32)
-from most: how many entries a row had of features that are not among these. The schema's
-metadata gives the version of this form.
+`values` (list<float32>) is missing from an indicator data set. Others have `times`
+(list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), which come
+together, or `left_out` (int32): how many entries a row had of features that are not among
+these. The schema's metadata gives the version of this form.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -40,36 +42,48 @@ _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
     "values": pa.list_(pa.float32()),
+    "times": pa.list_(pa.int64()),  # or one of these
+    "order": pa.list_(pa.int64()),
     "left_out": pa.int32(),
     "feature": pa.large_string(),
 }
-_OPTIONAL = {"values", "left_out"}
+_TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 
-def write_parquet(
-    path: Path,
-    matrix: CSR,
-    row_names: Names,
-    feature_names: Names,
-    left_out: np.ndarray | None,
-) -> None:
-    """Writes what a data set consists of: a host CSR without padding, names, counts.
+class Parts(NamedTuple):
+    """What a data set consists of; the arguments of `SparseDataset`."""
+
+    matrix: CSR
+    row_names: Names
+    feature_names: Names
+    left_out: np.ndarray | None = None
+    times: np.ndarray | None = None
+    order: np.ndarray | None = None
+
+
+def write_parquet(path: Path, parts: Parts) -> None:
+    """Writes a data set, of which the matrix has NumPy leaves without padding.
 
     The file appears at once and whole, or not at all.
 
     Raises:
       OSError: the file cannot be written.
     """
+    matrix = parts.matrix
     offsets = pa.array(np.asarray(matrix.indptr), pa.int32())
-    columns: dict[str, pa.Array] = {"row": to_arrow(row_names)}
-    for name, leaf in (("indices", matrix.indices), ("values", matrix.data)):
-        if leaf is not None:
-            entries = pa.array(np.asarray(leaf), _COLUMNS[name].value_type)
-            columns[name] = pa.ListArray.from_arrays(offsets, entries)
-    if left_out is not None:
-        columns["left_out"] = pa.array(left_out, _COLUMNS["left_out"])
-    columns["feature"] = to_arrow(feature_names)
-    length = max(len(row_names), len(feature_names))
+    leaves = (matrix.indices, matrix.data, parts.times, parts.order)
+    lists = {
+        name: pa.ListArray.from_arrays(offsets, pa.array(np.asarray(leaf)))
+        for name, leaf in zip(
+            ("indices", "values", "times", "order"), leaves, strict=True
+        )
+        if leaf is not None
+    }
+    columns = {"row": to_arrow(parts.row_names), **lists}
+    if parts.left_out is not None:
+        columns["left_out"] = pa.array(parts.left_out)
+    columns["feature"] = to_arrow(parts.feature_names)
+    length = max(len(parts.row_names), len(parts.feature_names))
     table = pa.table(
         {
             name: pa.chunked_array(
@@ -91,8 +105,8 @@ def write_parquet(
         os.fsync(file.fileno())
 
 
-def read_parquet(path: Path) -> tuple[CSR, Names, Names, np.ndarray | None]:
-    """`(matrix, row_names, feature_names, left_out)` of a file by `write_parquet`.
+def read_parquet(path: Path) -> Parts:
+    """Reads a file that `write_parquet` wrote.
 
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
@@ -211,45 +225,66 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
         )
 
 
-def _read_table(
-    path: Path, file: pq.ParquetFile
-) -> tuple[CSR, Names, Names, np.ndarray | None]:
-    missing = _OPTIONAL - set(file.schema_arrow.names)
-    valued = "values" not in missing
-    names: dict[str, list[pa.Array]] = {"row": [], "feature": []}
+def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
+    types = _types(path, file.schema_arrow)
+    found: dict[str, list[pa.Array]] = {name: [] for name in types}
     lengths = [np.zeros(1, np.int64)]
-    indices, values = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
-    left_out = [np.empty(0, np.int32)]
-    for batch in file.iter_batches(columns=[n for n in _COLUMNS if n not in missing]):
+    for batch in file.iter_batches(columns=list(types)):
         columns = {
-            name: batch.column(name).cast(_COLUMNS[name]).drop_null()
-            for name in batch.schema.names
+            name: batch.column(name).cast(type_).drop_null()
+            for name, type_ in types.items()
         }
-        for name, parts in names.items():
-            parts.append(columns[name])
-        rows = len(columns["row"])
         lengths.append(columns["indices"].value_lengths().to_numpy())
-        indices.append(columns["indices"].flatten().to_numpy())
-        if valued:
-            values.append(columns["values"].flatten().to_numpy())
-        if "left_out" in columns:
-            left_out.append(columns["left_out"].to_numpy())
-        if any(len(columns[name]) != rows for name in columns if name != "feature") or (
-            valued and len(values[-1]) != len(indices[-1])
-        ):
-            raise DataError.at(path, "is damaged: row, indices and values do not agree")
-    indptr = np.cumsum(np.concatenate(lengths))
+        for name, column in columns.items():
+            if name != "feature" and len(column) != len(columns["row"]):
+                raise _disagree(path, types)
+            if pa.types.is_list(column.type):
+                if not np.array_equal(column.value_lengths().to_numpy(), lengths[-1]):
+                    raise _disagree(path, types)
+                column = column.flatten()
+            found[name].append(column)
     row_names, feature_names = (
-        as_names(pa.chunked_array(parts, pa.large_string())) for parts in names.values()
+        as_names(pa.chunked_array(found.pop(name), types[name]))
+        for name in ("row", "feature")
     )
+    leaves = {
+        name: np.concatenate(
+            [_empty(types[name]), *(each.to_numpy() for each in parts)]
+        )
+        for name, parts in found.items()
+    }
     try:
         matrix = CSR(
-            np.concatenate(values) if valued else None,
-            np.concatenate(indices),
-            indptr.astype(np.int32),
+            leaves.pop("values", None),
+            leaves.pop("indices"),
+            np.cumsum(np.concatenate(lengths)).astype(np.int32),
             num_cols=len(feature_names),
         )
     except ValueError as error:
         raise DataError.at(path, f"is damaged: {error}") from error
-    counts = None if "left_out" in missing else np.concatenate(left_out)
-    return matrix, row_names, feature_names, counts
+    return Parts(matrix, row_names, feature_names, **leaves)
+
+
+def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
+    """The columns that a saved data set has, and what they are read as."""
+    types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
+    if "times" in types:
+        found = schema.field("times").type
+        inner = getattr(found, "value_type", found)
+        if inner not in _TIMES:
+            raise DataError.at(path, f"is damaged: times are {found}")
+        types["times"] = pa.list_(inner)
+    return types
+
+
+def _empty(type_: pa.DataType) -> np.ndarray:
+    """`[0]` of the type of an entry."""
+    inner = type_.value_type if pa.types.is_list(type_) else type_
+    return pa.array([], inner).to_numpy()
+
+
+def _disagree(path: Path, types: Iterable[str]) -> DataError:
+    columns = [name for name in types if name != "feature"]
+    return DataError.at(
+        path, f"is damaged: {', '.join(columns[:-1])} and {columns[-1]} do not agree"
+    )

@@ -69,16 +69,22 @@ def heldout_last(
     return is_held
 
 
-def time_of_share(times: np.ndarray, fraction: float) -> np.generic:
+def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:
     """The time before which about a `fraction` of the entries lie.
 
     Of all times but the first, that which comes closest; of two, the earlier.
 
     Args:
-      times: `[entries]`, at least two of them different.
+      times: `[entries]`.
       fraction: in (0, 1).
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1), or all times are the same.
     """
+    _check_fraction(fraction)
     distinct, counts = np.unique(times, return_counts=True)
+    if len(distinct) < 2:
+        raise ValueError(f"all entries have the same time: {distinct[0]}")
     before = np.cumsum(counts)[:-1]
     return distinct[1 + np.argmin(np.abs(before - fraction * len(times)))]
 
@@ -144,11 +150,15 @@ def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
 
 def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
     """How many of so many are held out: rounded half up, but one stays."""
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
+    _check_fraction(fraction)
     # 1 - 0.9 is below 0.1, and half of it must still count as half: nine decimals.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
+
+
+def _check_fraction(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
 
 
 def _hashes(names: Names, seed: int) -> np.ndarray:
