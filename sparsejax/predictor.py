@@ -51,8 +51,8 @@ from sparsejax.writers import check_writable
 VERSION = 2
 _SETTINGS, _ITEMS = "predictor.json", "items.json"
 
-# Programs are for 1, 8, 64, ... rows. Eight rows take two to four times as long as one,
-# since then the items' vectors are read once.
+# Programs are for 1, 8, 64, ... rows: few to compile, and fewer rows than half of a program
+# take smaller ones.
 _ROWS_STEP = 8
 # Room for so many entries a row, but at least this many in all; and 4, 16, 64, ... times
 # as many. An entry of room costs some nanoseconds.
