@@ -15,7 +15,13 @@ from collections.abc import Generator, Sequence
 from typing import Annotated, Literal
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+from tyro.conf import (
+    FlagCreatePairsOff,
+    OmitArgPrefixes,
+    Positional,
+    UseAppendAction,
+    arg,
+)
 
 import sparsejax
 from sparsejax import interrupts
@@ -107,6 +113,21 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What counts of that which cannot be found.
+
+    Attributes:
+      unknown: What held-out interactions with items that were not trained on are: missed,
+        or skipped with the users who have no others.
+      keep_seen: Rank also what a row already has, where interactions repeat. Otherwise
+        repeated ones are missed.
+    """
+
+    unknown: Literal["miss", "skip"] = "miss"
+    keep_seen: Flag = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
     """Trains an autoencoder on a file of interactions.
 
@@ -182,22 +203,27 @@ class Evaluate:
 
     Attributes:
       run: Folder of the trained model.
-      train: What the model is shown of each row; never recommended.
+      train: What the model was trained on, and is shown of each row; not recommended.
       test: What it should find; rows are matched by name.
+      history: More that the model is shown of each row, and that is not recommended.
+        May be given several times.
       fold_in: Instead of TEST, for rows that the model was not trained on: the share of
         each row's interactions that it is shown; the rest is what it should find.
       seed: Of that choice.
       candidates: For each row a list of items: rank only these and the held-out ones.
-      popularity: The interactions that popularity is counted from; by default TRAIN.
+      popularity: The interactions that popularity is counted from, and that say which
+        items were trained on; by default TRAIN.
       k: Number of recommendations that count.
       format: Format of all files, where it is not clear from name and content.
       columns: The columns of the files.
+      counting: What counts.
       devices: What to compute on.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
     train: Annotated[Positional[str], arg(metavar="TRAIN")]
     test: Annotated[Positional[str | None], arg(metavar="[TEST]")] = None
+    history: Annotated[UseAppendAction[tuple[str, ...]], _File] = ()
     fold_in: Annotated[float | None, arg(metavar="FLOAT")] = None
     seed: int = 0
     candidates: Annotated[str | None, _File] = None
@@ -205,6 +231,7 @@ class Evaluate:
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
+    counting: Counting = Counting()
     devices: Devices = Devices()
 
 
@@ -330,6 +357,7 @@ class Report:
       k: Cut-off of the metrics.
       format: Format of both files, where it is not clear from name and content.
       columns: The columns of the files.
+      counting: What counts.
       devices: What to compute on.
     """
 
@@ -340,6 +368,7 @@ class Report:
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
+    counting: Counting = Counting()
     devices: Devices = Devices()
 
 

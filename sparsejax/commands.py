@@ -162,25 +162,38 @@ def evaluate(flags: cli.Evaluate) -> None:
         raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
     settings, names = run.load_run(flags.run)
     model = run.restored_model(flags.run, settings)
-    shown = _read(flags.train, flags, features=names, indicator=settings.indicator)
+    read_ = functools.partial(_read, flags=flags)
+    valued = functools.partial(read_, indicator=settings.indicator)
     heldout = candidates = None
-    if flags.test is not None:
-        heldout = _heldout(flags.test, flags, shown, flags.train)
+    popularity: Any = "inputs"
+    if flags.test is None:
+        if flags.history:
+            raise ValueError(
+                "--history is shown beside TRAIN; leave it out of --fold-in"
+            )
+        shown = valued(flags.train)  # in its own features until it is split
+    else:
+        train = valued(flags.train, features=names)
+        more = (valued(path, features=names) for path in flags.history)
+        shown, popularity = train.merge(*more), train
+        files = " or ".join([flags.train, *flags.history])
+        heldout = _heldout(flags.test, flags, shown, files)
     if flags.candidates is not None:
-        candidates = _read(flags.candidates, flags, features=names, indicator=True)
+        candidates = read_(flags.candidates, features=names, indicator=True)
+    if flags.popularity is not None:
+        popularity = read_(flags.popularity, features=names, indicator=True)
     measured = prediction.evaluate(
         model,
         shown,
         heldout,
         k=flags.k,
         fold_in=flags.fold_in,
+        features=None if flags.fold_in is None else names,
         seed=flags.seed,
+        exclude=None if flags.counting.keep_seen else "inputs",
+        unknown=flags.counting.unknown,
         candidates=candidates,
-        popularity=(
-            "inputs"
-            if flags.popularity is None
-            else _read(flags.popularity, flags, features=names, indicator=True)
-        ),
+        popularity=popularity,
     )
     print(table(measured))
     print(json.dumps(measured))
@@ -296,7 +309,14 @@ def report(flags: cli.Report) -> None:
         counts = np.bincount(shown.matrix.indices, minlength=len(names))
         if flags.test is not None:
             heldout = _heldout(flags.test, flags, shown, flags.train)
-            measured = prediction.evaluate(model, shown, heldout, k=flags.k)
+            measured = prediction.evaluate(
+                model,
+                shown,
+                heldout,
+                k=flags.k,
+                exclude=None if flags.counting.keep_seen else "inputs",
+                unknown=flags.counting.unknown,
+            )
     reports.write_report(
         out,
         model,
@@ -399,7 +419,7 @@ def table(measured: Mapping[str, float]) -> str:
     for name in names:
         model, popularity = measured[name], measured[f"popularity_{name}"]
         lines.append(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
-    return "\n".join([*lines, f"means over {measured['users']:,} users"])
+    return "\n".join([*lines, reports.means_over(measured)])
 
 
 def _network(flags: cli.Train | cli.Plan) -> NetworkConfig:

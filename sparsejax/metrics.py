@@ -3,7 +3,8 @@
 All take `ids: [batch, k_max]`, the items of each row from the best rank down (-1 where
 there is none, as `sparsejax.top_k` returns them), and `labels: [batch, items]`, whose
 entries are the held-out items; values are not looked at. With `hit_r` = 1 if the item
-at rank r is a label, else 0, and n the number of labels of the row::
+at rank r is a label, else 0, and n the number of labels of the row, those that have no
+item number (`left_out`) included::
 
     recall_at_k            sum_{r<=k} hit_r / n
     truncated_recall_at_k  sum_{r<=k} hit_r / min(k, n)
@@ -19,6 +20,9 @@ without labels has no meaningful value and gives 0: leave it out of the mean::
 
     has_labels = labels.row_lengths() > 0
     mean = jnp.mean(ndcg_at_k(ids, labels, 20), where=has_labels)
+
+Labels without an item number are those that the vocabulary lacks. No rank can hit them,
+and they count in n: it is as if they had been ranked after everything else.
 
 A row of `labels` with an index outside `[0, items)`, or that does not fit in an
 overfull CSR, gives NaN.
@@ -49,9 +53,15 @@ from sparsejax.blocks import ShardedCSR, local
 from sparsejax.sharding import by_compiler, on_each_device
 from sparsejax.sparse import CSR
 
+Counts = Int[Array | np.ndarray, "batch"] | None
+
 
 def recall_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"],
+    labels: CSR | ShardedCSR,
+    k: int | None = None,
+    *,
+    left_out: Counts = None,
 ) -> Float[Array, "batch"]:
     """Share of the labels that are among the first `k` ids.
 
@@ -61,16 +71,21 @@ def recall_at_k(
       ids: items by rank, -1 = none; no item twice in a row.
       labels: `[batch, items]`, indices ascending and unique within a row.
       k: number of ranks that count; all of `ids` by default.
+      left_out: number of further labels of each row, without an item number.
 
     Raises:
       ValueError: `k` is not in `[1, k_max]`, or the numbers of rows differ.
     """
     k = _check(ids, labels, k)
-    return _hits(ids, labels, k) / jnp.maximum(labels.row_lengths(), 1)
+    return _hits(ids, labels, k) / jnp.maximum(_num_labels(labels, left_out), 1)
 
 
 def truncated_recall_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"],
+    labels: CSR | ShardedCSR,
+    k: int | None = None,
+    *,
+    left_out: Counts = None,
 ) -> Float[Array, "batch"]:
     """Hits among the first `k` ids over the most there could be, `min(k, labels)`.
 
@@ -78,7 +93,7 @@ def truncated_recall_at_k(
     filtering" (2018). Arguments and errors: see `recall_at_k`.
     """
     k = _check(ids, labels, k)
-    return _hits(ids, labels, k) / jnp.clip(labels.row_lengths(), 1, k)
+    return _hits(ids, labels, k) / jnp.clip(_num_labels(labels, left_out), 1, k)
 
 
 def precision_at_k(
@@ -93,7 +108,11 @@ def precision_at_k(
 
 
 def ndcg_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"],
+    labels: CSR | ShardedCSR,
+    k: int | None = None,
+    *,
+    left_out: Counts = None,
 ) -> Float[Array, "batch"]:
     """Normalised discounted cumulative gain: hits count less at lower ranks.
 
@@ -105,7 +124,7 @@ def ndcg_at_k(
     discount = 1 / jnp.log2(ranks + 1.0)
     gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
     # The same sum as the gain of a perfect ranking, so that this has exactly 1.
-    possible = ranks <= jnp.maximum(labels.row_lengths(), 1)[:, None]
+    possible = ranks <= jnp.maximum(_num_labels(labels, left_out), 1)[:, None]
     ideal = jnp.sum(possible * discount, axis=1)
     return gain / ideal + _nan_where_broken(labels)
 
@@ -136,7 +155,11 @@ def mrr_at_k(
 
 
 def map_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"],
+    labels: CSR | ShardedCSR,
+    k: int | None = None,
+    *,
+    left_out: Counts = None,
 ) -> Float[Array, "batch"]:
     """Average precision: the mean of the precision at the rank of each label.
 
@@ -147,7 +170,7 @@ def map_at_k(
     k = _check(ids, labels, k)
     hits = is_label(ids, labels)[:, :k]
     precision = jnp.cumsum(hits, axis=1) / jnp.arange(1.0, k + 1)[None, :]
-    possible = jnp.clip(labels.row_lengths(), 1, k)
+    possible = jnp.clip(_num_labels(labels, left_out), 1, k)
     return jnp.sum(hits * precision, axis=1) / possible + _nan_where_broken(labels)
 
 
@@ -226,6 +249,12 @@ def is_label(
 
     low, _ = lax.fori_loop(0, labels.nse.bit_length(), halve, (low, high))
     return (ids >= 0) & (low < ends) & (indices[low] == ids)
+
+
+def _num_labels(labels: CSR | ShardedCSR, left_out: Counts):
+    """`[batch]` number of labels, with and without an item number."""
+    lengths = labels.row_lengths()
+    return lengths if left_out is None else lengths + left_out
 
 
 def _hits(ids, labels: CSR | ShardedCSR, k: int):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +55,8 @@ from sparsejax.sources import (
 )
 from sparsejax.sparse import CSR
 
-_METRICS = {
-    "recall": metrics.recall_at_k,
-    "truncated_recall": metrics.truncated_recall_at_k,
-    "ndcg": metrics.ndcg_at_k,
-    "precision": metrics.precision_at_k,
-    "hit_rate": metrics.hit_rate_at_k,
-    "mrr": metrics.mrr_at_k,
-    "map": metrics.map_at_k,
-}
+_HERE = (os.path.dirname(__file__),)  # warnings blame the caller
+_METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
 
 @runtime_checkable
@@ -155,8 +150,10 @@ def evaluate(
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
+    features: SparseDataset | Iterable[object] | None = None,
     seed: int = 0,
     exclude: Source | str | None = "inputs",
+    unknown: Literal["miss", "skip"] = "miss",
     candidates: Source | None = None,
     popularity: Source | str | None = "inputs",
     optimizer: Optimizer | None = None,
@@ -172,7 +169,14 @@ def evaluate(
     these have in common: "coverage", "gini" and "mean_popularity", where an item's
     popularity is the share of the rows of `popularity` that have it. For the metrics
     see `sparsejax.metrics`. The baseline recommends to everyone what most rows of
-    `popularity` have, leaving out the same items as the model does.
+    `popularity` have, leaving out the same items as the model does, and never an item
+    that no row has.
+
+    An item is unknown if the training data has no entry of it, whether the vocabulary
+    has it or lacks it. Held-out entries of unknown items count as missed, unless the
+    model ranks one that the vocabulary has, and finds it. "users" is the number of rows
+    in the means, "users_unknown" that of rows whose held-out items are all unknown, and
+    "entries_unknown" that of held-out entries of unknown items.
 
     Rows that the model was not trained on (strong generalisation) are shown with a part
     of their entries, and the rest is held out::
@@ -188,15 +192,25 @@ def evaluate(
       k: cut-off, or several.
       fold_in: in place of `heldout`: the share of each row's entries in `inputs`, a
         `SparseDataset`, that the model is shown; see `SparseDataset.split`.
+      features: with `fold_in`: the names of the model's features, or a data set with
+        them, where `inputs` were read with a vocabulary of their own. Entries of other
+        features are left out after the choice, and so are counted as unknown.
       seed: of that choice.
       exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
         what the row has in `inputs`. Of several inputs name one, here and below.
+        Held-out entries among it count as missed, and a warning gives their share. None
+        ranks all items.
+      unknown: "miss" counts held-out entries of unknown items as said above. "skip"
+        leaves them out, and so the rows that have no others.
       candidates: `[rows, items]`: rank only these items of each row, together with its
         held-out ones, as where one held-out item is ranked among 100 others. Rows are
         matched as those of `heldout`. The model needs `item_scores`, too.
       popularity: `[any rows, items]`, what the baseline counts; by default `inputs`.
         Where these are rows the model was not trained on, name the training data. None
-        leaves the baseline and "mean_popularity" out.
+        leaves the baseline and "mean_popularity" out. These are also the training data
+        by which items are known or not; with None the inputs are, if they are excluded.
+        With `fold_in` the inputs are not: all items of the vocabulary are known then,
+        unless training data is named here.
       optimizer: see `recommend`.
       batch_size: rows scored at a time.
 
@@ -204,16 +218,18 @@ def evaluate(
       FloatingPointError: a score is NaN; names the row.
       TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind, or the model
         cannot score candidates.
-      ValueError: nothing is held out, a held-out row is not in `inputs` or has no
-        candidates, or one does not fit the model or another.
+      ValueError: nothing is held out, or nothing but what is excluded; a held-out row
+        is not in `inputs` or has no candidates; or one does not fit the model or another.
     """
     evaluation = prepare(
         inputs,
         heldout,
         k=k,
         fold_in=fold_in,
+        features=features,
         seed=seed,
         exclude=exclude,
+        unknown=unknown,
         candidates=candidates,
         popularity=popularity,
         batch_size=batch_size,
@@ -228,8 +244,10 @@ def prepare(
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
+    features: SparseDataset | Iterable[object] | None = None,
     seed: int = 0,
     exclude: Source | str | None = "inputs",
+    unknown: Literal["miss", "skip"] = "miss",
     candidates: Source | None = None,
     popularity: Source | str | None = "inputs",
     batch_size: int = 512,
@@ -243,8 +261,12 @@ def prepare(
     if not ks:
         raise ValueError("k names no cut-off")
     check_positive(k=min(ks), batch_size=batch_size)
+    if unknown not in ("miss", "skip"):
+        raise ValueError(f'unknown is "miss" or "skip", got {unknown!r}')
     if fold_in is not None:
-        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed)
+        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed, features)
+    elif features is not None:
+        raise ValueError("features go with fold_in; use align_features of other data")
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     shown, labels = Inputs.of(inputs), Table.of("heldout", heldout)
@@ -255,21 +277,36 @@ def prepare(
     for table in (seen, counted, among):
         if table is not None:
             _check_items(table, labels)
-    scored = np.flatnonzero(np.diff(np.asarray(labels.matrix.indptr)))
+    known_by, trained = popularity, counted
+    if popularity is None and isinstance(exclude, str):
+        known_by, trained = exclude, seen
+    if fold_in is not None and isinstance(known_by, str):
+        trained = None  # on other rows than these
+    was_trained = None if trained is None else _column_counts(trained.matrix) > 0
+    known = _of_items(labels, was_trained)
+    total, num_known = _num_entries(labels), _num_entries(known)
+    if unknown == "skip":
+        labels = known
+    scored = np.flatnonzero(_num_entries(labels))
     if not scored.size:
-        raise ValueError("no row of heldout has an entry, so there is nothing to find")
-    rows = find_rows(labels, x)[scored]
-    unknown = scored[rows < 0]
-    if unknown.size:
+        of_known = " of a known item" if total.any() else ""
         raise ValueError(
-            f"{unknown.size:,} of {scored.size:,} rows of heldout are not in inputs: "
-            f"{labels.labels(unknown)}; without inputs the model has nothing to go by"
+            f"no row of heldout has an entry{of_known}, so there is nothing to find"
+        )
+    rows = find_rows(labels, x)[scored]
+    missing = scored[rows < 0]
+    if missing.size:
+        raise ValueError(
+            f"{missing.size:,} of {scored.size:,} rows of heldout are not in inputs: "
+            f"{labels.labels(missing)}; without inputs the model has nothing to go by"
         )
     batch_size = rows_in_a_batch(batch_size, scored.size)
     held = shown.for_batches()
     unwanted = None
     if seen is not None:
         unwanted = exclusion(shown, rows, held, seen, batch_size)
+        seen_rows = rows if isinstance(exclude, str) else find_rows(x, seen)[rows]
+        _check_repeats(labels, scored, seen, seen_rows)
     ids = None
     if among is not None:
         ids = _candidate_ids(among, labels, scored, batch_size)
@@ -284,6 +321,9 @@ def prepare(
         batches=shown.batches(held, rows, batch_size),
         exclude=unwanted,
         labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
+        left_out=_left_out(labels, scored, batch_size),
+        users_unknown=int(np.sum((total > 0) & (num_known == 0))),
+        entries_unknown=int(np.sum(total - num_known)),
         candidates=ids,
         popularity=share,
         baseline={},
@@ -291,7 +331,7 @@ def prepare(
     if share is None:
         return evaluation
     measured = evaluation.run(_Popularity(share, shown.features))
-    baseline = {f"popularity_{n}": v for n, v in measured.items() if n != "users"}
+    baseline = {f"popularity_{n}": v for n, v in measured.items() if "@" in n}
     return dataclasses.replace(evaluation, baseline=baseline)
 
 
@@ -307,6 +347,9 @@ class Evaluation:
       batches: what the model is shown for these.
       exclude: what is not to be recommended to them.
       labels: what it should find.
+      left_out: `[steps, batch]` how much more, that has no item number; None if nothing.
+      users_unknown: rows of `heldout` whose items are all unknown.
+      entries_unknown: its entries of unknown items.
       candidates: `[steps, batch, count]` the items to rank, -1 is none; all if None.
       popularity: `[items]` share of the rows that have the item, or None.
       baseline: metrics of the baseline, or empty.
@@ -319,6 +362,9 @@ class Evaluation:
     batches: Batches | NamedBatches
     exclude: Batches | None
     labels: Batches
+    left_out: np.ndarray | None
+    users_unknown: int
+    entries_unknown: int
     candidates: np.ndarray | None
     popularity: np.ndarray | None
     baseline: dict[str, float]
@@ -344,6 +390,7 @@ class Evaluation:
             self.batches,
             each(self.exclude),
             self.labels,
+            each(self.left_out),
             each(self.candidates),
             strict=False,
         ):
@@ -361,16 +408,27 @@ class Evaluation:
             if self.popularity is not None:
                 mean = metrics.mean_popularity(given, self.popularity)
                 measured[f"mean_popularity@{k}"] = mean
-        return measured | self.baseline | {"users": self.rows.size}
+        return {
+            **measured,
+            **self.baseline,
+            "users": self.rows.size,
+            "users_unknown": self.users_unknown,
+            "entries_unknown": self.entries_unknown,
+        }
 
 
 class _Popularity(nnx.Module):
-    """Scores every item by the number of rows that have it, whatever the input."""
+    """Scores every item by the number of rows that have it, whatever the input.
+
+    An item that no row has is never recommended: in the vocabulary of other training
+    data it would not be.
+    """
 
     def __init__(self, counts: np.ndarray, features: Features):
         # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
         _, ranks = np.unique(counts, return_inverse=True)
-        self.scores = nnx.Variable(jnp.asarray(ranks, jnp.float32))
+        scores = np.where(counts > 0, ranks, -np.inf)
+        self.scores = nnx.Variable(jnp.asarray(scores, jnp.float32))
         self.num_items = len(counts)
         # A dict could not be part of a compiled program.
         self.features = features if isinstance(features, int) else (*features.items(),)
@@ -391,7 +449,11 @@ class _Popularity(nnx.Module):
 
 
 def _folded_in(
-    inputs: Sources | Inputs, heldout: Source | None, fold_in: float, seed: int
+    inputs: Sources | Inputs,
+    heldout: Source | None,
+    fold_in: float,
+    seed: int,
+    features: SparseDataset | Iterable[object] | None,
 ) -> tuple[SparseDataset, SparseDataset]:
     if heldout is not None:
         raise ValueError("give either heldout or fold_in, which makes it from inputs")
@@ -405,7 +467,81 @@ def _folded_in(
             "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
             f"got {type(inputs).__name__}"
         )
-    return inputs.split(fold_in, seed=seed)
+    if inputs.left_out is not None:
+        warnings.warn(
+            f"{inputs.left_out.sum():,} entries of inputs were left out before they were "
+            "split, and are in neither part; read them without features=..., and pass "
+            "that to evaluate",
+            skip_file_prefixes=_HERE,
+        )
+    shown, rest = inputs.split(fold_in, seed=seed)
+    if features is None:
+        return shown, rest
+    if not isinstance(features, SparseDataset):
+        features = list(features)
+    return shown.align_features(features), rest.align_features(features)
+
+
+def _num_entries(heldout: Table) -> np.ndarray:
+    """`[rows]` number of held-out entries, with those that were left out."""
+    lengths = np.diff(np.asarray(heldout.matrix.indptr))
+    return lengths if heldout.left_out is None else lengths + heldout.left_out
+
+
+def _of_items(heldout: Table, chosen: np.ndarray | None) -> Table:
+    """The entries of the `chosen: [items]`, of all if None; none that was left out."""
+    heldout = dataclasses.replace(heldout, left_out=None)
+    if chosen is None or chosen.all():
+        return heldout
+    matrix = jax.tree.map(np.asarray, heldout.matrix)
+    keep = chosen.take(matrix.indices[: matrix.indptr[-1]], mode="clip")
+    indptr = np.append(0, np.cumsum(keep))[matrix.indptr].astype(np.int32)
+    indices = matrix.indices[: keep.size][keep]
+    kept = CSR(None, indices, indptr, num_cols=matrix.num_cols)
+    return dataclasses.replace(heldout, matrix=kept)
+
+
+def _left_out(heldout: Table, rows: np.ndarray, batch_size: int) -> np.ndarray | None:
+    """`[steps, batch]` how many entries of the rows were left out, None if none."""
+    if heldout.left_out is None:
+        return None
+    counts = heldout.left_out[rows]
+    return np.pad(counts, (0, -counts.size % batch_size)).reshape(-1, batch_size)
+
+
+def _check_repeats(
+    heldout: Table, rows: np.ndarray, seen: Table, seen_rows: np.ndarray
+) -> None:
+    """Warns of held-out entries that are excluded, and so cannot be found.
+
+    Args:
+      heldout: what is to be found.
+      rows: of `heldout`.
+      seen: what is excluded.
+      seen_rows: the row of `seen` for each of `rows`, -1 if it has none.
+
+    Raises:
+      ValueError: all are excluded.
+    """
+    has_some = seen_rows >= 0
+    wanted = _rows(heldout, rows[has_some])
+    repeated = wanted.multiply(_rows(seen, seen_rows[has_some])).nnz
+    if not repeated:
+        return
+    total = int(_num_entries(heldout)[rows].sum())
+    remedy = "exclude=None (on the command line --keep-seen)"
+    if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
+        raise ValueError(
+            f"all {repeated:,} held-out entries of known items are excluded, as their "
+            "rows already have them, so none can be found. Hold out entries that the "
+            f"inputs lack, or rank also what a row has: {remedy}"
+        )
+    warnings.warn(
+        f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
+        "excluded, as their rows already have them: they cannot be found and count as "
+        f"missed; {remedy} ranks them, too",
+        skip_file_prefixes=_HERE,
+    )
 
 
 def _column_counts(matrix: CSR) -> np.ndarray:
@@ -473,6 +609,7 @@ def _measured(
     x: Shown,
     exclude: Batch | None,
     labels: Batch,
+    left_out: Array | None,
     candidates: Array | None,
     counts,
     ks,
@@ -481,14 +618,29 @@ def _measured(
     [len(ks), items]` with those of these recommendations added."""
     ids, scores = _ranked(graphdef, state, x, exclude, max(ks), candidates)
     wanted = labels.take()
-    values = [metric(ids, wanted, k) for k in ks for metric in _METRICS.values()]
+    values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
     bad = jnp.isnan(scores).any(axis=1)
-    # Rows that only fill up the last batch have no labels.
-    ids = jnp.where(wanted.row_lengths()[:, None] > 0, ids, -1)
+    # Rows that only fill up the last batch have nothing to find.
+    lengths = wanted.row_lengths()
+    lengths = lengths if left_out is None else lengths + left_out
+    ids = jnp.where(lengths[:, None] > 0, ids, -1)
     num_items = counts.shape[1]
     counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
     values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
     return everywhere((values, counts))
+
+
+def _values(ids, labels: CSR | ShardedCSR, left_out: Array | None, k: int):
+    """`[batch]` each of `_METRICS`, in this order."""
+    return [
+        metrics.recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.truncated_recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.ndcg_at_k(ids, labels, k, left_out=left_out),
+        metrics.precision_at_k(ids, labels, k),
+        metrics.hit_rate_at_k(ids, labels, k),
+        metrics.mrr_at_k(ids, labels, k),
+        metrics.map_at_k(ids, labels, k, left_out=left_out),
+    ]
 
 
 def _candidate_ids(

@@ -163,6 +163,17 @@ def similar_to_popular(
     return dict(zip(names[popular].tolist(), found, strict=True))
 
 
+def means_over(measured: Mapping[str, float]) -> str:
+    """Whose means metrics are, and how much of what was to be found is unknown."""
+    text = f"means over {measured['users']:,} users"
+    if entries := measured.get("entries_unknown"):
+        text += (
+            f"; {entries:,} held-out entries are of unknown items, and "
+            f"{measured['users_unknown']:,} users have no others"
+        )
+    return text
+
+
 def features_of(data: SparseDataset, row: int) -> list[str]:
     """The names of a row's features."""
     start, end = data.matrix.indptr[row : row + 2]
@@ -305,7 +316,7 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         return ""
     rows = []
     for name, value in measured.items():
-        if name == "users" or name.startswith("popularity_"):
+        if "@" not in name or name.startswith("popularity_"):
             continue
         other = measured.get(f"popularity_{name}")
         largest = max(abs(value), abs(other or 0)) or 1
@@ -322,8 +333,8 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         cells.append(f'<td class="bars">{bars}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        f'<p class="soft">Means over {measured["users"]:,} users; beside the model, '
-        "recommending to everyone what is most popular.</p>\n"
+        '<p class="soft">Beside the model, recommending to everyone what is most '
+        f"popular; {means_over(measured)}.</p>\n"
         '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
         '<th class="number">popularity</th><th class="bars">'
         '<span class="key"><i class="model"></i>model</span> '

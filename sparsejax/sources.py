@@ -70,10 +70,12 @@ class Table(Rows):
 
     Attributes:
       feature_names: `[features]`, or None.
+      left_out: `[rows]`, or None: see `SparseDataset`.
     """
 
     matrix: CSR
     feature_names: Names | None = None
+    left_out: np.ndarray | None = None
 
     @classmethod
     def of(cls, what: str, source: Source) -> Table:
@@ -83,7 +85,8 @@ class Table(Rows):
           TypeError: it is none.
         """
         if isinstance(source, SparseDataset):
-            return cls(what, source.matrix, source.row_names, source.feature_names)
+            names = (source.row_names, source.feature_names)
+            return cls(what, source.matrix, *names, source.left_out)
         if isinstance(source, CSR):
             return cls(what, source)
         if scipy.sparse.issparse(source):

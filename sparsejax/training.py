@@ -342,7 +342,7 @@ def fit(
                 if evaluation is not None:
                     nnx.update((model, optimizer), state)
                     measured = evaluation.run(model, optimizer=optimizer)
-                    entry.update({m: v for m, v in measured.items() if m != "users"})
+                    entry.update({m: v for m, v in measured.items() if "@" in m})
                     score = run.judge(entry, early_stopping)
                 if log is not None and distributed.is_first():
                     log(run.step, entry)

@@ -209,6 +209,92 @@ def test_evaluate_among_candidates(board, tmp_path, capsys):
     assert measured["popularity_recall@2"] < 0.9
 
 
+def measured_by(argv: list[str], capsys) -> tuple[dict[str, float], str]:
+    """What `evaluate` printed: the last line, and the one before."""
+    assert main(["evaluate", *argv, "--k", "2"]) == 0
+    *_, said, last = capsys.readouterr().out.splitlines()
+    return json.loads(last), said
+
+
+def test_evaluate_counts_unknown_items(board, tmp_path, capsys):
+    """A third of the users later like what was not there before."""
+    lines = pathlib.Path(board.files[1]).read_text().splitlines()
+    lines[::3] = [line.replace("item", "new item") for line in lines[::3]]
+    test = tmp_path / "test.txt"
+    test.write_text("\n".join(lines))
+    argv = [board.run, board.files[0], str(test)]
+    missed, said = measured_by(argv, capsys)
+    assert (missed["users"], missed["users_unknown"]) == (60, 20)
+    assert missed["entries_unknown"] == 40
+    assert said == (
+        "means over 60 users; 40 held-out entries are of unknown items, and 20 users "
+        "have no others"
+    )
+    skipped, said = measured_by([*argv, "--unknown", "skip"], capsys)
+    assert (skipped["users"], skipped["users_unknown"]) == (40, 20)
+    for name in ("recall@2", "ndcg@2", "popularity_map@2"):
+        assert missed[name] == pytest.approx(skipped[name] * 40 / 60)
+    # Of new users: what is new is held out as often as anything else.
+    argv = [board.run, str(test), "--fold-in", "0.5", "--popularity", board.files[0]]
+    folded, _ = measured_by(argv, capsys)
+    heldout = read(test).split(0.5, seed=0)[1]
+    assert folded["entries_unknown"] == folded["users_unknown"] == 20
+    assert folded["users"] == heldout.num_entries == 60
+
+
+def test_evaluate_repeats(board, tmp_path, capsys):
+    lines = pathlib.Path(board.files[1]).read_text().splitlines()
+    lines[::2] = pathlib.Path(board.files[0]).read_text().splitlines()[::2]
+    test = tmp_path / "test.txt"
+    test.write_text("\n".join(lines))
+    argv = [board.run, board.files[0], str(test)]
+    assert main(["evaluate", *argv, "--k", "2"]) == 0
+    printed, said = capsys.readouterr()
+    (line,) = said.splitlines()
+    assert line.startswith("sparsejax: warning: 240 of 300 held-out entries (80.0%)")
+    assert json.loads(printed.splitlines()[-1])["hit_rate@2"] < 0.51
+    kept, _ = measured_by([*argv, "--keep-seen"], capsys)
+    assert kept["hit_rate@2"] > 0.6
+    # All of it.
+    assert main(["evaluate", board.run, board.files[0], board.files[0]]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "held-out entries of known items are excluded" in line
+    assert "--keep-seen" in line
+
+
+def test_evaluate_with_several_histories(board, tmp_path, capsys):
+    """Of two held out items one is shown, and the other is found."""
+    starts, names = board.heldout.matrix.indptr[:-1], board.heldout.feature_names
+    files = {"more": tmp_path / "more.txt", "later": tmp_path / "later.txt"}
+    for which, path in enumerate(files.values()):
+        items = names[board.heldout.matrix.indices[starts + which]]
+        pairs = zip(board.heldout.row_names, items, strict=True)
+        path.write_text("".join(f"{row}\t{item}\n" for row, item in pairs))
+    more = tmp_path / "new.txt"
+    more.write_text("somebody\titem2:item4\n")
+    with files["later"].open("a") as file:
+        file.write("somebody\titem6\n")
+    argv = [board.run, board.files[0], str(files["later"])]
+    argv += ["--history", str(files["more"]), "--history", str(more)]
+    measured, _ = measured_by(argv, capsys)
+    model, names = run.load_model(board.run)
+    train, *others, later = (
+        read(path, features=names)
+        for path in (board.files[0], files["more"], more, files["later"])
+    )
+    shown = train.merge(*others)
+    assert measured == pytest.approx(
+        evaluate(model, shown, later, k=2, popularity=train)
+    )
+    assert measured["users"] == 61 and measured["hit_rate@2"] > 0.95
+    # What is shown in another file is excluded, too.
+    alone, _ = measured_by(argv[:3], capsys)
+    assert alone["mrr@2"] < measured["mrr@2"]
+    argv = ["evaluate", board.run, board.files[0], "--fold-in", "0.5", *argv[3:]]
+    assert main(argv) == 1
+    assert "--history is shown beside TRAIN" in capsys.readouterr().err
+
+
 def test_predict_recommends_the_users_colour(board, tmp_path):
     out = tmp_path / "recs.tsv"
     argv = ["predict", board.run, board.files[0], "--out", str(out)]
@@ -256,6 +342,7 @@ def test_report_of_a_run(board, tmp_path, capsys):
     # 25 epochs of loss, speed and validation metrics, not those of the best only.
     assert "best ndcg@2, epoch " in page and page.count("epoch 25: ") >= 4
     assert "popularity" in page and page.count("<section>") == 6
+    assert "means over 60 users." in page
     assert "user 0" in page and "hidden1 size" in page and "adam" in page
     assert main(argv) == 0  # without data, over the old one
     page = pathlib.Path(out).read_text()

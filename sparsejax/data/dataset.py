@@ -65,7 +65,8 @@ class SparseDataset:
       row_names: `[rows]` text.
       feature_names: `[features]` text.
       left_out: `[rows]` int32, how many more entries each row had, of features that
-        these are not (see `align_features`), or None if there were none.
+        these are not (see `align_features`), or None if there were none. `evaluate`
+        counts those of held-out data as missed.
       times: `[entries]` when each entry was seen last, in the order of
         `matrix.indices`: int64, float64 or datetime64[us] (UTC where the source has a
         zone). None where times were not read.
@@ -360,7 +361,7 @@ class SparseDataset:
         It is what `read` would make of their lines in one file. Rows of the same name
         become one, in order of first appearance. What several of them have becomes one
         entry; values are added, and where only some data sets have values, the entries
-        of the others count 1.
+        of the others count 1. Times are not kept.
 
         Args:
           *others: over the same features.
@@ -368,6 +369,8 @@ class SparseDataset:
         Raises:
           ValueError: the features differ.
         """
+        if not others:
+            return self
         parts = (self, *others)
         for other in others:
             if not np.array_equal(self.feature_names, other.feature_names):
