@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 from flax import nnx
 from jax.sharding import AxisType
 from matrices import random_csr
@@ -80,6 +81,7 @@ def test_methods_and_steps():
 
 def test_functions():
     train, heldout = table(0.05, 1), table(0.03, 2)
+    heldout = scipy.sparse.csr_array(heldout.toarray() & ~train.toarray())
 
     def results():
         model = a_model()
