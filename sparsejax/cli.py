@@ -669,8 +669,9 @@ def _message(error: BaseException | str) -> str:
 
 
 def as_flags(text: str) -> str:
-    """A message in which the arguments of readers are the flags of commands."""
+    """A message in which arguments of Python are the flags of commands."""
     text = text.replace("indicator=True", "--no-value")
+    text = text.replace("exclude=None", "--keep-seen")
     return re.sub(
         r"\b(user|item|value|time|delimiter)=(?=COLUMN|['\"])", r"--\1 ", text
     )

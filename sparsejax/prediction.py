@@ -529,17 +529,16 @@ def _check_repeats(
     if not repeated:
         return
     total = int(_num_entries(heldout)[rows].sum())
-    remedy = "exclude=None (on the command line --keep-seen)"
     if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
         raise ValueError(
             f"all {repeated:,} held-out entries of known items are excluded, as their "
             "rows already have them, so none can be found. Hold out entries that the "
-            f"inputs lack, or rank also what a row has: {remedy}"
+            "inputs lack, or rank also what a row has: exclude=None"
         )
     warnings.warn(
         f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
         "excluded, as their rows already have them: they cannot be found and count as "
-        f"missed; {remedy} ranks them, too",
+        "missed; exclude=None ranks them, too",
         skip_file_prefixes=_HERE,
     )
 
