@@ -15,11 +15,11 @@ from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
 from sparsejax.layers import SparseLinear, SparseOutput
 from sparsejax.prediction import Recommender
-from sparsejax.predictor import save_predictor, sizes_of_programs
+from sparsejax.predictor import save_predictor, sizes_of_programs, unflattened
 from sparsejax.programs import Signature, check
 from sparsejax.recommendations import check_positive
 from sparsejax.sharding import without_mesh
-from sparsejax.sources import features_of
+from sparsejax.sources import features_of, rows_of_inputs
 from sparsejax.sparse import CSR
 
 
@@ -45,7 +45,8 @@ def export_predictor(
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`;
-        its rows up to date, as after `fit` or `Optimizer.flush`.
+        its rows up to date, as after `fit` or `Optimizer.flush`. It may have several
+        inputs; a dense one is float32 unless `num_features` gives its dtype.
       path: the file, which is replaced if it exists.
       k: items per row, at most.
       names: of the items, or a data set whose features they are, to be kept in the file.
@@ -59,10 +60,6 @@ def export_predictor(
     """
     check_positive(k=k, batch_size=batch_size)
     features = features_of(model)
-    if not isinstance(features, int):
-        raise NotImplementedError(
-            "a predictor has one input, and the model has several"
-        )
     items = None
     if names is not None:
         known = names.feature_names if isinstance(names, SparseDataset) else names
@@ -91,15 +88,17 @@ def export_predictor(
     def top_k(weights, inputs, exclude):
         state = jax.tree.unflatten(structure, weights)
         model = nnx.merge(graphdef, keys, state)
-        (entries,) = inputs
-        x = CSR(*entries, num_cols=features)
+        x = unflattened(features, inputs)
         seen = CSR(None, *exclude, num_cols=model.num_items)
         return model.top_k(x, k, exclude=seen)
 
     def programs() -> Iterator[tuple[int, export.Exported]]:
         abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
         for rows in sizes_of_programs(batch_size):
-            program = Signature(rows=rows, k=k, weights=abstract).program(top_k)
+            signature = Signature(
+                rows=rows, k=k, weights=abstract, inputs=rows_of_inputs(features)
+            )
+            program = signature.program(top_k)
             check(program)
             yield rows, program
 

@@ -71,7 +71,9 @@ class Recommender(Protocol):
         """Number of input features.
 
         Where there are several inputs, a dict: by name the number of features of a
-        sparse one, and the shape of a row of a dense one, a tuple.
+        sparse one, and the shape of a row of a dense one, a tuple. A
+        `jax.ShapeDtypeStruct` in place of the tuple gives its dtype as well, for
+        `export_predictor`; else that is float32.
         """
         ...
 

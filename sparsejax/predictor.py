@@ -25,7 +25,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import jax
@@ -44,7 +44,18 @@ from sparsejax.recommendations import (
     rows_of,
 )
 from sparsejax.sharding import row_parts, without_mesh
-from sparsejax.sources import Source, Table, check_columns, check_same_features
+from sparsejax.sources import (
+    Features,
+    Inputs,
+    Source,
+    Sources,
+    Table,
+    check_columns,
+    check_inputs,
+    check_same_features,
+    dense_row,
+    rows_of_inputs,
+)
 from sparsejax.sparse import CSR, host_rows
 from sparsejax.writers import check_writable
 
@@ -87,7 +98,7 @@ class Predictor:
 
     Attributes:
       k: number of items recommended to each row, at most.
-      num_features: number of input features.
+      num_features: number of input features; of several inputs as the model has it.
       num_items: number of items that are scored.
       items: names of the items, or None.
       programs: for each number of rows, `(weights, inputs, exclude) -> (ids, scores)`,
@@ -96,14 +107,18 @@ class Predictor:
     """
 
     k: int
-    num_features: int
+    num_features: Features
     num_items: int
     items: Names | None
     programs: dict[int, Callable[..., Any]]
     weights: list[jax.Array]
 
     def recommend(
-        self, inputs: Source, *, k: int | None = None, exclude: Source | None = None
+        self,
+        inputs: Sources,
+        *,
+        k: int | None = None,
+        exclude: Source | str | None = None,
     ) -> Recommendations:
         """The `k` best of all items for each row, as `sparsejax.recommend` has them.
 
@@ -111,30 +126,32 @@ class Predictor:
         are asked for at once: other programs add in another order.
 
         Args:
-          inputs: `[rows, num_features]`.
+          inputs: `[rows, num_features]`; or several by name.
           k: items per row, at most as many as the predictor was exported for, which is
             the default.
-          exclude: `[rows, num_items]`, what not to recommend; see `recommend`.
+          exclude: `[rows, num_items]`, what not to recommend, or the name of an input;
+            see `recommend`.
 
         Raises:
           FloatingPointError: a score is NaN; names the row.
-          TypeError: `inputs` or `exclude` is nothing of the kind.
+          TypeError: `inputs` or `exclude` is no such data.
           ValueError: `inputs` or `exclude` does not fit the model or the other; `k` is
             too large.
         """
-        x = _on_host(Table.of("inputs", inputs))
-        if self.num_items == self.num_features:
+        shown = _on_host(Inputs.of(inputs))
+        x = shown.rows
+        if isinstance(x, Table) and self.num_items == self.num_features:
             check_same_features(x, Table("the predictor", x.matrix, None, self.items))
-        check_columns(x.what, x.matrix.num_cols, self.num_features, "features")
+        check_inputs(shown, self.num_features)
         if exclude is None:
-            return self._recommend(x, k, None, None)
+            return self._recommend(shown, k, None, None)
         if exclude is inputs:
-            seen = dataclasses.replace(x, what="exclude")
-        else:
-            seen = _on_host(Table.of("exclude", exclude))
+            exclude = "inputs"  # its name where it is the only one
+        seen = _table_on_host(shown.named("exclude", exclude))
         check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
-        check_same_features(x, seen)
-        return self._recommend(x, k, seen.matrix, rows_of(seen, x))
+        if shown.alone and isinstance(x, Table):
+            check_same_features(x, seen)
+        return self._recommend(shown, k, seen.matrix, rows_of(seen, x))
 
     @overload
     def recommend_names(
@@ -202,9 +219,9 @@ class Predictor:
         one = all(isinstance(part, str) for part in histories)
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
         matrix = self._matrix_of(several, unknown)
-        x = Table("histories", matrix)
-        rows = np.arange(x.num_rows)
-        found = self._recommend(x, k, matrix if exclude_seen else None, rows)
+        shown = Inputs({"inputs": Table("histories", matrix)}, alone=True)
+        rows = np.arange(matrix.num_rows)
+        found = self._recommend(shown, k, matrix if exclude_seen else None, rows)
         names = self.names(found)
         return names[0] if one else names
 
@@ -229,13 +246,15 @@ class Predictor:
         check_positive(max_items=max_items, rows=rows)
         largest = max(self.programs)
         sizes = {s for n in range(1, min(rows, largest) + 1) for s in self._sizes(n)}
-        nothing = np.empty(0, np.int64)
-        empty = CSR(None, nothing, np.zeros(1, np.int64), num_cols=1)
+        empty = [
+            _NOTHING if row is None else np.zeros((0, *row.shape), row.dtype)
+            for row in rows_of_inputs(self.num_features)
+        ]
         for size in sorted(sizes):
             room = 0
             while room < max_items * size:
                 room = _room(size, room + 1)
-                jax.block_until_ready(self._run(size, empty, empty, room))
+                jax.block_until_ready(self._run(size, empty, _NOTHING, room))
         if self.items is not None:
             _ = self._columns
 
@@ -255,6 +274,10 @@ class Predictor:
         self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
     ) -> CSR:
         """`[histories, num_features]`."""
+        if not isinstance(self.num_features, int):
+            raise ValueError(
+                "the predictor has several inputs; use recommend({name: source})"
+            )
         columns = self._columns
         if self.num_features != self.num_items:
             raise ValueError(
@@ -285,7 +308,11 @@ class Predictor:
         return CSR(None, indices, indptr, num_cols=self.num_features)
 
     def _recommend(
-        self, x: Table, k: int | None, seen: CSR | None, seen_rows: np.ndarray | None
+        self,
+        shown: Inputs,
+        k: int | None,
+        seen: CSR | None,
+        seen_rows: np.ndarray | None,
     ) -> Recommendations:
         k = self.k if k is None else k
         check_positive(k=k)
@@ -294,6 +321,7 @@ class Predictor:
                 f"k is {k} but the predictor was exported for k={self.k}; export it "
                 "again with a larger k"
             )
+        x, tables = shown.rows, self._in_order(shown)
         sizes = self._sizes(x.num_rows)
         starts = itertools.accumulate(sizes, initial=0)
         counts = [
@@ -305,12 +333,16 @@ class Predictor:
             start = 0
             for size, count in zip(sizes, counts, strict=True):
                 rows = np.arange(start, start + count)
-                shown = host_rows(x.matrix, rows)
+                parts = [
+                    host_rows(matrix, rows) if isinstance(matrix, CSR) else matrix[rows]
+                    for matrix in tables
+                ]
                 unwanted = _NOTHING
                 if seen is not None and seen_rows is not None:
                     unwanted = host_rows(seen, seen_rows[rows])
-                room = _room(size, max(shown.nse, unwanted.nse))
-                yield self._run(size, shown, unwanted, room)
+                sparse = [part for part in (*parts, unwanted) if isinstance(part, CSR)]
+                room = _room(size, max(part.nse for part in sparse))
+                yield self._run(size, parts, unwanted, room)
                 start += count
 
         return collect(x, k, counts, results())
@@ -325,10 +357,23 @@ class Predictor:
             rows -= size
         return sizes
 
-    def _run(self, size: int, shown: CSR, unwanted: CSR, room: int):
+    def _in_order(self, shown: Inputs) -> list[CSR | np.ndarray]:
+        """The inputs' matrices and arrays, in the order in which programs take them."""
+        if not isinstance(self.num_features, Mapping):
+            return [shown.matrix]
+        return [shown.tables[name].matrix for name in self.num_features]
+
+    def _run(
+        self, size: int, parts: Sequence[CSR | np.ndarray], unwanted: CSR, room: int
+    ):
         """Ids and scores of a batch, not waited for."""
-        data = np.ones(shown.nse) if shown.data is None else shown.data
-        inputs = [(_padded(data, room, np.float32), *_arrays(shown, size, room))]
+        dtypes = rows_of_inputs(self.num_features)
+        inputs = [
+            _csr_arrays(part, size, room)
+            if isinstance(part, CSR)
+            else _dense_rows(part, size, row)
+            for part, row in zip(parts, dtypes, strict=True)
+        ]
         exclude = _arrays(unwanted, size, room)
         with without_mesh():  # programs are for one device
             return self.programs[size](self.weights, inputs, exclude)
@@ -353,6 +398,29 @@ def _room(rows: int, entries: int) -> int:
     return room
 
 
+def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
+    """What a model takes, from the inputs of a program."""
+    if isinstance(features, int):
+        return CSR(*inputs[0], num_cols=features)
+    return {
+        name: CSR(*given, num_cols=size) if isinstance(size, int) else given
+        for (name, size), given in zip(features.items(), inputs, strict=True)
+    }
+
+
+def _csr_arrays(matrix: CSR, rows: int, room: int) -> tuple[np.ndarray, ...]:
+    data = np.ones(matrix.nse) if matrix.data is None else matrix.data
+    return _padded(data, room, np.float32), *_arrays(matrix, rows, room)
+
+
+def _dense_rows(
+    array: np.ndarray, rows: int, row: jax.ShapeDtypeStruct | None
+) -> np.ndarray:
+    """The array with further rows of zeros, in the dtype of the program."""
+    assert row is not None
+    return _padded(array.astype(row.dtype, copy=False), rows, row.dtype)
+
+
 def _arrays(matrix: CSR, rows: int, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices and indptr of a matrix on the host, with further rows that are empty."""
     indptr = np.asarray(matrix.indptr)
@@ -362,12 +430,21 @@ def _arrays(matrix: CSR, rows: int, room: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _padded(array, room: int, dtype) -> np.ndarray:
-    padded = np.zeros(room, dtype)
+    padded = np.zeros((room, *np.shape(array)[1:]), dtype)
     padded[: len(array)] = array
     return padded
 
 
-def _on_host(table: Table) -> Table:
+def _on_host(inputs: Inputs) -> Inputs:
+    """The same in NumPy."""
+    tables = {
+        name: _table_on_host(table) if isinstance(table, Table) else table
+        for name, table in inputs.tables.items()
+    }
+    return dataclasses.replace(inputs, tables=tables)
+
+
+def _table_on_host(table: Table) -> Table:
     """The same in NumPy, checked if it was not."""
     matrix = table.matrix
     if isinstance(matrix.indices, np.ndarray):
@@ -383,7 +460,7 @@ def save_predictor(
     path: str | os.PathLike[str],
     *,
     k: int,
-    num_features: int,
+    num_features: Features,
     num_items: int,
     items: Sequence[str] | None,
     programs: Iterable[tuple[int, export.Exported]],
@@ -407,12 +484,9 @@ def save_predictor(
         "jax": jax.__version__,
         "k": k,
         "num_items": num_items,
-        "inputs": [{"num_features": num_features}],
+        "inputs": _stated_inputs(num_features),
         "programs": [],
-        "weights": [
-            {"dtype": jnp.dtype(weight.dtype).name, "shape": weight.shape}
-            for weight in weights
-        ],
+        "weights": [_stated_array(weight) for weight in weights],
     }
     if not distributed.is_first():
         _take_all(parts)
@@ -499,7 +573,7 @@ class _Settings:
 
     Attributes:
       k: items for each row.
-      num_features: of the input.
+      num_features: of the input; of several inputs as the model has it.
       num_items: of the model.
       programs: their numbers of rows.
       convention: their calling convention.
@@ -507,7 +581,7 @@ class _Settings:
     """
 
     k: int
-    num_features: int
+    num_features: Features
     num_items: int
     programs: tuple[int, ...]
     convention: int
@@ -527,17 +601,15 @@ class _Settings:
             )
         inputs = _entry(stated, "inputs", list)
         sizes = _entry(stated, "programs", list)
-        if len(inputs) != 1:
-            raise ValueError(f"the predictor has {len(inputs)} inputs, expected 1")
         if not 1 <= len(sizes) <= _MOST_PROGRAMS:
             raise ValueError(f"the predictor states {len(sizes)} programs")
         return cls(
             k=_size(_entry(stated, "k", int)),
-            num_features=_size(_entry(inputs[0], "num_features", int)),
+            num_features=_features(inputs),
             num_items=_size(_entry(stated, "num_items", int)),
             programs=tuple(map(_size, sizes)),
             convention=_entry(stated, "calling_convention", int),
-            weights=tuple(map(_weight, _entry(stated, "weights", list))),
+            weights=tuple(map(_array, _entry(stated, "weights", list))),
         )
 
 
@@ -555,12 +627,48 @@ def _size(value: object) -> int:
     return value
 
 
-def _weight(stated: Any) -> jax.ShapeDtypeStruct:
+def _stated_inputs(features: Features) -> list[dict[str, Any]]:
+    """What predictor.json says of the inputs."""
+    if isinstance(features, int):
+        return [{"num_features": features}]
+    return [
+        {"name": name, "num_features": size}
+        if isinstance(size, int)
+        else {"name": name, **_stated_array(dense_row(size))}
+        for name, size in features.items()
+    ]
+
+
+def _features(stated: list[Any]) -> Features:
+    """What `_stated_inputs` wrote."""
+    if len(stated) == 1 and isinstance(stated[0], dict) and "name" not in stated[0]:
+        return _size(_entry(stated[0], "num_features", int))
+    features: dict[str, int | jax.ShapeDtypeStruct] = {}
+    for one in stated:
+        name = _entry(one, "name", str)
+        if "num_features" in one:
+            features[name] = _size(_entry(one, "num_features", int))
+        else:
+            features[name] = _array(one)
+    if not stated or len(features) != len(stated):
+        raise ValueError(
+            f"{_SETTINGS} states {len(stated)} inputs, without one name each"
+        )
+    return features
+
+
+def _stated_array(array: jax.ShapeDtypeStruct | jax.Array) -> dict[str, Any]:
+    """What predictor.json says of an array."""
+    return {"dtype": jnp.dtype(array.dtype).name, "shape": array.shape}
+
+
+def _array(stated: Any) -> jax.ShapeDtypeStruct:
+    """What `_stated_array` wrote."""
     dtype, shape = _entry(stated, "dtype", str), _entry(stated, "shape", list)
     if dtype not in _DTYPES:
-        raise ValueError(f"{_SETTINGS} states a weight of dtype {dtype!r}")
+        raise ValueError(f"{_SETTINGS} states an array of dtype {dtype!r}")
     if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise ValueError(f"{_SETTINGS} states a weight of shape {shape}")
+        raise ValueError(f"{_SETTINGS} states an array of shape {shape}")
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
 
 
@@ -586,7 +694,12 @@ def _read(
             raise ValueError(f"{_ITEMS} has no {settings.num_items:,} names")
         programs = {}
         for rows in settings.programs:
-            signature = Signature(rows=rows, k=settings.k, weights=shapes)
+            signature = Signature(
+                rows=rows,
+                k=settings.k,
+                weights=shapes,
+                inputs=rows_of_inputs(settings.num_features),
+            )
             code = _part(archive, f"programs/{rows}", _MOST_PROGRAM)
             programs[rows] = signature.load(code, settings.convention)
         weights = []

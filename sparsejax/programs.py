@@ -3,7 +3,8 @@
 A program is called as ``program(weights, inputs, exclude)`` and gives ids and scores::
 
     weights    arrays
-    inputs     for each input of the model (data, indices, indptr), a CSR's
+    inputs     for each input of the model (data, indices, indptr), a CSR's; of a dense
+               one its rows, an array
     exclude    (indices, indptr)
 
 The number of rows is fixed, the room for entries is the caller's, the same for all
@@ -62,13 +63,13 @@ class Signature:
       rows: number of rows.
       k: items for each.
       weights: shape and dtype of each.
-      inputs: number of inputs.
+      inputs: for each input None if it is sparse, else shape and dtype of a dense row.
     """
 
     rows: int
     k: int
     weights: tuple[jax.ShapeDtypeStruct, ...]
-    inputs: int = 1
+    inputs: tuple[jax.ShapeDtypeStruct | None, ...] = (None,)
 
     @property
     def arguments(self) -> tuple[Any, Any, Any]:
@@ -77,7 +78,12 @@ class Signature:
         data = jax.ShapeDtypeStruct((entries,), jnp.float32)
         indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
         indptr = jax.ShapeDtypeStruct((self.rows + 1,), jnp.int32)
-        inputs = [(data, indices, indptr)] * self.inputs
+        inputs = [
+            (data, indices, indptr)
+            if row is None
+            else jax.ShapeDtypeStruct((self.rows, *row.shape), row.dtype)
+            for row in self.inputs
+        ]
         return list(self.weights), inputs, (indices, indptr)
 
     def program(self, function: Callable[..., Any]) -> export.Exported:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
@@ -28,8 +29,8 @@ Dense = DenseDataset | np.ndarray | jax.Array
 Sources = Source | Mapping[str, Source | Dense]
 
 # Of a model: the features of its one input; or by name the features of a sparse one,
-# and the shape of a row of a dense one.
-Features = int | Mapping[str, int | tuple[int, ...]]
+# and the shape of a row of a dense one, perhaps with its dtype.
+Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
 
 
 # Matrices and arrays by the names of inputs, on the device; with a mesh on the host.
@@ -315,6 +316,19 @@ def features_of(model: Any) -> Features:
     return model.num_features
 
 
+def dense_row(features: tuple[int, ...] | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a row of a dense input; float32 where only a shape is given."""
+    if isinstance(features, tuple):
+        return jax.ShapeDtypeStruct(features, jnp.float32)
+    return features
+
+
+def rows_of_inputs(features: Features) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    """Of each input None if it is sparse, else shape and dtype of a row."""
+    each = features.values() if isinstance(features, Mapping) else [features]
+    return tuple(None if isinstance(f, int) else dense_row(f) for f in each)
+
+
 def check_inputs(inputs: Inputs, features: Features) -> None:
     """Raises ValueError unless a model with these features takes the inputs."""
     if not isinstance(features, Mapping):
@@ -337,8 +351,8 @@ def check_inputs(inputs: Inputs, features: Features) -> None:
         )
     for name, expected in features.items():
         table = inputs.tables[name]
-        if isinstance(expected, tuple):
-            _check_dense(table, expected)
+        if not isinstance(expected, int):
+            _check_dense(table, dense_row(expected).shape)
         elif isinstance(table, Table):
             check_columns(table.what, table.matrix.num_cols, expected, "features")
         else:

@@ -34,7 +34,8 @@ class Several(nnx.Module):
 
     @property
     def num_features(self):
-        return {"history": ITEMS, "words": WORDS, "profile": (2, 3), "country": ()}
+        country = jax.ShapeDtypeStruct((), jnp.int32)  # a tuple would mean float32
+        return {"history": ITEMS, "words": WORDS, "profile": (2, 3), "country": country}
 
     @property
     def num_items(self):
@@ -403,3 +404,35 @@ def test_dense_rows_by_name():
     with pytest.raises(ValueError, match="fill=0.5 is no int32"):
         whole.align_rows(["zoe"], fill=0.5)
     assert dataclasses.is_dataclass(whole) and "1 rows of 2 int32" in repr(whole)
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_a_predictor_takes_several_inputs(expected, tmp_path):
+    model, _, _ = expected
+    path = tmp_path / "model.predictor"
+    sj.export_predictor(model, path, k=5, batch_size=16)
+    predictor = sj.load_predictor(path)
+    assert predictor.num_features == model.num_features | {
+        "profile": jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    }
+    given = sources()
+    # No whole number of batches; the inputs in another order.
+    some = {n: s.align_rows(NAMES[:39]) for n, s in given.items()}
+    some = dict(reversed(some.items())) | {"words": given["words"]}  # of more rows
+    wanted = sj.recommend(model, some, k=5, exclude=TARGETS)
+    found = predictor.recommend(some, exclude=TARGETS)
+    np.testing.assert_array_equal(found.ids, wanted.ids)
+    np.testing.assert_allclose(found.scores, wanted.scores, 1e-5)
+    predictor.warm_up(rows=2)
+    one = {n: s.align_rows(NAMES[:1]) for n, s in given.items()}
+    assert predictor.recommend(one, k=2).ids.tolist() == wanted_of(model, one)
+    with pytest.raises(ValueError, match="'history', 'words', 'profile', 'country'"):
+        predictor.recommend(given["history"])
+    with pytest.raises(ValueError, match="inputs names 'history'"):
+        predictor.recommend({"history": given["history"]})
+    with pytest.raises(ValueError, match=r"use recommend\(\{name: source\}\)"):
+        predictor.recommend_names(["a"])
+
+
+def wanted_of(model, inputs) -> list[list[int]]:
+    return sj.recommend(model, inputs, k=2).ids.tolist()
