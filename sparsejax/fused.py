@@ -89,6 +89,17 @@ def check(model: Any, optimizer: Optimizer) -> None:
             f"the output's kernel is shared with {elsewhere[0]}, whose gradient has to "
             "be added first: a tied kernel cannot have a fused update"
         )
+    trained = nnx.filterlib.to_predicate(optimizer.wrt)
+    frozen = [
+        ".".join(path)
+        for path in _keys(model)
+        if not trained(path, getattr(model.output, path[-1]))
+    ]
+    if frozen:
+        raise NotImplementedError(
+            f"the optimizer does not train {' and '.join(frozen)} (wrt), which a fused "
+            "update would move: leave fused out"
+        )
     optimizer.state_of(_keys(model))
 
 

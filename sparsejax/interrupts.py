@@ -1,11 +1,11 @@
-"""Whether somebody has told this process to end."""
+"""Whether somebody has told this process to end, and when it may be told so."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -87,6 +87,53 @@ def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within it no handler of a signal runs; those of signals that came run at its end.
+
+    So no exception of theirs, as KeyboardInterrupt, comes between two statements.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which has signals
+        yield
+        return
+    handlers: dict[int, Callable[..., Any]] = {}
+    came: set[int] = set()
+    try:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: came.add(number))
+        yield
+    finally:
+        try:
+            _install(handlers)
+        finally:
+            _raise(came)
+
+
+def _install(handlers: dict[int, Callable[..., Any]]) -> None:
+    """Installs them all, also where one that is installed already raises meanwhile."""
+    try:
+        while handlers:
+            number = next(iter(handlers))
+            signal.signal(number, handlers[number])
+            del handlers[number]
+    finally:
+        if handlers:
+            _install(handlers)
+
+
+def _raise(numbers: set[int]) -> None:
+    """Sends this process all of these signals, also where a handler raises."""
+    try:
+        while numbers:
+            signal.raise_signal(numbers.pop())
+    finally:
+        if numbers:
+            _raise(numbers)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -37,6 +37,10 @@ class ElementwiseLoss(abc.ABC):
 
     ignore_zeros: bool = dataclasses.field(default=False, kw_only=True)
 
+    # The least and the largest label that means something. Beyond them a loss may have
+    # no minimum.
+    labels: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
+
     @abc.abstractmethod
     def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
         """The loss of items that have no label."""
@@ -86,6 +90,7 @@ class SigmoidBinaryCrossEntropy(_OneFormula):
     """
 
     name: ClassVar[str] = "sigmoid_binary_cross_entropy"
+    labels: ClassVar[tuple[float, float]] = (0, 1)
 
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
@@ -194,6 +199,7 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
     zero_scale: float = 1.0
 
     name: ClassVar[str] = "scaled_marginal_cross_entropy"
+    labels: ClassVar[tuple[float, float]] = (0, math.inf)
 
     def __post_init__(self) -> None:
         for name in ("one_target", "zero_target"):
@@ -244,6 +250,7 @@ class SoftmaxCrossEntropy:
     """
 
     name: ClassVar[str] = "softmax_cross_entropy"
+    labels: ClassVar[tuple[float, float]] = (0, math.inf)
 
 
 LossRule = ElementwiseLoss | SoftmaxCrossEntropy

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax import gradients, rules, schedules
+from sparsejax import gradients, inplace, rules, schedules
 from sparsejax.blocks import ShardedCSR
 from sparsejax.gradients import Path, RowParam
 from sparsejax.ops import gather_matmul as gather
@@ -112,8 +112,8 @@ class Optimizer(nnx.Pytree):
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
         """What a model, or gradients of it, has of parameters that are no `RowParam`."""
         wanted = nnx.All(self.wrt, nnx.Not(RowParam))
-        state = nnx.to_flat_state(nnx.as_pure(nnx.state(tree, wanted)))
-        return {_key(path): array for path, array in state}
+        variables = nnx.to_flat_state(nnx.state(tree, wanted))
+        return {_key(path): variable[...] for path, variable in variables}
 
     def value_and_grad(
         self,
@@ -153,7 +153,7 @@ class Optimizer(nnx.Pytree):
         for path, kernel in gradients.row_params(model, self.wrt).items():
             if path not in flat:
                 raise ValueError(
-                    f"grads has no gradient of '{_key(path, '.')}'; make it with "
+                    f"grads has no gradient of '{_dotted(path)}'; make it with "
                     "optimizer.value_and_grad, for the same model"
                 )
             leaf = flat.pop(path)
@@ -161,7 +161,7 @@ class Optimizer(nnx.Pytree):
             g = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
             if g.shape != kernel.shape:
                 raise ValueError(
-                    f"the gradient of '{_key(path, '.')}' has shape {g.shape}, the "
+                    f"the gradient of '{_dotted(path)}' has shape {g.shape}, the "
                     f"kernel {kernel.shape}"
                 )
             self._set_table(path, kernel, self._moved(path, kernel, g, step))
@@ -198,19 +198,22 @@ class Optimizer(nnx.Pytree):
         readers = {path: self._reader(path, skip=True) for path in paths}
         return gradients.reading(model, readers)
 
-    def _table(self, path: Path, w: jax.Array) -> Table:
+    def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
         if _key(path) not in self.rows:
             raise ValueError(
                 "the optimizer was made for another model: it has no state of "
-                f"'{_key(path, '.')}'"
+                f"'{_dotted(path)}'"
             )
-        variables = self.rows[_key(path)]
+        return self.rows[_key(path)]
+
+    def _table(self, path: Path, w: jax.Array) -> Table:
+        variables = self._rows_of(path)
         arrays = {name: variable[...] for name, variable in variables.items()}
         return Table(w, arrays, arrays.pop("last_step", None))
 
     def _set_table(self, path: Path, kernel: RowParam, table: Table) -> None:
         kernel.set_value(table.w)
-        variables = self.rows[_key(path)]
+        variables = self._rows_of(path)
         for name, array in table.state.items():
             variables[name].set_value(array)
         if table.last is not None:
@@ -218,11 +221,20 @@ class Optimizer(nnx.Pytree):
 
     def _settle(self, path: Path, kernel: RowParam) -> None:
         """Brings a whole kernel up to date, in place."""
-        table = self._table(path, kernel[...])
-        # Compiled, so that the arrays are donated where this is under no jit.
-        divided = gradients.is_divided(kernel)
-        settled = _settle(self.rule, table, self.step[...], on_mesh=divided)
-        self._set_table(path, kernel, settled)
+        state = self._rows_of(path)
+
+        def settled():
+            # Compiled, so that the arrays are donated where this is under no jit.
+            table = _settle(
+                self.rule,
+                self._table(path, kernel[...]),
+                self.step[...],
+                on_mesh=gradients.is_divided(kernel),
+            )
+            arrays = {**table.state, "last_step": table.last}
+            return [table.w, *(arrays[name] for name in state)], None
+
+        inplace.overwrite([kernel, *state.values()], settled)
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
         if not self.rule.drifts:
@@ -274,7 +286,7 @@ class Optimizer(nnx.Pytree):
             if rule.drifts and not g.current:
                 raise ValueError(
                     f"rows drift under {rule.name}, but this gradient of "
-                    f"'{_key(path, '.')}' was taken at rows that may be out of date; "
+                    f"'{_dotted(path)}' was taken at rows that may be out of date; "
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
             if g.ids.shape[0] == 0:
@@ -343,7 +355,7 @@ class Optimizer(nnx.Pytree):
             if sorted(map(str, ours)) != wanted:
                 raise NotImplementedError(
                     f"{self.rule.name}.dense() keeps {sorted(map(str, ours))} of "
-                    f"'{_key(path, '.')}', but its rows keep {wanted}: they must have "
+                    f"'{_dotted(path)}', but its rows keep {wanted}: they must have "
                     "the same names"
                 )
             found[path] = wanted, [ours[name] for name in wanted]
@@ -363,8 +375,14 @@ def _without(tree: Any, keys: AbstractSet[str]) -> Any:
     )
 
 
-def _key(path: Path, separator: str = "/") -> str:
-    return separator.join(map(str, path))
+def _key(path: Path) -> str:
+    """A name of its own for each path: parts may have a "/" themselves."""
+    parts = (str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    return "/".join(parts)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> jax.Array:
@@ -374,7 +392,7 @@ def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> ja
         return jnp.where(stale[:, None], jnp.nan, g)
     if stale.any():
         raise ValueError(
-            f"this dense gradient of '{_key(path, '.')}' was taken at rows that are not "
+            f"this dense gradient of '{_dotted(path)}' was taken at rows that are not "
             "up to date; use optimizer.value_and_grad, not nnx.value_and_grad"
         )
     return g

@@ -59,6 +59,11 @@ _HERE = (os.path.dirname(__file__),)  # warnings blame the caller
 _METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
 
+def metric_names(k: int) -> list[str]:
+    """Names of what `evaluate` measures at each cut-off, without a baseline."""
+    return [f"{name}@{k}" for name in (*_METRICS, "coverage", "gini")]
+
+
 @runtime_checkable
 class Recommender(Protocol):
     """What `recommend` and `evaluate` need of a model: an `nnx.Module` with these.

@@ -80,7 +80,10 @@ def check_axes(data: int, model: int) -> None:
         ("model", model, ROW_MULTIPLE),
     ):
         if size < 1 or whole % size:
-            raise ValueError(f"{name} must be a divisor of {whole}, got {size}")
+            raise ValueError(
+                f"{name} must be a divisor of {whole}, got {size}: so many devices along this axis of the "
+                "mesh cannot share our arrays evenly"
+            )
 
 
 def mesh_is_set() -> bool:
@@ -93,7 +96,7 @@ def axis_sizes() -> tuple[int, int]:
     """Sizes of "data" and "model" in the mesh that is set; also under tracing.
 
     Raises:
-      ValueError: no mesh is set, or it lacks one of them.
+      ValueError: no mesh is set, it lacks one of them, or one does not divide our sizes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -103,6 +106,7 @@ def axis_sizes() -> tuple[int, int]:
             'the mesh must have axes "data" and "model" (sparsejax.make_mesh makes '
             f"one), it has {tuple(mesh.axis_names)}"
         )
+    check_axes(mesh.shape["data"], mesh.shape["model"])
     return mesh.shape["data"], mesh.shape["model"]
 
 
@@ -173,6 +177,7 @@ def init_sharded[**Args, Made](
     """`make`, compiled so that the result is made where it belongs on the mesh."""
     if spec is None or not mesh_is_set():
         return jax.jit(make)
+    check_axes(1, jax.sharding.get_abstract_mesh().shape["model"])
     return jax.jit(make, out_shardings=spec)
 
 

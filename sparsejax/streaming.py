@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,10 @@ class Stream:
         inputs: ScannedDataset,
         targets: ScannedDataset | None,
         weights: ArrayLike | None,
+        check: Callable[[CSR], None] = lambda labels: None,
     ):
+        """`check` is called with labels, when they are read."""
+        self._check = check
         self._sources = [inputs] if targets is None else [inputs, targets]
         if targets is not None and targets.num_rows != inputs.num_rows:
             raise ValueError(
@@ -106,16 +110,20 @@ class Stream:
     def _read(self, chunk: int) -> list[dict[int, CSR]]:
         """Of each source, the parts of the chunk that are trained on here."""
         start, rows = self._ends[chunk], self.chunks[chunk]
-        if self._mesh is None:
-            return [{0: source.read(start, start + rows)} for source in self._sources]
-        ends = _part_ends(rows, self._mesh.shape["data"])
-        return [
+        ends, mine = [0, rows], [0]
+        if self._mesh is not None:
+            ends = _part_ends(rows, self._mesh.shape["data"])
+            mine = parts_of_process(self._mesh)
+        parts = [
             {
                 part: source.read(start + ends[part], start + ends[part + 1])
-                for part in parts_of_process(self._mesh)
+                for part in mine
             }
             for source in self._sources
         ]
+        for labels in parts[-1].values():
+            self._check(labels)
+        return parts
 
     def _place(self, chunk: int, parts: list[dict[int, CSR]]) -> Resident:
         start, rows = self._ends[chunk], self.chunks[chunk]

@@ -149,13 +149,23 @@ def test_choosing(capsys):
     ]
 
 
-def test_tensorboard(trained, tmp_path):
+def test_measuring_while_it_trains(trained, capsys):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
+    assert capsys.readouterr().out.count("'users'") == 2
+    [code] = python("training.md")
+    exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
+    found = capsys.readouterr().err
+    assert found.startswith("training ended after epoch ")
+    assert " was the best, the model is that of epoch " in found
+
+
+def test_tensorboard(trained, tmp_path):
+    exec(compile(python("logging.md")[1], "logging.md", "exec"), trained)  # noqa: S102
     [events] = (tmp_path / "logs").iterdir()
     assert b"ndcg_20" in events.read_bytes()
 
 
-@pytest.mark.parametrize(("block", "name"), [(1, "wandb"), (2, "mlflow")])
+@pytest.mark.parametrize(("block", "name"), [(2, "wandb"), (3, "mlflow")])
 def test_trackers(trained, monkeypatch, block, name):
     """Stand-ins with the signatures of wandb 0.31 and mlflow 3.17."""
     logged = []

@@ -78,6 +78,18 @@ def test_equals_the_update_after_the_loss(rule, options):
     assert moved > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("frozen", "message"),
+    [("output", "output.kernel and output.bias"), ("bias", "not train output.bias")],
+)
+def test_a_frozen_output_is_refused(frozen, message):
+    model, _ = build(optimizers.sgd(0.5))
+    wrt = nnx.All(nnx.Param, lambda path, _: frozen not in path)
+    optimizer = Optimizer(model, optimizers.adam(1e-2), wrt=wrt)
+    with pytest.raises(NotImplementedError, match=message):
+        fused.check(model, optimizer)
+
+
 def test_operands_of_another_dtype_follow_the_kernel():
     model, optimizer = build(optimizers.sgd(0.5))
     model.output.dtype = jnp.bfloat16

@@ -1,6 +1,7 @@
 """fit on a mesh: as on one device, and from one mesh's checkpoint on another."""
 
 import contextlib
+import math
 from typing import Any
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 from flax import nnx
+from jax.sharding import AxisType
 
 from sparsejax import optimizers, training
 from sparsejax.checkpoint import checksums
 from sparsejax.config import NetworkConfig
+from sparsejax.inplace import HostCopy, variables_of
 from sparsejax.models import FeedForward
 from sparsejax.sharding import make_mesh
 from sparsejax.training import fit
@@ -123,6 +126,56 @@ def test_a_checkpoint_goes_on_on_any_mesh(tmp_path, on_one_device):
         trained(shape, num_epochs=epochs, checkpoint_dir=tmp_path, resume=epochs > 1)
     # Nothing is left to do: what the last one saved is read on yet another.
     check_equal(trained((4, 2), checkpoint_dir=tmp_path, resume=True), on_one_device)
+
+
+def test_copies_are_others_on_a_mesh():
+    x, _, _ = examples()
+    options: dict[str, Any] = {"batch_size": 128, "num_epochs": 1}
+    outside = build()  # what is whole on all devices shares memory with what it was
+    copies = nnx.clone(outside)
+    before = arrays_of(copies)
+    with on((8, 1)):
+        fit(*outside, x, **options)
+    assert arrays_of(copies) == before != arrays_of(outside)
+    with on((2, 4)):
+        modules = build()
+        copies, kept = nnx.clone(modules), HostCopy(variables_of(modules))
+        before, places = arrays_of(modules), layout(*modules)
+        fit(*modules, x, **options)
+        assert arrays_of(copies) == before != arrays_of(modules)
+        kept.restore()
+        assert arrays_of(modules) == before and layout(*modules) == places
+
+
+def arrays_of(modules) -> dict[str, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(modules, nnx.Param))
+    return checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis_type", "message"),
+    [
+        (
+            {"data": 1, "model": 3},
+            AxisType.Auto,
+            "model must be a divisor of 256, got 3",
+        ),
+        ({"data": 3, "model": 1}, AxisType.Auto, "data must be a divisor of 64, got 3"),
+        ({"model": 6}, AxisType.Auto, "model must be a divisor of 256, got 6"),
+        ({"x": 2}, AxisType.Explicit, r'must have axes "data" and "model" .* \(.x.,\)'),
+    ],
+)
+def test_meshes_that_do_not_do(sizes, axis_type, message):
+    x, _, _ = examples()
+    count = math.prod(sizes.values())
+    mesh = jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(axis_type,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        fit(*build(), x)
 
 
 def test_what_a_mesh_refuses():

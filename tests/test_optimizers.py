@@ -439,3 +439,23 @@ def test_errors_of_update():
         optimizer.update(model, dense)
     update(model, optimizer, dense)
     assert np.isnan(kernel(model)).any()
+
+
+def test_paths_whose_parts_have_slashes_are_not_mixed_up():
+    model = nnx.Dict()
+    model["a/b"] = nnx.Param(jnp.zeros(2))
+    model["a"] = nnx.Dict(b=nnx.Param(jnp.zeros(2)))
+    model["a~1b"] = nnx.Param(jnp.zeros(2))
+    optimizer = optimizers.Optimizer(model, optimizers.adam(1.0))
+
+    def loss(model):
+        return jnp.sum(model["a/b"][...] + 2 * model["a"]["b"] - model["a~1b"])
+
+    _, grads = optimizer.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    for parameter, moved in (
+        (model["a/b"], -1),
+        (model["a"]["b"], -1),
+        (model["a~1b"], 1),
+    ):
+        np.testing.assert_allclose(parameter[...], [moved, moved], rtol=1e-6)

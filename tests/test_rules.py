@@ -362,3 +362,11 @@ def test_json(rule):
     again = optimizers.from_json(document)
     assert again == rule and hash(again) == hash(rule)
     assert dataclasses.replace(rule, learning_rate=0.5) != rule
+
+
+@pytest.mark.usefixtures("symbolic_sizes")  # without checks of annotations
+def test_numbers_of_numpy():
+    rate: Any = np.float32(1e-3)
+    rule = optimizers.adam(rate)
+    assert type(rule.learning_rate) is float
+    assert optimizers.from_json(optimizers.to_json(rule)) == rule

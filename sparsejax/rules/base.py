@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any, ClassVar
 
 import jax
@@ -50,11 +51,12 @@ class Rule:
             if name == "learning_rate" and callable(value):
                 _check_schedule(value)
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+            value = float(value)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, value)
         if self.weight_decay and not self.takes_weight_decay:
             raise NotImplementedError(
                 f"weight_decay of {self.name} would be an L2 penalty within the "
