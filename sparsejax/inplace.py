@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from sparsejax import interrupts
+from sparsejax.sharding import without_mesh
 
 
 def variables_of(modules: Any) -> list[nnx.Variable]:
@@ -85,7 +86,8 @@ def _copied(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _copied(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    with without_mesh():  # each part stays on its device
+        parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
