@@ -620,12 +620,28 @@ def test_load_of_damaged_files(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(DataError, match="^" + str(path)):
             SparseDataset.load(path)
-    for at in (len(whole) // 4, len(whole) // 2):  # pages carry checksums
+
+
+@pytest.mark.parametrize("valued", [True, False])
+def test_a_bit_that_flips_changes_nothing_or_is_found(tmp_path, valued):
+    path = tmp_path / "d.parquet"
+    dataset = random_dataset(30, 20)
+    if not valued:
+        dataset = dataset.without_values()
+    dataset.save(path)
+    whole, count = path.read_bytes(), 0
+    for bit in range(0, 8 * len(whole), 61):
         damaged = bytearray(whole)
-        damaged[at] ^= 255
+        damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="^" + str(path)):
-            SparseDataset.load(path)
+        try:
+            found = SparseDataset.load(path)
+        except DataError as error:
+            assert str(error).startswith(str(path))
+            count += 1
+        else:
+            assert_equal(found, dataset)
+    assert count > len(whole) * 8 / 61 / 2
 
 
 def change(table: pa.Table, name: str, values: list) -> pa.Table:
@@ -655,7 +671,7 @@ VERSION = {b"sparsejax.dataset.version": b"1"}
         ),
         (
             lambda t: change(t, "indices", [[0, 0], [], [1, 2, 4], [2], None]),
-            "damaged: row 0 has column 0 twice",
+            "damaged",
         ),
         (
             lambda t: change(t, "indices", [[0, 2], None, [1, 2, 4], [2], None]),
@@ -675,7 +691,7 @@ VERSION = {b"sparsejax.dataset.version": b"1"}
         ),
         (
             lambda t: change(t, "feature", ["a", "b", "c", "d", "a"]),
-            "damaged: feature names must be unique",
+            "damaged",
         ),
         (
             lambda t: t.set_column(1, "indices", pa.array(list("abcde"))),

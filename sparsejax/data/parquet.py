@@ -13,7 +13,7 @@ the shorter of the two is filled up with nulls, which cost nothing::
 `values` (list<float32>) is missing from an indicator data set. Others have `times`
 (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), which come
 together, or `left_out` (int32): how many entries a row had of features that are not among
-these. The schema's metadata gives the version of this form.
+these. The schema's metadata gives the version of this form, and a checksum of all of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import zlib
 from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ VERSION = 1
 # Rows that can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
 _VERSION_KEY = b"sparsejax.dataset.version"
+_CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
@@ -91,7 +93,9 @@ def write_parquet(path: Path, parts: Parts) -> None:
             )
             for name, column in columns.items()
         }
-    ).replace_schema_metadata({_VERSION_KEY: str(VERSION).encode()})
+    )
+    metadata = {_VERSION_KEY: str(VERSION).encode(), _CHECKSUM_KEY: _checksum(parts)}
+    table = table.replace_schema_metadata(metadata)
 
     with replacing(path) as temporary, open(temporary, "xb") as file:
         pq.write_table(
@@ -116,7 +120,23 @@ def read_parquet(path: Path) -> Parts:
         raise DataError.at(path, "is a directory; expected a file")
     with files[0].open() as file:
         check_schema(path, file.schema_arrow)
-        return _read_table(path, file)
+        parts = _read_table(path, file)
+        # Pages have checksums of their own, but not what says where they are.
+        if file.schema_arrow.metadata.get(_CHECKSUM_KEY) != _checksum(parts):
+            raise DataError.at(path, "is damaged: its checksum is that of other data")
+        return parts
+
+
+def _checksum(parts: Parts) -> bytes:
+    """Of all that a file holds, and of which parts there are."""
+    matrix = parts.matrix
+    arrays = (matrix.indptr, matrix.indices, matrix.data, *parts[3:])
+    leaves = ["\0".join(names.tolist()).encode() for names in parts[1:3]]
+    leaves += [b"" if each is None else np.asarray(each).tobytes() for each in arrays]
+    checksum = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
+    for leaf in leaves:
+        checksum = zlib.crc32(leaf, checksum)
+    return f"{checksum:08x}".encode()
 
 
 def is_dataset(schema: pa.Schema) -> bool:
@@ -149,7 +169,7 @@ class ParquetPath:
                 pq.ParquetFile(stream, page_checksum_verification=True) as file,
             ):
                 yield file
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             message = f"is not a Parquet file, or is damaged: {_first_line(error)}"
             raise DataError.at(self.path, message) from error
 
