@@ -542,7 +542,7 @@ def test_times_readable_by_anyone(tmp_path):
     pq.write_table(table, path)
     assert_equal(SparseDataset.load(path), dataset)
     pq.write_table(table.drop(["order"]), path)
-    with pytest.raises(DataError, match="damaged: times and order belong"):
+    with pytest.raises(DataError, match="damaged"):
         SparseDataset.load(path)
     short = change(table, "times", [[], *table["times"].to_pylist()[1:]])
     pq.write_table(short, path)
@@ -552,7 +552,7 @@ def test_times_readable_by_anyone(tmp_path):
         SparseDataset.load(path)
     wrong = table.set_column(3, "times", table["row"])
     pq.write_table(wrong, path)
-    with pytest.raises(DataError, match="damaged: times are "):
+    with pytest.raises(DataError, match="damaged"):
         SparseDataset.load(path)
 
 
