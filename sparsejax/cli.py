@@ -680,8 +680,9 @@ def as_flags(text: str) -> str:
 def _in_flags(text: str, command: Command | None) -> str:
     """A message that names flags of a command where it names arguments of Python."""
     nested = (command, getattr(command, "network", None))
-    fields = [f.name for c in nested if c is not None for f in dataclasses.fields(c)]
-    flags = {name: name.replace("_", "-") for name in fields} | {"num_epochs": "epochs"}
+    fields = [f for c in nested if c is not None for f in dataclasses.fields(c)]
+    named = [f.name for f in fields if "Positional" not in str(f.type)]
+    flags = {name: name.replace("_", "-") for name in named} | {"num_epochs": "epochs"}
 
     def flag(match: re.Match[str]) -> str:
         name, value = match["name"], match["value"]

@@ -933,7 +933,7 @@ def test_validation_of_a_wrong_share(small, tmp_path, monkeypatch, capsys):
     # Files of such names.
     monkeypatch.chdir(tmp_path)
     for name in ("last", ".1"):
-        pathlib.Path(name).write_bytes(pathlib.Path(small[1]).read_bytes())
+        write_lines(tmp_path / name, checkerboard()[1])
     assert main([*small, "--validation", "./last"]) == 0
     assert main([*small, "--resume", "--validation", "./.1"]) == 0
     assert "other validation data" not in capsys.readouterr().err
@@ -1498,7 +1498,7 @@ def test_a_run_folder_with_any_field_of_another_value(board, tmp_path):
                 assert "\n" not in str(error) or "Type-check error" in str(error)
                 continue
             # What a checkpoint is not known by, or the same in other words.
-            unknown = {("num_epochs",), ("data",), ()}
+            unknown = {("num_epochs",), ("data",), ("validation_split",), ()}
             assert path in unknown or settings == run.load_run(board.run)[0], path
 
 

@@ -75,6 +75,9 @@ def sources() -> dict[str, Any]:
 
 TARGETS = sparse(ITEMS_OUT, 0.15, 3)
 
+# Random entries are held out and excluded at once.
+REPEATS = pytest.mark.filterwarnings("ignore:.*already have them")
+
 
 def on(shape):
     if shape is None:
@@ -214,6 +217,7 @@ def test_resumes_bit_for_bit(tmp_path, expected):
         trained(other, checkpoint_dir=tmp_path, resume=True)
 
 
+@REPEATS
 def test_other_ways_to_train(expected):
     _, history, arrays = trained(fused=True)
     np.testing.assert_allclose(history[1]["loss"], expected[1][1]["loss"], rtol=1e-5)
@@ -255,6 +259,7 @@ def test_entries_sorted_ahead_train_the_same(expected, monkeypatch):
         np.testing.assert_allclose(array, expected[2][name], rtol=1e-3, atol=1e-5)
 
 
+@REPEATS
 def test_ranks_as_numpy_does(expected):
     model = expected[0]
     layers, kernel = weights_of(model)
@@ -289,6 +294,7 @@ def test_ranks_as_numpy_does(expected):
     assert measured["users"] == users.sum() and "popularity_recall@3" in measured
 
 
+@REPEATS
 def test_an_input_by_name():
     class Seen(nnx.Module):
         """Scores what the history has highest."""
