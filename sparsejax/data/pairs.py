@@ -136,6 +136,26 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
     Raises:
       pa.ArrowInvalid: a record has another number of columns.
     """
+    data = _with_one_separator(lines, layout.delimiter)
+    try:
+        return _columns(data, layout)
+    except pa.ArrowInvalid:
+        return _columns(_without_white_space(lines, layout), layout)
+
+
+def _without_white_space(lines: Lines, layout: Layout) -> bytes:
+    """The same without records that are white space, which Arrow does not skip."""
+    data = _with_one_separator(lines, layout.delimiter).split(b"\n")
+    kept = []
+    for line, end, cells in _records(lines, layout.delimiter):
+        record = data[line - lines.first : end - lines.first]
+        if len(cells) == layout.num_columns or b"".join(record).strip():
+            kept += record
+    return b"\n".join([*kept, b""])
+
+
+def _columns(data: bytes, layout: Layout) -> dict[str, pa.Array]:
+    """`_parse` of lines with a separator of one character."""
     names = [f"column {number}" for number in range(layout.num_columns)]
     encoded = pa.dictionary(pa.int32(), pa.string())
     types = {
@@ -143,14 +163,14 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
         for role, at in layout.places.items()
     }
 
-    def on_ragged_row(row) -> str:
-        return "error" if row.text.strip() else "skip"
-
-    data = _with_one_separator(lines, layout.delimiter)
     if data.startswith(b"\xef\xbb\xbf"):  # it begins a name, but Arrow would drop it
         data = b"\n" + data
+    # Arrow's threads must hold nothing of Python's, neither these bytes nor a function:
+    # one that lets go of it when the process ends would abort the process.
+    stream = pa.BufferOutputStream()
+    stream.write(data)
     table = pyarrow.csv.read_csv(
-        pa.BufferReader(data),
+        pa.BufferReader(stream.getvalue()),
         read_options=pyarrow.csv.ReadOptions(
             column_names=names,
             block_size=len(data) + 1,  # so that no record is in two
@@ -159,7 +179,6 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
             delimiter=_separator(layout.delimiter),
             quote_char='"' if _has_quotes(layout.delimiter) else False,
             newlines_in_values=_has_quotes(layout.delimiter),
-            invalid_row_handler=on_ragged_row,
         ),
         convert_options=pyarrow.csv.ConvertOptions(
             column_types=types,
@@ -526,7 +545,7 @@ def _explain(
         nonlocal valued, kind
         if len(cells) != layout.num_columns:
             if not "".join(cells).strip():
-                return None  # white space, as in `_parse`
+                return None  # as `_without_white_space`
             return (
                 f"expected {layout.num_columns} columns as on the first line, got "
                 f"{len(cells)}"
