@@ -491,7 +491,9 @@ class _Training:
         self._await_all_but(0)
 
     def _order(self, data: Resident, chunk: int, epoch: int):
-        return _epoch(self._key, epoch, data, chunk, self.batch_size, self.parts)
+        # An exception of a signal's handler would become another one in JAX's caches.
+        with interrupts.uninterrupted():
+            return _epoch(self._key, epoch, data, chunk, self.batch_size, self.parts)
 
     def _capacities(self, data: Resident, chunk: int) -> tuple[int, ...]:
         """Of each matrix the room for the largest of many epochs' batches.
