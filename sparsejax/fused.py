@@ -23,7 +23,7 @@ from pallas_kernels import kernel_update as kernels
 from sparsejax.blocks import ShardedCSR
 from sparsejax.layers import SparseOutput
 from sparsejax.losses import LossRule
-from sparsejax.ops.item_chunks import slice_rows, write_rows
+from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.output_loss import (
     Layer,
     loss_and_updates,
@@ -143,7 +143,8 @@ def train_step(
 
     def operands(tables: _Tables) -> Layer:
         kernel = tables.derived.operand
-        bias = None if tables.bias is None else tables.bias.astype(jnp.float32)
+        bias = tables.bias
+        bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         return Layer(
             tables.kernel if kernel is None else kernel, bias, tables.derived.scale
         )
@@ -153,9 +154,8 @@ def train_step(
         size = len(gradient)
         old = slice_rows(w, start, size)
         parts = {name: slice_rows(array, start, size) for name, array in state.items()}
-        new, parts = rule.step(
-            old.astype(jnp.float32), parts, gradient.astype(jnp.float32), numbers
-        )
+        wide = accumulator(w.dtype)
+        new, parts = rule.step(old.astype(wide), parts, gradient.astype(wide), numbers)
         new = new.astype(w.dtype)
         # Else XLA works out the chunk once more for each array that is written, from
         # old values of the others, and copies those to have them.
@@ -198,7 +198,7 @@ def train_step(
         if gradient.scale is not None:
             old = slice_rows(tables.kernel, start, len(slope))
             _, pull = jax.vjp(layer.score_scale, old)
-            slope = slope.astype(jnp.float32) + pull(gradient.scale)[0]
+            slope = slope.astype(accumulator(slope.dtype)) + pull(gradient.scale)[0]
         kernel, kernel_state, more = move(
             tables.kernel,
             tables.kernel_state,
@@ -240,8 +240,9 @@ def train_step(
         per_example, dh, after = run(step_output, constant, labels, weights, before)
         loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update
-        slopes = lax.stop_gradient(dh).astype(jnp.float32)
-        return jnp.sum(h.astype(jnp.float32) * slopes), (loss, after)
+        wide = accumulator(h.dtype)
+        slopes = lax.stop_gradient(dh).astype(wide)
+        return jnp.sum(h.astype(wide) * slopes), (loss, after)
 
     (_, (loss, after)), grads = optimizer.value_and_grad(surrogate, has_aux=True)(model)
     optimizer.update(model, grads, updated=keys)

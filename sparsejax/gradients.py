@@ -33,6 +33,7 @@ from jaxtyping import Array, Float
 from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.row_gradient import RowGradient
 from sparsejax.sharding import BY_ROWS, typed
 from sparsejax.sparse import CSR
@@ -73,15 +74,10 @@ def lookup(
     """
     if is_divided(kernel) and isinstance(x, CSR):
         x = ShardedCSR.of(x)
-    scope = _scope.get()
+    scope, x = _scope.get(), gather.combined(x, combiner)
     if scope is None or not isinstance(kernel, RowParam):
-        y = _plain(x, kernel[...], implementation)
-    else:
-        y = scope.read(kernel, x, implementation)
-    if combiner == "sum":
-        return y
-    # A factor of each row: outside the tap it is differentiated like anything else.
-    return y * gather.combiner_scale(x, combiner)[:, None].astype(y.dtype)
+        return _plain(x, kernel[...], implementation)
+    return scope.read(kernel, x, implementation)
 
 
 def value_and_grad(
@@ -265,7 +261,8 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     num_rows, hidden = kernel.shape
     nse = sum(x.nse for x in xs)
     if nse == 0:
-        ids, values = jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden))
+        ids = jnp.zeros(0, jnp.int32)
+        values = jnp.zeros((0, hidden), accumulator(kernel.dtype))
     elif hidden % 128 == 0 and gather.kernel_is_fastest(
         dys[0], nse, divided=is_divided(kernel)
     ):

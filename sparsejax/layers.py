@@ -15,6 +15,7 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sharding import (
     BY_ROWS,
     by_compiler,
@@ -186,7 +187,7 @@ class SparseOutput(nnx.Module):
     def scores(
         self, h: Float[Array, "batch in_features"]
     ) -> Float[Array, "batch num_items"]:
-        """All scores, `[batch, num_items]` in float32; for few items."""
+        """All scores, `[batch, num_items]`, in float32 or finer; for few items."""
 
         def all_scores(h, kernel, bias, scale):
             scores = jax.lax.dot_general(
@@ -194,7 +195,7 @@ class SparseOutput(nnx.Module):
                 kernel,
                 (((1,), (1,)), ((), ())),
                 precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
+                preferred_element_type=accumulator(h.dtype),
             )
             if scale is not None:
                 scores = scores * scale[None, :]
@@ -269,7 +270,7 @@ class SparseOutput(nnx.Module):
                 h,
                 kernel[ids],
                 precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
+                preferred_element_type=accumulator(h.dtype),
             )
             if scale is not None:
                 scores = scores * scale[ids]
@@ -316,7 +317,8 @@ class SparseOutput(nnx.Module):
 
     def _operands(self, h):
         kernel, h = self.kernel[...], self.hidden_operand(h)
-        bias = None if self.bias is None else self.bias[...].astype(jnp.float32)
+        bias = None if self.bias is None else self.bias[...]
+        bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         if self.folded_scale is not None:
             scale = self.folded_scale[...]
         else:
@@ -363,7 +365,7 @@ class SparseDropout(nnx.Module):
             return jax.random.bernoulli(entry, 1 - self.rate)
 
         keep = jnp.vectorize(kept)(x.row_ids(), x.column_ids())
-        data = jnp.where(keep, 1 / (1 - self.rate), 0)
+        data = jnp.where(keep, jnp.float32(1 / (1 - self.rate)), 0)
         if x.data is not None:
             data = data * x.data
         return x.with_data(data)  # pyrefly: ignore[bad-return]
@@ -377,19 +379,13 @@ def normalize_rows[Matrix: CSR | ShardedCSR](x: Matrix) -> Matrix:
     [[0.6..., 0.0, 0.8...], [0.0, 0.0, 0.0]]
     """
 
-    def normalized(x):
-        scale = gather.combiner_scale(x, "sqrtn")
-        data = scale.at[x.row_ids()].get(mode="fill", fill_value=0)
-        return data if x.data is None else data * x.data
-
-    divided = isinstance(x, ShardedCSR)
-    spec = P("data", "model") if divided else P()
-    return x.with_data(by_compiler(normalized, x, out_specs=spec))  # pyrefly: ignore[bad-return]
+    return gather.combined(x, "sqrtn")
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:
     """`1 / max(|v|, eps)` of each row, with a zero gradient below eps, not NaN."""
-    square = jnp.sum(jnp.square(vectors.astype(jnp.float32)), axis=-1)
+    wide = accumulator(vectors.dtype)
+    square = jnp.sum(jnp.square(vectors.astype(wide)), axis=-1)
     return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
 
 

@@ -112,7 +112,7 @@ class L2Loss(_OneFormula):
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        return jnp.square(scores - labels) / 2
+        return jnp.square(_error(scores, labels)) / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class L1Loss(_OneFormula):
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        error = scores - labels
+        error = _error(scores, labels)
         return error * jnp.sign(error)  # `abs` has a derivative of 1 at 0 and NaN
 
 
@@ -330,6 +330,14 @@ def from_json(document: dict[str, Any]) -> LossRule:
         raise ValueError(f'a loss needs a "name": one of {sorted(_RULES)}')
     options = {key: value for key, value in document.items() if key != "name"}
     return get(document["name"], **options)
+
+
+def _error(
+    scores: Float[Array, "..."], labels: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """`scores - labels`; 0 of an item that is denied and has no label."""
+    denied = (scores == -jnp.inf) & (labels == 0)
+    return jnp.where(denied, 0, scores - labels)
 
 
 def times_labels(

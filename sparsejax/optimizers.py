@@ -28,6 +28,7 @@ from sparsejax.blocks import ShardedCSR
 from sparsejax.gradients import Path, RowParam
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import State, Table
 from sparsejax.row_gradient import RowGradient
 from sparsejax.sharding import init_sharded, on_mesh
@@ -402,7 +403,8 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     num_rows, hidden = kernel.shape
 
     def make():
-        arrays = rule.init((num_rows, hidden))
+        dtype = accumulator(kernel.dtype)
+        arrays = {n: a.astype(dtype) for n, a in rule.init((num_rows, hidden)).items()}
         if rule.decays:
             # Weight decay moves a row from the first step on, others when it is
             # touched.

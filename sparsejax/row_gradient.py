@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.ops import scatter_gradient
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR
 
@@ -126,7 +127,9 @@ class RowGradient:
     @property
     def dtype(self) -> jnp.dtype:
         """That of the values."""
-        return jnp.dtype(jnp.float32) if self.terms is not None else self._values.dtype
+        if self.terms is not None:
+            return accumulator(self.terms.dy.dtype)
+        return self._values.dtype
 
     def __repr__(self) -> str:
         num_rows, hidden = self.shape
@@ -278,8 +281,9 @@ def global_norm(grads: Any) -> Float[Array, ""]:
     """
     leaves = jax.tree.leaves(grads, is_leaf=_is_rows)
     arrays = [g.values if isinstance(g, RowGradient) else g for g in leaves]
-    squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in arrays]
-    return jnp.sqrt(functools.reduce(operator.add, squares, jnp.zeros(())))
+    squares = [jnp.sum(jnp.square(a.astype(accumulator(a.dtype)))) for a in arrays]
+    zero = jnp.zeros((), jnp.float32)
+    return jnp.sqrt(functools.reduce(operator.add, squares, zero))
 
 
 def clip_by_global_norm[Gradients](

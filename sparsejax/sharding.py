@@ -86,6 +86,30 @@ def check_axes(data: int, model: int) -> None:
             )
 
 
+def varying_axes(tree: Any) -> frozenset[str]:
+    """Axes over which an array of the tree varies, where `jax.shard_map` checks that."""
+    types = (jax.typeof(leaf) for leaf in jax.tree.leaves(tree))
+    return frozenset().union(*(t.manual_axis_type.varying for t in types))
+
+
+def varying[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
+    """The tree, all arrays of which vary over these axes at least, as types go.
+
+    Under differentiation it sums over the axes that were added.
+    """
+
+    def cast(leaf):
+        missing = axes - varying_axes(leaf)
+        return lax.pcast(leaf, tuple(missing), to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
+    """The trees, all arrays of which vary over the same axes: loops need that."""
+    return varying(trees, varying_axes(trees))
+
+
 def mesh_is_set() -> bool:
     """Whether `jax.set_mesh` has set a mesh with an axis "model"; also under tracing."""
     mesh = jax.sharding.get_abstract_mesh()

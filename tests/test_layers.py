@@ -130,6 +130,17 @@ def test_normalize_rows():
     np.testing.assert_allclose((indicator**2).sum(axis=1), norms[:, 0] > 0, rtol=1e-6)
 
 
+def test_normalize_rows_of_any_size():
+    v = np.array([2e19, 1e19, 1e-19, 2e-19, *[1.7e18] * 200, 0, 0], np.float32)
+    indptr = np.array([0, 2, 4, 204, 206, 206], np.int32)
+    indices = np.array([0, 1, 0, 1, *range(200), 0, 1], np.int32)
+    x = CSR(v, indices, indptr, num_cols=200)
+    dense = oracle(x)
+    norms = np.linalg.norm(dense, axis=1, keepdims=True)
+    expected = dense / np.where(norms > 0, norms, 1)
+    np.testing.assert_allclose(normalize_rows(x).todense(), expected, rtol=1e-6)
+
+
 def test_normalize_rows_of_a_host_matrix_under_tracing():
     x = CSR.from_scipy(random_csr(6, 20, 0.3).to_scipy())  # NumPy, values traced
 

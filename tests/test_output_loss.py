@@ -318,7 +318,51 @@ def test_equals_optax_on_dense_labels(rule):
     )
 
 
+@pytest.mark.parametrize(
+    "loss", ["sigmoid_binary_cross_entropy", "softmax_cross_entropy"]
+)
+def test_second_derivatives(loss):
+    labels = matrices.random_csr(3, 6, 0.4, seed=1)
+    t = jnp.asarray(matrices.oracle(labels), jnp.float32)
+    kernel = jax.random.normal(jax.random.key(0), (6, 2))
+
+    def dense(h):
+        scores = h @ kernel.T
+        if loss == "softmax_cross_entropy":
+            return -jnp.sum(t * jax.nn.log_softmax(scores))
+        return jnp.sum(jax.nn.softplus(scores) - t * scores)
+
+    def of_batch(h):
+        return output_loss(h, kernel, None, labels, loss=loss)
+
+    def of_examples(h):
+        return jnp.sum(output_loss_per_example(h, kernel, None, labels, loss=loss))
+
+    h = jax.random.normal(jax.random.key(1), (3, 2))
+    want = jax.hessian(dense)(h)
+    for function in (of_batch, of_examples):
+        for hessian in (jax.jacfwd(jax.grad(function)), jax.jacrev(jax.grad(function))):
+            np.testing.assert_allclose(hessian(h), want, rtol=1e-4, atol=1e-6)
+        with pytest.raises(NotImplementedError, match="reverse mode: use jax.grad"):
+            jax.jvp(function, (h,), (h,))
+
+
 # The kernel, under the same function
+
+
+def test_kernel_denies_items_under_l2(monkeypatch):
+    labels = matrices.random_csr(5, 300)
+    problem = make_problem(labels, hidden=64, extra_rows=212, dtype=jnp.bfloat16)
+    denied = ~matrices.oracle(labels).any(axis=0)
+    problem.bias = problem.bias.at[:300].add(jnp.where(denied, -jnp.inf, 0))
+    want = run(losses.L2Loss(), problem, implementation="xla")
+    with kernel_can_run():
+        got = run(losses.L2Loss(), problem, implementation="mosaic_gpu")
+    assert np.isfinite(want[0])
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.05, atol=0.05
+        )
 
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]], ids=str)
@@ -508,7 +552,9 @@ def test_weights_have_a_gradient_where_they_are_zero(rule):
     check(rule, problem)
 
 
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]])
+@pytest.mark.parametrize(
+    "rule", [RULES[0], RULES[2], RULES[3], losses.L1Loss(), losses.L2Loss()]
+)
 def test_denied_items_have_no_part_in_loss_and_gradients(rule):
     labels = CSR(None, jnp.int32([0, 3, 1]), jnp.int32([0, 2, 3]), num_cols=6)
     problem = make_problem(labels, extra_rows=0)

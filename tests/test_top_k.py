@@ -223,6 +223,13 @@ def test_exclusion_and_denial_win_over_nan():
     np.testing.assert_array_equal(scores[1], [np.inf] * 4 + [-np.inf])
 
 
+def test_a_score_of_zero_has_a_gradient():
+    def best(h):
+        return top_k(h, jnp.float32([[1.0, 1.0], [-3.0, 2.0]]), None, 1)[1].sum()
+
+    np.testing.assert_array_equal(jax.grad(best)(jnp.float32([[1, -1]])), [[1, 1]])
+
+
 def test_all_items_excluded():
     exclude = CSR.from_scipy(matrices.random_csr(3, 40, 1.0).to_scipy())
     h, kernel, bias, _ = layer(3, 40)

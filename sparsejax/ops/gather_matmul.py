@@ -14,7 +14,17 @@ from jaxtyping import Array, Float
 from pallas_kernels import gather_matmul as kernel
 from sparsejax.blocks import ShardedCSR, check_rows, local
 from sparsejax.ops import scatter_gradient
-from sparsejax.sharding import check_spec, on_each_device, on_one_device
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sharding import (
+    alike,
+    by_compiler,
+    check_spec,
+    on_each_device,
+    on_one_device,
+    typed,
+    varying,
+    varying_axes,
+)
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]
@@ -48,7 +58,7 @@ def gather_matmul(
                    "sqrtn" s_b = 1 / sqrt(sum_j v_j^2)
 
     A row without entries, or whose weights sum to zero, gives zeros. Sums are made in
-    float32 and returned in `w`'s dtype. Memory traffic: `nse * hidden` elements of `w`
+    float32 (float64 of a float64 `w`) and returned in `w`'s dtype. Memory traffic: `nse * hidden` elements of `w`
     and the result; no `[nse, hidden]` array is made on a CPU.
 
     Differentiable in `w` (a dense gradient; see `sparsejax.value_and_grad` for one of
@@ -69,7 +79,10 @@ def gather_matmul(
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec
         that does not fit the mesh.
+      TypeError: `w` is not of a real floating dtype.
     """
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(f"w is {w.dtype}; cast it to a floating dtype, as float32")
     if w.ndim != 2 or w.shape[0] < x.num_cols:
         raise ValueError(
             f"x has {x.num_cols:,} columns but w has shape {w.shape}; "
@@ -84,46 +97,74 @@ def gather_matmul(
         x = x if isinstance(x, ShardedCSR) else ShardedCSR.of(x)
     if isinstance(x, ShardedCSR):
         check_rows("w", w, x)
-    y = _gather_sum(x, w, implementation)
-    if combiner == "sum":
-        return y
-    return y * combiner_scale(x, combiner)[:, None].astype(y.dtype)
+    x, w = alike(combined(x, combiner), w)
+    return _gather_sum(x, w, implementation)
 
 
-def combiner_scale(x: CSR | ShardedCSR, combiner: Combiner) -> Float[Array, "batch"]:
-    """The factor `s_b` of each row, see `gather_matmul`; differentiable in `x.data`."""
+def combined[Matrix: CSR | ShardedCSR](x: Matrix, combiner: Combiner) -> Matrix:
+    """`x` with each row times its factor `s_b`, see `gather_matmul`.
+
+    Differentiable in `x.data`. Each row is divided by about its largest value first, so that
+    neither its sum nor its sum of squares leaves the range of float32.
+    """
     if combiner == "sum":
-        return jnp.ones(x.num_rows)
+        return x
     if combiner not in ("mean", "sqrtn"):
         raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
+
+    spec = P("data", "model") if isinstance(x, ShardedCSR) else P()
+    rows = by_compiler(lambda x: x.row_ids(), x, out_specs=spec)
+
+    def of_row(values):
+        def read(values, rows):
+            return values.at[rows].get(mode="fill", fill_value=0)
+
+        return by_compiler(read, values, rows, out_specs=spec)
+
     if x.data is None:
-        total = x.row_lengths().astype(jnp.float32)
-    else:
-        # Padding is cut off first: were it NaN, its gradient would be.
-        used = x.row_ids() < x.num_rows
-        weights = jnp.where(used, jnp.asarray(x.data, jnp.float32), 0)
-        weights = weights if combiner == "mean" else jnp.square(weights)
-        total = _row_sums(x, weights)
+        lengths = by_compiler(lambda x: x.row_lengths(), x, out_specs=P(*spec[:1]))
+        data = of_row(_inverse(lengths.astype(jnp.float32), combiner))
+        return x.with_data(data)  # pyrefly: ignore[bad-return]
+    # Padding is cut off first: were it NaN, its gradient would be.
+    used, dtype = rows < x.num_rows, accumulator(x.data.dtype)
+    values = jnp.where(used, typed(jnp.asarray(x.data, dtype), spec), 0)
+    largest = _over_rows(x, jnp.abs(lax.stop_gradient(values)), "largest")
+    # A power of 2, by which division does not round.
+    power = lax.reduce_precision(largest / 2, jnp.finfo(dtype).nexp, 0)
+    values = values / jnp.where(used, of_row(jnp.where(power > 0, power, 1)), 1)
+    total = values if combiner == "mean" else jnp.square(values)
+    data = values * of_row(_inverse(_over_rows(x, total, "sum"), combiner))
+    return x.with_data(data)  # pyrefly: ignore[bad-return]
+
+
+def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
     inside = total != 0
     total = jnp.where(inside, total, 1)  # inside `where`: no NaN in the gradient
     scale = 1 / total if combiner == "mean" else lax.rsqrt(total)
     return jnp.where(inside, scale, 0)
 
 
-def _row_sums(x: CSR | ShardedCSR, values: jax.Array) -> Float[Array, "batch"]:
-    """Sums of a value for each entry over the rows."""
+def _over_rows(
+    x: CSR | ShardedCSR, values: jax.Array, what: Literal["sum", "largest"]
+) -> Float[Array, "batch"]:
+    """The sum, or the largest, of a value for each entry over the rows.
 
-    def sums(x, values):
-        return jax.ops.segment_sum(values, x.row_ids(), num_segments=x.num_rows)
+    The largest is of values that are not negative, and has no derivative.
+    """
+
+    def reduce(x, values):
+        segments = jax.ops.segment_sum if what == "sum" else jax.ops.segment_max
+        return segments(values, x.row_ids(), num_segments=x.num_rows)
 
     if isinstance(x, CSR):
-        return sums(x, values)
+        return reduce(x, values)
     blocks, entries = x.blocks.with_data(None), P("data", "model")
+    over_blocks = lax.psum if what == "sum" else lax.pmax
 
     @jax.custom_vjp
     def total(values):
         return on_each_device(
-            lambda x, values: lax.psum(sums(local(x), local(values)), "model"),
+            lambda x, values: over_blocks(reduce(local(x), local(values)), "model"),
             blocks,
             values,
             in_specs=(entries, entries),
@@ -167,6 +208,10 @@ def gather_sum(
             in_specs=(P("data", "model"), P("model")),
             out_specs=x.rows_spec,
         )
+    return _sum_on_device(*alike(x, w), implementation)
+
+
+def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
     if implementation is None and kernel_is_fastest(w, x.nse):
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
@@ -184,6 +229,8 @@ def kernel_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     rows, hidden = w.shape
     if w.dtype not in (jnp.float32, jnp.bfloat16) or not kernel_fits(rows, hidden, nse):
         return False
+    if varying_axes(w):  # its results have no such type
+        return False
     # With several devices `w` may be spread over them, which the partitioner cannot do
     # with a kernel, but `shard_map` can.
     if jax.default_backend() != "gpu" or not (divided or on_one_device()):
@@ -200,12 +247,11 @@ def kernel_fits(rows: int, hidden: int, nse: int) -> bool:
 
 def _loop(x: CSR, w: jax.Array) -> jax.Array:
     """A sequential loop over rows and entries: the fast form on a CPU."""
-    hidden = w.shape[1]
-    tail = jnp.zeros(_UNROLL, jnp.int32)
-    indices = jnp.concatenate([jnp.asarray(x.indices), tail])
+    hidden, sums, axes = w.shape[1], accumulator(w.dtype), varying_axes(w)
+    indices = jnp.pad(jnp.asarray(x.indices), (0, _UNROLL))
     data = None
     if x.data is not None:
-        data = jnp.concatenate([jnp.asarray(x.data, jnp.float32), tail * 0.0])
+        data = jnp.pad(jnp.asarray(x.data, sums), (0, _UNROLL))
     indptr = jnp.asarray(x.indptr)
 
     def row(b, y):
@@ -215,8 +261,8 @@ def _loop(x: CSR, w: jax.Array) -> jax.Array:
             i, total = carry
             ids = lax.dynamic_slice(indices, (i,), (_UNROLL,))
             for u in range(_UNROLL):
-                term = lax.dynamic_slice(w, (ids[u], 0), (1, hidden))[0]
-                term = term.astype(jnp.float32)
+                term = lax.dynamic_index_in_dim(w, ids[u], keepdims=False)
+                term = term.astype(sums)
                 if data is not None:
                     term = term * data[i + u]
                 inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
@@ -226,12 +272,12 @@ def _loop(x: CSR, w: jax.Array) -> jax.Array:
             return i + _UNROLL, total
 
         stop = jnp.minimum(end, x.nse)
-        zeros = jnp.zeros(hidden, jnp.float32)
+        zeros = varying(jnp.zeros(hidden, sums), axes)
         _, total = lax.while_loop(lambda c: c[0] < stop, block, (start, zeros))
         total = jnp.where(end > x.nse, jnp.nan, total)
-        return lax.dynamic_update_slice(y, total[None].astype(y.dtype), (b, 0))
+        return lax.dynamic_update_index_in_dim(y, total.astype(y.dtype), b, 0)
 
-    y = jnp.zeros((x.num_rows, hidden), w.dtype)
+    y = varying(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
     return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
 
 
@@ -240,9 +286,10 @@ def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
     indices = jnp.asarray(x.indices)
     outside = (indices < 0) | (indices >= x.num_cols)
     indices = jnp.where(outside, w.shape[0], indices)
-    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(jnp.float32)
+    sums = accumulator(w.dtype)
+    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(sums)
     if x.data is not None:
-        terms = terms * jnp.asarray(x.data, jnp.float32)[:, None]
+        terms = terms * jnp.asarray(x.data, sums)[:, None]
     y = jax.ops.segment_sum(
         terms, x.row_ids(), num_segments=x.num_rows, indices_are_sorted=True
     )
@@ -292,27 +339,31 @@ def _data_gradient(
             in_specs=(entries, P("model"), P("data")),
             out_specs=entries,
         )
+    if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
+        return jnp.zeros(x.nse, accumulator(w.dtype))
     return lax.platform_dependent(x, w, dy, cpu=_dots_loop, default=_dots)
 
 
 def _dots_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
-    hidden = w.shape[1]
+    sums = accumulator(w.dtype)
     indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
 
     def row(b, d_data):
-        slope = lax.dynamic_slice(dy, (b, 0), (1, hidden))[0].astype(jnp.float32)
+        slope = lax.dynamic_index_in_dim(dy, b, keepdims=False).astype(sums)
 
         def entry(i, d_data):
-            term = lax.dynamic_slice(w, (indices[i], 0), (1, hidden))[0]
-            return d_data.at[i].set(jnp.sum(term.astype(jnp.float32) * slope))
+            term = lax.dynamic_index_in_dim(w, indices[i], keepdims=False)
+            return d_data.at[i].set(jnp.sum(term.astype(sums) * slope))
 
         stop = jnp.minimum(indptr[b + 1], x.nse)
         return lax.fori_loop(indptr[b], stop, entry, d_data)
 
-    return lax.fori_loop(0, x.num_rows, row, jnp.zeros(x.nse, jnp.float32))
+    zeros = varying(jnp.zeros(x.nse, sums), varying_axes(w))
+    return lax.fori_loop(0, x.num_rows, row, zeros)
 
 
 def _dots(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
-    terms = w.at[x.indices].get(mode="fill", fill_value=0).astype(jnp.float32)
-    slopes = dy.at[x.row_ids()].get(mode="fill", fill_value=0).astype(jnp.float32)
+    sums = accumulator(w.dtype)
+    terms = w.at[x.indices].get(mode="fill", fill_value=0).astype(sums)
+    slopes = dy.at[x.row_ids()].get(mode="fill", fill_value=0).astype(sums)
     return jnp.sum(terms * slopes, axis=1)

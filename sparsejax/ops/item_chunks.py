@@ -147,7 +147,8 @@ def write_rows(
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which products of operands of this dtype are summed."""
-    return jnp.promote_types(dtype, jnp.float32)
+    # A NumPy array may be float64 where JAX's cannot.
+    return jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)
 
 
 def dot(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -61,8 +62,8 @@ def output_loss(
     The loss is one weighted scalar (a mean is `weights = 1 / batch`), so under
     differentiation the forward pass makes the gradients too, at three matrix products
     for an elementwise loss and four for softmax, and the backward pass only scales
-    them. Differentiable once, in reverse, in everything but the labels, whose values
-    count as constants.
+    them. Differentiable in reverse, in everything but the labels, whose values count as
+    constants; gradients also in forward mode (`jax.hessian`), with "xla".
 
     Scores exist for a chunk of items at a time: memory beyond the gradients does not
     grow with the number of items. Operands are used as they are, products are summed
@@ -78,7 +79,8 @@ def output_loss(
       h: hidden vectors.
       kernel: one row for each item; it, `bias` and `scale` may have more rows than
         `labels` has columns. Those are padding: no loss, and a gradient of zeros.
-      bias: added to the scores; -inf denies an item. None is 0.
+      bias: added to the scores; -inf denies an item: it costs nothing, or infinitely if
+        it has a label. None is 0.
       labels: `[batch, items]`, indices unique in a row. In blocks on a mesh, they say
         how all lies there: the kernel's rows, as many as a multiple of 256, over
         "model", `h` over "data".
@@ -97,7 +99,8 @@ def output_loss(
       ValueError: shapes do not match, an unknown loss or implementation, or a spec that
         does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
-      NotImplementedError: the kernel is asked for what it cannot do.
+      NotImplementedError: the kernel is asked for what it cannot do; or derivatives of
+        the loss itself in forward mode.
     """
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
@@ -107,7 +110,8 @@ def output_loss(
         )
     how = _How(rule, kernel_spec, implementation)
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
-    return _weighted(how, h, *layer, weights, labels)
+    with _forward_mode_refused():
+        return _weighted(how, h, *layer, weights, labels)
 
 
 def output_loss_per_example(
@@ -135,7 +139,23 @@ def output_loss_per_example(
     _check(h, kernel, bias, labels, scale, implementation)
     how = _How(rule, kernel_spec, implementation)
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
-    return _per_example(how, h, *layer, labels)
+    with _forward_mode_refused():
+        return _per_example(how, h, *layer, labels)
+
+
+@contextlib.contextmanager
+def _forward_mode_refused() -> Iterator[None]:
+    """Says for JAX what its error is about."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotImplementedError(
+            "output_loss has derivatives in reverse mode: use jax.grad, jax.vjp or "
+            "jax.jacrev, not jax.jvp, jax.linearize or jax.jacfwd of the loss itself "
+            "(jax.hessian, and jax.jvp of a gradient, work)"
+        ) from error
 
 
 def _check(h, kernel, bias, labels, scale, implementation) -> None:
@@ -386,15 +406,16 @@ class _Normaliser(NamedTuple):
     def merge(cls, known: Iterable[Float[Array, "parts batch"]]) -> _Normaliser:
         """Of all parts of the items, from the same for each."""
 
-        def join(a, b):
-            largest = jnp.maximum(a[0], b[0])
-            shift = _finite(largest)  # -inf - -inf would be NaN
-            total = sum(x[1] * jnp.exp(x[0] - shift) for x in (a, b))
-            return largest, total, a[2] + b[2], a[3] + b[3]
-
-        parts = tuple(known)
-        zero = jnp.zeros((), parts[0].dtype)
-        return cls(*lax.reduce(parts, (zero - jnp.inf, zero, zero, zero), join, (0,)))
+        largest, total, label_sum, label_scores = known
+        all_largest = jnp.max(largest, axis=0)
+        shift = _finite(all_largest)  # -inf - -inf would be NaN
+        total = jnp.sum(total * jnp.exp(largest - shift[None]), axis=0)
+        return cls(
+            all_largest,
+            total,
+            jnp.sum(label_sum, axis=0),
+            jnp.sum(label_scores, axis=0),
+        )
 
 
 def _finite(largest):
@@ -580,7 +601,9 @@ def _per_example(how, h, kernel, bias, scale, labels):
 
 
 def _per_example_forward(how, *operands):
-    return _per_example(how, *operands), operands
+    # Not `_per_example`, which has no derivative in forward mode.
+    h, kernel, bias, scale, labels = operands
+    return _run(how, h, kernel, bias, scale, None, labels, False)[0], operands
 
 
 def _per_example_backward(how, operands, cotangents):
@@ -680,4 +703,5 @@ def weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array
     """`sum_b weights_b loss_b`; a loss that weighs nothing may be NaN."""
     if weights is None:
         return jnp.sum(per_example)
+    weights = weights.astype(per_example.dtype)
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))

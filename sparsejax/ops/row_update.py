@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import row_update as kernel
 from sparsejax.blocks import ShardedCSR, local
 from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
 from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR, segment_ids
@@ -33,7 +34,7 @@ NEVER = -1
 
 @runtime_checkable
 class RowRule(Protocol):
-    """A rule on some rows: `w [rows, hidden]` in float32, and of each state array."""
+    """A rule on some rows: `w [rows, hidden]`, in float32 or finer, and state arrays."""
 
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
     # operations that Pallas has on GPUs; then the arrays they see may be pieces of a row.
@@ -71,7 +72,7 @@ class Table(NamedTuple):
 
     Attributes:
       w: `[num_rows, hidden]`.
-      state: arrays like `w`, or `[num_rows, 1]`, in float32.
+      state: arrays like `w`, or `[num_rows, 1]`, in float32 (float64 of a float64 `w`).
       last: `[num_rows]` int32, the step after which each row was last up to date;
         `NEVER` if it has missed nothing, as no step has touched it. None if under the
         rule rows miss nothing.
@@ -132,7 +133,7 @@ def step_rows(
         def work(table, block_ids, positions):
             source = order.at[positions].get(mode="clip")
             w, state = _caught_up(rule, table, block_ids, count)
-            slope = gradient.at[source].get(mode="clip").astype(jnp.float32)
+            slope = gradient.at[source].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
             return _written(table, block_ids, w, state, count + 1)
 
@@ -246,13 +247,14 @@ def step_whole(
     count: jax.Array,
 ) -> Table:
     """Step `count + 1` on all rows. Under a rule that drifts they must be up to date."""
-    w, state = table.w.astype(jnp.float32), table.state
+    w, state = _wide(table.w), table.state
     if not rule.drifts and table.last is not None:
         lag = _lag(table.last, count)[:, None]
         w, state = rule.catch_up(w, state, lag, count)
-    slope = gradient.astype(jnp.float32)
+    slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
     last = None if table.last is None else jnp.full_like(table.last, count + 1)
+    state = {name: state[name].astype(table.state[name].dtype) for name in state}
     return Table(w.astype(table.w.dtype), state, last)
 
 
@@ -405,7 +407,7 @@ def _longest_lag_first(rule, table, ids, count):
 def _caught_up(rule, table, ids, count):
     """Rows `ids`, up to date, in float32; an id out of range reads some row."""
     w, state, last = jax.tree.map(lambda a: _read(a, ids), table)
-    w = w.astype(jnp.float32)
+    w = _wide(w)
     if last is None:
         return w, state
     lag = jnp.where(ids < table.num_rows, _lag(last, count), 0)
@@ -418,6 +420,11 @@ def _written(table, ids, w, state, count):
     if last is not None:
         last = _write(last, ids, jnp.broadcast_to(count, ids.shape))
     return Table(_write(table.w, ids, w), state, last)
+
+
+def _wide(w):
+    """Weights in the dtype in which rules work."""
+    return w.astype(accumulator(w.dtype))
 
 
 def _read(array, ids):

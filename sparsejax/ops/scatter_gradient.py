@@ -8,13 +8,21 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.blocks import ShardedCSR, entries_of_all, gathered, local
 from sparsejax.ops import gather_matmul
-from sparsejax.sharding import on_each_device, rows_of_device
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sharding import (
+    alike,
+    on_each_device,
+    rows_of_device,
+    varying,
+    varying_axes,
+)
 from sparsejax.sparse import CSR, Transposed
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
@@ -50,10 +58,14 @@ def row_gradient(
     Returns:
       ids: unique and ascending, padded with `num_rows`; on a mesh so for each part of
         the rows.
-      values: float32 sums; zero in padding.
+      values: sums in float32 (float64 of float64 `dys`); zero in padding.
     """
     if len(xs) != len(dys) or not xs:
         raise ValueError(f"{len(xs)} matrices but {len(dys)} gradients")
+    xs, dys = alike(list(xs), list(dys))
+    if _nothing_to_add(xs):
+        hidden, dtype = dys[0].shape[1], accumulator(dys[0].dtype)
+        return jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden), dtype)
 
     def sort(xs, dys):
         terms = row_terms(xs, dys, num_rows)
@@ -138,7 +150,7 @@ class Terms(NamedTuple):
             return self.per_device(
                 lambda terms: terms.values(implementation), out_specs=P("model")
             )
-        by_column, dy = self.by_column, self.dy.astype(jnp.float32)
+        by_column, dy = self.by_column, self.dy.astype(accumulator(self.dy.dtype))
         x = CSR(self.data, by_column.rows, by_column.indptr, num_cols=dy.shape[0])
         return gather_matmul.gather_sum(x, dy, implementation)
 
@@ -155,7 +167,7 @@ def row_terms(
     if len(plain) == 1:
         x = plain[0]
         by_column = x.by_column()
-        data = None if x.data is None else jnp.asarray(x.data, jnp.float32)
+        data = None if x.data is None else _wide(x.data)
     else:
         num_cols = max(x.num_cols for x in plain)
         column, row, data = _concatenated(plain, num_cols)
@@ -183,7 +195,7 @@ def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
             column, row, data = _joined(parts)
             by_column = Transposed.of(column, row, blocks[0].num_cols)
         if data is not None:
-            data = jnp.asarray(data, jnp.float32)[by_column.order]
+            data = _wide(data)[by_column.order]
         return jax.tree.map(lambda a: a[None], (by_column, data))
 
     by_column, data = on_each_device(
@@ -203,7 +215,7 @@ def dense_gradient(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "rows hidden"]:
-    """`x^T dy` in float32 with a row for every row of the kernel.
+    """`x^T dy` in float32 (float64 of a float64 `dy`), with all rows of the kernel.
 
     Writes `num_rows * hidden` elements even where a batch touches few rows.
     """
@@ -224,6 +236,11 @@ def dense_gradient(
             out_specs=P("model"),
         )
 
+    x, dy = alike(x, dy)
+    sums = accumulator(dy.dtype)
+    if _nothing_to_add([x]):
+        return varying(jnp.zeros((num_rows, dy.shape[1]), sums), varying_axes(dy))
+
     def add(x, dy):
         count = jnp.minimum(jnp.asarray(x.indptr)[-1], x.nse)
         return _add_rows(num_rows, *_entries(x, num_rows), dy, count)
@@ -233,7 +250,7 @@ def dense_gradient(
         # duplicates to add.
         terms = row_terms([x], [dy], num_rows)
         ids, values = terms.ids(), terms.values(implementation)
-        zeros = jnp.zeros((num_rows, dy.shape[1]), jnp.float32)
+        zeros = jnp.zeros((num_rows, dy.shape[1]), sums)
         return zeros.at[ids].set(
             values, mode="drop", unique_indices=True, indices_are_sorted=True
         )
@@ -245,7 +262,7 @@ def dense_gradient(
 
 def _entries(x: CSR, padding: int):
     """Column (`padding` where there is nothing to add), row and value of each entry."""
-    value = None if x.data is None else jnp.asarray(x.data, jnp.float32)
+    value = None if x.data is None else _wide(x.data)
     row = jnp.minimum(x.row_ids(), x.num_rows - 1)
     return x.columns(padding=padding), row, value
 
@@ -265,7 +282,8 @@ def _joined(parts):
     row = jnp.concatenate([part[1] for part in parts])
     if all(part[2] is None for part in parts):
         return column, row, None
-    ones = [jnp.ones_like(p[0], float) if p[2] is None else p[2] for p in parts]
+    dtype = jnp.result_type(*(part[2] for part in parts if part[2] is not None))
+    ones = [jnp.ones_like(p[0], dtype) if p[2] is None else p[2] for p in parts]
     return column, row, jnp.concatenate(ones)
 
 
@@ -300,17 +318,26 @@ def rank_by_count(
 
 def _add_rows(num_slots, slot, row, value, dy, count):
     """`out[slot_j] += value_j dy[row_j]` for `j < count`, in place and in order."""
-    hidden = dy.shape[1]
+    sums = accumulator(dy.dtype)
     used = slot < num_slots
-    value = used * (1.0 if value is None else value)
+    value = jnp.where(used, jnp.asarray(1 if value is None else value, sums), 0)
 
     def entry(j, total):
-        term = lax.dynamic_slice(dy, (row[j], 0), (1, hidden)).astype(jnp.float32)
+        term = lax.dynamic_index_in_dim(dy, row[j], keepdims=False).astype(sums)
         # A select, not a factor of zero: the row of a skipped entry may be NaN.
         term = jnp.where(used[j], term * value[j], 0)
-        start = (slot[j], 0)
-        old = lax.dynamic_slice(total, start, (1, hidden))
-        return lax.dynamic_update_slice(total, old + term, start)
+        old = lax.dynamic_index_in_dim(total, slot[j], keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, old + term, slot[j], 0)
 
-    zeros = jnp.zeros((num_slots, hidden), jnp.float32)
+    zeros = varying(jnp.zeros((num_slots, dy.shape[1]), sums), varying_axes(dy))
     return lax.fori_loop(0, count, entry, zeros)
+
+
+def _nothing_to_add(xs: Sequence[CSR | ShardedCSR]) -> bool:
+    """Whether there can be no entry in a row: of nothing no program is made."""
+    return all(x.nse == 0 or x.num_rows == 0 for x in xs)
+
+
+def _wide(data: jax.Array | np.ndarray) -> jax.Array:
+    """Values in the dtype in which their products are summed."""
+    return jnp.asarray(data, accumulator(data.dtype))

@@ -324,7 +324,8 @@ def _best(
 def _one_of_each(scores):
     """With one NaN and one zero: `lax.top_k` goes by bits and knows several."""
     scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
-    return jnp.where(scores == 0, 0, scores)
+    # Not a constant, which would have no derivative.
+    return jnp.where(scores == 0, scores - lax.stop_gradient(scores), scores)
 
 
 def _join(best, more, k: int):

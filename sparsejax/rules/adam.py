@@ -81,9 +81,10 @@ class _Moments(Rule):
         def missed(k, total):
             k = k + 1
             rate = self.rate(start + k)
-            factor = rate * self.b1**k / (1 - self.b1 ** (start + k))
-            factor = jnp.where(k <= owed, factor, 0)
-            shrink = jnp.sqrt(self.b2**k / (1 - self.b2 ** (start + k)))
+            steps, number = k.astype(w.dtype), (start + k).astype(w.dtype)
+            factor = rate * self.b1**steps / (1 - self.b1**number)
+            factor = jnp.where(k <= owed, factor, 0).astype(w.dtype)
+            shrink = jnp.sqrt(self.b2**steps / (1 - self.b2**number))
             if self.weight_decay:
                 decay = jnp.where(k <= owed, rate * self.weight_decay, 0)
                 total = total - decay * total
