@@ -3,6 +3,7 @@
 ##
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          all tests
+##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
 ##   make docs          the pages, in docs/_build/index.html
 ##   make test-oldest   the operations and training on the oldest supported versions
@@ -13,7 +14,7 @@ OLDEST := .venv-oldest
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint docs test-oldest clean
+.PHONY: help demo test test-x64 lint docs test-oldest clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -24,6 +25,12 @@ demo: $(VENV)/.installed
 # Programs compile in two thirds of the time; `test-oldest` optimizes, as users do.
 test: $(VENV)/.installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest --numprocesses 2 --dist worksteal
+
+# Of losses over all items and of ranking the tests choose their own types.
+X64 := gather_matmul scatter_gradient row_update losses
+test-x64: $(VENV)/.installed
+	JAX_ENABLE_X64=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
+	  --numprocesses 2 --dist worksteal $(X64:%=tests/test_%.py)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check
