@@ -434,8 +434,8 @@ class _Popularity(nnx.Module):
     def __init__(self, counts: np.ndarray, features: Features):
         # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
         _, ranks = np.unique(counts, return_inverse=True)
-        scores = np.where(counts > 0, ranks, -np.inf)
-        self.scores = nnx.Variable(jnp.asarray(scores, jnp.float32))
+        ranks = np.where(counts > 0, ranks, -1)
+        self.ranks = nnx.Variable(jnp.asarray(ranks, jnp.float32))
         self.num_items = len(counts)
         # A dict could not be part of a compiled program.
         self.features = features if isinstance(features, int) else (*features.items(),)
@@ -444,15 +444,21 @@ class _Popularity(nnx.Module):
     def num_features(self) -> Features:
         return self.features if isinstance(self.features, int) else dict(self.features)
 
+    @property
+    def scores(self) -> jax.Array:
+        # Made where it is used: `jax_debug_infs` refuses arguments that are infinite.
+        ranks = self.ranks[...]
+        return jnp.where(ranks < 0, -jnp.inf, ranks)
+
     def top_k(self, x: Any, k: int, *, exclude: CSR | ShardedCSR | None = None):
         some = next(iter(x.values())) if isinstance(x, dict) else x
         rows = padded_rows(self.num_items)
         h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
-        bias = jnp.pad(self.scores[...], (0, rows - self.num_items))
+        bias = jnp.pad(self.scores, (0, rows - self.num_items))
         return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
 
     def item_scores(self, x: Any, ids):
-        return self.scores[...][ids]
+        return self.scores[ids]
 
 
 def _folded_in(

@@ -334,7 +334,7 @@ def head(path: Path) -> Lines:
     """
     with open_data(path) as stream:
         for lines in line_blocks(stream, path, block_bytes=_HEAD_BYTES):
-            if lines.data.strip():
+            if lines.data.decode().strip():  # also of white space that is not ASCII
                 return lines
     raise DataError.at(path, "holds no data: the file is empty")
 

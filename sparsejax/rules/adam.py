@@ -76,15 +76,17 @@ class _Moments(Rule):
         moves = jnp.any(mu != 0, axis=1, keepdims=True)
         owed = jnp.where(moves, jnp.minimum(lag, self.max_replay), 0)
 
+        # Of the weights' type also where numbers of 64 bits are enabled.
+        b1, b2 = jnp.asarray(self.b1, w.dtype), jnp.asarray(self.b2, w.dtype)
+
         # In the k-th missed step, number start + k, the moments are mu b1^k and
         # nu b2^k, so all of them take one root, and one division each.
         def missed(k, total):
             k = k + 1
             rate = self.rate(start + k)
-            steps, number = k.astype(w.dtype), (start + k).astype(w.dtype)
-            factor = rate * self.b1**steps / (1 - self.b1**number)
+            factor = rate * b1**k / (1 - b1 ** (start + k))
             factor = jnp.where(k <= owed, factor, 0).astype(w.dtype)
-            shrink = jnp.sqrt(self.b2**steps / (1 - self.b2**number))
+            shrink = jnp.sqrt(b2**k / (1 - b2 ** (start + k)))
             if self.weight_decay:
                 decay = jnp.where(k <= owed, rate * self.weight_decay, 0)
                 total = total - decay * total
