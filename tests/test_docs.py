@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import types
+import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +139,25 @@ def test_distributed(trained, capsys):
     exec(compile(code, "distributed.md", "exec"), trained)  # noqa: S102
     assert "popularity_recall@20" in capsys.readouterr().out
     assert trained["model"].output.kernel[...].sharding.spec[0] == "model"
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """Each command is shown, and runs as it stands, after those before it."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    lines = ["user,item,time"]
+    for user in ("ann", "bob", *(f"user{n}" for n in range(40))):
+        for item in ("tea", *rng.choice(["milk", "rye", "nuts", "figs"], 3, False)):
+            lines.append(f"{user},{item},2024-01-{rng.integers(10, 28)}")
+    pathlib.Path("purchases.csv").write_text("\n".join(lines) + "\n")
+    page = (DOCS / "command_line.md").read_text().split("\n")
+    commands = [shlex.split(line)[1:] for line in page if line.startswith("sparsejax ")]
+    for words in commands:
+        assert cli.main(words) == 0, (words, capsys.readouterr().err)
+    shown = {words[0] for words in commands}
+    kinds = {kind.__name__.lower() for kind in typing.get_args(cli.Command)}
+    assert shown == kinds - {"demo"}
 
 
 def test_choosing(capsys):
