@@ -304,3 +304,23 @@ def test_errors():
         gather_matmul(x, jnp.ones((5, 2)), combiner="max")  # type: ignore
     with pytest.raises(Exception, match="implementation|cuda"):
         gather_matmul(x, jnp.ones((5, 2)), implementation="cuda")  # type: ignore
+
+
+def test_in_a_shard_map_that_checks_what_varies():
+    """`jax.shard_map` as it is by default; each device has its own part of the rows of w."""
+    x, w = random_csr(6, 9, 0.5, valued=True), jnp.arange(36.0).reshape(18, 2) / 36
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=auto)
+    parts = jax.sharding.PartitionSpec("data")
+
+    def loss(w):
+        specs = {"in_specs": (jax.sharding.PartitionSpec(), parts), "out_specs": parts}
+        y = jax.shard_map(gather_matmul, mesh=mesh, **specs)(x, w)
+        return jnp.sum(y**2), y
+
+    (_, y), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(w)
+    dense = np.asarray(x.todense(), np.float64)
+    halves = np.split(np.asarray(w, np.float64), 2)
+    np.testing.assert_allclose(y, np.concatenate([dense @ h for h in halves]), 1e-5)
+    expected = np.concatenate([2 * dense.T @ (dense @ h) for h in halves])
+    np.testing.assert_allclose(grad, expected, 1e-5, 1e-5)
