@@ -27,10 +27,10 @@ test: $(VENV)/.installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest --numprocesses 2 --dist worksteal
 
 # Of losses over all items and of ranking the tests choose their own types.
-X64 := gather_matmul scatter_gradient row_update losses
+X64 := $(addprefix tests/,ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)
 test-x64: $(VENV)/.installed
 	JAX_ENABLE_X64=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
-	  --numprocesses 2 --dist worksteal $(X64:%=tests/test_%.py)
+	  --numprocesses 2 --dist worksteal $(X64)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check
@@ -41,10 +41,8 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(VENV)/bin/sphinx-build -W --keep-going --quiet docs docs/_build
 
-# Every operation has its tests under its own name.
-OPS := $(wildcard $(patsubst sparsejax/ops/%.py,tests/test_%.py,$(wildcard sparsejax/ops/*.py)))
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OPS) tests/test_sparse.py tests/test_training.py
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal tests/ops tests/test_sparse.py tests/training/test_training.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache

@@ -22,7 +22,7 @@ from flax import nnx
 from report import RESULTS, origin, table, write_section
 
 import sparsejax as sj
-from sparsejax.optimizers import Rule
+from sparsejax.optimizers.rules import Rule
 
 _RESULTS = RESULTS / "optimizers.json"
 _FEATURES, _HIDDEN, _OUT, _BATCH, _LENGTH = 3_000, 16, 3, 16, 8

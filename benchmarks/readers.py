@@ -30,7 +30,7 @@ import scipy
 from report import peak_host_bytes
 
 import sparsejax as sj
-from sparsejax import writers
+from sparsejax.data import writers
 
 _RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "readers.json"
 _README = pathlib.Path(__file__).resolve().parent / "README.md"

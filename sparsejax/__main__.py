@@ -2,6 +2,6 @@
 
 import sys
 
-from sparsejax.cli import main
+from sparsejax.cli.main import main
 
 sys.exit(main())

@@ -49,8 +49,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.blocks import ShardedCSR, local
-from sparsejax.sharding import by_compiler, on_each_device
+from sparsejax.mesh.blocks import ShardedCSR, local
+from sparsejax.mesh.layout import by_compiler, on_each_device
 from sparsejax.sparse import CSR
 
 Counts = Int[Array | np.ndarray, "batch"] | None

@@ -16,8 +16,9 @@ from flax import nnx
 from test_readme import blocks
 
 import sparsejax as sj
-from sparsejax import cli, rules
+from sparsejax.cli import main as cli
 from sparsejax.data import columns
+from sparsejax.optimizers import rules
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 

@@ -15,7 +15,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax import cli
+from sparsejax.cli import main as cli
 
 OBJECTS = {
     name: value

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from sparsejax import cli
+from sparsejax.cli import main as cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,7 +52,7 @@ def test_commands_run_as_pasted(tmp_path, monkeypatch):
 
 
 def test_network_of_the_docs_is_the_default():
-    from sparsejax.config import NetworkConfig
+    from sparsejax.nn.config import NetworkConfig
 
     (text,) = blocks((ROOT / "docs" / "network.md").read_text(), "json")
     written, default = NetworkConfig.from_json(text), NetworkConfig.autoencoder()

@@ -1,4 +1,8 @@
-"""From files to a `SparseDataset`."""
+"""From files to a `SparseDataset`, and from there to batches on the devices.
+
+Beside `nn`, above the mesh, below prediction. The names below are public; other wings may
+also import `batching`, `files`, `names`, `sources` and `writers`.
+"""
 
 from sparsejax.data import datasets as datasets
 from sparsejax.data.dataset import SparseDataset as SparseDataset

@@ -12,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as kernel
-from sparsejax.blocks import ShardedCSR, check_rows, local
-from sparsejax.ops import scatter_gradient
-from sparsejax.ops.item_chunks import accumulator
-from sparsejax.sharding import (
+from sparsejax.mesh.blocks import ShardedCSR, check_rows, local
+from sparsejax.mesh.layout import (
     alike,
     by_compiler,
     check_spec,
@@ -25,6 +23,8 @@ from sparsejax.sharding import (
     varying,
     varying_axes,
 )
+from sparsejax.ops import scatter_gradient
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]

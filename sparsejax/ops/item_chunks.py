@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
-from sparsejax.blocks import ShardedCSR, check_rows, local
-from sparsejax.sharding import axis_sizes, on_one_device, padded_rows
+from sparsejax.mesh.blocks import ShardedCSR, check_rows, local
+from sparsejax.mesh.layout import axis_sizes, on_one_device, padded_rows
 from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.

@@ -19,10 +19,10 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels.kernel_gradient import kernel_gradient
 from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
 from sparsejax import losses
-from sparsejax.blocks import ShardedCSR
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import on_each_device, typed
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import on_each_device, typed
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

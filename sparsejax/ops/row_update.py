@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as kernel
-from sparsejax.blocks import ShardedCSR, local
+from sparsejax.mesh.blocks import ShardedCSR, local
+from sparsejax.mesh.layout import on_each_device, rows_of_device
 from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
-from sparsejax.sharding import on_each_device, rows_of_device
 from sparsejax.sparse import CSR, segment_ids
 
 State = dict[str, jax.Array]

@@ -13,16 +13,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.blocks import ShardedCSR, entries_of_all, gathered, local
-from sparsejax.ops import gather_matmul
-from sparsejax.ops.item_chunks import accumulator
-from sparsejax.sharding import (
+from sparsejax.mesh.blocks import ShardedCSR, entries_of_all, gathered, local
+from sparsejax.mesh.layout import (
     alike,
     on_each_device,
     rows_of_device,
     varying,
     varying_axes,
 )
+from sparsejax.ops import gather_matmul
+from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels import top_k as kernels
 from pallas_kernels.selection import best_places, best_places_inside, members, pick
-from sparsejax.blocks import ShardedCSR
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import on_each_device
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sharding import on_each_device
 from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None

@@ -1,0 +1,116 @@
+"""`sparsejax demo`: the whole path on the bundled data."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.cli import commands, report
+from sparsejax.data import datasets
+from sparsejax.data.names import as_names
+from sparsejax.data.writers import check_writable
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.recommend import evaluate
+from sparsejax.training.fit import fit
+
+NETWORK = NetworkConfig.autoencoder((128,))
+OPTIMIZER, LEARNING_RATE = "adam", 1e-3
+EPOCHS, BATCH_SIZE, SEED = 15, 512, 0
+TRAINED = 0.9  # share of the visits to train on; the others are for the curves
+GIVEN = 0.6  # share of a test visitor's visits that the model is shown
+K, SHOWN_VISITORS, PRINTED_VISITORS, SHOWN_AREAS = 10, 6, 3, 5
+
+
+def main(page: pathlib.Path) -> None:
+    """Trains, measures on visitors the model has not seen, and shows some of them.
+
+    Args:
+      page: the HTML file to write about it.
+    """
+    check_writable(page)
+    web = datasets.msweb()
+    print(
+        "Which areas of www.microsoft.com did visitors look at, one week of 1998?\n"
+        "Training an autoencoder on the visits of some; then other visitors follow.",
+        file=sys.stderr,
+    )
+    train, validation = web.train.split(TRAINED, seed=SEED)
+    size = train.num_features
+    model = FeedForward(NETWORK, inputs=size, outputs=size, rngs=nnx.Rngs(SEED))
+    rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
+    commands.print_summary(train, model)
+    history = fit(
+        model,
+        Optimizer(model, rule),
+        train,
+        batch_size=BATCH_SIZE,
+        num_epochs=EPOCHS,
+        seed=SEED,
+        validation=validation,
+        k=K,
+        log=functools.partial(commands.print_epoch, EPOCHS),
+    )
+    given, heldout = web.test.split(GIVEN, seed=SEED)
+    print(f"\n{given.num_rows:,} other visitors: part of their visits is held out.\n")
+    measured = evaluate(model, given, heldout, k=K, popularity=web.train)
+    print(commands.table(measured))
+    examples = report.examples_of(
+        model, given, heldout, rows=SHOWN_VISITORS, k=SHOWN_AREAS
+    )
+    titles = _unique(web.titles)
+    examples = [_with_titles(example, titles) for example in examples]
+    _show(examples[:PRINTED_VISITORS])
+    areas = as_names(titles[name] for name in web.train.feature_names.tolist())
+    counts = np.bincount(web.train.matrix.indices, minlength=size)
+    report.write_report(
+        page,
+        model,
+        history,
+        title="Areas of www.microsoft.com that visitors looked at",
+        measured=measured,
+        examples=examples,
+        similar=report.similar_to_popular(model, areas, counts),
+    )
+    print(f"\nThe same and more is in {page}")
+
+
+def _unique(titles: dict[str, str]) -> dict[str, str]:
+    """The titles, those that two areas share with the path behind them."""
+    count = collections.Counter(titles.values())
+    return {n: t if count[t] == 1 else f"{t} ({n})" for n, t in titles.items()}
+
+
+def _with_titles(example: report.Example, titles: dict[str, str]) -> report.Example:
+    """The example with areas called by their titles."""
+    return report.Example(
+        row=example.row,
+        shown=[titles[name] for name in example.shown],
+        recommended=[titles[name] for name in example.recommended],
+        heldout=[titles[name] for name in example.heldout],
+    )
+
+
+def _show(examples: Sequence[report.Example]) -> None:
+    """Prints what some visitors saw, what is recommended, and what was held out."""
+    for example in examples:
+        print(f"\n{example.row}")
+        _print_titles("visited", example.shown)
+        _print_titles("recommended", example.recommended, marked=example.heldout)
+        _print_titles("held out", example.heldout, marked=example.recommended)
+    print("\n* recommended and held out")
+
+
+def _print_titles(
+    label: str, titles: Sequence[str], *, marked: Sequence[str] = ()
+) -> None:
+    shown = (title + " *" * (title in marked) for title in titles)
+    print(f"  {label:<12}", f"\n{'':15}".join(shown))

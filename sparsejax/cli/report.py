@@ -1,0 +1,407 @@
+"""A training run as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sparsejax.data import SparseDataset, writers
+from sparsejax.data.names import Names, find_names
+from sparsejax.mesh import processes
+from sparsejax.prediction.recommend import Recommender, recommend
+from sparsejax.prediction.vectors import HasItems, similar_items
+
+_STYLE = pathlib.Path(__file__).with_name("report.css")
+
+# Of a chart, in the units of its own coordinates.
+_WIDTH, _HEIGHT = 340, 170
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24
+_MOST_POINTS = 60  # more are drawn as a line only
+_MOST_NAMES = 12  # of a list
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """What is recommended to a row, by name.
+
+    >>> example = Example(row="ann", shown=["tea"], recommended=["milk", "rye"])
+    >>> write_report("report.html", model, history, examples=[example])
+
+    Attributes:
+      row: its name.
+      shown: what the model was shown, in any order.
+      recommended: from the best down.
+      heldout: what it should have found.
+    """
+
+    row: str
+    shown: Sequence[str]
+    recommended: Sequence[str]
+    heldout: Sequence[str] = ()
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    model: nnx.Module,
+    history: Sequence[Mapping[str, float]],
+    *,
+    title: str = "Training run",
+    measured: Mapping[str, float] | None = None,
+    examples: Sequence[Example] = (),
+    similar: Mapping[str, Sequence[str]] | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> None:
+    """Writes one HTML file with curves, metrics, the model's layers and examples.
+
+    The file loads nothing, holds no scripts, and appears whole or not at all.
+
+    >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
+    >>> measured = evaluate(model, train, heldout)
+    >>> write_report("report.html", model, history, measured=measured)
+
+    Args:
+      path: the file, which is replaced if it exists.
+      model: the trained model.
+      history: what `fit` returned.
+      title: heading of the page.
+      measured: what `evaluate` returned; shown beside popularity.
+      examples: recommendations by name, see `examples_of`.
+      similar: for some items, by name, those that are most similar.
+      settings: of the run, by name.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: `path` is not a file's.
+    """
+    parts = [
+        f"<h1>{_text(title)}</h1>",
+        _tiles(model, history, measured),
+        _section("Training", _charts(history)),
+        _section("Held-out items found", _metrics(measured)),
+        _section("Recommendations", _cards(map(_example, examples))),
+        _section("Most similar items", _similar(similar or {})),
+        _section("Parameters", _layers(model)),
+        _section("Settings", _settings(settings or {})),
+    ]
+
+    def write() -> None:
+        with writers.whole_file(path) as file:
+            file.write(
+                '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+                '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+                '<meta http-equiv="Content-Security-Policy" '
+                "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+                f"<title>{_text(title)}</title>\n"
+                f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
+            )
+            file.write("\n".join(part for part in parts if part))
+            file.write("\n</html>\n")
+
+    processes.in_first(write)
+
+
+def examples_of(
+    model: Recommender,
+    shown: SparseDataset,
+    heldout: SparseDataset | None = None,
+    *,
+    rows: int = 6,
+    k: int = 8,
+) -> list[Example]:
+    """Recommendations to the first rows with something to go by and something to find.
+
+    Args:
+      model: see `recommend`.
+      shown: what the model is shown; not recommended.
+      heldout: what it should find, over the same features, of the same rows or some.
+      rows: number of examples, at most.
+      k: items recommended to each.
+    """
+    known = np.diff(shown.matrix.indptr)
+    chosen = shown.row_names[known >= min(3, known.max(initial=0))]
+    if heldout is not None:
+        has_some = heldout.row_names[np.diff(heldout.matrix.indptr) > 0]
+        chosen = chosen[find_names(chosen, has_some) >= 0]
+    shown = shown.align_rows(chosen[:rows])
+    found = recommend(model, shown, k, exclude=shown).names(shown)
+    wanted = None if heldout is None else heldout.align_rows(shown.row_names)
+    return [
+        Example(
+            row=name,
+            shown=features_of(shown, i),
+            recommended=found[i],
+            heldout=() if wanted is None else features_of(wanted, i),
+        )
+        for i, name in enumerate(shown.row_names.tolist())
+    ]
+
+
+def similar_to_popular(
+    model: HasItems, names: Names, counts: np.ndarray, *, rows: int = 10, k: int = 5
+) -> dict[str, list[str]]:
+    """The items most similar to those with the highest counts, by name.
+
+    Args:
+      model: see `similar_items`.
+      names: `[items]`.
+      counts: `[items]` how often each occurs.
+      rows: number of items.
+      k: similar ones to each.
+    """
+    if len(names) < 2:
+        return {}
+    popular = np.argsort(-counts, kind="stable")[:rows]
+    found = similar_items(model, popular, min(k, len(names) - 1)).names(names)
+    return dict(zip(names[popular].tolist(), found, strict=True))
+
+
+def means_over(measured: Mapping[str, float]) -> str:
+    """Whose means metrics are, and how much of what was to be found is unknown."""
+    text = f"means over {measured['users']:,} users"
+    if entries := measured.get("entries_unknown"):
+        text += (
+            f"; {entries:,} held-out entries are of unknown items, and "
+            f"{measured['users_unknown']:,} users have no others"
+        )
+    return text
+
+
+def features_of(data: SparseDataset, row: int) -> list[str]:
+    """The names of a row's features."""
+    start, end = data.matrix.indptr[row : row + 2]
+    return data.feature_names[data.matrix.indices[start:end]].tolist()
+
+
+def _text(value: object) -> str:
+    """The value as text in HTML, also within an attribute."""
+    return html.escape(str(value))
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int | np.integer):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _tick(value: float) -> str:
+    """A round number in little room."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{_text(title)}</h2>\n{content}" if content else ""
+
+
+def _cards(sections: Iterable[str]) -> str:
+    content = "\n".join(f"<section>{section}</section>" for section in sections)
+    return f'<div class="cards">\n{content}\n</div>' if content else ""
+
+
+def _tiles(model, history, measured) -> str:
+    tiles = []
+    if history:
+        metrics = [name for name in history[-1] if "@" in name]
+        ndcg = [name for name in metrics if name.startswith("ndcg")]
+        for name in [*ndcg, *metrics][:1]:
+            # Not every entry has it, where histories were joined.
+            measured_in = [e for e in history if math.isfinite(e.get(name, math.nan))]
+            if not measured_in:
+                continue
+            best = max(measured_in, key=lambda entry: entry[name])
+            label = f"best {name}, epoch {best['epoch']}"
+            tiles.append((_number(best[name]), label))
+        last = history[-1]
+        tiles.append((_number(last["loss"]), f"loss, epoch {last['epoch']}"))
+        speeds = [entry["examples_per_second"] for entry in history]
+        tiles.append((_number(float(np.median(speeds))), "examples/s (median)"))
+    if measured is not None:
+        tiles.append((_number(measured["users"]), "users measured"))
+    parameters = sum(leaf.size for _, leaf in _parameters(model))
+    tiles.append((_number(parameters), "parameters"))
+    content = "".join(
+        f'<div><b>{value}</b><span class="soft">{_text(label)}</span></div>'
+        for value, label in tiles
+    )
+    return f'<div class="tiles">{content}</div>'
+
+
+def _charts(history: Sequence[Mapping[str, float]]) -> str:
+    if not history:
+        return ""
+    names = ["loss", *(n for n in history[-1] if "@" in n), "examples_per_second"]
+    figures = []
+    for name in names:
+        points = [(entry["epoch"], entry[name]) for entry in history if name in entry]
+        points = [(x, y) for x, y in points if math.isfinite(y)]
+        if not points:
+            continue
+        label = "examples/s" if name == "examples_per_second" else name
+        figures.append(
+            f"<figure><figcaption>{_text(label)} "
+            f"<span>last {_number(points[-1][1])}</span></figcaption>"
+            f"{_chart(label, points)}</figure>"
+        )
+    caption = '<p class="soft">Over epochs'
+    if any("@" in name for name in names):
+        caption += "; metrics are those of the validation data"
+    return f'{caption}.</p>\n<div class="charts">\n' + "\n".join(figures) + "\n</div>"
+
+
+def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
+    """A curve as inline SVG."""
+    xs, ys = zip(*points, strict=True)
+    y_ticks = _ticks(min(ys), max(ys), 4)
+    low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+    first, last = min(xs), max(xs)
+    wide, tall = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return round(_LEFT + right * wide, 1), round(_TOP + (1 - up) * tall, 1)
+
+    drawn = []
+    for tick in y_ticks:
+        _, y = place(first, tick)
+        drawn.append(f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>')
+        drawn.append(
+            f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{_tick(tick)}</text>'
+        )
+    for tick in sorted({t for t in _ticks(first, last, 6) if t == int(t)} | {first}):
+        if first <= tick <= last:
+            x, _ = place(tick, low)
+            drawn.append(
+                f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{tick:g}</text>'
+            )
+    places = [place(*point) for point in points]
+    line = " ".join(f"{x},{y}" for x, y in places)
+    drawn.append(f'<polyline class="curve" points="{line}"/>')
+    if len(points) <= _MOST_POINTS:
+        for (epoch, value), (x, y) in zip(points, places, strict=True):
+            drawn.append(
+                f"<g><title>epoch {epoch}: {_number(value)}</title>"
+                f'<circle class="point" cx="{x}" cy="{y}" r="2.5"/>'
+                f'<circle class="hit" cx="{x}" cy="{y}" r="9"/></g>'
+            )
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{_text(label)} over epochs">{"".join(drawn)}</svg>'
+    )
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` or below to `high` or above."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _metrics(measured: Mapping[str, float] | None) -> str:
+    if measured is None:
+        return ""
+    rows = []
+    for name, value in measured.items():
+        if "@" not in name or name.startswith("popularity_"):
+            continue
+        other = measured.get(f"popularity_{name}")
+        largest = max(abs(value), abs(other or 0)) or 1
+        cells = [
+            f'<td class="metric">{_text(name)}</td>',
+            f'<td class="number">{value:.4f}</td>',
+        ]
+        bars = f'<i class="model" style="width:{abs(value) / largest:.1%}"></i>'
+        cells.append(
+            f'<td class="number">{"" if other is None else f"{other:.4f}"}</td>'
+        )
+        if other is not None:
+            bars += f'<i class="other" style="width:{abs(other) / largest:.1%}"></i>'
+        cells.append(f'<td class="bars">{bars}</td>')
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        '<p class="soft">Beside the model, recommending to everyone what is most '
+        f"popular; {means_over(measured)}.</p>\n"
+        '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
+        '<th class="number">popularity</th><th class="bars">'
+        '<span class="key"><i class="model"></i>model</span> '
+        '<span class="key"><i class="other"></i>popularity</span>'
+        f"</th></tr>\n{chr(10).join(rows)}</table></div>"
+    )
+
+
+def _names(names: Sequence[str], marked: Iterable[str] = ()) -> str:
+    marked = set(marked)
+    shown = [_text(name) for name in names[:_MOST_NAMES]]
+    shown = [
+        f"<mark>{text} ✓</mark>" if name in marked else text
+        for name, text in zip(names, shown, strict=False)
+    ]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (
+        f' <span class="soft">and {more} more</span>' * (more > 0)
+    )
+
+
+def _example(example: Example) -> str:
+    found = (_names([name], example.heldout) for name in example.recommended)
+    ranks = "".join(f"<li>{name}</li>" for name in found)
+    facts = [("has", _names(example.shown)), ("recommended", f"<ol>{ranks}</ol>")]
+    if example.heldout:
+        facts.append(("held out", _names(example.heldout, example.recommended)))
+    terms = "".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in facts)
+    return f"<h3>{_text(example.row)}</h3><dl>{terms}</dl>"
+
+
+def _similar(similar: Mapping[str, Sequence[str]]) -> str:
+    rows = "".join(
+        f"<tr><td>{_text(item)}</td><td>{_names(others)}</td></tr>\n"
+        for item, others in similar.items()
+    )
+    if not rows:
+        return ""
+    heading = "<tr><th>item</th><th>most similar, by cosine of the vectors</th></tr>"
+    return f'<div class="scroll"><table>{heading}\n{rows}</table></div>'
+
+
+def _parameters(model: nnx.Module) -> list[tuple[str, jax.Array]]:
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in leaves
+    ]
+
+
+def _layers(model: nnx.Module) -> str:
+    rows = "".join(
+        f"<tr><td>{_text(name)}</td><td>{' x '.join(f'{n:,}' for n in leaf.shape)}</td>"
+        f'<td>{leaf.dtype}</td><td class="number">{leaf.size:,}</td></tr>\n'
+        for name, leaf in _parameters(model)
+    )
+    heading = '<tr><th>name</th><th>shape</th><th>dtype</th><th class="number">number</th></tr>'
+    return (
+        '<p class="soft">Rows of features and items are rounded up to a multiple of '
+        f'256.</p>\n<div class="scroll"><table>{heading}\n{rows}</table></div>'
+    )
+
+
+def _settings(settings: Mapping[str, object]) -> str:
+    terms = "".join(
+        f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>"
+        for name, value in settings.items()
+    )
+    return f"<dl>{terms}</dl>" if terms else ""

@@ -1,0 +1,356 @@
+"""A run folder: what training leaves behind for evaluation and recommendation.
+
+::
+
+    run.json              settings, so that model and optimizer can be made again
+    vocabulary.parquet    names of the features, in the model's order
+    checkpoints/          see `sparsejax.checkpoint`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import Names
+from sparsejax.data.writers import whole_file
+from sparsejax.mesh import processes
+from sparsejax.mesh.layout import placed
+from sparsejax.nn.config import NetworkConfig, checked
+from sparsejax.nn.models import FeedForward
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
+from sparsejax.training.checkpoint import Checkpoints, fingerprint
+
+VERSION = 1
+_SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """How a model is trained: what `run.json` holds.
+
+    Attributes:
+      network: the layers and the loss.
+      optimizer: the rule, with its parameters.
+      num_features: of the vocabulary, which are also the items.
+      num_epochs: passes over the data.
+      batch_size: examples a step.
+      seed: of the parameters' first values and of the order of examples.
+      indicator: whether the data has no values, or they are ignored.
+      data: the file it is trained on, as it was named.
+      data_fingerprint: of the rows that were read from it.
+      vocabulary_fingerprint: of the names of the features.
+      validation: `checkpoint.fingerprint` of the held-out entries, if there are any.
+      validation_split: how these were chosen from the data itself, a share or "last".
+      k: cut-off of the validation metrics.
+      patience: of early stopping on `ndcg@k`, if training stops early.
+    """
+
+    network: NetworkConfig
+    optimizer: optimizers.Rule
+    num_features: int
+    num_epochs: int
+    batch_size: int
+    seed: int
+    indicator: bool
+    data: str
+    data_fingerprint: str
+    vocabulary_fingerprint: str
+    validation: str | None
+    validation_split: str | None
+    k: int
+    patience: int | None
+
+    def build(self) -> tuple[FeedForward, Optimizer]:
+        """A new model and its optimizer, on the mesh if one is set.
+
+        Raises:
+          ValueError: the network cannot be made.
+        """
+        size = self.num_features
+        rngs = nnx.Rngs(self.seed)
+        model = FeedForward(self.network, inputs=size, outputs=size, rngs=rngs)
+        optimizer = Optimizer(model, self.optimizer)
+        nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+        return model, optimizer
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads."""
+        document = {"version": VERSION, **_shallow_dict(self)}
+        document["network"] = json.loads(self.network.to_json())
+        document["optimizer"] = optimizers.to_json(self.optimizer)
+        return json.dumps(document, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: it is something else, or of another version.
+        """
+        document = json.loads(text)
+        if not isinstance(document, dict) or "version" not in document:
+            raise ValueError("these are not the settings of a run")
+        version = document.pop("version")
+        if version != VERSION:
+            raise ValueError(
+                f"settings of version {version!r}; this release reads version {VERSION}"
+            )
+        if "network" in document:
+            network = json.dumps(document["network"])
+            document["network"] = NetworkConfig.from_json(network)
+        if "optimizer" in document:
+            document["optimizer"] = optimizers.from_json(document["optimizer"])
+        return cls(**checked(cls, document, "settings"))
+
+    def check_resumes(self, before: Run) -> None:
+        """Checks that these are the settings a run was begun with.
+
+        Only `num_epochs` may differ: it may be higher.
+
+        Raises:
+          ValueError: another setting differs; names it.
+        """
+        if self.num_epochs < before.num_epochs:
+            raise ValueError(
+                f"cannot resume with {self.num_epochs} epochs: the run was begun with "
+                f"{before.num_epochs}, which can only be raised"
+            )
+        if self.vocabulary_fingerprint != before.vocabulary_fingerprint:
+            raise ValueError(
+                f"cannot resume with other data: {self.data} has other features than "
+                f"{before.data}, with which the run was begun"
+            )
+        other_validation = self.validation != before.validation
+        # Then the same file has other entries left to train on.
+        splits_otherwise = self.validation_split != before.validation_split
+        if self.data_fingerprint != before.data_fingerprint and not (
+            other_validation and splits_otherwise
+        ):
+            raise ValueError(
+                f"cannot resume with other data: {self.data} has other entries than "
+                f"{before.data} had when the run was begun"
+            )
+        if other_validation:
+            raise ValueError("cannot resume with other validation data, or none")
+        ours, theirs = self._settings(), before._settings()
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"cannot resume with {name} {ours.get(name)}: the run was begun "
+                    f"with {theirs.get(name)}"
+                )
+
+    def described(self) -> dict[str, Any]:
+        """All settings, one plain value by each name."""
+        first = ("data", "validation_split", "num_features", "num_epochs")
+        return {name: getattr(self, name) for name in first} | self._settings()
+
+    def identity(self) -> dict[str, Any]:
+        """What each checkpoint is known by: all but the number of epochs and paths."""
+        names = ("vocabulary_fingerprint", "data_fingerprint", "validation")
+        facts = ("num_features", *names)
+        return {name: getattr(self, name) for name in facts} | self._settings()
+
+    def _settings(self) -> dict[str, Any]:
+        """What must stay as it is, one plain value by each name."""
+        network, rule = self.network, optimizers.to_json(self.optimizer)
+        settings = {"loss": network.loss, **dict(network.loss_options)}
+        for layer in network.layers:
+            settings |= {
+                f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()
+            }
+        settings |= {"optimizer": rule.pop("name"), **rule}
+        plain = ("batch_size", "seed", "indicator", "k", "patience")
+        return settings | {name: getattr(self, name) for name in plain}
+
+
+def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
+    """The settings and the feature names of a run folder.
+
+    Raises:
+      ValueError: it is none, or it is damaged.
+    """
+    directory = pathlib.Path(directory)
+    run = _load_settings(directory)
+    names = SparseDataset.load(directory / _VOCABULARY).feature_names
+    if fingerprint(names) != run.vocabulary_fingerprint:
+        raise ValueError(
+            f"{directory / _VOCABULARY}: is not the vocabulary of this run"
+        )
+    return run, names
+
+
+def _load_settings(directory: pathlib.Path) -> Run:
+    path = directory / _SETTINGS
+    if not path.is_file():
+        raise ValueError(
+            f"{directory}: is not a run folder, it has no {_SETTINGS}; train a model "
+            "first"
+        )
+    wrong = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)
+    try:
+        return Run.from_json(path.read_text(encoding="utf-8"))
+    except wrong as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
+    """The trained model of a run folder, ready for use, and its feature names.
+
+    If training had validation data, this is the model of the best epoch, otherwise the
+    newest. A damaged checkpoint is passed over with a `CheckpointWarning`.
+
+    >>> model, names = load_model("run/")
+    >>> data = read("purchases.tsv", features=names)
+    >>> recommend(model, data, k=1, exclude=data).names(names)
+    [['tea'], ['milk'], ...]
+
+    Raises:
+      ValueError: it is no run folder, or it holds no checkpoint that can be read.
+    """
+    run, names = load_run(directory)
+    return restored_model(directory, run), names
+
+
+def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
+    """`load_model` where the settings have been read already."""
+    checkpoints = checkpoints_of(directory, run)
+    checkpoints.check()  # before room is made for what the settings say
+    model, optimizer = run.build()
+    if checkpoints.restore((model, optimizer), best=True) is None:
+        raise ValueError(
+            f"{directory}: holds no checkpoint yet; train it with --resume"
+        )
+    optimizer.flush(model)
+    model.eval()
+    return model
+
+
+def checkpoints_of(directory: str | pathlib.Path, run: Run) -> Checkpoints:
+    """The checkpoints of a run folder."""
+    identity = run.identity()
+    return Checkpoints(pathlib.Path(directory) / _CHECKPOINTS, identity=identity)
+
+
+def has_checkpoints(directory: str | pathlib.Path) -> bool:
+    """Whether there is something to resume."""
+    return bool(Checkpoints(pathlib.Path(directory) / _CHECKPOINTS).steps())
+
+
+@contextlib.contextmanager
+def begun(
+    directory: str | pathlib.Path, run: Run, features: Names, *, resume: bool
+) -> Generator[Checkpoints]:
+    """The folder of a run while it is trained, by this process alone.
+
+    It is made if it is not there. If training ends before its first checkpoint, by an
+    error or an interrupt, what was made is removed again.
+
+    Args:
+      directory: the folder.
+      run: the settings.
+      features: names of the features.
+      resume: go on if the folder is there. Without a checkpoint in it nothing was
+        done yet, so that the settings may be others.
+
+    Yields:
+      Its checkpoints.
+
+    Raises:
+      FileExistsError: the folder is there and `resume` is False.
+      ValueError: it is no run folder, or of a run with other settings or data.
+      BlockingIOError: another process trains in it.
+    """
+    directory = pathlib.Path(directory)
+    check = functools.partial(check_folder, directory, resume=resume)
+    processes.in_first(check)
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    with processes.alone_in(directory):
+        processes.in_first(check)  # another process may have been here until now
+        checkpoints = checkpoints_of(directory, run)
+        steps, before = checkpoints.steps(), None
+        if steps:
+            before = _load_settings(directory)
+            run.check_resumes(before)
+
+        def write(settings: Run):
+            with whole_file(directory / _SETTINGS) as file:
+                file.write(settings.to_json())
+
+        def make():
+            _vocabulary(features).save(directory / _VOCABULARY)
+            write(run)
+
+        try:
+            processes.in_first(make)
+            if processes.is_true_anywhere(not (directory / _SETTINGS).is_file()):
+                raise ValueError(
+                    f"{directory}: is not the same folder for all processes; name one "
+                    "on a file system that they share"
+                )
+            yield checkpoints
+        except BaseException:
+            # The run was refused, interrupted, or got nowhere.
+            if (
+                before is not None
+                and processes.is_first()
+                and checkpoints.steps() == steps
+            ):
+                with contextlib.suppress(OSError):  # what ended it is told
+                    write(before)
+            if new and processes.is_first() and not checkpoints.steps():
+                shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.suppress(OSError):  # another run may be in there by now
+                    for parent in new[1:]:
+                        parent.rmdir()
+            raise
+
+
+def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
+    """Checks that a run can be begun in a folder, or resumed.
+
+    Raises:
+      FileExistsError: it is there, not empty, and `resume` is False.
+      ValueError: it holds something else than a run.
+    """
+    directory = pathlib.Path(directory)
+    if not directory.exists():
+        return
+    # A killed process may have left files with temporary names, which start with a dot.
+    holds = set()
+    if directory.is_dir():
+        holds = {path.name for path in directory.iterdir() if path.name[0] != "."}
+    if not resume and (holds or not directory.is_dir()):
+        raise FileExistsError(
+            f"{directory}: exists; to continue its training pass --resume, otherwise "
+            "name another folder"
+        )
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: is not a folder")
+    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
+    if other and not (directory / _SETTINGS).exists():
+        raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
+
+
+def _vocabulary(features: Names) -> SparseDataset:
+    """A data set without rows."""
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    matrix = CSR(None, none, start, num_cols=len(features))
+    return SparseDataset(matrix, features[:0], features)
+
+
+def _shallow_dict(instance: Any) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in dataclasses.fields(instance)}

@@ -1,0 +1,239 @@
+"""Rows in batches, and how much room a compiled program gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import axis_sizes, by_parts, mesh_is_set, padded_rows
+from sparsejax.sparse import CSR, take_rows
+
+Array = jax.Array | np.ndarray
+
+
+def bucket(count: int) -> int:
+    """The capacity to compile for, so that `count` entries fit.
+
+    One of 16, 24, 32, 40, 56, 72, 96, ...: multiples of 8, each about 1.25 times the
+    one before. Few different programs are compiled, whatever the counts, and at most a
+    fifth of a large capacity is unused.
+    """
+    size = 16
+    while size < count:
+        size = -(-size * 5 // 32) * 8
+    return size
+
+
+def largest_batch(lengths: Array, batches: Array) -> int:
+    """Number of entries in the fullest batch.
+
+    Args:
+      lengths: `[rows]` entries of each row.
+      batches: `[steps, batch]` rows of each batch; -1 is none.
+    """
+    if batches.size == 0 or lengths.size == 0:
+        return 0
+    entries = lengths[batches] * (batches >= 0)  # -1 reads some row, times 0
+    return int(entries.sum(axis=-1).max())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Some rows of a matrix, to be taken inside a compiled program.
+
+    Attributes:
+      matrix: all rows, on the device; or in blocks on a mesh, those of the batch.
+      rows: `[batch]`; -1 makes an empty row.
+      nse: room for their entries, or for those of a block (static).
+    """
+
+    matrix: CSR | ShardedCSR
+    rows: Array
+    nse: int = dataclasses.field(metadata={"static": True})
+
+    def take(self) -> CSR | ShardedCSR:
+        """`[batch, num_cols]`."""
+        if isinstance(self.matrix, ShardedCSR):
+            return self.matrix
+        return take_rows(self.matrix, jnp.asarray(self.rows), self.nse)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseBatch:
+    """Some rows of an array, to be taken inside a compiled program.
+
+    Attributes:
+      array: all rows, on the device; or those of the batch, on a mesh.
+      rows: `[batch]`, -1 is some row; None if the array has those of the batch.
+    """
+
+    array: jax.Array
+    rows: Array | None
+
+    def take(self) -> jax.Array:
+        """`[batch, ...]`."""
+        if self.rows is None:
+            return self.array
+        return self.array[jnp.maximum(self.rows, 0)]
+
+
+# What a model is shown: its one input, or all by name.
+Shown = Batch | Mapping[str, Batch | DenseBatch]
+
+
+def taken(shown: Shown) -> CSR | ShardedCSR | dict[str, CSR | ShardedCSR | jax.Array]:
+    """`take` of each input."""
+    if isinstance(shown, Batch):
+        return shown.take()
+    return {name: batch.take() for name, batch in shown.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+    """Rows of a matrix in batches of one size, with room for the fullest of them.
+
+    Attributes:
+      matrix: all rows, on the device; with a mesh on the host.
+      rows: `[steps, batch]` int32, -1 where there is none, as at the end of the last.
+      nse: room for the entries of a batch, or of a block of one.
+      mesh: on whose devices each batch is put, in blocks.
+    """
+
+    matrix: CSR
+    rows: np.ndarray
+    nse: int
+    mesh: jax.sharding.Mesh | None = None
+
+    @classmethod
+    def of(cls, matrix: CSR, rows: np.ndarray, batch_size: int) -> Batches:
+        """Batches of `rows: [n]` in their order; -1 is an empty row.
+
+        Args:
+          matrix: from `for_batches`.
+          rows: of the matrix.
+          batch_size: from `rows_in_a_batch`.
+        """
+        batches = _in_batches(rows, batch_size)
+        if not mesh_is_set():
+            lengths = np.diff(np.asarray(matrix.indptr))
+            return cls(matrix, batches, bucket(largest_batch(lengths, batches)))
+        most = _largest_block(matrix, batches, *axis_sizes())
+        return cls(matrix, batches, bucket(most), jax.sharding.get_mesh())
+
+    def __iter__(self) -> Iterator[Batch]:
+        for rows in self.rows:
+            matrix = self.matrix
+            if self.mesh is not None:
+                parts = rows.reshape(self.mesh.shape["data"], -1)
+                matrix = ShardedCSR.from_host(matrix, parts, self.mesh, nse=self.nse)
+            yield Batch(matrix, rows, self.nse)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseBatches:
+    """Rows of an array in batches of one size.
+
+    Attributes:
+      array: all rows, on the device; with a mesh on the host.
+      rows: `[steps, batch]` int32, -1 where there is none.
+      mesh: over whose axis "data" each batch is divided.
+    """
+
+    array: Array
+    rows: np.ndarray
+    mesh: jax.sharding.Mesh | None = None
+
+    @classmethod
+    def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
+        """As `Batches.of`."""
+        mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        return cls(array, _in_batches(rows, batch_size), mesh)
+
+    def __iter__(self) -> Iterator[DenseBatch]:
+        for rows in self.rows:
+            if self.mesh is None:
+                yield DenseBatch(jnp.asarray(self.array), rows)
+            else:
+                some = np.asarray(self.array)[np.maximum(rows, 0)]
+                yield DenseBatch(by_parts(some, self.mesh), None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedBatches:
+    """The same rows of several matrices and arrays, by name."""
+
+    parts: Mapping[str, Batches | DenseBatches]
+
+    def __iter__(self) -> Iterator[dict[str, Batch | DenseBatch]]:
+        for batches in zip(*self.parts.values(), strict=True):
+            yield dict(zip(self.parts, batches, strict=True))
+
+
+def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:
+    """`[steps, batch]` int32 of `rows: [n]`, with -1 at the end."""
+    steps = -(-len(rows) // batch_size)
+    missing = (0, steps * batch_size - len(rows))
+    padded = np.pad(rows.astype(np.int32), missing, constant_values=-1)
+    return padded.reshape(steps, batch_size)
+
+
+def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> int:
+    """Number of entries in the fullest block of `batches: [steps, batch]`."""
+    parts = batches.reshape(len(batches), data, -1)
+    place = matrix.indices // (padded_rows(matrix.num_cols) // model)
+    most = 0
+    for m in range(model):
+        before = np.append(0, np.cumsum(place == m))
+        most = max(most, largest_batch(np.diff(before[matrix.indptr]), parts))
+    return most
+
+
+def rows_in_a_batch(most: int, rows: int) -> int:
+    """Of batches of `rows`: `most`, or fewer if there are few; on a mesh a multiple of
+    the parts it divides them in."""
+    parts = axis_sizes()[0] if mesh_is_set() else 1
+    return -(-min(most, bucket(rows)) // parts) * parts
+
+
+def for_batches(matrix: CSR) -> CSR:
+    """The matrix on the device; with a mesh on the host, which makes the blocks."""
+    if mesh_is_set():
+        return jax.tree.map(np.asarray, matrix)
+    return on_device(matrix)
+
+
+def for_dense_batches(array: np.ndarray) -> Array:
+    """As `for_batches` and `on_device`, for an array; it then has at least a row."""
+    more = [(0, bucket(len(array)) - len(array))] + [(0, 0)] * (array.ndim - 1)
+    padded = np.pad(array, more)
+    return padded if mesh_is_set() else jnp.asarray(padded)
+
+
+def on_device(matrix: CSR) -> CSR:
+    """The matrix on the device, with room to spare if it comes from the host.
+
+    Rounded sizes let a compiled program serve other data too, as it comes in the
+    requests to a service. Rows that are added are empty.
+    """
+    if isinstance(matrix.indices, jax.Array):
+        return jax.tree.map(jnp.asarray, matrix)
+    more = (0, bucket(matrix.nse) - matrix.nse)
+    data = matrix.data
+    if data is not None:
+        data = jnp.asarray(np.pad(np.asarray(data), more), jnp.float32)
+    indices = np.pad(np.asarray(matrix.indices), more)
+    more = (0, bucket(matrix.num_rows) - matrix.num_rows)
+    indptr = np.pad(np.asarray(matrix.indptr), more, mode="edge")
+    return CSR(
+        data,
+        jnp.asarray(indices, jnp.int32),
+        jnp.asarray(indptr, jnp.int32),
+        num_cols=matrix.num_cols,
+    )

@@ -1,0 +1,396 @@
+"""Matrices as users hand them over, and which row of one belongs to which of another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data import DenseDataset, ScannedDataset, SparseDataset
+from sparsejax.data.batching import (
+    Array,
+    Batches,
+    DenseBatches,
+    NamedBatches,
+    for_batches,
+    for_dense_batches,
+)
+from sparsejax.data.dense import dense_rows
+from sparsejax.data.names import Names, examples, find_names
+from sparsejax.sparse import CSR, host_rows
+
+Source = SparseDataset | CSR | scipy.sparse.sparray | scipy.sparse.spmatrix
+Dense = DenseDataset | np.ndarray | jax.Array
+Sources = Source | Mapping[str, Source | Dense]
+
+# Of a model: the features of its one input; or by name the features of a sparse one,
+# and the shape of a row of a dense one, perhaps with its dtype.
+Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
+
+
+# Matrices and arrays by the names of inputs, on the device; with a mesh on the host.
+Held = dict[str, CSR | Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """A matrix or an array, with the names of its rows if it has some.
+
+    Attributes:
+      what: what messages call it: the name of the argument.
+      matrix: `[rows, ...]`.
+      row_names: `[rows]`, or None.
+    """
+
+    what: str
+    matrix: CSR | np.ndarray
+    row_names: Names | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrix.shape[0]
+
+    def label(self, row: int) -> str:
+        """The row's number, with its name if it has one, for a message."""
+        name = "" if self.row_names is None else f" ({self.row_names[row]!r})"
+        return f"row {row:,}{name} of {self.what}"
+
+    def labels(self, rows: np.ndarray) -> str:
+        """The first few of these rows, for a message."""
+        return examples(rows if self.row_names is None else self.row_names[rows])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table(Rows):
+    """A source as a CSR, on the host or the device, with its names if it has some.
+
+    Attributes:
+      feature_names: `[features]`, or None.
+      left_out: `[rows]`, or None: see `SparseDataset`.
+    """
+
+    matrix: CSR
+    feature_names: Names | None = None
+    left_out: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, what: str, source: Source) -> Table:
+        """Takes a source.
+
+        Raises:
+          TypeError: it is none.
+        """
+        if isinstance(source, SparseDataset):
+            names = (source.row_names, source.feature_names)
+            return cls(what, source.matrix, *names, source.left_out)
+        if isinstance(source, CSR):
+            return cls(what, source)
+        if scipy.sparse.issparse(source):
+            return cls(what, CSR.from_scipy(source))
+        raise TypeError(
+            f"{what} is a SparseDataset, a CSR or a SciPy sparse matrix, got "
+            f"{type(source).__name__}"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrix.num_rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseTable(Rows):
+    """A dense source, on the host."""
+
+    matrix: np.ndarray
+
+    @classmethod
+    def of(cls, what: str, source: Dense) -> DenseTable:
+        """Takes a source.
+
+        Raises:
+          TypeError: it is no array of numbers.
+          ValueError: it has no rows, or a value is not finite.
+        """
+        if isinstance(source, DenseDataset):
+            return cls(what, source.values, source.row_names)
+        return cls(what, dense_rows(what, source))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model is shown of each row: one source, or several by name.
+
+    The rows are those of the first source that has row names; of the first, if none has.
+    Another one with names is brought into their order, one without already has it.
+
+    Attributes:
+      tables: by name, row `i` of each belongs to row `i` of the others; one source that
+        was given without a name is called "inputs".
+      alone: whether there is one without a name.
+    """
+
+    tables: Mapping[str, Table | DenseTable]
+    alone: bool
+
+    @classmethod
+    def of(cls, sources: Sources | Inputs) -> Inputs:
+        """Takes what users hand over.
+
+        Raises:
+          NotImplementedError: one of several sources is scanned.
+          TypeError: a source is none.
+          ValueError: there is none, a row is missing, the numbers of rows differ, or a
+            dense value is not finite.
+        """
+        if isinstance(sources, Inputs):
+            return sources
+        if not isinstance(sources, Mapping):
+            return cls({"inputs": Table.of("inputs", sources)}, True)
+        if not sources:
+            raise ValueError("inputs is empty; give {name: source}")
+        tables = {name: _table(name, source) for name, source in sources.items()}
+        first = _first(tables)
+        return cls({n: aligned(t, first) for n, t in tables.items()}, False)
+
+    @property
+    def rows(self) -> Table | DenseTable:
+        """Whose rows they are."""
+        return _first(self.tables)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.num_rows
+
+    @property
+    def features(self) -> Features:
+        """What a model that takes them has as `num_features`."""
+        sizes = {
+            name: table.matrix.shape[1:]
+            if isinstance(table, DenseTable)
+            else table.matrix.num_cols
+            for name, table in self.tables.items()
+        }
+        return self.matrix.num_cols if self.alone else sizes
+
+    @property
+    def matrix(self) -> CSR:
+        """Of the one source without a name."""
+        matrix = self.tables["inputs"].matrix
+        assert isinstance(matrix, CSR)
+        return matrix
+
+    def for_batches(self) -> Held:
+        """Each matrix or array as `batches` takes it."""
+        return {
+            name: for_dense_batches(table.matrix)
+            if isinstance(table, DenseTable)
+            else for_batches(table.matrix)
+            for name, table in self.tables.items()
+        }
+
+    def batches(
+        self, held: Held, rows: np.ndarray, batch_size: int
+    ) -> Batches | NamedBatches:
+        """Batches of `rows: [n]`, -1 is none; see `Batches.of`."""
+        if self.alone:
+            [matrix] = held.values()
+            assert isinstance(matrix, CSR)
+            return Batches.of(matrix, rows, batch_size)
+        return NamedBatches(
+            {
+                name: Batches.of(matrix, rows, batch_size)
+                if isinstance(matrix, CSR)
+                else DenseBatches.of(matrix, rows, batch_size)
+                for name, matrix in held.items()
+            }
+        )
+
+    def named(self, what: str, source: Source | str) -> Table:
+        """A source for the argument `what`, or the sparse input of this name.
+
+        Raises:
+          TypeError: the source is none.
+          ValueError: there is no such input.
+        """
+        if not isinstance(source, str):
+            return Table.of(what, source)
+        found = self.tables.get(source)
+        if not isinstance(found, Table):
+            sparse = [n for n, t in self.tables.items() if isinstance(t, Table)]
+            raise ValueError(
+                f"{what} is data or the name of a sparse input, got {source!r}; there is "
+                f"{_quoted(sparse)}"
+            )
+        return found
+
+
+def _table(name: Any, source: Any) -> Table | DenseTable:
+    what = f"inputs[{name!r}]"
+    if not isinstance(name, str):
+        raise TypeError(f"the names of inputs are text, got {name!r}")
+    if isinstance(source, ScannedDataset):
+        raise NotImplementedError(
+            f"{what} is scanned, but chunks of files in different orders of rows cannot "
+            "be brought together; read all inputs into memory, or scan a single one"
+        )
+    if isinstance(source, DenseDataset | np.ndarray | jax.Array):
+        return DenseTable.of(what, source)
+    if isinstance(source, SparseDataset | CSR) or scipy.sparse.issparse(source):
+        return Table.of(what, source)
+    raise TypeError(
+        f"{what} is a SparseDataset, a CSR, a SciPy sparse matrix, a DenseDataset or an "
+        f"array, got {type(source).__name__}"
+    )
+
+
+def _first(tables: Mapping[str, Table | DenseTable]) -> Table | DenseTable:
+    """The first with row names, or the first."""
+    found = [table for table in tables.values() if table.row_names is not None]
+    return [*found, *tables.values()][0]
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def find_rows(wanted: Rows, among: Rows) -> np.ndarray:
+    """`[wanted rows]`: the row of `among` for each row of `wanted`, -1 if missing.
+
+    By name if both have names; otherwise row `i` belongs to row `i`.
+
+    Raises:
+      ValueError: matched by position, and the numbers of rows differ.
+    """
+    if wanted.row_names is not None and among.row_names is not None:
+        if wanted.row_names is among.row_names:
+            return np.arange(wanted.num_rows)
+        return find_names(wanted.row_names, among.row_names)
+    if wanted.num_rows != among.num_rows:
+        raise ValueError(
+            f"{wanted.what} has {wanted.num_rows:,} rows but {among.what} has "
+            f"{among.num_rows:,}; give the same rows, or data sets for both, whose rows "
+            "are matched by name"
+        )
+    return np.arange(wanted.num_rows)
+
+
+def aligned[T: Rows](table: T, rows: Rows) -> T:
+    """The table with a row for each of `rows`, in the same order.
+
+    Raises:
+      ValueError: a row is missing, or the numbers of rows differ.
+    """
+    found = find_rows(rows, table)
+    missing = np.flatnonzero(found < 0)
+    if missing.size:
+        raise ValueError(
+            f"{missing.size:,} of {rows.num_rows:,} rows of {rows.what} are not in "
+            f"{table.what}: {rows.labels(missing)}"
+        )
+    if np.array_equal(found, np.arange(table.num_rows)):
+        return table
+    matrix = table.matrix
+    if isinstance(matrix, CSR):
+        matrix = host_rows(jax.tree.map(np.asarray, matrix), found)
+    else:
+        matrix = matrix[found]
+    return dataclasses.replace(table, matrix=matrix, row_names=rows.row_names)
+
+
+def features_of(model: Any) -> Features:
+    """`model.num_features`.
+
+    Raises:
+      TypeError: it is a dict that the module holds.
+    """
+    if isinstance(vars(model).get("num_features"), Mapping):
+        raise TypeError(
+            f"num_features of {type(model).__name__} is a dict, which cannot be part of a "
+            "compiled program as an attribute; make it a @property that returns the dict"
+        )
+    return model.num_features
+
+
+def dense_row(features: tuple[int, ...] | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a row of a dense input; float32 where only a shape is given."""
+    if isinstance(features, tuple):
+        return jax.ShapeDtypeStruct(features, jnp.float32)
+    return features
+
+
+def rows_of_inputs(features: Features) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    """Of each input None if it is sparse, else shape and dtype of a row."""
+    each = features.values() if isinstance(features, Mapping) else [features]
+    return tuple(None if isinstance(f, int) else dense_row(f) for f in each)
+
+
+def check_inputs(inputs: Inputs, features: Features) -> None:
+    """Raises ValueError unless a model with these features takes the inputs."""
+    if not isinstance(features, Mapping):
+        if not inputs.alone:
+            raise ValueError(
+                f"the model has one input, so give it alone; inputs names "
+                f"{_quoted(inputs.tables)}"
+            )
+        check_columns("inputs", inputs.matrix.num_cols, features, "features")
+        return
+    if inputs.alone:
+        raise ValueError(
+            f"the model has the inputs {_quoted(features)}; give them by name, as "
+            "{name: source}"
+        )
+    if inputs.tables.keys() != features.keys():
+        raise ValueError(
+            f"inputs names {_quoted(inputs.tables)} but the model has the inputs "
+            f"{_quoted(features)}"
+        )
+    for name, expected in features.items():
+        table = inputs.tables[name]
+        if not isinstance(expected, int):
+            _check_dense(table, dense_row(expected).shape)
+        elif isinstance(table, Table):
+            check_columns(table.what, table.matrix.num_cols, expected, "features")
+        else:
+            raise ValueError(
+                f"{table.what} is dense but the model takes {expected:,} sparse features"
+            )
+
+
+def _check_dense(table: Table | DenseTable, shape: tuple[int, ...]) -> None:
+    if isinstance(table, Table):
+        raise ValueError(
+            f"{table.what} is sparse but the model takes dense rows of shape {shape}"
+        )
+    if table.matrix.shape[1:] != shape:
+        raise ValueError(
+            f"{table.what} has rows of shape {table.matrix.shape[1:]} but the model "
+            f"takes {shape}"
+        )
+
+
+def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
+    """Raises ValueError if `what` has not the columns that the model has `kind`."""
+    if columns != expected:
+        raise ValueError(
+            f"{what} has {columns:,} columns but the model has {expected:,} {kind}; "
+            "read both with the same vocabulary"
+        )
+
+
+def check_same_features(a: Table, b: Table) -> None:
+    """Raises ValueError if two tables have as many features but not the same."""
+    ours, theirs = a.feature_names, b.feature_names
+    if ours is None or theirs is None or ours is theirs or len(ours) != len(theirs):
+        return
+    different = np.flatnonzero(ours != theirs)
+    if different.size:
+        at = different[0]
+        raise ValueError(
+            f"column {at:,} is {ours[at]!r} in {a.what} but {theirs[at]!r} in {b.what}; "
+            "read both with the same vocabulary"
+        )

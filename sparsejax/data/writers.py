@@ -1,0 +1,177 @@
+"""Text files of interactions, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import gzip
+import io
+import lzma
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+import numpy as np
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.files import replacing
+from sparsejax.data.lines import ESCAPES
+from sparsejax.data.names import Names, as_names
+
+COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
+_ESCAPED = str.maketrans(ESCAPES)
+_ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not in ",:"}
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Generator[io.TextIOWrapper]:
+    """Opens a UTF-8 text file that appears at `path` when the block is done.
+
+    It replaces a file that was there; if the block fails, nothing has changed. A name
+    that ends in `.gz` or `.xz` gives a compressed file.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: see `check_writable`.
+    """
+    check_writable(path)
+    opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
+    with (
+        replacing(path) as temporary,
+        opener(temporary, "xt", encoding="utf-8", newline="\n") as file,
+    ):
+        yield file
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Looks whether a file can be made here, or be replaced.
+
+    Raises:
+      ValueError: `path` is a folder, a device or the like, or its folder is not there.
+    """
+    path = pathlib.Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: is not a file, so it cannot be written")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+
+
+def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
+    """Writes DSSTNE's text form, see `sparsejax.read_text`; it holds rows and values.
+
+    Names are escaped as `sparsejax.read_text` reads them.
+
+    Raises:
+      ValueError: a name is empty or holds a zero byte, or a byte order mark begins it.
+    """
+    row_names = escaped("row", data.row_names)
+    feature_names = escaped("feature", data.feature_names)
+    data = dataclasses.replace(data, row_names=row_names, feature_names=feature_names)
+    for row, features, values in _rows(data):
+        if values is not None:
+            features = (f"{f},{v}" for f, v in zip(features, values, strict=True))
+        file.write(f"{row}\t{':'.join(features)}\n")
+
+
+def escaped(what: str, names: Names) -> Names:
+    """The names as the text form has them.
+
+    Raises:
+      ValueError: it cannot hold one.
+    """
+    is_row = what == "row"
+    check_names(what, names, "\ufeff" if is_row else "", "text")
+    table = _ESCAPED_ROW if is_row else _ESCAPED
+    return as_names([name.translate(table) for name in names.tolist()])
+
+
+def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
+    """Writes `row feature feature ...` lines, see `sparsejax.read_adjacency`.
+
+    Raises:
+      ValueError: the entries have values, or a name is empty or contains white space.
+    """
+    if data.matrix.data is not None:
+        raise ValueError(
+            "the format adjacency holds no values but the data has some; choose text, "
+            "pairs or parquet, or leave the values out (indicator=True)"
+        )
+    for what, names in (("row", data.row_names), ("feature", data.feature_names)):
+        check_names(what, names, " \t\v\f\r\n\ufeff", "adjacency")
+    file.writelines(" ".join((row, *rest)) + "\n" for row, rest, _ in _rows(data))
+
+
+def write_pairs(
+    file: io.TextIOWrapper, data: SparseDataset, *, delimiter: str = "\t"
+) -> None:
+    """Writes a line for each entry, under a header; see `sparsejax.read_pairs`.
+
+    With another delimiter than TAB, fields are quoted where that is needed. A warning
+    counts rows without entries, which cannot be written.
+
+    Raises:
+      ValueError: a name is empty or contains a line end or, without quotes, a TAB.
+    """
+    forbidden = "\t\r\n" if delimiter == "\t" else "\r\n"
+    for what, names in (("row", data.row_names), ("feature", data.feature_names)):
+        check_names(what, names, forbidden, "pairs")
+    empty = int(np.sum(np.diff(data.matrix.indptr) == 0))
+    if empty:
+        warnings.warn(
+            f"{empty:,} of {data.num_rows:,} rows have no entries and are left out: the "
+            "format pairs cannot hold them",
+            stacklevel=2,
+        )
+    valued = data.matrix.data is not None
+    header = ("user", "item", "value") if valued else ("user", "item")
+    write = _record_writer(file, delimiter)
+    write([header])
+    for row, features, values in _rows(data):
+        if values is None:
+            write((row, feature) for feature in features)
+        else:
+            entries = zip(features, values, strict=True)
+            write((row, feature, value) for feature, value in entries)
+
+
+def _record_writer(
+    file: io.TextIOWrapper, delimiter: str
+) -> Callable[[Iterable[Iterable[str]]], object]:
+    if delimiter != "\t":
+        return csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows
+    # The csv module would quote names that contain a quote, which TAB-separated files
+    # take as they are.
+    return lambda records: file.writelines("\t".join(r) + "\n" for r in records)
+
+
+def _rows(
+    data: SparseDataset,
+) -> Iterator[tuple[str, list[str], list[str] | None]]:
+    """The name of each row, its features' names and their values as text."""
+    matrix, names = data.matrix, data.feature_names
+    ends = np.asarray(matrix.indptr[1:]).tolist()
+    start = 0
+    for row, end in zip(data.row_names.tolist(), ends, strict=True):
+        values = None
+        if matrix.data is not None:
+            # The shortest decimal that is read as the same float32.
+            shortest = map(str, matrix.data[start:end])
+            values = [text.removesuffix(".0") for text in shortest]
+        yield row, names[matrix.indices[start:end]].tolist(), values
+        start = end
+
+
+def check_names(what: str, names: Names, forbidden: str, format: str) -> None:
+    # Readers take a file with zero bytes for no text, and drop a byte order mark.
+    separator = re.compile(f"[{re.escape(forbidden)}\0]")
+    for name in names.tolist():
+        if not name:
+            raise ValueError(f"a {what} has an empty name, which {format} cannot hold")
+        if found := separator.search(name):
+            raise ValueError(
+                f"the {what} name {name!r} contains {found[0]!r}, which {format} "
+                "cannot hold in a name; rename it"
+            )

@@ -1,0 +1,483 @@
+"""Sparse matrices in blocks, one for each device of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.mesh.layout import (
+    ROW_MULTIPLE,
+    axis_sizes,
+    on_each_device,
+    padded_rows,
+)
+from sparsejax.sparse import (
+    CSR,
+    MAX_ENTRIES,
+    Transposed,
+    host_rows,
+    segment_ids,
+    take_rows,
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedCSR:
+    """A `[rows, num_cols]` sparse matrix in blocks, one for each device of a mesh.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> with jax.set_mesh(make_mesh(data=1, model=1)):
+    ...     blocks = ShardedCSR.of(x)
+    >>> blocks.shape, blocks.blocks.indices.shape
+    ((2, 5), (1, 1, 2))
+
+    Block `(d, m)` lies on the device with these coordinates on the axes "data" and
+    "model". It holds the d-th of equal parts of the rows and the columns that belong to
+    the m-th part of a kernel, numbered from its first one. So each device finds the
+    entries of its own kernel rows, and sees a plain CSR.
+
+    Every operation takes it in place of a `CSR`, under `jax.set_mesh`.
+
+    Attributes:
+      blocks: a stack of matrices, its leaves `[data, model, ...]`.
+      num_cols: number of columns (static).
+      transposed: of each part of the columns the entries of all rows by column, its
+        leaves `[model, ...]`, if they were sorted ahead of time.
+      spread: whether sums over its rows lie over both axes, each device having those of
+        its own rows; else over "data" alone (static), see `of_rows`.
+    """
+
+    blocks: CSR
+    num_cols: int = dataclasses.field(kw_only=True)
+    transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
+    spread: bool = dataclasses.field(kw_only=True, default=False)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [
+            (key("blocks"), self.blocks),
+            (key("transposed"), self.transposed),
+        ]
+        return leaves, (self.num_cols, self.spread)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> ShardedCSR:
+        self = object.__new__(cls)
+        names = ("blocks", "transposed", "num_cols", "spread")
+        for name, value in zip(names, (*leaves, *static), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, of all blocks."""
+        return self.blocks.indptr.shape[-3] * self.blocks.num_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, num_cols)`."""
+        return self.num_rows, self.num_cols
+
+    @property
+    def nse(self) -> int:
+        """Capacity: number of entries that can be stored, of all blocks."""
+        data, model = self.blocks.indptr.shape[-3:-1]
+        return data * model * self.blocks.nse
+
+    @property
+    def data(self) -> jax.Array | np.ndarray | None:
+        """`[data, model, nse]` values, or None for an indicator matrix."""
+        return self.blocks.data
+
+    def with_data(self, data: jax.Array | None) -> ShardedCSR:
+        """The same entries with other values."""
+        return dataclasses.replace(
+            self, blocks=dataclasses.replace(self.blocks, data=data)
+        )
+
+    @classmethod
+    def of(cls, x: CSR) -> ShardedCSR:
+        """The blocks of a matrix that each device has as a whole.
+
+        Differentiable in `data`. A block has room for all entries of `x`, as they may
+        all be in one.
+
+        Raises:
+          ValueError: no mesh is set, or its axis "data" does not divide the rows.
+        """
+        data, model = axis_sizes()
+        if x.num_rows % data:
+            raise ValueError(
+                f"{x.num_rows:,} rows cannot be divided by {data}, the size of the "
+                'mesh\'s axis "data"'
+            )
+        rows, width = x.num_rows // data, padded_rows(x.num_cols) // model
+
+        def block(x):
+            first = lax.axis_index("data") * rows
+            part = take_rows(x, first + jnp.arange(rows, dtype=jnp.int32), x.nse)
+            cut = lax.dynamic_slice_in_dim(x.overfull_rows(), first, rows)
+            part = columns_between(part, lax.axis_index("model"), width, cut)
+            return jax.tree.map(lambda leaf: leaf[None, None], part)
+
+        plain = dataclasses.replace(x, transposed=None)
+        blocks = on_each_device(
+            block, plain, in_specs=(P(),), out_specs=P("data", "model")
+        )
+        return cls(blocks, num_cols=x.num_cols)
+
+    @classmethod
+    def of_rows(cls, parts: CSR) -> ShardedCSR:
+        """The blocks of a batch of which each device has some rows, with all columns.
+
+        As where every device is fed with examples of its own: the devices along "model"
+        exchange their entries, and what a lookup of the result gives lies as the batch
+        did, over all devices. Differentiable in `data`.
+
+        Args:
+          parts: a stack of matrices, its leaves `[data, model, ...]` over both axes of
+            the mesh. Row by row the batch is that of part (0, 0), of (0, 1), ...
+        """
+        data, model = axis_sizes()
+        if parts.indptr.ndim != 3 or parts.indptr.shape[:2] != (data, model):
+            raise ValueError(
+                f"expected leaves [data={data}, model={model}, n], got indptr "
+                f"{parts.indptr.shape}"
+            )
+        width = padded_rows(parts.num_cols) // model
+
+        def block(part):
+            mine = jax.tree.map(lambda a: lax.all_gather(a, "model"), local(part))
+            cut = jax.vmap(CSR.overfull_rows)(mine)
+            where = lax.axis_index("model")
+            found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))
+            joined = _below_each_other(found(mine, cut), cut)
+            return jax.tree.map(lambda leaf: leaf[None, None], joined)
+
+        blocks = on_each_device(
+            block,
+            dataclasses.replace(parts, transposed=None),
+            in_specs=(P("data", "model"),),
+            out_specs=P("data", "model"),
+        )
+        return cls(blocks, num_cols=parts.num_cols, spread=True)
+
+    @classmethod
+    def from_host(
+        cls,
+        matrix: CSR,
+        rows: np.ndarray,
+        mesh: jax.sharding.Mesh,
+        *,
+        nse: int | None = None,
+    ) -> ShardedCSR:
+        """The blocks of some rows of a NumPy matrix, each put on its device.
+
+        Args:
+          matrix: all rows.
+          rows: `[data, n]` the rows of each part; -1 is an empty one.
+          mesh: with the axes "data" and "model".
+          nse: room in a block; by default what the fullest needs.
+
+        Raises:
+          ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
+        """
+        parts = {d: host_rows(matrix, rows[d]) for d in parts_of_process(mesh)}
+        return cls.from_parts(parts, rows.shape[1], mesh, nse=nse)
+
+    @classmethod
+    def from_parts(
+        cls,
+        parts: Mapping[int, CSR],
+        rows: int,
+        mesh: jax.sharding.Mesh,
+        *,
+        nse: int | Callable[[int], int] | None = None,
+    ) -> ShardedCSR:
+        """The blocks of a matrix of which each process has the rows of its devices.
+
+        All processes call it together.
+
+        Args:
+          parts: NumPy matrices of at most `rows` rows: of each of `parts_of_process`.
+          rows: of a part; what a matrix lacks are empty rows.
+          mesh: with the axes "data" and "model".
+          nse: room in a block, or a function that makes it of what the fullest of all
+            needs; by default just that.
+
+        Raises:
+          ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
+        """
+        some = next(iter(parts.values()))
+        shape = mesh.shape["data"], mesh.shape["model"]
+        width = padded_rows(some.num_cols) // shape[1]
+        places = {d: np.asarray(part.indices) // width for d, part in parts.items()}
+        counts = {
+            d: np.bincount(place, minlength=shape[1]) for d, place in places.items()
+        }
+        fullest = max(int(count.max()) for count in counts.values())
+        if jax.process_count() > 1 and not isinstance(nse, int):
+            everywhere = np.asarray(min(fullest, 2**31 - 1), np.int32)
+            fullest = int(multihost_utils.process_allgather(everywhere).max())
+        if not isinstance(nse, int):
+            nse = max(fullest, 1) if nse is None else nse(fullest)
+        if fullest > min(nse, MAX_ENTRIES):
+            raise ValueError(
+                f"a block has {fullest:,} entries, there is room for "
+                f"{min(nse, MAX_ENTRIES):,}; divide the matrix over more devices"
+            )
+
+        def entries(values, index):
+            d, m = (part.start or 0 for part in index[:2])
+            mine = values(parts[d])[places[d] == m]
+            return np.pad(mine, (0, nse - len(mine)))[None, None]
+
+        def columns(index):
+            found = entries(lambda part: np.asarray(part.indices), index)
+            # Padding may be anything.
+            return (found - (index[1].start or 0) * width).astype(np.int32)
+
+        def indptr(index):
+            d, m = (part.start or 0 for part in index[:2])
+            before = np.concatenate([[0], np.cumsum(places[d] == m)])
+            ends = before[np.asarray(parts[d].indptr)].astype(np.int32)
+            return np.pad(ends, (0, rows + 1 - len(ends)), mode="edge")[None, None]
+
+        def made(size, block):
+            return jax.make_array_from_callback(
+                (*shape, size), NamedSharding(mesh, P("data", "model")), block
+            )
+
+        data = None
+        if some.data is not None:
+            data = made(nse, functools.partial(entries, lambda p: np.asarray(p.data)))
+        blocks = CSR(data, made(nse, columns), made(rows + 1, indptr), num_cols=width)
+        return cls(blocks, num_cols=some.num_cols)
+
+    @property
+    def rows_spec(self) -> P:
+        """How what has a row for each row of the matrix lies, as a lookup's result."""
+        return P(("data", "model")) if self.spread else P("data")
+
+    def sum_over_columns(self, values: jax.Array) -> jax.Array:
+        """On each device: adds what the devices along "model" have, as `rows_spec` lies.
+
+        `values` has a row for each row of a block; sums are made in float32.
+        """
+        wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        if self.spread:
+            total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
+        else:
+            total = lax.psum(wide, "model")
+        return total.astype(values.dtype)
+
+    def take(self, rows: jax.Array, nse: int) -> ShardedCSR:
+        """Some rows of each part, for many batches: a stack of matrices.
+
+        Nothing moves between devices.
+
+        Args:
+          rows: `[steps, data, n]` rows for each batch, counted from the first of their
+            part. A row that does not exist, as -1, is empty.
+          nse: room in a block, as `fullest` says; rows that do not fit come out of
+            every operation as NaN.
+
+        Returns:
+          `[data * n, num_cols]` matrices; the leaves of the blocks are
+          `[steps, data, model, ...]`.
+        """
+
+        def block(part, rows):
+            part = local(part)
+            taken = jax.vmap(lambda r: take_rows(part, r, nse))(rows[:, 0])
+            return jax.tree.map(lambda leaf: leaf[:, None, None], taken)
+
+        blocks = on_each_device(
+            block,
+            dataclasses.replace(self.blocks, transposed=None),
+            rows,
+            in_specs=(P("data", "model"), P(None, "data")),
+            out_specs=P(None, "data", "model"),
+        )
+        return ShardedCSR(blocks, num_cols=self.num_cols)
+
+    def fullest(self, rows: jax.Array) -> jax.Array:
+        """`[]` int32: entries of the fullest block that `take` makes of these rows."""
+
+        def block(indptr, rows):
+            lengths, rows = jnp.diff(indptr[0, 0]), rows[:, 0]
+            lengths = lengths.at[rows].get(mode="fill", fill_value=0)
+            entries = jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1)
+            return lax.pmax(jnp.max(entries, initial=0), ("data", "model"))
+
+        return on_each_device(
+            block,
+            self.blocks.indptr,
+            rows,
+            in_specs=(P("data", "model"), P(None, "data")),
+            out_specs=P(),
+        )
+
+    def row_lengths(self) -> jax.Array:
+        """`[rows]` int32: number of entries of each row."""
+        lengths = jnp.sum(jnp.diff(self.blocks.indptr), axis=-2, dtype=jnp.int32)
+        return lengths.reshape(*lengths.shape[:-2], self.num_rows)
+
+    def row_ids(self) -> jax.Array:
+        """`[data, model, nse]` int32: the row of each entry; at least `rows` for padding."""
+        data = self.blocks.indptr.shape[-3]
+        local = jax.vmap(jax.vmap(CSR.row_ids))(self.blocks)
+        first = jnp.arange(data, dtype=jnp.int32)[:, None, None] * self.blocks.num_rows
+        padding = local >= self.blocks.num_rows
+        return jnp.where(padding, self.num_rows, local + first)
+
+    def column_ids(self) -> jax.Array:
+        """`[data, model, nse]` int32: the column of each entry."""
+        model = self.blocks.indptr.shape[-2]
+        first = jnp.arange(model, dtype=jnp.int32)[:, None] * self.blocks.num_cols
+        return jnp.asarray(self.blocks.indices) + first[None]
+
+    def with_transposed(self) -> ShardedCSR:
+        """The same matrix, or stack of matrices, with its entries also by column."""
+        return dataclasses.replace(self, transposed=self.by_column())
+
+    def by_column(self) -> Transposed:
+        """For each part of the columns, the entries of all rows by column.
+
+        Sorted now, unless they were ahead of time. `order` counts the entries of the
+        blocks below each other.
+        """
+        if self.transposed is not None:
+            return self.transposed
+        stacked = self.blocks.indptr.ndim > 3
+        lead = (None,) if stacked else ()
+
+        def sort(blocks):
+            return jax.tree.map(
+                lambda leaf: jnp.expand_dims(leaf, len(lead)), sorted_rows(blocks)
+            )
+
+        return on_each_device(
+            lambda blocks: sort(local(blocks)),
+            dataclasses.replace(self.blocks, transposed=None),
+            in_specs=(P(*lead, "data", "model"),),
+            out_specs=P(*lead, "model"),
+        )
+
+    def todense(self) -> jax.Array:
+        """`[rows, num_cols]` array; for tests and small matrices."""
+        dense = jax.vmap(jax.vmap(CSR.todense))(self.blocks)
+        dense = dense.transpose(0, 2, 1, 3).reshape(self.num_rows, -1)
+        return dense[:, : self.num_cols]
+
+
+def check_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
+    """Raises ValueError unless each device has the kernel rows of its block's columns."""
+    rows = padded_rows(x.num_cols)
+    if kernel.shape[0] != rows:
+        raise ValueError(
+            f"{name} has {kernel.shape[0]:,} rows; on a mesh a matrix of "
+            f"{x.num_cols:,} columns needs {rows:,}, a multiple of {ROW_MULTIPLE}"
+        )
+
+
+def parts_of_process(mesh: jax.sharding.Mesh) -> list[int]:
+    """The places on the axis "data" where this process has a device."""
+    mine = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    axis = mesh.axis_names.index("data")
+    here = np.moveaxis(mine == jax.process_index(), axis, 0)
+    return np.flatnonzero(here.reshape(len(here), -1).any(axis=1)).tolist()
+
+
+def local(tree: Any) -> Any:
+    """A device's block of blocks `[..., 1, 1, n]`."""
+
+    def squeezed(leaf):
+        return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
+
+    return jax.tree.map(squeezed, tree)
+
+
+def sorted_rows(block: CSR) -> Transposed:
+    """By column, the entries that the devices along "data" have of the same columns.
+
+    On each device: `block` is its own, or a stack of blocks.
+    """
+
+    entries = jax.vmap(entries_of_all) if block.indptr.ndim > 1 else entries_of_all
+    return Transposed.of(*entries(block), block.num_cols)
+
+
+def entries_of_all(block: CSR) -> tuple[jax.Array, jax.Array]:
+    """Column (`num_cols` if it does not count) and row of each entry that the devices
+    along "data" have of the same columns."""
+    first = lax.axis_index("data") * block.num_rows
+    return gathered((block.columns(padding=block.num_cols), block.row_ids() + first))
+
+
+def gathered(arrays: Any) -> Any:
+    """What the devices along "data" have, `[n]` each, one after the other."""
+
+    return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
+
+
+def _below_each_other(parts: CSR, cut: jax.Array) -> CSR:
+    """A stack `[count, ...]` of matrices as one; rows that are `cut` get a wrong index."""
+    count, nse = parts.indices.shape
+    indptr = jnp.asarray(parts.indptr)
+    starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
+    wrong = count * nse  # where an entry stands that is no column
+    starts = jnp.where(cut, wrong, starts).reshape(-1)
+    lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    joined = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    positions = jnp.arange(count * nse, dtype=jnp.int32)
+    row = jnp.minimum(segment_ids(joined, count * nse), lengths.shape[0] - 1)
+    source = jnp.clip(starts[row] + positions - joined[row], 0, wrong)
+
+    def entries(values, last):
+        return jnp.append(jnp.asarray(values).reshape(-1), last)[source]
+
+    data = None if parts.data is None else entries(parts.data, 0)
+    indices = entries(parts.indices, -1)
+    return CSR(data, indices, joined, num_cols=parts.num_cols)
+
+
+def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
+    """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
+
+    Room stays for all. An index that is no column of `x` stays wrong, in part 0. Rows
+    that are `cut` lack entries, as all after them do, and are overfull in the result.
+    """
+    columns = jnp.asarray(x.indices)
+    row = x.row_ids()
+    wrong = (columns < 0) | (columns >= x.num_cols)
+    inside = ~wrong & (columns // width == part)
+    kept = (inside | (wrong & (part == 0))) & (row < x.num_rows)
+    place = jnp.where(kept, jnp.cumsum(kept) - 1, x.nse)
+
+    def compact(values):
+        return jnp.zeros_like(values).at[place].set(values, mode="drop")
+
+    lengths = (
+        jnp.zeros(x.num_rows, jnp.int32)
+        .at[row]
+        .add(kept.astype(jnp.int32), mode="drop")
+    )
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = jnp.where(cut, x.nse + 1, ends)
+    indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    indices = compact(jnp.where(wrong, -1, columns - part * width))
+    data = None if x.data is None else compact(jnp.asarray(x.data))
+    return CSR(data, indices, indptr, num_cols=width)

@@ -1,0 +1,204 @@
+"""What the processes of a distributed run do together: begin, agree, and end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from sparsejax.mesh import interrupts, locks
+from sparsejax.mesh.layout import make_mesh
+
+# A process that was not heard of for so long is lost, and all others end.
+HEARTBEAT_SECONDS = 60
+
+# How long a process that fails waits for the others, which may be failing, too.
+_GRACE_SECONDS = 5
+
+
+class OtherProcessError(RuntimeError):
+    """Another process has failed, and its message says why."""
+
+
+def begin(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Joins the processes of a run; before anything else asks JAX for its devices.
+
+    From then on a SIGTERM, with which a cluster announces that it takes a machine away,
+    is left to `fit`, which saves a checkpoint and ends. A second one ends the process.
+
+    Args:
+      coordinator: `host:port` where process 0 listens. Without it the cluster is looked
+        for: Slurm, Open MPI, Kubernetes and others, see `jax.distributed.initialize`.
+      num_processes: of the run.
+      process_id: of this one, from 0.
+
+    Raises:
+      ValueError: no cluster was found, or only some arguments are given.
+    """
+    given = (coordinator, num_processes, process_id)
+    if None in given and given != (None, None, None):
+        raise ValueError(
+            "give the coordinator, the number of processes and the id of this one, or "
+            "none of them"
+        )
+    try:
+        jax.distributed.initialize(
+            *given,
+            cluster_detection_method=None if coordinator is None else "deactivate",
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        if coordinator is not None:
+            raise
+        raise ValueError(
+            "no cluster was found (Slurm, Open MPI and Kubernetes tell their processes "
+            "of it); give --coordinator, --num-processes and --process-id"
+        ) from error
+    signal.signal(signal.SIGTERM, _note)
+
+
+def _note(number: int, frame: object) -> None:
+    interrupts.note()
+    signal.signal(number, signal.SIG_DFL)
+
+
+def is_begun() -> bool:
+    """Whether this is one of several processes, or is about to be."""
+    return jax.distributed.is_initialized()
+
+
+def mesh_of(text: str | None) -> jax.sharding.Mesh:
+    """The mesh that a text describes, as "data=2,model=4".
+
+    By default a kernel is divided over the devices of a process, which are close to each
+    other, and a batch over the processes.
+
+    Raises:
+      ValueError: it describes none, or not one of all devices of several processes.
+    """
+    processes, devices = jax.process_count(), jax.device_count()
+    if text is None:
+        try:
+            return make_mesh(data=processes, model=devices // processes)
+        except ValueError as error:
+            raise ValueError(
+                f"{processes} processes with {devices} devices need --mesh: {error}"
+            ) from None
+    data, model = axes_of(text)
+    mesh = make_mesh(data=data, model=model)
+    if processes > 1 and mesh.size != devices:
+        raise ValueError(
+            f"--mesh {text} has {mesh.size} devices, but {processes} processes have "
+            f"{devices}, and each must take part"
+        )
+    return mesh
+
+
+def axes_of(text: str) -> tuple[int, int]:
+    """The sizes of "data" and "model" in a text as "data=2,model=4".
+
+    Raises:
+      ValueError: it is no such text.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in ("data", "model") or name in sizes or not size.isdecimal():
+            raise ValueError(f"--mesh is written data=2,model=4, got {text!r}")
+        sizes[name] = int(size)
+    return sizes.get("data", 1), sizes.get("model", 1)
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes files."""
+    return jax.process_index() == 0
+
+
+def true_anywhere(*flags: bool) -> list[bool]:
+    """Whether each flag is set in some process. All have to ask."""
+    if jax.process_count() == 1:
+        return list(flags)
+    return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
+
+
+def is_true_anywhere(flag: bool) -> bool:
+    """Whether a flag is set in some process. All have to ask."""
+    return true_anywhere(flag)[0]
+
+
+def is_same_everywhere(text: str) -> bool:
+    """Whether all processes have the same text. All have to ask."""
+    if jax.process_count() == 1:
+        return True
+    # As numbers that no mode of JAX narrows.
+    words = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    lengths = multihost_utils.process_allgather(np.asarray(len(words), np.int32))
+    if (lengths != lengths[0]).any():
+        return False
+    return bool((multihost_utils.process_allgather(words) == words).all())
+
+
+def in_first(function: Callable[[], object]) -> None:
+    """Calls a function in process 0; the others wait, and fail if it has.
+
+    Raises:
+      OtherProcessError: it failed; in process 0 itself the error it raised.
+    """
+    failed = None
+    if is_first():
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - raised below, when all know
+            failed = error
+    anywhere = is_true_anywhere(failed is not None)
+    if failed is not None:
+        raise failed
+    if anywhere:
+        raise OtherProcessError("process 0 has failed; its message says why")
+
+
+@contextlib.contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Within it, process 0 holds a folder for all, see `locks.locked`.
+
+    Raises:
+      BlockingIOError: another run does.
+      OtherProcessError: the same, in the other processes.
+    """
+    with contextlib.ExitStack() as stack:
+        in_first(lambda: stack.enter_context(locks.locked(folder)))
+        yield
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that an operation over all devices has lost one."""
+    words = ("Gloo", "NCCL", "heartbeat", "coordination service")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in str(error) for word in words
+    )
+
+
+def leave(status: int) -> None:
+    """Ends a process that has failed, without waiting long for the others.
+
+    At an ordinary exit JAX waits for all of them, for minutes if one does not come.
+    """
+    if is_begun():
+        # Those that fail for the same reason come soon; then all say their own message.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        end.start()
+        end.join(_GRACE_SECONDS)
+        os._exit(status)

@@ -1,0 +1,412 @@
+"""Flax NNX layers with sparse inputs and sparse outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from sparsejax import losses
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import (
+    BY_ROWS,
+    by_compiler,
+    init_sharded,
+    on_mesh,
+    padded_rows,
+)
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import output_loss as output
+from sparsejax.ops import top_k as topk
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.optimizers import gradients
+from sparsejax.sparse import CSR
+
+Initializer = Callable[..., jax.Array]
+
+# As DSSTNE and Mult-VAE start: small, since a row of the input sums many of them.
+_default_kernel_init = nnx.initializers.glorot_uniform()
+_default_bias_init = nnx.initializers.zeros_init()
+
+# Below this norm a vector has no direction: its cosine with anything is near 0.
+_MIN_NORM = 1e-6
+
+# How what has a row for each example lies on a mesh.
+_BATCH = P("data")
+
+
+class SparseLinear(nnx.Module):
+    """A linear layer for sparse rows: `y = x W + b`.
+
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer(x).shape
+    (2, 3)
+
+    Only the rows of W that `x` names are read. Under `sparsejax.value_and_grad` its
+    gradient is a `RowGradient` of just these rows; under `nnx.value_and_grad` it is
+    dense. The kernel's first axis is rounded up to a multiple of 256; the added rows
+    stay zero.
+
+    Args:
+      in_features: number of columns of `x`.
+      out_features: units of this layer.
+      use_bias: whether to add a bias.
+      dtype: dtype of the result; that of the kernel by default.
+      param_dtype: dtype of kernel and bias.
+      kernel_init: initialises the `[in_features, out_features]` kernel.
+      bias_init: initialises the bias.
+      combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
+      kernel: a parameter to share instead of making one, as a tied `SparseOutput`'s.
+      implementation: see `sparsejax.gather_matmul`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = _default_kernel_init,
+        bias_init: Initializer = _default_bias_init,
+        combiner: gather.Combiner = "sum",
+        kernel: nnx.Param | None = None,
+        implementation: gather.Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.combiner: gather.Combiner = combiner
+        self.implementation: gather.Implementation = implementation
+        if kernel is None:
+            shape = (in_features, out_features)
+            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
+            kernel = gradients.RowParam(value, **on_mesh(BY_ROWS))
+        _check_kernel(kernel, in_features, out_features)
+        self.kernel = kernel
+        shape = (out_features,)
+        self.bias = (
+            nnx.Param(bias_init(rngs.params(), shape, param_dtype))
+            if use_bias
+            else None
+        )
+
+    def __call__(self, x: CSR | ShardedCSR) -> Float[Array, "batch out_features"]:
+        """`[batch, out_features]` of `x: [batch, in_features]`."""
+        if not isinstance(x, CSR | ShardedCSR):
+            raise TypeError(
+                f"expected a CSR, got {type(x).__name__}; of a SciPy matrix "
+                "CSR.from_scipy makes one"
+            )
+        if x.num_cols != self.in_features:
+            raise ValueError(
+                f"x has {x.num_cols:,} columns but the layer has {self.in_features:,} "
+                "features; read both with the same vocabulary"
+            )
+        y = gradients.lookup(
+            self.kernel, x, combiner=self.combiner, implementation=self.implementation
+        )
+        if self.bias is not None:
+            y = y + self.bias[...].astype(y.dtype)[None, :]
+        return y if self.dtype is None else y.astype(self.dtype)
+
+
+class SparseOutput(nnx.Module):
+    """Scores over many items: `s = h W^T + b`, or cosines divided by a temperature.
+
+    The kernel is `[items, in_features]`, so an item's vector is a row of memory, and
+    `SparseLinear` can share it. `loss` and `top_k` never make the `[batch, items]`
+    array of scores. With a temperature, `s_i = h . W_i / (|h| |W_i| temperature) + b_i`,
+    and 0 (plus bias) where a vector is zero.
+
+    >>> layer = SparseOutput(3, 5, rngs=nnx.Rngs(0))
+    >>> ids, scores = layer.top_k(jnp.ones((2, 3)), 4)
+    >>> ids.shape
+    (2, 4)
+
+    Args:
+      in_features: size of `h`.
+      num_items: number of items.
+      use_bias: whether each item has a bias.
+      temperature: makes scores cosines divided by it.
+      dtype: dtype of the operands of the products; those of `h` and the kernel by
+        default. Sums are made in float32.
+      param_dtype: dtype of kernel and bias.
+      kernel_init: initialises the `[num_items, in_features]` kernel.
+      bias_init: initialises the bias.
+      kernel: a parameter to share instead of making one.
+      implementation: see `sparsejax.output_loss`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_items: int,
+        *,
+        use_bias: bool = True,
+        temperature: float | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
+        kernel_init: Initializer = _default_kernel_init,
+        bias_init: Initializer = _default_bias_init,
+        kernel: nnx.Param | None = None,
+        implementation: output.Implementation = None,
+        rngs: nnx.Rngs,
+    ):
+        if temperature is not None and not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.in_features = in_features
+        self.num_items = num_items
+        self.temperature = temperature
+        self.dtype = dtype
+        self.implementation: output.Implementation = implementation
+        if kernel is None:
+            shape = (num_items, in_features)
+            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
+            kernel = nnx.Param(value, **on_mesh(BY_ROWS))
+        _check_kernel(kernel, num_items, in_features)
+        self.kernel = kernel
+        self.bias = (
+            nnx.Param(
+                _padded(bias_init, rngs.params(), (num_items,), param_dtype),
+                **on_mesh(P("model")),
+            )
+            if use_bias
+            else None
+        )
+        self.folded_scale: nnx.Variable | None = nnx.data(None)
+
+    def scores(
+        self, h: Float[Array, "batch in_features"]
+    ) -> Float[Array, "batch num_items"]:
+        """All scores, `[batch, num_items]`, in float32 or finer; for few items."""
+
+        def all_scores(h, kernel, bias, scale):
+            scores = jax.lax.dot_general(
+                h,
+                kernel,
+                (((1,), (1,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=accumulator(h.dtype),
+            )
+            if scale is not None:
+                scores = scores * scale[None, :]
+            if bias is not None:
+                scores = scores + bias[None, :]
+            return scores[:, : self.num_items]
+
+        operands = self._operands(h)
+        return by_compiler(all_scores, *operands, out_specs=_BATCH)
+
+    def loss(
+        self,
+        h: Float[Array, "batch in_features"],
+        labels: CSR | ShardedCSR,
+        *,
+        loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
+        weights: Float[Array, "batch"] | None = None,
+    ) -> Float[Array, ""]:
+        """`sum_b weights_b loss_b`, see `sparsejax.output_loss`."""
+        if labels.num_cols != self.num_items:
+            raise ValueError(
+                f"labels has {labels.num_cols:,} columns but the layer has "
+                f"{self.num_items:,} items; read both with the same vocabulary"
+            )
+        h, kernel, bias, scale = self._operands(h)
+        return output.output_loss(
+            h,
+            kernel,
+            bias,
+            labels,
+            loss=loss,
+            scale=scale,
+            weights=weights,
+            kernel_spec=self.kernel_spec,
+            implementation=self.implementation,
+        )
+
+    def top_k(
+        self,
+        h: Float[Array, "batch in_features"],
+        k: int,
+        *,
+        exclude: CSR | ShardedCSR | None = None,
+    ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+        """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
+        h, kernel, bias, scale = self._operands(h)
+        return topk.top_k(
+            h,
+            kernel,
+            bias,
+            k,
+            scale=scale,
+            exclude=exclude,
+            num_items=self.num_items,
+            kernel_spec=self.kernel_spec,
+            implementation=self.implementation,
+        )
+
+    def item_scores(
+        self, h: Float[Array, "batch in_features"], ids: Int[Array, "batch count"]
+    ) -> Float[Array, "batch count"]:
+        """Scores of some items of each row: their kernel rows are gathered.
+
+        Args:
+          h: hidden vectors.
+          ids: item numbers, in `[0, num_items)`.
+        """
+
+        def some_scores(h, kernel, bias, scale, ids):
+            scores = jnp.einsum(
+                "bh,bch->bc",
+                h,
+                kernel[ids],
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=accumulator(h.dtype),
+            )
+            if scale is not None:
+                scores = scores * scale[ids]
+            return scores if bias is None else scores + bias[ids]
+
+        operands = self._operands(h)
+        return by_compiler(some_scores, *operands, ids, out_specs=_BATCH)
+
+    @property
+    def kernel_spec(self) -> P | None:
+        """How the kernel lies on the mesh that is set; None if it is not divided."""
+        mesh = jax.sharding.get_abstract_mesh()
+        spec = self.kernel.get_metadata().get("out_sharding")
+        return spec if "model" in mesh.shape else None
+
+    def hidden_operand(
+        self, h: Float[Array, "batch in_features"]
+    ) -> Float[Array, "batch in_features"]:
+        """`h` as it enters the products: of length 1 for cosines, in their dtype."""
+        if self.temperature is not None:
+            h = h * _inverse_norm(h)[:, None].astype(h.dtype)
+        return h.astype(
+            self.dtype or jnp.promote_types(h.dtype, self.kernel[...].dtype)
+        )
+
+    def score_scale(
+        self, kernel: Float[Array, "rows in_features"]
+    ) -> Float[Array, "rows"]:
+        """The factor of the scores of each item, of a layer with a temperature."""
+        assert self.temperature is not None
+        return _inverse_norm(kernel) / self.temperature
+
+    def fold(self) -> None:
+        """Makes what every call makes of the kernel alone once; it cannot train then.
+
+        That is the kernel in the dtype of the products, and the scale of cosines.
+        """
+        kernel = self.kernel[...]
+        if self.temperature is not None:
+            self.folded_scale = nnx.Variable(self.score_scale(kernel))
+        if self.dtype is not None:
+            # Another parameter: a tied layer keeps the one it has.
+            self.kernel = nnx.Param(kernel.astype(self.dtype))
+
+    def _operands(self, h):
+        kernel, h = self.kernel[...], self.hidden_operand(h)
+        bias = None if self.bias is None else self.bias[...]
+        bias = None if bias is None else bias.astype(accumulator(bias.dtype))
+        if self.folded_scale is not None:
+            scale = self.folded_scale[...]
+        else:
+            scale = None if self.temperature is None else self.score_scale(kernel)
+        return h, kernel.astype(h.dtype), bias, scale
+
+
+class SparseDropout(nnx.Module):
+    """Drops entries of a CSR in training: input corruption of a denoising autoencoder.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array(np.ones((2, 50))))
+    >>> corrupted = SparseDropout(0.5, rngs=nnx.Rngs(0))(x)
+    >>> np.unique(corrupted.data).tolist()
+    [0.0, 2.0]
+
+    Each entry stays with probability `1 - rate` and is then scaled by
+    `1 / (1 - rate)`. The draw is a function of (key, row, column) alone, so it does not
+    depend on how the entries are stored or spread over devices.
+
+    Args:
+      rate: probability of dropping an entry.
+      rngs: random streams; "dropout" is used.
+    """
+
+    def __init__(self, rate: float, *, rngs: nnx.Rngs):
+        if not 0 <= rate < 1:
+            raise ValueError(f"rate must be in [0, 1), got {rate}")
+        self.rate = rate
+        self.deterministic = False
+        self.rngs = rngs.dropout.fork()
+
+    def __call__[Matrix: CSR | ShardedCSR](
+        self, x: Matrix, *, deterministic: bool | None = None
+    ) -> Matrix:
+        """`x` with some entries zero; `x` itself if deterministic."""
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic or self.rate == 0:
+            return x
+        key = self.rngs()
+
+        def kept(row, column):
+            entry = jax.random.fold_in(jax.random.fold_in(key, row), column)
+            return jax.random.bernoulli(entry, 1 - self.rate)
+
+        keep = jnp.vectorize(kept)(x.row_ids(), x.column_ids())
+        data = jnp.where(keep, jnp.float32(1 / (1 - self.rate)), 0)
+        if x.data is not None:
+            data = data * x.data
+        return x.with_data(data)  # pyrefly: ignore[bad-return]
+
+
+def normalize_rows[Matrix: CSR | ShardedCSR](x: Matrix) -> Matrix:
+    """Divides each row by its L2 norm; an empty row stays empty.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[3.0, 0, 4.0], [0, 0, 0]]))
+    >>> np.round(normalize_rows(x).todense(), 6).tolist()
+    [[0.6..., 0.0, 0.8...], [0.0, 0.0, 0.0]]
+    """
+
+    return gather.combined(x, "sqrtn")
+
+
+def _inverse_norm(vectors: jax.Array) -> jax.Array:
+    """`1 / max(|v|, eps)` of each row, with a zero gradient below eps, not NaN."""
+    wide = accumulator(vectors.dtype)
+    square = jnp.sum(jnp.square(vectors.astype(wide)), axis=-1)
+    return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
+
+
+def _padded(init, key, shape, dtype):
+    """`init` of the true shape, then zero rows up to the allocated number."""
+    extra = padded_rows(shape[0]) - shape[0]
+
+    def make(key):
+        return jnp.pad(
+            init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:]))
+        )
+
+    # Compiled, so that only the result is ever allocated, and where it belongs.
+    return init_sharded(make, P("model"))(key)
+
+
+def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:
+    expected = (padded_rows(rows), width)
+    if kernel.shape != expected:
+        raise ValueError(
+            f"the kernel to share has shape {kernel.shape}, expected {expected} "
+            f"({rows:,} rows, rounded up to a multiple of 256)"
+        )

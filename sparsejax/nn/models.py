@@ -1,0 +1,212 @@
+"""A NetworkConfig made into a Flax NNX module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from sparsejax import losses
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import axes_are_explicit, axis_sizes, mesh_is_set
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.layers import (
+    SparseDropout,
+    SparseLinear,
+    SparseOutput,
+    normalize_rows,
+)
+from sparsejax.sparse import CSR
+
+
+class FeedForward(nnx.Module):
+    """A chain of layers from sparse features to scores over items.
+
+    ::
+
+        x --normalize, corrupt--> SparseLinear --f, dropout--> ... --> SparseOutput
+
+    >>> config = NetworkConfig.autoencoder((8,))
+    >>> model = FeedForward(config, inputs=5, outputs=5, rngs=nnx.Rngs(0))
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> model(x, deterministic=True).shape
+    (2, 5)
+
+    Args:
+      config: the layers and the loss.
+      inputs: number of input features.
+      outputs: number of items.
+      rngs: random streams: "params" for the parameters, "dropout" for noise.
+    """
+
+    def __init__(
+        self, config: NetworkConfig, *, inputs: int, outputs: int, rngs: nnx.Rngs
+    ):
+        self.config = config
+        self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
+        for h in config.hidden:
+            activation(h.activation)  # known
+        sizes = [h.size for h in config.hidden]
+        self.output = SparseOutput(
+            sizes[-1],
+            outputs,
+            use_bias=config.output.use_bias,
+            temperature=config.output.temperature,
+            dtype=config.output.dtype,
+            rngs=rngs,
+        )
+        tied = config.output.tied is not None
+        if tied and inputs != outputs:
+            raise ValueError(
+                f"a tied output needs as many items as features, got {outputs:,} and "
+                f"{inputs:,}"
+            )
+        self.first = SparseLinear(
+            inputs,
+            sizes[0],
+            use_bias=config.hidden[0].use_bias,
+            dtype=config.hidden[0].dtype,
+            kernel=self.output.kernel if tied else None,
+            rngs=rngs,
+        )
+        self.rest = nnx.List(
+            nnx.Linear(
+                before,
+                h.size,
+                use_bias=h.use_bias,
+                dtype=h.dtype,
+                rngs=rngs,
+                **_divided(before, h.size, by_inputs=i % 2 == 1),
+            )
+            for i, (before, h) in enumerate(zip(sizes, config.hidden[1:], strict=False))
+        )
+        self.dropout = nnx.List(
+            [nnx.Dropout(h.dropout, rngs=rngs) for h in config.hidden]
+        )
+        self.loss_rule = losses.get(config.loss, **dict(config.loss_options))
+
+    @property
+    def num_features(self) -> int:
+        """Number of input features."""
+        return self.first.in_features
+
+    @property
+    def num_items(self) -> int:
+        """Number of items that are scored."""
+        return self.output.num_items
+
+    def encode(
+        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
+    ) -> Float[Array, "batch hidden"]:
+        """The last hidden layer, `[batch, hidden]`: the vector of each row.
+
+        Args:
+          x: `[batch, num_features]`.
+          deterministic: no corruption and no dropout; by default as `model.train()`
+            and `model.eval()` set it.
+        """
+        if self.config.input.normalize:
+            x = normalize_rows(x)
+        x = self.corruption(x, deterministic=deterministic)
+        h = self.first(x)
+        hidden = self.config.hidden
+        for i, (config, dropout) in enumerate(zip(hidden, self.dropout, strict=True)):
+            if i > 0:
+                layer = self.rest[i - 1]
+                h = layer(h, out_sharding=_result_spec(layer))
+            # Looked up here: JAX's functions cannot be pickled, and so a model that held them.
+            h = dropout(activation(config.activation)(h), deterministic=deterministic)
+        return h
+
+    def __call__(
+        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
+    ) -> Float[Array, "batch items"]:
+        """All scores, `[batch, num_items]`; see `top_k` where items are many."""
+        return self.output.scores(self.encode(x, deterministic=deterministic))
+
+    def loss(
+        self,
+        x: CSR | ShardedCSR,
+        labels: CSR | ShardedCSR,
+        *,
+        weights: Float[Array, "batch"] | None = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, ""]:
+        """`sum_b weights_b loss_b` with the configured loss; weights default to 1."""
+        h = self.encode(x, deterministic=deterministic)
+        return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
+
+    def top_k(
+        self,
+        x: CSR | ShardedCSR,
+        k: int,
+        *,
+        exclude: CSR | ShardedCSR | None = None,
+    ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+        """Ids and scores of the `k` best items of each row, without noise."""
+        return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
+
+    def item_scores(
+        self, x: CSR | ShardedCSR, ids: Int[Array, "batch count"]
+    ) -> Float[Array, "batch count"]:
+        """Scores of the items `ids` of each row, without noise."""
+        return self.output.item_scores(self.encode(x, deterministic=True), ids)
+
+
+def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
+    """How a hidden layer lies on the mesh that is set: its units over "model".
+
+    Alternately its outputs and its inputs: of two layers the first makes the part of
+    the units that the second takes, and only the sums of the second cross devices.
+    """
+    if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
+        return {}
+    kernel = P("model", None) if by_inputs else P(None, "model")
+    return {
+        "kernel_metadata": {"out_sharding": kernel},
+        "bias_metadata": {"out_sharding": P(None if by_inputs else "model")},
+    }
+
+
+def _result_spec(layer: nnx.Linear) -> P | None:
+    """How the result of a hidden layer lies, where axes are Explicit."""
+    if not axes_are_explicit():
+        return None
+    divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))
+    return P("data", divided[1])
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The function of `jax.nn` with this name; "linear" is the identity.
+
+    Raises:
+      ValueError: there is none, or it is not a function of one array.
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"unknown activation {name!r}; known: {', '.join(sorted(_ACTIVATIONS))}"
+        )
+    return _ACTIVATIONS[name]
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "celu": jax.nn.celu,
+    "elu": jax.nn.elu,
+    "gelu": jax.nn.gelu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": jax.nn.identity,
+    "mish": jax.nn.mish,
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "selu": jax.nn.selu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "softsign": jax.nn.soft_sign,
+    "tanh": jnp.tanh,
+}

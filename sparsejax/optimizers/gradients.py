@@ -1,0 +1,464 @@
+"""Gradients that hold only the rows a batch has touched.
+
+A kernel that `lookup` reads is not differentiated. Each lookup adds a *tap*, a zero
+that is never read, to its sums; what is differentiated is the tap, and its gradient is
+the gradient dY of the sums. Afterwards `X^T dY` is formed outside autodiff, over all
+lookups of a kernel together, on the touched rows only::
+
+    forward     y_k = X_k stop_gradient(W) + tap_k
+    backward    dY_k = d loss / d tap_k
+    afterwards  rows of sum_k X_k^T dY_k
+
+What a tap cannot see is any other use of W. A first, abstract pass over the loss finds
+out whether there is one, see `_trace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import BY_ROWS, typed
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import scatter_gradient
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.sparse import CSR
+
+Path = tuple[Any, ...]  # of attribute names and indices
+Dense = Literal["error", "allow"]
+# How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
+Reader = Callable[[CSR | ShardedCSR, jax.Array, gather.Implementation], jax.Array]
+
+
+class RowParam(nnx.Param):
+    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`.
+
+    >>> isinstance(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, RowParam)
+    True
+    """
+
+
+def lookup(
+    kernel: nnx.Variable,
+    x: CSR | ShardedCSR,
+    *,
+    combiner: gather.Combiner = "sum",
+    implementation: gather.Implementation = None,
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul(x, kernel)` of which `value_and_grad` sees only the touched rows.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> lookup(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, x).shape
+    (2, 3)
+
+    Args:
+      kernel: the *Variable*, not its value. Unless it is a `RowParam`, and outside
+        `sparsejax.value_and_grad`, this is the plain operation with a dense gradient.
+      x: `[batch, features]`.
+      combiner: see `gather_matmul`.
+      implementation: see `gather_matmul`.
+    """
+    if is_divided(kernel) and isinstance(x, CSR):
+        x = ShardedCSR.of(x)
+    scope, x = _scope.get(), gather.combined(x, combiner)
+    if scope is None or not isinstance(kernel, RowParam):
+        return _plain(x, kernel[...], implementation)
+    return scope.read(kernel, x, implementation)
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+    dense: Dense = "error",
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` with a `RowGradient` for each `RowParam`.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> loss, grads = value_and_grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    >>> grads["kernel"][...].ids
+    Array([1, 3], dtype=int32)
+
+    No gradient of a kernel's full size is made. `f` is traced twice, the first time
+    only for its shapes, so what it does in plain Python (as `print`) happens twice.
+
+    Args:
+      f: called as `f(model, ...)`, returns a scalar.
+      wrt: which Variables to differentiate.
+      has_aux: whether `f` returns `(loss, aux)`.
+      dense: what to do about a `RowParam` that the loss also reads elsewhere, not
+        through `lookup`: "error" raises, "allow" gives it a dense gradient.
+
+    Returns:
+      A function of the arguments of `f` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. `grads` is a State in which the leaf of each `RowParam` is
+      a `RowGradient`; of capacity 0, if the loss did not read it.
+
+    Raises:
+      ValueError: when called: a `RowParam` is read elsewhere, or its lookup is inside
+        `jit`, `scan`, `vmap` or `remat` within the loss.
+    """
+    return value_and_grad_with(None, f, wrt=wrt, has_aux=has_aux, dense=dense)
+
+
+def grad(
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter = nnx.Param,
+    has_aux: bool = False,
+    dense: Dense = "error",
+) -> Callable[..., Any]:
+    """`value_and_grad` without the value: returns `grads`, or `(grads, aux)`.
+
+    >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> grad(lambda layer: jnp.sum(layer(x)))(layer)["kernel"][...].ids.tolist()
+    [1, 3]
+    """
+    both = value_and_grad(f, wrt=wrt, has_aux=has_aux, dense=dense)
+
+    @functools.wraps(both)
+    def wrapped(*args, **kwargs):
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+class Plan(NamedTuple):
+    """How an optimizer wants the kernels of a model treated.
+
+    Attributes:
+      readers: how the rows of a kernel are read; plainly, if it is not in here.
+      whole: kernels that are to have a dense gradient.
+    """
+
+    readers: Mapping[Path, Reader]
+    whole: frozenset[Path]
+
+
+# Makes a plan for the model, given the kernels that are read elsewhere, and the
+# capacity of the RowGradient of each kernel.
+Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], Plan]
+
+
+def value_and_grad_with(
+    planner: Planner | None,
+    f: Callable[..., Any],
+    *,
+    wrt: nnx.filterlib.Filter,
+    has_aux: bool,
+    dense: Dense,
+) -> Callable[..., Any]:
+    """`value_and_grad` that reads rows as an optimizer has them."""
+    if dense not in ("error", "allow"):
+        raise ValueError(f'dense is "error" or "allow", got {dense!r}')
+
+    @functools.wraps(f)
+    def wrapped(model, *args, **kwargs):
+        if not isinstance(model, nnx.Pytree) or isinstance(model, nnx.Variable):
+            raise TypeError(
+                f"the first argument must be a module, not a {type(model).__name__}; "
+                "several can be in an nnx.List or an nnx.Dict"
+            )
+        tables = row_params(model, wrt)
+        calls, elsewhere = _trace(f, tables, has_aux, model, args, kwargs)
+        if elsewhere and dense == "error":
+            path = min(elsewhere, key=str)
+            _raise_dense(path, tables[path])
+        capacities = dict.fromkeys(tables, 0)
+        for call in calls:
+            capacities[call.path] += call.nse
+        plan = Plan({}, frozenset())
+        if planner is not None:
+            plan = planner(model, elsewhere, capacities)
+        taps = [jnp.zeros(call.shape, call.dtype) for call in calls]
+
+        def run(model, taps, args, kwargs):
+            inner = row_params(model, wrt)
+            with _recording(inner, (model, args, kwargs)) as recorder:
+                recorder.taps, recorder.readers = taps, plan.readers
+                recorder.dense = elsewhere
+                out = f(model, *args, **kwargs)
+            if recorder.calls != calls:
+                raise RuntimeError(
+                    "the loss made other lookups than when it was first traced: "
+                    f"{recorder.calls}, expected {calls}"
+                )
+            loss, aux = out if has_aux else (out, None)
+            return loss, (aux, recorder.inputs)
+
+        def differentiated(path, variable):
+            return tuple(path) not in tables or tuple(path) in elsewhere
+
+        argnums = (nnx.DiffState(0, nnx.All(wrt, differentiated)), 1)
+        transformed = nnx.value_and_grad(run, argnums=argnums, has_aux=True)
+        (loss, (aux, inputs)), (grads, slopes) = transformed(model, taps, args, kwargs)
+        flat = dict(nnx.to_flat_state(grads))
+        for path, kernel in tables.items():
+            mine = [i for i, call in enumerate(calls) if call.path == path]
+            xs, dys = [inputs[i] for i in mine], [slopes[i] for i in mine]
+            if path in elsewhere or path in plan.whole:
+                value = _dense_gradient(xs, dys, kernel)
+            else:
+                value = _row_gradient(xs, dys, kernel, planner is not None)
+            if path in elsewhere:
+                value += flat[path][...]
+            # `kernel.replace` would take the gradient apart, and so have it summed.
+            flat[path] = type(kernel).from_metadata(value, kernel.get_metadata())
+        return ((loss, aux) if has_aux else loss), nnx.from_flat_state(flat)
+
+    return wrapped
+
+
+def row_params(
+    model: Any, wrt: nnx.filterlib.Filter = nnx.Param
+) -> dict[Path, RowParam]:
+    """The row parameters of a model that `wrt` selects, by their paths."""
+    selected = nnx.filterlib.to_predicate(wrt)
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, RowParam) and selected(path, node)
+    }
+
+
+def is_divided(kernel: nnx.Variable) -> bool:
+    """Whether the rows of a kernel lie over the axis "model" of a mesh."""
+    return kernel.get_metadata().get("out_sharding") == BY_ROWS
+
+
+@contextlib.contextmanager
+def reading(model: Any, readers: Mapping[Path, Reader]) -> Iterator[None]:
+    """Within it, `lookup` reads the kernels of `model` through `readers`."""
+    kernels = row_params(model, ...)
+    chosen = {id(v): readers.get(path, _plain) for path, v in kernels.items()}
+    token = _scope.set(_Reading(chosen))
+    try:
+        with _mode("reading"):
+            yield
+    finally:
+        _scope.reset(token)
+
+
+def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
+    num_rows, hidden = kernel.shape
+    nse = sum(x.nse for x in xs)
+    if nse == 0:
+        ids = jnp.zeros(0, jnp.int32)
+        values = jnp.zeros((0, hidden), accumulator(kernel.dtype))
+    elif hidden % 128 == 0 and gather.kernel_is_fastest(
+        dys[0], nse, divided=is_divided(kernel)
+    ):
+        terms = scatter_gradient.row_terms(xs, dys, num_rows)
+        return RowGradient.of_terms(terms, current)
+    else:
+        ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
+    on_mesh = any(isinstance(x, ShardedCSR) for x in xs)
+    return RowGradient(ids, values, num_rows, current, on_mesh)
+
+
+def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
+    if not xs:
+        return jnp.zeros_like(kernel[...])
+    parts = [
+        scatter_gradient.dense_gradient(x, dy, kernel.shape[0])
+        for x, dy in zip(xs, dys, strict=True)
+    ]
+    return functools.reduce(operator.add, parts).astype(kernel.dtype)
+
+
+def _plain(
+    x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
+) -> jax.Array:
+    return gather.gather_matmul(x, w, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One lookup: of which kernel, and what came out."""
+
+    path: Path
+    nse: int
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+class _Recorder:
+    """What `lookup` does within the loss of `value_and_grad`."""
+
+    def __init__(self, tables: Mapping[Path, RowParam], arguments: Any):
+        self.trace = _trace_state()
+        self.paths = {id(kernel): path for path, kernel in tables.items()}
+        self.known = {id(v) for v in row_params(arguments, ...).values()}
+        self.calls: list[_Call] = []
+        self.inputs: list[CSR | ShardedCSR] = []
+        # None in the abstract pass.
+        self.taps: Sequence[jax.Array] | None = None
+        self.readers: Mapping[Path, Reader] = {}
+        self.dense: AbstractSet[Path] = frozenset()
+
+    def read(self, kernel, x, implementation):
+        w, path = kernel[...], self.paths.get(id(kernel))
+        if path is None:
+            if self.readers and id(kernel) not in self.known:
+                _raise_unknown("the loss")
+            return _plain(x, w, implementation)
+        outermost = _trace_state() == self.trace
+        abstract = self.taps is None
+        if not outermost and (abstract or path in self.dense):
+            return _plain(x, w, implementation)  # `_trace` sees an ordinary use
+        stop = abstract or path in self.dense
+        w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)
+        y = self.readers.get(path, _plain)(x, w, implementation)
+        if not outermost:
+            return y
+        self.calls.append(_Call(path, x.nse, y.shape, y.dtype))
+        self.inputs.append(x)
+        if self.taps is None:
+            return y
+        if len(self.calls) > len(self.taps):
+            raise RuntimeError("the loss made more lookups than when first traced")
+        tap = self.taps[len(self.calls) - 1]
+        return _attach(y, typed(tap, jax.typeof(y).sharding.spec))
+
+
+class _Reading:
+    """What `lookup` does within `reading`."""
+
+    def __init__(self, readers: Mapping[int, Reader]):
+        self.readers = readers
+
+    def read(self, kernel, x, implementation):
+        if id(kernel) not in self.readers:
+            _raise_unknown("`reading`")
+        return self.readers[id(kernel)](x, kernel[...], implementation)
+
+
+# One for each thread and each asyncio task.
+_scope: contextvars.ContextVar[_Recorder | _Reading | None] = contextvars.ContextVar(
+    "sparsejax_lookup", default=None
+)
+# The same as part of the key of every jit cache: an inner jit must not serve what it
+# traced in another scope.
+_mode = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _recording(tables, arguments) -> Iterator[_Recorder]:
+    recorder = _Recorder(tables, arguments)
+    token = _scope.set(recorder)
+    try:
+        with _mode("gradients"):
+            yield recorder
+    finally:
+        _scope.reset(token)
+
+
+def _trace_state():
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Path]]:
+    """Traces the loss abstractly: its lookups, and the kernels it also reads elsewhere.
+
+    Each kernel goes through a custom_vjp identity, whose backward rule JAX runs (while
+    tracing) only where the cotangent is not a symbolic zero: if some use of the kernel
+    other than a lookup has a gradient. What is differentiated is a scalar beside it, so
+    that no zeros of the kernel's size come up. Nothing is computed, and what the loss
+    does to the model's state is done to a copy.
+    """
+    if not tables:
+        return [], set()
+    graphdef, state = nnx.split((model, args, kwargs))
+    calls: list[_Call] = []
+    elsewhere: set[Path] = set()
+
+    def abstract(probes, state):
+        model, args, kwargs = nnx.merge(graphdef, state, copy=True)
+        copies = row_params(model, ...)
+        copies = {path: copies[path] for path in tables}
+        for (path, kernel), probe in zip(copies.items(), probes, strict=True):
+            kernel.set_value(_guard(path, elsewhere)(kernel[...], probe))
+        with _recording(copies, (model, args, kwargs)) as recorder:
+            out = f(model, *args, **kwargs)
+        calls.extend(recorder.calls)
+        return out[0] if has_aux else out
+
+    probes = [jnp.zeros(()) for _ in tables]
+    jax.eval_shape(jax.grad(abstract), probes, state)
+    return calls, elsewhere
+
+
+def _guard(path: Path, elsewhere: set[Path]):
+    @jax.custom_vjp
+    def guard(w, probe):
+        return w
+
+    def backward(_, cotangent):
+        elsewhere.add(path)
+        return None, None
+
+    guard.defvjp(lambda w, probe: (w, None), backward)
+    return guard
+
+
+@jax.custom_vjp
+def _attach(y, tap):
+    """`y + tap`, of which the tap is never read, so that XLA drops it."""
+    return y
+
+
+_attach.defvjp(lambda y, tap: (y, None), lambda _, dy: (dy, dy))
+
+
+@jax.custom_vjp
+def _not_differentiable(w):
+    """`w`, of which an enclosing transformation would miss the derivative."""
+    return w
+
+
+def _refuse(_, cotangent) -> NoReturn:
+    raise NotImplementedError(
+        "derivatives of a row gradient: sparsejax.value_and_grad cannot be "
+        "differentiated; use nnx.value_and_grad inside"
+    )
+
+
+_not_differentiable.defvjp(lambda w: (w, None), _refuse)
+
+
+def _raise_dense(path: Path, kernel: RowParam) -> NoReturn:
+    num_rows, hidden = kernel.shape
+    size = num_rows * hidden * kernel.dtype.itemsize
+    raise ValueError(
+        f"kernel '{'.'.join(map(str, path))}' ({num_rows:,} x {hidden:,}) is also read "
+        "outside lookups (SparseLinear), or its lookup is inside jit, scan, vmap or "
+        f"remat within the loss, so its gradient is dense ({size / 1e6:,.1f} MB); move "
+        'the lookup out, pass dense="allow", or make it an nnx.Param'
+    )
+
+
+def _raise_unknown(where: str) -> NoReturn:
+    raise ValueError(
+        f"a lookup within {where} reads a RowParam that is not the model's, so its rows "
+        "may be out of date: it is a copy (nnx.clone), inside nnx.jit, nnx.scan or "
+        "nnx.remat, or of another model; move the lookup out, or pass that model as an "
+        "argument of the loss"
+    )

@@ -1,0 +1,115 @@
+"""Programs that overwrite the arrays of variables, which others may hold, too.
+
+A program that is given an array for good (donation) writes its result in the same memory.
+The array is gone then, for all that hold it: a copy by `nnx.clone` shares the arrays of
+its original. So an array that somebody else holds is copied first. That takes no memory
+that is not needed: both values go on to exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.mesh import interrupts
+from sparsejax.mesh.layout import without_mesh
+
+
+def variables_of(modules: Any) -> list[nnx.Variable]:
+    """The variables of NNX modules, in the order of the leaves of `nnx.state`."""
+    found = {
+        tuple(path): node
+        for path, node in nnx.iter_graph(modules)
+        if isinstance(node, nnx.Variable)
+    }
+    return [found[tuple(path)] for path, _ in nnx.to_flat_state(nnx.state(modules))]
+
+
+def overwrite[Result](
+    variables: Sequence[nnx.Variable],
+    program: Callable[[], tuple[Sequence[jax.Array], Result]],
+) -> Result:
+    """Gives variables the arrays that a program makes of those they have.
+
+    No exception of a signal's handler, as of Ctrl-C, comes between: it waits for the end.
+
+    Args:
+      variables: of which the program may donate the arrays; it reads them when called.
+      program: returns an array for each, and what else it has to say.
+    """
+    with interrupts.uninterrupted():
+        unshare(variables)
+        arrays, result = program()
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.set_raw_value(array)
+    return result
+
+
+def unshare(variables: Sequence[nnx.Variable]) -> None:
+    """Copies each array that something else than its variable holds."""
+    if not any(map(_is_shared, variables)):
+        return
+    gc.collect()  # it may have been garbage that held them
+    for variable in variables:
+        if _is_shared(variable):
+            variable.set_raw_value(_copied(variable.get_raw_value()))
+
+
+def _is_shared(variable: nnx.Variable) -> bool:
+    if not isinstance(variable.get_raw_value(), jax.Array):
+        return False
+    if isinstance(variable.get_raw_value(), jax.core.Tracer):
+        return False  # within a program nothing is overwritten
+    return _holders(variable) > _holders_of_own()
+
+
+def _holders(variable: nnx.Variable) -> int:
+    return sys.getrefcount(variable.get_raw_value())
+
+
+@functools.cache
+def _holders_of_own() -> int:
+    """`_holders` of a variable that is alone; how Python counts differs by version."""
+    return _holders(nnx.Variable(jnp.zeros(())))
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    """On the same devices. Processes need not do it together."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = _copied(jax.random.key_data(array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    with without_mesh():  # each part stays on its device
+        parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+class HostCopy:
+    """The arrays that variables have now, in the memory of the host."""
+
+    def __init__(self, variables: Sequence[nnx.Variable]):
+        self._copies = [(v, _on_host(v.get_raw_value())) for v in variables]
+
+    def restore(self) -> None:
+        """Gives the variables these values back."""
+        for variable, again in self._copies:
+            variable.set_raw_value(again())
+
+
+def _on_host(array: jax.Array) -> Callable[[], jax.Array]:
+    """Copies an array to the host; the result makes it again, as it lay on devices."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        again, impl = _on_host(jax.random.key_data(array)), jax.random.key_impl(array)
+        return lambda: jax.random.wrap_key_data(again(), impl=impl)
+    shape, sharding = array.shape, array.sharding
+    parts = {str(part.index): np.array(part.data) for part in array.addressable_shards}
+    return lambda: jax.make_array_from_callback(
+        shape, sharding, lambda index: parts[str(index)]
+    )

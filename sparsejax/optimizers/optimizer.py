@@ -1,0 +1,411 @@
+"""Optimizers that write only the rows a step touches, and equal their dense twins.
+
+With a dense rule every step also changes the rows whose gradient is zero. Here a row
+that is not touched is left as it is, and what it missed is made up for later: its state
+when the row is next written; its weights, under rules that move them, also whenever
+they are read. After `Optimizer.flush` all weights are those of the dense rule, up to
+rounding.
+
+>>> rate = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=10_000)
+>>> optimizer = Optimizer(model, adamw(rate, weight_decay=1e-2))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import init_sharded, on_mesh
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import row_update
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.row_update import State, Table
+from sparsejax.optimizers import gradients, inplace, rules
+from sparsejax.optimizers.gradients import Path, RowParam
+from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.optimizers.rules import Rule
+from sparsejax.sparse import CSR
+
+# A kernel of at most this many rows for each that a batch may touch is updated as a
+# whole, if its rows drift: reading a row up to date and writing it costs about ten
+# times as much as a row of a pass over the table (on a CPU, 256 floats a row: 3.6 us
+# against .36), and the batch touches somewhat fewer rows than it may.
+_LARGE_PART = 8
+
+
+_settle = jax.jit(
+    row_update.settle,
+    static_argnums=0,
+    static_argnames="on_mesh",
+    donate_argnums=1,
+)
+
+
+class Optimizer(nnx.Pytree):
+    """Trains a model: each `RowParam` row by row, all other parameters with optax.
+
+    >>> layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+    >>> int(Optimizer(layer, optimizers.adam(1e-3)).step[...])
+    0
+
+    ::
+
+        optimizer = Optimizer(model, adam(1e-3))
+
+        @nnx.jit(donate_argnums=(0, 1))
+        def step(model, optimizer, x, y):
+            def loss_fn(model):
+                return loss(model(x), y)
+            value, grads = optimizer.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+            return value
+
+        optimizer.flush(model)                    # at the end
+
+    Donated, kernels and their state are updated in place. All state is in
+    `nnx.OptState` variables: a checkpoint of `nnx.state((model, optimizer))`, taken at
+    any step, is complete.
+
+    Args:
+      model: the parameters are those it has now.
+      rule: from this module.
+      wrt: which Variables to train.
+
+    Attributes:
+      step: `[]` int32 variable, the number of steps done.
+    """
+
+    def __init__(
+        self, model: Any, rule: Rule, *, wrt: nnx.filterlib.Filter = nnx.Param
+    ):
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rule must be one of sparsejax.optimizers ({', '.join(rules.NAMES)}), got "
+                f"{type(rule).__name__}; for an optax rule use nnx.Optimizer and "
+                "nnx.value_and_grad"
+            )
+        self.rule, self.wrt = rule, wrt
+        self.step = nnx.OptState(jnp.zeros((), jnp.int32))
+        parameters = self._ordinary(model)
+        self.dense = nnx.data(jax.tree.map(nnx.OptState, rule.dense().init(parameters)))
+        self.rows = nnx.data(
+            {
+                _key(path): _init_rows(rule, kernel)
+                for path, kernel in gradients.row_params(model, wrt).items()
+            }
+        )
+
+    def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
+        """What a model, or gradients of it, has of parameters that are no `RowParam`."""
+        wanted = nnx.All(self.wrt, nnx.Not(RowParam))
+        variables = nnx.to_flat_state(nnx.state(tree, wanted))
+        return {_key(path): variable[...] for path, variable in variables}
+
+    def value_and_grad(
+        self,
+        f: Callable[..., Any],
+        *,
+        has_aux: bool = False,
+        dense: gradients.Dense = "error",
+    ) -> Callable[..., Any]:
+        """`sparsejax.value_and_grad` that reads rows as the dense rule would have them.
+
+        Rows are brought up to date on the fly and not written. If they drift and the
+        batch may touch a large part of a kernel, an update of the whole kernel is
+        quicker: it is brought up to date in place, and its gradient is a dense array.
+        So is that of a kernel the loss also reads elsewhere (`dense="allow"`).
+        """
+        return gradients.value_and_grad_with(
+            self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense
+        )
+
+    def update(self, model: Any, grads: Any, *, updated: Sequence[Path] = ()) -> None:
+        """One step: moves the parameters of `model` and the state here.
+
+        Args:
+          model: the parameters are updated in place.
+          grads: from `value_and_grad`, also clipped or accumulated.
+          updated: paths of parameters, no `RowParam`s, which someone else moves in this
+            step, with their `state_of`; their gradients are not looked at.
+
+        Raises:
+          ValueError: a gradient is missing or of another shape, or it was taken at
+            rows that may be out of date: from `sparsejax.value_and_grad` with a rule
+            that drifts. (Dense gradients of such rows, from `nnx.value_and_grad`, raise
+            too, or under tracing make the rows NaN.)
+        """
+        flat = dict(nnx.to_flat_state(grads))
+        step = self.step[...]
+        for path, kernel in gradients.row_params(model, self.wrt).items():
+            if path not in flat:
+                raise ValueError(
+                    f"grads has no gradient of '{_dotted(path)}'; make it with "
+                    "optimizer.value_and_grad, for the same model"
+                )
+            leaf = flat.pop(path)
+            # `get_value` would take a RowGradient apart, and so have it summed.
+            g = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            if g.shape != kernel.shape:
+                raise ValueError(
+                    f"the gradient of '{_dotted(path)}' has shape {g.shape}, the "
+                    f"kernel {kernel.shape}"
+                )
+            self._set_table(path, kernel, self._moved(path, kernel, g, step))
+        self._update_ordinary(model, nnx.from_flat_state(flat), updated)
+        self.step[...] = step + 1
+
+    def flush(self, model: Any) -> None:
+        """Brings all rows of `model` up to date, in place.
+
+        Before weights leave training: to evaluate without `reading`, to save, to
+        export. Not in the middle of a run: splitting a catch-up in two rounds
+        differently.
+        """
+        if not self.rule.drifts:  # the weights are
+            return
+        for path, kernel in gradients.row_params(model, self.wrt).items():
+            self._settle(path, kernel)
+
+    def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Within it, `model` reads its rows up to date; nothing is written.
+
+        ::
+
+            @nnx.jit
+            def evaluate(model, optimizer, x):
+                with optimizer.reading(model):
+                    return model(x)
+
+        For results without gradients, in the function that is compiled, not around it.
+        """
+        if not self.rule.drifts:
+            return contextlib.nullcontext()
+        paths = gradients.row_params(model, self.wrt)
+        readers = {path: self._reader(path, skip=True) for path in paths}
+        return gradients.reading(model, readers)
+
+    def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
+        if _key(path) not in self.rows:
+            raise ValueError(
+                "the optimizer was made for another model: it has no state of "
+                f"'{_dotted(path)}'"
+            )
+        return self.rows[_key(path)]
+
+    def _table(self, path: Path, w: jax.Array) -> Table:
+        variables = self._rows_of(path)
+        arrays = {name: variable[...] for name, variable in variables.items()}
+        return Table(w, arrays, arrays.pop("last_step", None))
+
+    def _set_table(self, path: Path, kernel: RowParam, table: Table) -> None:
+        kernel.set_value(table.w)
+        variables = self._rows_of(path)
+        for name, array in table.state.items():
+            variables[name].set_value(array)
+        if table.last is not None:
+            variables["last_step"].set_value(table.last)
+
+    def _settle(self, path: Path, kernel: RowParam) -> None:
+        """Brings a whole kernel up to date, in place."""
+        state = self._rows_of(path)
+
+        def settled():
+            # Compiled, so that the arrays are donated where this is under no jit.
+            table = _settle(
+                self.rule,
+                self._table(path, kernel[...]),
+                self.step[...],
+                on_mesh=gradients.is_divided(kernel),
+            )
+            arrays = {**table.state, "last_step": table.last}
+            return [table.w, *(arrays[name] for name in state)], None
+
+        inplace.overwrite([kernel, *state.values()], settled)
+
+    def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
+        if not self.rule.drifts:
+            return gradients.Plan({}, frozenset())
+        kernels = gradients.row_params(model, self.wrt)
+        whole = {
+            path
+            for path, capacity in capacities.items()
+            if capacity and kernels[path].shape[0] <= _LARGE_PART * capacity
+        }
+        for path in whole | elsewhere:
+            self._settle(path, kernels[path])
+        rest = kernels.keys() - whole - elsewhere
+        readers = {path: self._reader(path) for path in rest}
+        return gradients.Plan(readers, frozenset(whole))
+
+    def _reader(self, path: Path, *, skip: bool = False) -> gradients.Reader:
+        """Reads rows up to date.
+
+        Args:
+          skip: read the kernel itself where no row is behind. (Not under
+            differentiation: the branches would have copies of the kernel as residuals.)
+        """
+
+        def read(
+            x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
+        ):
+            table, step = self._table(path, w), self.step[...]
+
+            def plain():
+                return gather.gather_matmul(x, w, implementation=implementation)
+
+            def current():
+                return row_update.gather_current(
+                    self.rule, table, x, step, implementation=implementation
+                )
+
+            if x.nse == 0:
+                return plain()
+            if not skip:
+                return current()
+            return jax.lax.cond(jnp.any(table.stale_rows(step)), current, plain)
+
+        return read
+
+    def _moved(self, path: Path, kernel: RowParam, g: Any, step: jax.Array) -> Table:
+        table, rule = self._table(path, kernel[...]), self.rule
+        if isinstance(g, RowGradient):
+            if rule.drifts and not g.current:
+                raise ValueError(
+                    f"rows drift under {rule.name}, but this gradient of "
+                    f"'{_dotted(path)}' was taken at rows that may be out of date; "
+                    "use optimizer.value_and_grad, not sparsejax.value_and_grad"
+                )
+            if g.ids.shape[0] == 0:
+                return table
+            if g.terms is not None:
+                return row_update.step_terms(rule, table, g.terms, step)
+            return row_update.step_rows(
+                rule, table, g.ids, g.values, step, on_mesh=g.on_mesh
+            )
+        if rule.drifts:
+            g = _refuse_stale(path, table, g, step)
+        return row_update.step_whole(rule, table, g, step)
+
+    def _update_ordinary(self, model: Any, grads: Any, updated: Sequence[Path]) -> None:
+        others = {_key(path) for path in updated}
+        parameters = _without(self._ordinary(model), others)
+        slopes = _without(self._ordinary(grads), others)
+        before = nnx.as_pure(self.dense)
+        updates, after = self.rule.dense().update(
+            slopes, _without(before, others), parameters
+        )
+        moved: Any = optax.apply_updates(parameters, updates)
+        paths = {_key(path): path for path, _ in nnx.to_flat_state(nnx.state(model))}
+        nnx.update(
+            model, nnx.from_flat_state({paths[key]: moved[key] for key in moved})
+        )
+        # What was left out comes back.
+        after = jax.tree.map(
+            lambda b, a: {**b, **a} if isinstance(b, dict) else a,
+            before,
+            after,
+            is_leaf=lambda node: isinstance(node, dict),
+        )
+        nnx.update(self.dense, nnx.state(after))
+
+    def state_of(self, paths: Sequence[Path]) -> dict[Path, State]:
+        """The state arrays of parameters that are no `RowParam`, as the rule names them.
+
+        Raises:
+          NotImplementedError: the state of `rule.dense()` does not have them.
+        """
+        found: dict[Path, State] = {path: {} for path in paths}
+        for path, (names, variables) in self._dense_arrays(paths).items():
+            found[path] = {n: v[...] for n, v in zip(names, variables, strict=True)}
+        return found
+
+    def set_state_of(self, states: Mapping[Path, State]) -> None:
+        """Replaces what `state_of` gave."""
+        for path, (names, variables) in self._dense_arrays(list(states)).items():
+            for name, variable in zip(names, variables, strict=True):
+                variable.set_value(states[path][name])
+
+    def _dense_arrays(self, paths: Sequence[Path]):
+        """The names and variables of the state of each parameter."""
+        leaves = jax.tree_util.tree_leaves_with_path(
+            self.dense, is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+        wanted = sorted(self.rule.init((1, 1)))
+        found = {}
+        for path in paths:
+            ours = {
+                getattr(place[-2], "name", None): variable
+                for place, variable in leaves
+                if getattr(place[-1], "key", None) == _key(path)
+            }
+            if sorted(map(str, ours)) != wanted:
+                raise NotImplementedError(
+                    f"{self.rule.name}.dense() keeps {sorted(map(str, ours))} of "
+                    f"'{_dotted(path)}', but its rows keep {wanted}: they must have "
+                    "the same names"
+                )
+            found[path] = wanted, [ours[name] for name in wanted]
+        return found
+
+
+def _without(tree: Any, keys: AbstractSet[str]) -> Any:
+    """A tree whose dictionaries lack some keys."""
+    return jax.tree.map(
+        lambda node: (
+            {key: value for key, value in node.items() if key not in keys}
+            if isinstance(node, dict)
+            else node
+        ),
+        tree,
+        is_leaf=lambda node: isinstance(node, dict),
+    )
+
+
+def _key(path: Path) -> str:
+    """A name of its own for each path: parts may have a "/" themselves."""
+    parts = (str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    return "/".join(parts)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> jax.Array:
+    """A dense gradient that was taken at rows that are up to date; else an error."""
+    stale = table.stale_rows(step)
+    if isinstance(stale, jax.core.Tracer):
+        return jnp.where(stale[:, None], jnp.nan, g)
+    if stale.any():
+        raise ValueError(
+            f"this dense gradient of '{_dotted(path)}' was taken at rows that are not "
+            "up to date; use optimizer.value_and_grad, not nnx.value_and_grad"
+        )
+    return g
+
+
+def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
+    num_rows, hidden = kernel.shape
+
+    def make():
+        dtype = accumulator(kernel.dtype)
+        arrays = {n: a.astype(dtype) for n, a in rule.init((num_rows, hidden)).items()}
+        if rule.decays:
+            # Weight decay moves a row from the first step on, others when it is
+            # touched.
+            first = 0 if rule.weight_decay else row_update.NEVER
+            arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
+        return arrays
+
+    lies = on_mesh(P("model")) if gradients.is_divided(kernel) else {}
+    arrays = init_sharded(make, lies.get("out_sharding"))()
+    return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}

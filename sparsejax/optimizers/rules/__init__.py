@@ -1,0 +1,99 @@
+"""How an optimizer moves the rows of a kernel, and what rows miss that it leaves alone.
+
+Each rule is a dense rule of optax and the same rule for single rows. In a step that does
+not touch a row, the dense rule sees a gradient of zero::
+
+    sgd, adagrad, rowwise_adagrad    changes nothing
+    rmsprop, adadelta                shrinks the state
+    momentum, nesterov, adam         shrinks the state and moves the weights
+    adamw, and weight_decay          moves all weights, also of rows never touched
+
+`catch_up` makes up for many such steps at once. See docs/optimizers.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sparsejax.optimizers import schedules
+from sparsejax.optimizers.rules.adam import Adam, AdamW, LazyAdam
+from sparsejax.optimizers.rules.adaptive import (
+    Adadelta,
+    Adagrad,
+    RmsProp,
+    RowwiseAdagrad,
+)
+from sparsejax.optimizers.rules.base import Rule
+from sparsejax.optimizers.rules.sgd import Momentum, Nesterov, Sgd
+from sparsejax.optimizers.schedules import Schedule
+
+_RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        Sgd,
+        Momentum,
+        Nesterov,
+        Adagrad,
+        RowwiseAdagrad,
+        RmsProp,
+        Adadelta,
+        Adam,
+        AdamW,
+        LazyAdam,
+    )
+}
+NAMES = tuple(_RULES)
+
+
+def get(name: str, **options: Any) -> Rule:
+    """The rule called `name`: `get("adam", learning_rate=1e-3)`.
+
+    Raises:
+      ValueError: there is none, or it has no such option.
+    """
+    if name not in _RULES:
+        known = ", ".join(NAMES)
+        raise ValueError(f"unknown optimizer {name!r}; known: {known}")
+    options_of = [field.name for field in dataclasses.fields(_RULES[name])]
+    unknown = [option for option in options if option not in options_of]
+    if unknown or "learning_rate" not in options:
+        raise ValueError(
+            f"{name} takes the options {', '.join(options_of)}, of which learning_rate "
+            f"is needed; got {', '.join(options) or 'none'}"
+        )
+    return _RULES[name](**options)
+
+
+def to_json(rule: Rule) -> dict[str, Any]:
+    """Name and options of a rule, as a JSON object.
+
+    Raises:
+      TypeError: the learning rate is a function that JSON cannot hold.
+    """
+    options = rule.options()
+    rate = options["learning_rate"]
+    if isinstance(rate, Schedule):
+        options["learning_rate"] = schedules.to_json(rate)
+    elif callable(rate):
+        raise TypeError(
+            f"learning_rate is {rate!r}, which JSON cannot hold; make it with "
+            "sparsejax.optimizers.schedule"
+        )
+    return {"name": rule.name, **options}
+
+
+def from_json(document: object) -> Rule:
+    """Reads what `to_json` made.
+
+    Raises:
+      ValueError: an unknown name or option.
+      TypeError: an option is not a number.
+    """
+    if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):
+        raise ValueError(f'expected an object with a "name", got {document!r}')
+    options = dict(document)
+    if isinstance(rate := options.get("learning_rate"), Mapping):
+        options["learning_rate"] = schedules.from_json(rate)
+    return get(**options)

@@ -1,0 +1,171 @@
+"""What the rules have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from sparsejax.ops.row_update import State
+from sparsejax.optimizers.rules import missed_steps
+from sparsejax.optimizers.rules.missed_steps import Linear
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A dense optax rule and the same rule for single rows.
+
+    `catch_up` and `step` see some rows of a kernel, `[rows, hidden]` in float32, and of
+    each state array of it. Another rule is a subclass.
+
+    Attributes:
+      learning_rate: step size: a number, or a function of the number of steps done
+        before, as optax's schedules are (`schedule` makes one that JSON can hold).
+      weight_decay: what each step takes off a weight is its rate times this times the
+        weight. All parameters decay, biases too.
+    """
+
+    name: ClassVar[str]
+    # What a step does to rows that it does not touch, weight decay apart.
+    shrinks_state: ClassVar[bool] = False
+    moves_weights: ClassVar[bool] = False
+    # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
+    # operations that Pallas has on GPUs. A kernel gives them pieces of rows.
+    elementwise: ClassVar[bool] = False
+    # Whether `step` and `catch_up` know of it.
+    takes_weight_decay: ClassVar[bool] = False
+
+    learning_rate: float | optax.Schedule
+    weight_decay: float = dataclasses.field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name, value in self.options().items():
+            if name == "learning_rate" and callable(value):
+                _check_schedule(value)
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            value = float(value)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+            object.__setattr__(self, name, value)
+        if self.weight_decay and not self.takes_weight_decay:
+            raise NotImplementedError(
+                f"weight_decay of {self.name} would be an L2 penalty within the "
+                "gradient, which also changes the state of every row in every step: "
+                "that cannot be made up for later without replaying all of it. Use "
+                "adamw, which decays weights beside the gradient, or sgd, momentum or "
+                "nesterov; for a model without sparse kernels, optax"
+            )
+
+    @property
+    def drifts(self) -> bool:
+        """Whether weights change in steps that do not touch their row."""
+        return self.moves_weights or self.weight_decay > 0
+
+    @property
+    def decays(self) -> bool:
+        """Whether weights or state do."""
+        return self.shrinks_state or self.drifts
+
+    def options(self) -> dict[str, Any]:
+        """What the rule was made with."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def rate(self, count: ArrayLike) -> Any:
+        """The learning rate of step `count`, from 1; like `count` if that is an array."""
+        if not callable(self.learning_rate):
+            return self.learning_rate
+        rate = jnp.vectorize(self.learning_rate)(jnp.asarray(count) - 1)
+        return jnp.asarray(rate, jnp.float32)
+
+    def dense(self) -> optax.GradientTransformation:
+        """The rule for ordinary parameters."""
+        raise NotImplementedError
+
+    def init(self, shape: tuple[int, int]) -> State:
+        """The state arrays of a kernel of this shape: `[rows, hidden]` or `[rows, 1]`."""
+        return {}
+
+    def catch_up(
+        self, w: Float[Array, "rows hidden"], state: State, lag: jax.Array, count: Any
+    ) -> tuple[jax.Array, State]:
+        """Rows after `lag` steps without a gradient.
+
+        Args:
+          w: weights.
+          state: state arrays.
+          lag: `[rows, 1]` int32, the number of steps that each row has missed.
+          count: steps done so far, those included.
+        """
+        return w, state
+
+    def numbers(self, count: ArrayLike) -> Any:
+        """What step `count`, from 1, needs beside arrays: here its learning rate.
+
+        A tree of numbers, of the shape of `count`. Kernels are given them ready.
+        """
+        return self.rate(count)
+
+    def step(
+        self,
+        w: Float[Array, "rows hidden"],
+        state: State,
+        gradient: Float[Array, "rows hidden"],
+        numbers: Any,
+        /,
+    ) -> tuple[jax.Array, State]:
+        """Rows, up to date, after one more step, of these `numbers`."""
+        raise NotImplementedError
+
+    def missed(self, rate: Any) -> Linear:
+        """One step without a gradient, of a rule that is linear then."""
+        raise NotImplementedError
+
+    def all_missed(self, lag, count) -> Linear:
+        if callable(self.learning_rate):
+            return missed_steps.changing(
+                lambda number: self.missed(self.rate(number)), lag, count
+            )
+        return missed_steps.constant(self.missed(self.learning_rate), lag)
+
+
+def penalised(update, w, weight_decay: float):
+    return update + weight_decay * w if weight_decay else update
+
+
+def _check_schedule(schedule: optax.Schedule) -> None:
+    rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    if jnp.shape(rate) != ():
+        raise TypeError(
+            "as a function, learning_rate must map the number of steps done to a "
+            f"number; it returns {rate}"
+        )
+
+
+def power(base: float, exponent: jax.Array) -> jax.Array:
+    """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
+    if base == 0:
+        return jnp.where(exponent > 0, 0.0, 1.0)
+    # The dense rule multiplies by the float32 number, again and again.
+    return jnp.exp2(exponent * math.log2(np.float32(base)))
+
+
+def check_below_one(**options: float) -> None:
+    for name, value in options.items():
+        if value >= 1:
+            raise ValueError(f"{name} must be below 1, got {value}")
+
+
+def check_positive(**options: float) -> None:
+    for name, value in options.items():
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")

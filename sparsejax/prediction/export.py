@@ -1,0 +1,125 @@
+"""A model written as a program that runs without it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import export
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import as_names
+from sparsejax.data.sources import features_of, rows_of_inputs
+from sparsejax.mesh.layout import without_mesh
+from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.prediction.predictor import (
+    save_predictor,
+    sizes_of_programs,
+    unflattened,
+)
+from sparsejax.prediction.programs import Signature, check
+from sparsejax.prediction.recommend import Recommender
+from sparsejax.prediction.recommendations import check_positive
+from sparsejax.sparse import CSR
+
+
+def export_predictor(
+    model: Recommender,
+    path: str | os.PathLike[str],
+    *,
+    k: int = 10,
+    names: SparseDataset | Iterable[object] | None = None,
+    batch_size: int = 512,
+) -> None:
+    """Writes a file with which `sparsejax.load_predictor` recommends without the model.
+
+    The file holds the weights and, as StableHLO for CPUs and CUDA, programs for 1, 8,
+    64, ... rows; the number of entries is dynamic. What depends on the weights alone, as
+    the norms of the items' vectors, is made now. The file appears at `path` whole or not
+    at all.
+
+    A model on a mesh is written for one device. In several processes all call this, the
+    first writes, and no host has to have room for the whole of a divided kernel.
+
+    >>> export_predictor(model, "model.predictor", k=10, names=train)
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`;
+        its rows up to date, as after `fit` or `Optimizer.flush`. It may have several
+        inputs; a dense one is float32 unless `num_features` gives its dtype.
+      path: the file, which is replaced if it exists.
+      k: items per row, at most.
+      names: of the items, or a data set whose features they are, to be kept in the file.
+      batch_size: rows scored at a time, at most.
+
+    Raises:
+      OSError: the file cannot be written.
+      OtherProcessError: process 0 could not write it, and says why.
+      ValueError: not as many names as items; `path` is not a file's; the model does what
+        a predictor may not, as a callback into Python.
+    """
+    check_positive(k=k, batch_size=batch_size)
+    features = features_of(model)
+    items = None
+    if names is not None:
+        known = names.feature_names if isinstance(names, SparseDataset) else names
+        items = as_names(known).tolist()
+        if len(items) != model.num_items:
+            raise ValueError(
+                f"{len(items):,} names were given but the model has "
+                f"{model.num_items:,} items"
+            )
+    # A copy, whose weights are the same arrays.
+    model = nnx.merge(*nnx.split(model), copy=True)
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, SparseOutput):
+            node.fold()
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, SparseLinear | SparseOutput):
+            # A kernel is of one platform and cannot be in a program for two.
+            node.implementation = "xla"
+        elif isinstance(node, nnx.Variable):
+            node.set_metadata(out_sharding=None)  # the program is for one device
+    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
+    with without_mesh():
+        keys = jax.tree.map(_here, keys)
+    weights, structure = jax.tree.flatten(state)
+
+    def top_k(weights, inputs, exclude):
+        state = jax.tree.unflatten(structure, weights)
+        model = nnx.merge(graphdef, keys, state)
+        x = unflattened(features, inputs)
+        seen = CSR(None, *exclude, num_cols=model.num_items)
+        return model.top_k(x, k, exclude=seen)
+
+    def programs() -> Iterator[tuple[int, export.Exported]]:
+        abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
+        for rows in sizes_of_programs(batch_size):
+            signature = Signature(
+                rows=rows, k=k, weights=abstract, inputs=rows_of_inputs(features)
+            )
+            program = signature.program(top_k)
+            check(program)
+            yield rows, program
+
+    save_predictor(
+        path,
+        k=k,
+        num_features=features,
+        num_items=model.num_items,
+        items=items,
+        programs=programs(),
+        weights=weights,
+    )
+
+
+def _here(state: jax.Array) -> jax.Array:
+    """A key or a count, which all processes have, as one of this process alone."""
+    if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.asarray(state))
+    words = jnp.asarray(np.asarray(jax.random.key_data(state)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))

@@ -1,0 +1,138 @@
+"""Files of recommendations, written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import TextIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data.files import replacing
+from sparsejax.data.names import Names
+from sparsejax.data.writers import (
+    COMPRESSED,
+    check_names,
+    check_writable,
+    escaped,
+    whole_file,
+)
+from sparsejax.prediction.recommendations import Recommendations
+
+_TABLES = (".csv", ".parquet", ".jsonl")
+# Rows whose recommendations are written at a time.
+_TABLE_ROWS = 2**16
+
+
+def save_recommendations(
+    path: str | os.PathLike[str], rows: Names, found: Recommendations, items: Names
+) -> None:
+    """Writes what is recommended, best first; the file's name says in which form.
+
+    ::
+
+        .csv       user,item,score,rank: a line for each recommendation, under a header
+        .parquet   the same as columns
+        .jsonl     {"user": "ann", "items": ["tea"], "scores": [2.5]} for each row
+        others     see `write_recommendations`
+
+    The file appears at once and whole, or not at all, and all but `.parquet` compressed
+    where `.gz` or `.xz` follows.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: see `check_writable` and `check_recommendation_names`.
+    """
+    check_recommendation_names(path, rows, items)
+    ending = _ending(path)
+    if ending == ".parquet":
+        _write_recommendation_table(path, rows, found, items)
+        return
+    with whole_file(path) as file:
+        match ending:
+            case ".csv":
+                lines = csv.writer(file, lineterminator="\n")
+                lines.writerow(("user", "item", "score", "rank"))
+                for row, names, scores in _recommended(rows, found, items):
+                    for rank, each in enumerate(zip(names, scores, strict=True), 1):
+                        lines.writerow((row, *each, rank))
+            case ".jsonl":
+                for row, names, scores in _recommended(rows, found, items):
+                    numbers = [
+                        float(str(score)) for score in scores
+                    ]  # not 0.1000000015
+                    line = {"user": row, "items": names, "scores": numbers}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            case _:
+                write_recommendations(file, rows, found, items)
+
+
+def write_recommendations(
+    file: io.TextIOWrapper | TextIO, rows: Names, found: Recommendations, items: Names
+) -> None:
+    """Writes `row<TAB>item,score:item,score...` lines, best first.
+
+    A row without candidates has nothing behind its TAB. Names are escaped as
+    `sparsejax.read_text` reads them. Scores have six digits.
+
+    Raises:
+      ValueError: a name is empty or holds a zero byte.
+    """
+    rows, items = escaped("row", rows), escaped("item", items)
+    for row, names, scores in _recommended(rows, found, items):
+        entries = (f"{n},{score:.6g}" for n, score in zip(names, scores, strict=True))
+        file.write(f"{row}\t{':'.join(entries)}\n")
+
+
+def check_recommendation_names(
+    path: str | os.PathLike[str], rows: Names, items: Names
+) -> None:
+    """Looks for names that a file of recommendations cannot hold.
+
+    Raises:
+      ValueError: in the text form a name is empty or holds a zero byte.
+    """
+    if _ending(path) not in _TABLES:
+        check_names("row", rows, "\ufeff", "text")
+        check_names("item", items, "", "text")
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+    """What a file's name says of its form."""
+    path = pathlib.Path(path)
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _recommended(
+    rows: Names, found: Recommendations, items: Names
+) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """The name of each row, its items' names and their scores, float32."""
+    counts = np.sum(found.ids >= 0, axis=1).tolist()
+    for row, ids, scores, count in zip(
+        rows.tolist(), found.ids, found.scores, counts, strict=True
+    ):
+        yield row, items[ids[:count]].tolist(), scores[:count]
+
+
+def _write_recommendation_table(
+    path: str | os.PathLike[str], rows: Names, found: Recommendations, items: Names
+) -> None:
+    def table(start: int) -> pa.Table:
+        part = slice(start, start + _TABLE_ROWS)
+        some = Recommendations(found.ids[part], found.scores[part])
+        return some.to_arrow(rows[part], items)
+
+    check_writable(path)
+    with (
+        replacing(path) as temporary,
+        open(temporary, "xb") as file,
+        pq.ParquetWriter(file, table(len(found)).schema, compression="zstd") as writer,
+    ):
+        for start in range(0, len(found), _TABLE_ROWS):
+            writer.write_table(table(start))

@@ -1,0 +1,283 @@
+"""The vectors of items and users, and which items are alike."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from flax import nnx
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.batching import Shown, rows_in_a_batch, taken
+from sparsejax.data.files import replacing
+from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
+from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
+from sparsejax.data.writers import check_writable
+from sparsejax.mesh.layout import auto_axes, everywhere, placed, to_host
+from sparsejax.nn.layers import SparseOutput
+from sparsejax.ops.top_k import top_k
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.recommendations import Recommendations, check_positive
+from sparsejax.sparse import CSR
+
+FORMATS = (".npy", ".npz", ".parquet")
+
+# `.npz` may pad names to so many bytes in all, or to so many times their own.
+_SMALL_BYTES, _MAX_PADDING = 2**26, 16
+
+
+@runtime_checkable
+class HasItems(Protocol):
+    """A model whose last layer is a `SparseOutput` called `output`."""
+
+    @property
+    def output(self) -> SparseOutput:
+        """The layer that scores items."""
+        ...
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What `user_vectors` needs of a model: an `nnx.Module` with these."""
+
+    @property
+    def num_features(self) -> Features:
+        """Number of input features; of several inputs see `recommend`."""
+        ...
+
+    def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
+        """`[batch, hidden]`, what the output layer is given."""
+        ...
+
+
+@auto_axes()
+def item_vectors(model: HasItems) -> np.ndarray:
+    """The items' rows of the output kernel, `[num_items, hidden]` float32.
+
+    With `u` a row of `user_vectors` and `v` one of these, the score of the item is
+    `u . v + bias`, or `u . v / (|u| |v| temperature) + bias` where the output layer has
+    a temperature. Rows that only fill up the kernel are left out.
+
+    >>> item_vectors(model).shape
+    (294, 64)
+
+    Args:
+      model: a `FeedForward`, or a module with a `SparseOutput` called `output`; its rows
+        up to date, as after `fit`, `load_model` or `Optimizer.flush`.
+    """
+    output = model.output
+    return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
+
+
+@auto_axes()
+def user_vectors(
+    model: Encoder,
+    inputs: Sources,
+    *,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 512,
+) -> np.ndarray:
+    """What the model makes of each row of `inputs`, `[rows, hidden]` float32.
+
+    >>> user_vectors(model, train).shape
+    (32711, 64)
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features` and `encode`.
+      inputs: `[rows, features]`; or several by name, see `fit`.
+      optimizer: see `recommend`.
+      batch_size: rows at a time.
+
+    Raises:
+      TypeError: `inputs` is nothing of the kind.
+      ValueError: `inputs` does not fit the model.
+    """
+    check_positive(batch_size=batch_size)
+    x = Inputs.of(inputs)
+    check_inputs(x, features_of(model))
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
+    # Without rows one that is empty, so that there is a batch to take the width from.
+    rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
+    batches = x.batches(x.for_batches(), rows, batch_size)
+    graphdef, state = nnx.split((model, optimizer))
+    state = placed(state)
+    parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
+    return np.concatenate(parts)[: x.num_rows]
+
+
+@auto_axes()
+def similar_items(
+    model: HasItems,
+    items: Sequence[int] | Sequence[str] | np.ndarray,
+    k: int = 10,
+    *,
+    names: SparseDataset | Iterable[object] | None = None,
+) -> Recommendations:
+    """The `k` items whose vectors have the largest cosine with each given item's.
+
+    An item is not similar to itself. A vector of zeros has the cosine 0 with all.
+
+    >>> similar_items(model, ["/products"], k=3, names=train).names(train)
+    [['/...', '/...', '/...']]
+
+    Args:
+      model: as for `item_vectors`.
+      items: `[n]` numbers of items, or their names.
+      k: similar items for each.
+      names: of all items, or a data set whose features they are; needed for names.
+
+    Returns:
+      Ids `[n, k]`, and cosines as scores.
+
+    Raises:
+      TypeError: `items` are neither integers nor names.
+      ValueError: an item does not exist, or names are given without `names`.
+    """
+    check_positive(k=k)
+    output = model.output
+    ids = _ids(items, output.num_items, names)
+    kernel = placed(output.kernel[...]).astype(jnp.float32)
+    found = _similar(kernel, ids, k, output.num_items, output.kernel_spec)
+    return Recommendations(*map(np.asarray, found))
+
+
+def save_vectors(
+    path: str | os.PathLike[str], vectors: np.ndarray, names: Iterable[object]
+) -> None:
+    """Writes vectors, whole or not at all; the file's name says in which form.
+
+    ::
+
+        .npy        the array alone
+        .npz        arrays `names` and `vectors`
+        .parquet    columns `name` and `vector` (a list of fixed size)
+
+    >>> save_vectors("items.parquet", item_vectors(model), train.feature_names)
+
+    Args:
+      path: the file, which is replaced if it exists.
+      vectors: `[n, hidden]`.
+      names: `[n]`.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: another ending, or not as many names as vectors, or names that `.npz`
+        cannot hold: of very different lengths, or with zero bytes at the end.
+    """
+    check_ending(path)
+    check_writable(path)
+    known = as_names(names)
+    if vectors.ndim != 2 or len(known) != len(vectors):
+        raise ValueError(
+            f"expected vectors [{len(known):,}, hidden], one for each name, got "
+            f"{vectors.shape}"
+        )
+    if pathlib.Path(path).suffix == ".npz":
+        _check_fixed_width(path, known)
+    with replacing(path) as temporary, open(temporary, "xb") as file:
+        match pathlib.Path(path).suffix:
+            case ".npy":
+                # Not to the file itself, where NumPy would not say that the disk is full.
+                np.save(types.SimpleNamespace(write=file.write), vectors)
+            case ".npz":
+                fixed = np.array(known.tolist(), np.str_)
+                np.savez(file, names=fixed, vectors=vectors)
+            case ".parquet":
+                flat = pa.array(vectors.reshape(-1))
+                column = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+                table = pa.table({"name": to_arrow(known), "vector": column})
+                pq.write_table(table, file, compression="zstd")
+
+
+def check_ending(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if vectors cannot be written to a file of this name."""
+    if pathlib.Path(path).suffix not in FORMATS:
+        raise ValueError(f"{path}: vectors are written to {', '.join(FORMATS)} files")
+
+
+def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
+    """Raises ValueError for names that NumPy's type `<U` holds badly, or not at all."""
+    lengths = np.strings.str_len(names)
+    size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
+    if size > max(_SMALL_BYTES, _MAX_PADDING * used):
+        raise ValueError(
+            f"{path}: .npz makes all names as long as the longest, of {lengths.max():,} "
+            f"characters: they would take {size:,} bytes; write .parquet instead"
+        )
+    zeros = [name for name in names.tolist() if name.endswith("\0")]
+    if zeros:
+        raise ValueError(
+            f"{path}: .npz loses zero bytes at the end of names, as of "
+            f"{examples(zeros)}; write .parquet instead"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _encoded(graphdef, state, x: Shown) -> jax.Array:
+    model, optimizer = nnx.merge(graphdef, state)
+    current = contextlib.nullcontext()
+    if optimizer is not None:
+        current = optimizer.reading(model)
+    with current:
+        h = model.encode(taken(x), deterministic=True).astype(jnp.float32)
+        return everywhere(h)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
+def _similar(kernel, ids, k: int, num_items: int, kernel_spec: jax.P | None):
+    square = jnp.sum(jnp.square(kernel), axis=1)
+    inverse = jnp.where(square > 0, jax.lax.rsqrt(square), 0)
+    h = kernel[ids] * inverse[ids][:, None]
+    itself = CSR(None, ids, jnp.arange(len(ids) + 1), num_cols=num_items)
+    return everywhere(
+        top_k(
+            h,
+            kernel,
+            None,
+            k,
+            scale=inverse,
+            exclude=itself,
+            kernel_spec=kernel_spec,
+        )
+    )
+
+
+def _ids(items, num_items: int, names) -> np.ndarray:
+    """`[n]` int32."""
+    if len(items) == 0:
+        raise ValueError("items is empty; name at least one")
+    given = np.asarray(items)
+    if np.issubdtype(given.dtype, np.integer):
+        outside = given[(given < 0) | (given >= num_items)]
+        if outside.size:
+            raise ValueError(
+                f"there is no item {outside[0]}: the model has {num_items:,}"
+            )
+        return given.astype(np.int32)
+    if given.dtype.kind not in "UT":
+        raise TypeError(f"items are integers or names, got {given.dtype}")
+    if names is None:
+        raise ValueError("items are given by name, so names=... is needed")
+    known = as_names(names.feature_names if isinstance(names, SparseDataset) else names)
+    if len(known) != num_items:
+        raise ValueError(
+            f"{len(known):,} names were given but the model has {num_items:,} items"
+        )
+    wanted = as_names(given)
+    found = find_names(wanted, known)
+    if (found < 0).any():
+        raise ValueError(
+            f"no item is called {examples(wanted[found < 0])}; names are "
+            f"{examples(known)}"
+        )
+    return found

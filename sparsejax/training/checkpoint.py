@@ -1,0 +1,441 @@
+"""Checkpoints of a training run: written whole, verified when read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import time
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from sparsejax.mesh import processes
+from sparsejax.sparse import CSR
+
+_KEPT = 3  # newest checkpoints that stay; the best one stays beside them
+VERSION = 1  # of the record
+_METADATA = "_CHECKPOINT_METADATA"  # orbax's file, which also holds the record
+_HANDLERS = r"orbax\.checkpoint\.[\w.]+\.(PyTreeHandler|MetricsHandler)"
+_FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be used; an older one was."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in one directory.
+
+    Each holds the state of a tuple of NNX modules (parameters, optimizer state, random
+    keys) and a record: how far training had come, which run it was, and checksums.
+    Orbax writes a checkpoint under a temporary name and renames it, so a killed process
+    leaves no half of one. The checksums are compared on reading, because the storage
+    format itself does not notice a changed byte.
+
+    The newest three stay, and the one with the highest `score`.
+
+    What was saved on one mesh can be restored on any other, or on none. Several
+    processes call each method together, and need the same file system.
+
+    Args:
+      directory: made when the first checkpoint is saved.
+      identity: JSON values by which a run is known. They are kept with each checkpoint,
+        and one that has others is refused.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        identity: Mapping[str, Any] = types.MappingProxyType({}),
+    ):
+        self.directory = epath.Path(directory).resolve()
+        self.identity = json.loads(json.dumps(dict(identity)))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, no other process can hold the directory, see `locks.locked`.
+
+        Raises:
+          BlockingIOError: another one does.
+        """
+        with processes.alone_in(os.fspath(self.directory)):
+            yield
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        names = (path.name for path in self.directory.iterdir() if path.is_dir())
+        return sorted(
+            int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)
+        )
+
+    def save(
+        self,
+        step: int,
+        modules: tuple[Any, ...],
+        progress: Mapping[str, Any],
+        *,
+        score: float | None = None,
+    ) -> None:
+        """Writes one checkpoint and returns when it is safe on disk.
+
+        Args:
+          step: its name; an older one of the same step is replaced.
+          modules: NNX modules.
+          progress: JSON values; floats come back bit for bit.
+          score: how good it is (higher is better), if that was measured.
+
+        Raises:
+          OSError: it cannot be written; those that were there are.
+        """
+        arrays = _arrays(nnx.state(modules))
+        record: dict[str, Any] = {
+            "version": VERSION,
+            "identity": self.identity,
+            "progress": dict(progress),
+            "shapes": {name: list(array.shape) for name, array in arrays.items()},
+            "checksums": checksums(arrays),
+        }
+        if score is not None:
+            record["score"] = score
+        policies = ocp.training.preservation_policies
+        policy = policies.AnyPreservationPolicy(
+            [
+                policies.LatestN(_KEPT),
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics["score"],
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                ),
+            ]
+        )
+        try:
+            with ocp.training.Checkpointer(
+                self.directory,
+                preservation_policy=policy,  # pyrefly: ignore[bad-argument-type]
+                cleanup_tmp_directories=True,
+            ) as checkpointer:
+                checkpointer.save(
+                    step,
+                    arrays,
+                    force=True,
+                    overwrite=True,
+                    metrics=None if score is None else {"score": score},
+                    custom_metadata=_sealed(record),
+                )
+        except (OSError, ValueError) as error:
+            is_full = any(text in str(error) for text in _FULL)
+            raise OSError(
+                f"checkpoint {step} cannot be written to {self.directory}"
+                f"{', make room there and resume' if is_full else ''}; those that were "
+                f"there are unharmed ({_first_line(error)})"
+            ) from error
+
+    def check(self) -> None:
+        """Looks whether the checkpoints are of this run, and of this release.
+
+        Raises:
+          ValueError: one is not; says what differs.
+        """
+        for step in self.steps():
+            with contextlib.suppress(_Damaged):  # `restore` will say so
+                self._record(step)
+
+    def restore(
+        self, modules: tuple[Any, ...], *, best: bool = False
+    ) -> dict[str, Any] | None:
+        """Loads the newest sound checkpoint into the modules.
+
+        A damaged one is passed over, with a `CheckpointWarning`, for the one before.
+
+        Args:
+          modules: the same modules that were saved, in any state.
+          best: prefer the checkpoint with the highest score to the newest.
+
+        Returns:
+          The `progress` it was saved with, or None where there is no checkpoint.
+
+        Raises:
+          ValueError: a checkpoint is of another run, model, optimizer or release, or all
+            checkpoints are damaged.
+        """
+        steps = self.steps()[::-1]
+        if not steps:
+            return None
+        self.check()
+        if best:
+            # Stable: among steps without a score the newest stays first.
+            steps.sort(key=lambda step: -self._score(step))
+        for step in steps:
+            progress, arrays, failure = {}, {}, ""
+            try:
+                record = self._record(step)
+                progress = record["progress"]
+                arrays = self._load(step, modules, record)
+            except _Damaged as error:
+                failure = str(error)
+            # Each process reads its own part: another's may be the damaged one.
+            if not processes.is_true_anywhere(bool(failure)):
+                _set_arrays(modules, arrays)
+                return progress
+            if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
+                continue  # a training that goes on has removed it since
+            warnings.warn(
+                f"checkpoint {self.directory / str(step)} is damaged and was skipped "
+                f"({failure or 'in another process'})",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        if processes.is_true_anywhere(self.steps()[::-1] != sorted(steps)[::-1]):
+            return self.restore(modules, best=best)  # it has saved others
+        raise ValueError(
+            f"no checkpoint in {self.directory} can be read; start again in another "
+            "directory"
+        )
+
+    def progress(self) -> dict[str, Any] | None:
+        """How far training had come at the newest checkpoint whose record can be read.
+
+        The arrays are not looked at. None where there is no such checkpoint.
+
+        Raises:
+          ValueError: a checkpoint is of another run, or of another release.
+        """
+        for step in reversed(self.steps()):
+            with contextlib.suppress(_Damaged):  # `restore` will say so
+                return self._record(step)["progress"]
+        return None
+
+    def _record(self, step: int) -> dict[str, Any]:
+        """The record of a checkpoint of this run."""
+        path = self.directory / str(step)
+        record = _opened(path)
+        theirs, ours = record["identity"], self.identity
+        for name in [*ours, *theirs]:
+            if theirs.get(name) != ours.get(name):
+                raise ValueError(
+                    f"{path}: is a checkpoint of another run, or the settings of this "
+                    f"one were edited: {name} is {theirs.get(name)!r} there and "
+                    f"{ours.get(name)!r} here"
+                )
+        return record
+
+    def _score(self, step: int) -> float:
+        try:
+            return self._record(step).get("score", -math.inf)
+        except _Damaged:
+            return math.inf  # tried first, so that it is told
+
+    def _load(
+        self, step: int, modules: tuple[Any, ...], record: dict[str, Any]
+    ) -> dict[str, jax.Array]:
+        """The arrays of a checkpoint, which are those that were saved."""
+        path = self.directory / str(step)
+        abstract = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in _arrays(nnx.state(modules)).items()
+        }
+        shapes = {name: tuple(shape) for name, shape in record["shapes"].items()}
+        for name in sorted({*abstract, *shapes}):
+            if name not in shapes or name not in abstract:
+                where = "the checkpoint" if name not in shapes else "this model"
+                raise ValueError(
+                    f"{path}: made with another model or optimizer: {where} has no "
+                    f"{name}"
+                )
+            if shapes[name] != abstract[name].shape:
+                raise ValueError(
+                    f"{path}: made with another model: {name} has shape "
+                    f"{shapes[name]} there and {abstract[name].shape} here"
+                )
+        failure, arrays = "", cast(Any, {})
+        with _silence():
+            try:
+                arrays = ocp.load(
+                    path, cast(Any, abstract), checkpointable_name="state"
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
+                failure = _first_line(error)
+            if failure:  # what is left of the other reads complains now, not later
+                time.sleep(0.1)
+                gc.collect()
+        if failure:
+            raise _Damaged(f"its arrays cannot be read: {failure}")
+        if checksums(arrays) != record["checksums"]:
+            raise _Damaged("its checksum does not match")
+        return arrays
+
+    def delete_after(self, step: int) -> None:
+        """Removes checkpoints later than `step`: damaged ones that were passed over."""
+
+        def delete():
+            for later in self.steps():
+                if later > step:
+                    (self.directory / str(later)).rmtree()
+
+        processes.in_first(delete)
+
+
+class _Damaged(Exception):
+    pass
+
+
+def _sealed(record: Mapping[str, Any]) -> dict[str, str]:
+    text = json.dumps(record)
+    return {"record": text, "digest": _digest(text)}
+
+
+def _opened(path: epath.Path) -> dict[str, Any]:
+    """The record of the checkpoint in a folder; whatever it names is not run."""
+    try:
+        metadata = json.loads((path / _METADATA).read_text())
+        handlers = metadata["item_handlers"].values()
+        sealed = metadata["custom_metadata"]
+        is_whole = sealed["digest"] == _digest(sealed["record"])
+        record = json.loads(sealed["record"])
+        version = record["version"]
+    except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
+        raise _Damaged(f"its record cannot be read: {_first_line(error)}") from None
+    # Orbax only looks a handler up among those it has, and imports none.
+    for name in handlers:
+        if not re.fullmatch(_HANDLERS, str(name)):
+            raise _Damaged(f"its arrays want a handler that is not known: {name!r}")
+    if not is_whole:
+        raise _Damaged("its record does not match its digest")
+    if version != VERSION:
+        raise ValueError(
+            f"{path}: a checkpoint of version {version!r}; this release reads version "
+            f"{VERSION}"
+        )
+    return record
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    """What is behind an error, in a line."""
+    while cause := error.__cause__ or error.__context__:
+        if not isinstance(cause, Exception):
+            break
+        error = cause
+    return f"{type(error).__name__}: {str(error).partition('\n')[0][:200]}"
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Drops what orbax and asyncio print beside the exception of a read that fails."""
+    loggers = [logging.getLogger(name) for name in ("", "absl", "asyncio")]
+    hook = sys.unraisablehook
+    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore", RuntimeWarning)  # "coroutine was never awaited"
+        for logger in loggers:
+            logger.addFilter(_no_record)
+            stack.callback(logger.removeFilter, _no_record)
+        sys.unraisablehook = lambda _: None
+        stack.callback(setattr, sys, "unraisablehook", hook)
+        yield
+
+
+def _no_record(record: logging.LogRecord) -> bool:
+    return False
+
+
+def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """One 32-bit number for each array, the same however it is sharded.
+
+    The sum over all elements of bits times an odd number that depends on the position,
+    modulo 2^32: any single changed element changes it.
+    """
+    return {name: int(value) for name, value in _checksums(dict(arrays)).items()}
+
+
+@jax.jit
+def _checksums(arrays):
+    def checksum(array):
+        if array.dtype == jnp.bool_:
+            array = array.astype(jnp.uint8)
+        width = jnp.dtype(array.dtype).itemsize * 8
+        bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+        # By axes, so that each device makes its own part.
+        position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            position += place * jnp.uint32(stride % 2**32)
+            stride *= bits.shape[axis]
+        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(checksum, arrays)
+
+
+def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
+    """A hash of matrices, arrays and names: the same content, the same string.
+
+    Padding of a CSR does not count.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(array: Any) -> None:
+        array = np.ascontiguousarray(array)
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(array)
+
+    for part in parts:
+        if isinstance(part, CSR):
+            count = int(part.indptr[-1])
+            add(part.indptr)
+            add(part.indices[:count])
+            add(np.asarray(part.shape) if part.data is None else part.data[:count])
+        elif isinstance(part.dtype, np.dtypes.StringDType):
+            add(np.strings.str_len(part))
+            for start in range(0, len(part), 2**16):
+                digest.update("".join(part[start : start + 2**16].tolist()).encode())
+        else:
+            add(part)
+    return digest.hexdigest()
+
+
+def _arrays(state) -> dict[str, jax.Array]:
+    """Leaves by path; typed random keys as the integers they are made of."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
+    return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in leaves}
+
+
+def _plain(leaf):
+    leaf = jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(leaf)
+    return leaf
+
+
+def _set_arrays(modules, arrays) -> None:
+    state = nnx.state(modules)
+
+    def restored(path, leaf):
+        array = arrays[jax.tree_util.keystr(path)]
+        if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+        return array
+
+    pure = jax.tree_util.tree_map_with_path(restored, nnx.to_pure_dict(state))
+    nnx.replace_by_pure_dict(state, pure)
+    nnx.update(modules, state)

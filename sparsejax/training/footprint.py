@@ -1,0 +1,364 @@
+"""The formula for what training takes of a device: docs/large_models.md says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import score_tiles, slopes_product
+from sparsejax.data.batching import bucket
+from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.ops import gather_matmul, item_chunks, output_loss
+from sparsejax.optimizers import optimizer
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.rules import Rule
+from sparsejax.training import fit as training
+
+# Bytes of an entry of a dispatch. Its column is kept, and of the transpose column, row
+# and place; a column's start comes to it. While they are sorted there are keys, values
+# and what the sort needs: as measured on an H200, with 39 million entries.
+_TRANSPOSED, _SORTED = 12, 37
+# Of an entry of a step: some ten arrays of 4 bytes; and of its row of `hidden` numbers
+# the sums of pieces of rows.
+_STEP_ENTRY, _PIECES = 40, 1 / 8
+# Of a row of the data while the order of an epoch is sorted, beside the order.
+_ORDER_SORTED = 20
+# Arrays of [batch, hidden] for each hidden layer, forward and backward.
+_ACTIVATIONS = 5
+# The entries of the fullest device of a mesh, to the mean, in the readers' order.
+_IMBALANCE = 1.05
+# The entries of the fullest batch are so many standard deviations above the mean, one
+# being 1.3 times the mean of a row times the root of the rows.
+_FULLEST = 3 * 1.3
+
+# Parameters whose rows are divided over "model", and so is their optimizer state.
+_BY_ROWS = re.compile("first/kernel|output/(kernel|bias)")
+_BETWEEN = re.compile(r"rest/(\d+)/(kernel|bias)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of a device; see `sparsejax.Plan`."""
+
+    data: int
+    model: int
+    steps: int
+    entries: int
+    weights: int
+    state: int
+    dataset: int
+    order: int
+    batches: int
+    hidden: int
+    operand: int
+    output_gradient: int
+    chunk: int
+    input_gradient: int
+    sorting: int
+    temporary: int
+    over_data: Mapping[str, int]
+    over_model: Mapping[str, int]
+
+    @property
+    def kept(self) -> int:
+        """Weights, state, data set and order: what exists all the time."""
+        return self.weights + self.state + self.dataset + self.order
+
+    @property
+    def total(self) -> int:
+        """The peak: what is kept and the most that is temporary."""
+        return self.kept + self.temporary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, whatever the mesh.
+
+    Attributes:
+      target_entries: None if the inputs are the targets.
+      batch: rows of a step.
+      variables: path, shape and bytes of each in `nnx.state((model, optimizer))`.
+    """
+
+    network: NetworkConfig
+    rule: Rule
+    inputs: int
+    outputs: int
+    rows: int
+    entries: int
+    target_entries: int | None
+    values: bool
+    batch: int
+    fused: bool
+    variables: tuple[tuple[tuple, tuple[int, ...], int], ...] = ()
+
+    def measured(self) -> Job:
+        """The same with its variables."""
+        found = []
+        for path, variable in nnx.to_flat_state(nnx.state(self.modules())):
+            leaf = variable.get_raw_value()
+            found.append((path, leaf.shape, leaf.size * leaf.dtype.itemsize))
+        return dataclasses.replace(self, variables=tuple(found))
+
+    def bytes_of(self, module: int, model: int, *, but_by_rows: bool = False) -> int:
+        """Bytes on a device of what the model (0) or the optimizer (1) has.
+
+        Args:
+          but_by_rows: without the first and the last kernel.
+        """
+        total = 0
+        for path, shape, size in self.variables:
+            if path[0] != module or (but_by_rows and _BY_ROWS.search(_name(path))):
+                continue
+            total += size if divided_axis(path, shape, model) is None else size // model
+        return total
+
+    def modules(self) -> tuple[FeedForward, Optimizer]:
+        """Model and optimizer, of shapes."""
+
+        def make():
+            model = FeedForward(
+                self.network,
+                inputs=self.inputs,
+                outputs=self.outputs,
+                rngs=nnx.Rngs(0),
+            )
+            model.train()
+            return model, Optimizer(model, self.rule)
+
+        return nnx.eval_shape(make)
+
+    def matrices(self) -> list[tuple[int, int]]:
+        """Entries and columns of inputs and targets, or of what is both."""
+        found = [(self.entries, self.inputs)]
+        if self.target_entries is not None:
+            found.append((self.target_entries, self.outputs))
+        return found
+
+    def rows_of(self, data: int, model: int) -> int:
+        """Rows of the data set that a device has."""
+        if data * model == 1:
+            return self.rows
+        return -(-self.rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS // data
+
+    def entries_of(self, data: int, model: int) -> list[int]:
+        """Entries of each matrix on the fullest device."""
+        uneven = _IMBALANCE if data * model > 1 else 1
+        return [math.ceil(e * uneven / (data * model)) for e, _ in self.matrices()]
+
+    def capacities(self, data: int, model: int) -> list[int]:
+        """Room for a batch in the fullest device's block of each matrix."""
+        rows = self.batch // data
+        share = (rows + _FULLEST * math.sqrt(rows)) / self.rows / model
+        share *= _IMBALANCE if model > 1 else 1
+        return [bucket(math.ceil(share * e)) for e, _ in self.matrices()]
+
+    def state_shapes(self, width: int) -> list[tuple[int, ...]]:
+        """Shapes of the state arrays of a kernel `[2, width]`."""
+        arrays = jax.eval_shape(lambda: self.rule.init((2, width)))
+        return [array.shape for array in arrays.values()]
+
+    def steps_by_elements(self, width: int) -> bool:
+        """Whether a kernel can do the rule's step on rows of this width."""
+        alike = all(shape == (2, width) for shape in self.state_shapes(width))
+        return self.rule.elementwise and alike
+
+
+def divided_axis(path: tuple, shape: tuple[int, ...], model: int) -> int | None:
+    """Which axis of a variable of model or optimizer lies over "model"; None is none.
+
+    As `FeedForward` has it: rows of the first and the last kernel, and of the layers
+    between alternately outputs and inputs.
+    """
+    if _BY_ROWS.search(_name(path)):
+        return 0
+    between = _BETWEEN.search(_name(path))
+    if between is None:
+        return None
+    number, kind = between.groups()
+    axis = len(shape) - 1
+    if int(number) % 2 == 1:
+        if kind == "bias":
+            return None
+        axis = 0
+    return None if shape[axis] % model else axis
+
+
+def _name(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def footprint(job: Job, data: int, model: int) -> Footprint:
+    """What a device takes on a mesh of these axes."""
+    batch, rows = job.batch // data, job.rows_of(data, model)
+    itemsize = 8 if job.values else 4
+    own = job.capacities(data, model)
+    steps = training.steps_on_gpu(training.entries_of_step(own, data))
+    # Of its columns, a device is sent the entries of the whole batch.
+    column = data * own[0]
+    starts = min(column, padded_rows(job.inputs) // model)
+    taken = steps * itemsize * sum(own)
+    batches = taken + steps * (_TRANSPOSED * column + 4 * starts)
+    batches += _STEP_ENTRY * column
+    in_dispatch = taken + steps * (_SORTED - 4) * column
+    sorting = max(in_dispatch, _ORDER_SORTED * rows)
+
+    sizes = [layer.size for layer in job.network.hidden]
+    hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
+    if data > 1:
+        hidden += 4 * job.batch * sizes[0]
+    output = _output(job, data, model)
+    input_gradient = _input_gradient(job, column, model)
+    operand = output.operand if job.fused else 0  # in all of a dispatch
+    stays = output.gradient + operand
+    stages = output.at_once(job.fused), stays + input_gradient
+    held = job.entries_of(data, model)
+    over_data, over_model = _sent(job, data, model, column)
+    return Footprint(
+        data=data,
+        model=model,
+        steps=steps,
+        entries=max(held),
+        weights=job.bytes_of(0, model),
+        state=job.bytes_of(1, model),
+        dataset=sum(itemsize * n + 4 * (rows + 1) for n in held),
+        order=4 * -(-job.rows // job.batch) * batch,
+        batches=batches,
+        hidden=hidden,
+        operand=output.operand,
+        output_gradient=output.gradient,
+        chunk=output.chunk,
+        input_gradient=input_gradient,
+        sorting=sorting,
+        temporary=max(sorting, in_dispatch + operand, batches + hidden + max(stages)),
+        over_data=over_data,
+        over_model=over_model,
+    )
+
+
+class _Output(NamedTuple):
+    """Bytes of the output's temporary arrays, and whether a chunk is all its items."""
+
+    operand: int
+    gradient: int
+    chunk: int
+    one: bool
+
+    def at_once(self, fused: bool) -> int:
+        if self.one and not fused:  # the gradient takes the operand's place
+            return max(self.operand, self.gradient) + self.chunk
+        return self.operand + self.gradient + self.chunk
+
+
+def _output(job: Job, data: int, model: int) -> _Output:
+    layer, width = job.network.output, job.network.hidden[-1].size
+    batch = job.batch // data
+    items = padded_rows(job.outputs) // model
+    dtype = jnp.dtype(layer.dtype or jnp.float32)
+    operand = items * width * dtype.itemsize if dtype != jnp.float32 else 0
+    gradient = items * width * dtype.itemsize
+    if layer.temperature is not None:  # factors of the scores
+        operand += 4 * items
+        gradient += 4 * items
+    if job.fused:
+        gradient = 0
+    with_kernel = not job.values and not score_tiles.unsupported(width, items, dtype)
+    budget = output_loss._GPU_CHUNK_ELEMENTS
+    if with_kernel:
+        batch = -(-batch // score_tiles.TILE_ROWS) * score_tiles.TILE_ROWS
+        budget = output_loss._KERNEL_CHUNK_ELEMENTS
+    size = item_chunks.chunk_size(batch, items, budget)
+    scores, rows = batch * size, size * width
+    # Slopes and the bits of labels; or scores, where there is a label, and its value.
+    made = 2 * scores + scores // 8 if with_kernel else 5 * scores
+    if job.values:
+        made = 17 * scores
+    in_product = with_kernel and data == 1 and layer.temperature is None
+    if job.fused and in_product and job.steps_by_elements(width):
+        in_place = size >= items or width <= slopes_product.MAX_HIDDEN
+        copied = 0 if in_place else dtype.itemsize * rows
+        return _Output(operand, gradient, made + copied, size >= items)
+    if size >= items:  # whole arrays are updated in place, without copies of rows
+        return _Output(operand, gradient, made + job.fused * 4 * rows, True)
+    read = made + (8 if with_kernel else 12) * rows
+    arrays = job.state_shapes(width).count((2, width))
+    moved = (8 + 4 * arrays + 2 * with_kernel) * rows
+    return _Output(operand, gradient, max(read, job.fused * moved), False)
+
+
+def _input_gradient(job: Job, entries: int, model: int) -> int:
+    """Bytes of the gradient of the first kernel, in a batch of so many entries."""
+    rule, width = job.rule, job.network.hidden[0].size
+    rows = padded_rows(job.inputs) // model
+    touched = 4 * min(entries, rows) * width
+    if not gather_matmul.kernel_fits(rows, width, entries):
+        touched = 8 * entries * width  # XLA's gather, and what is summed
+    elif width < 128:
+        touched += 4 * 128 * rows  # a copy of the kernel with wider rows
+    if job.network.output.tied is not None:
+        return touched + 4 * rows * width
+    if rule.drifts and rows <= optimizer._LARGE_PART * entries:
+        return touched + 4 * rows * width
+    if job.steps_by_elements(width) and not rule.drifts and width % 128 == 0:
+        return int(_PIECES * entries * width)  # one kernel sums and moves
+    return touched
+
+
+def _sent(job: Job, data: int, model: int, entries: int):
+    """Bytes that a ring sends from each device in a step, over "data" and "model"."""
+    network, batch = job.network, job.batch // data
+    sizes = [layer.size for layer in network.hidden]
+
+    def gathered(size: int, n: int) -> int:
+        return round((n - 1) / n * size)
+
+    def summed(size: int, n: int) -> int:
+        return 2 * gathered(size, n)
+
+    over_data, over_model = {}, {}
+    if model > 1:
+        over_model["sums of the first layer"] = summed(4 * batch * sizes[0], model)
+        over_model["gradient of the last hidden layer"] = summed(
+            4 * batch * sizes[-1], model
+        )
+        between = 0
+        for i, (before, size) in enumerate(itertools.pairwise(sizes)):
+            if i % 2 == 1 and before % model == 0:  # inputs: their sums
+                between += summed(4 * batch * size, model)
+            elif i % 2 == 0 and size % model == 0:
+                between += summed(4 * batch * before, model)  # backward
+                if i + 2 == len(sizes):  # nobody takes the parts
+                    between += gathered(4 * batch * size, model)
+        if between:
+            over_model["between hidden layers"] = between
+        if network.loss == "softmax_cross_entropy":
+            over_model["normalisers"] = gathered(4 * 4 * batch * model, model)
+    if data > 1:
+        items = padded_rows(job.outputs) // model
+        layer, of_input = network.output, network.input
+        dtype = jnp.dtype(job.fused and jnp.float32 or layer.dtype or jnp.float32)
+        vectors = layer.use_bias + (layer.temperature is not None)
+        valued = job.values or of_input.normalize or of_input.corruption > 0
+        over_data["entries of the batch"] = gathered(
+            (12 if valued else 8) * entries, data
+        )
+        over_data["gradient of the first layer"] = gathered(
+            4 * job.batch * sizes[0], data
+        )
+        over_data["sums of the output's gradient"] = summed(
+            items * (sizes[-1] * dtype.itemsize + 4 * vectors), data
+        )
+        over_data["sums of hidden gradients"] = summed(
+            job.bytes_of(0, model, but_by_rows=True), data
+        )
+    return over_data, over_model

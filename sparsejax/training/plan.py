@@ -1,0 +1,341 @@
+"""What training will take of each device's memory, before there is such a device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import (
+    ROW_MULTIPLE,
+    check_axes,
+    device_memory,
+    make_mesh,
+    padded_rows,
+)
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.optimizers.rules import Rule
+from sparsejax.sparse import CSR, MAX_ENTRIES
+from sparsejax.training import fit as training
+from sparsejax.training.footprint import Footprint, Job, divided_axis, footprint
+from sparsejax.training.resident import Resident, step_size
+
+
+class Compiled(NamedTuple):
+    """What the compiler takes for the program on devices of the kind here, in bytes.
+
+    On a CPU that is another program than on a GPU: it has other kernels and smaller
+    chunks, and 16 steps that are not sorted ahead. Only `kept` compares.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      kept: weights, state, data set and order: the arguments of the program.
+      temporary: all that it makes beside them.
+    """
+
+    platform: str
+    kept: int
+    temporary: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Footprint):
+    """What a GPU of a mesh holds while `fit` trains, and what it sends in a step.
+
+    >>> config = NetworkConfig.autoencoder((1024,))
+    >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
+    >>> planned = plan(config, optimizers.rmsprop(1e-3), model=4, **sizes)
+    >>> planned.total == planned.kept + planned.temporary
+    True
+
+    Sizes are in bytes, of one device.
+
+    Attributes:
+      data: devices over which batches are divided.
+      model: devices over which the first and the last kernel are divided.
+      steps: steps of a dispatch.
+      entries: of the data set, of inputs or targets, the larger.
+      weights: parameters.
+      state: of the optimizer.
+      dataset: inputs and targets.
+      order: of the rows in an epoch.
+      batches: of the steps of a dispatch, and what a step makes of its entries.
+      hidden: activations of the hidden layers and their gradients.
+      operand: a copy of the last kernel in bfloat16, factors of cosines.
+      output_gradient: of the last kernel, if it is not applied where it is made.
+      chunk: scores of a part of the items, and the gradient of their rows.
+      input_gradient: of the rows of the first kernel that a batch touches.
+      sorting: the entries of a dispatch, or the rows of an epoch.
+      temporary: the most of these seven that exists at once: while sorting, in the
+        output layer, or in the input layer.
+      over_data: what for and how much is sent along "data" in a step, by a ring.
+      over_model: along "model".
+      memory: of a device; None if it is not known.
+      least_model: the smallest `model` with which it fits, with this `data`; None if
+        there is none, or the memory is not known.
+      compiled: the compiler's figures, if they were asked for.
+    """
+
+    memory: int | None = None
+    least_model: int | None = None
+    compiled: Compiled | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether memory and 32-bit numbers of entries suffice; None if not known."""
+        if self.memory is None:
+            return None
+        return self.total <= self.memory and self.entries <= MAX_ENTRIES
+
+    def table(self) -> str:
+        """All of it as text, with a verdict."""
+        devices = self.data * self.model
+        where = "on one device" if devices == 1 else f"on each of {devices:,} devices"
+        lines = [
+            ("kept", self.kept),
+            ("  weights", self.weights),
+            ("  optimizer state", self.state),
+            ("  data set", self.dataset),
+            ("  order of the rows", self.order),
+            ("temporary, at most at once", self.temporary),
+            (f"  batches, {self.steps} steps at a time", self.batches),
+            ("  hidden layers", self.hidden),
+            ("  operand of the output's products", self.operand),
+            ("  gradient of the output", self.output_gradient),
+            ("  scores, and gradients of a chunk of items", self.chunk),
+            ("  gradient of the input", self.input_gradient),
+            ("  sorting", self.sorting),
+            ("peak", self.total),
+        ]
+        for axis, sent in (("data", self.over_data), ("model", self.over_model)):
+            if sent:
+                lines.append((f'sent in a step over "{axis}"', sum(sent.values())))
+                lines += [(f"  {what}", size) for what, size in sent.items()]
+        head, beside = f"{where}, data={self.data}, model={self.model}", {}
+        if (other := self.compiled) is not None:
+            head = f"{head:<53}compiler ({other.platform})"
+            beside["kept"] = other.kept
+            beside["temporary, at most at once"] = other.temporary
+            beside["peak"] = other.kept + other.temporary
+        text = [head]
+        for name, size in lines:
+            line = f"{name:<44}{_readable(size):>8}"
+            more = f"{_readable(beside[name]):>15}" if name in beside else ""
+            text.append(line + more)
+        return "\n".join([*text, *self._verdict()])
+
+    def _verdict(self) -> list[str]:
+        if self.memory is None:
+            return []
+        into = _readable(self.memory)
+        if self.fits:
+            return [f"fits in {into}"]
+        if self.total <= self.memory:
+            into = f"32-bit offsets: {self.entries:,} entries on a device"
+        more = f"with data={self.data} no model is large enough"
+        if self.least_model is not None:
+            more = f"needs model={self.least_model} at least"
+        return [f"does not fit in {into}; {more}"]
+
+
+def plan(
+    network: NetworkConfig,
+    rule: Rule,
+    *,
+    inputs: int,
+    outputs: int | None = None,
+    rows: int,
+    entries: int,
+    target_entries: int | None = None,
+    values: bool = False,
+    batch_size: int = 512,
+    fused: bool = False,
+    data: int = 1,
+    model: int = 1,
+    memory: int | None = None,
+    compile: bool = False,
+) -> Plan:
+    """What `fit` will take of each GPU of a mesh. Nothing of that size is made.
+
+    >>> config = NetworkConfig.autoencoder((1024,))
+    >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
+    >>> planned = plan(config, optimizers.rmsprop(1e-3), memory=134 * 10**9, **sizes)
+    >>> planned.fits, planned.least_model
+    (False, 2)
+    >>> planned.weights // 10**9  # two kernels of 8 million x 1,024 x 4, and biases
+    66
+
+    Weights, state and data are exact, but that a mesh is taken to divide the data to 5 %.
+    Temporary arrays are those of our kernels on an H200. Not counted are validation, the
+    host's memory, and what is tried out while a program is compiled.
+
+    Args:
+      network: layers and loss.
+      rule: of the optimizer.
+      inputs: number of features.
+      outputs: number of items; by default the features, which are then the targets too.
+      rows: of the data set.
+      entries: of the inputs, in all. The lengths of rows are taken to have a standard
+        deviation of 1.3 times their mean, as those of purchase histories.
+      target_entries: of the targets; `entries` by default.
+      values: whether entries have values.
+      batch_size: examples a step.
+      fused: as `fit` takes it.
+      data: devices over which batches are divided.
+      model: devices over which the first and the last kernel are divided.
+      memory: of a device; by default what JAX may take of the first one here, where it
+        says.
+      compile: also compile the program, for such a mesh of devices of the kind here.
+        More GPUs than there are need nothing. More CPU devices do, before JAX is used:
+        `jax.config.update("jax_num_cpu_devices", 64)`.
+
+    Raises:
+      ValueError: a size is not positive, the mesh cannot be made or does not divide the
+        batch, or there are too few devices to compile for.
+      NotImplementedError: `fused` with a tied output.
+    """
+    if outputs is None and target_entries is not None:
+        raise ValueError(
+            "target_entries needs outputs, the number of items: without, the targets "
+            "are the inputs"
+        )
+    counts = {
+        "inputs": inputs,
+        "outputs": outputs,
+        "rows": rows,
+        "entries": entries,
+        "target_entries": target_entries,
+        "batch_size": batch_size,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be positive, got {count}")
+    if fused and network.output.tied is not None:
+        raise NotImplementedError("a tied kernel cannot have a fused update")
+    check_axes(data, model)
+    targets = entries if target_entries is None else target_entries
+    job = Job(
+        network=network,
+        rule=rule,
+        inputs=inputs,
+        outputs=inputs if outputs is None else outputs,
+        rows=rows,
+        entries=entries,
+        target_entries=None if outputs is None else targets,
+        values=values,
+        batch=step_size(batch_size, rows, data),
+        fused=fused,
+    ).measured()
+    memory = device_memory() if memory is None else memory
+
+    def on_mesh(model: int) -> Plan:
+        return Plan(**vars(footprint(job, data, model)), memory=memory)
+
+    larger = (on_mesh(2**i) for i in range(ROW_MULTIPLE.bit_length()))
+    return dataclasses.replace(
+        on_mesh(model),
+        least_model=next((each.model for each in larger if each.fits), None),
+        compiled=_compiled(job, data, model) if compile else None,
+    )
+
+
+def _compiled(job: Job, data: int, model: int) -> Compiled:
+    found: Any = program(job, data, model).memory_analysis()
+    result = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Compiled(
+        jax.default_backend(),
+        found.argument_size_in_bytes,
+        found.temp_size_in_bytes + result,
+    )
+
+
+def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
+    """Compiles a dispatch for a mesh of the devices here, for shapes alone."""
+    mesh = None
+    if data * model > 1:
+        devices = _devices(data * model)
+        mesh = make_mesh(data=data, model=model, devices=devices)
+    parts = () if mesh is None else (data, model)
+
+    def shape(size, dtype, spec):
+        place = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+    def matrix(entries: int, columns: int):
+        width = columns if mesh is None else padded_rows(columns) // model
+        spec = P("data", "model")
+        rows = job.rows_of(data, model)
+        leaves = (
+            shape((*parts, entries), jnp.float32, spec) if job.values else None,
+            shape((*parts, entries), jnp.int32, spec),
+            shape((*parts, rows + 1), jnp.int32, spec),
+            None,
+        )
+        block = CSR.tree_unflatten(width, leaves)
+        return block if mesh is None else ShardedCSR(block, num_cols=columns)
+
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        graphdef, state = nnx.split(job.modules())
+
+        def placed(path, variable):
+            axis = divided_axis(path, variable.shape, model)
+            spec = P() if axis is None else P(*[None] * axis, "model")
+            return variable.replace(shape(variable.shape, variable.dtype, spec))
+
+        state = nnx.map_state(placed, state)
+        columns = [columns for _, columns in job.matrices()]
+        held = job.entries_of(data, model)
+        resident = Resident(tuple(map(matrix, held, columns)), None, job.rows)
+        capacities = tuple(job.capacities(data, model))
+        steps = -(-job.rows // job.batch)
+        order = shape((steps, data, job.batch // data), jnp.int32, P(None, "data"))
+        number = shape((), jnp.int32, P())
+        return training._dispatch.lower(
+            graphdef,
+            state,
+            resident,
+            order,
+            number,
+            number,
+            capacities,
+            training._steps_per_dispatch(training.entries_of_step(capacities, data)),
+            job.fused,
+            None if mesh is None else tuple(x.sharding for x in jax.tree.leaves(state)),
+        ).compile()
+
+
+def _devices(count: int) -> list[jax.Device]:
+    """So many of the kind here. GPUs can be compiled for that are not here."""
+    devices = jax.devices()
+    if len(devices) >= count or devices[0].platform != "gpu":
+        return devices
+    hosts = f"1x{-(-count // 8)}x{min(count, 8)}"
+    return topologies.get_topology_desc("", "cuda", topology=hosts).devices
+
+
+def read_bytes(text: str) -> int:
+    """The number of bytes that a size as "141GB", "1.5 TB" or "139 GiB" means."""
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([kKMGT]?)(i?)B", text.strip())
+    if found is None:
+        raise ValueError(f'expected a size as "141GB" or "139GiB", got {text!r}')
+    number, prefix, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
+
+
+def _readable(size: float) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if size < 999.5 or prefix == "T":
+            break
+        size /= 1000
+    digits = 0 if not prefix or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:,.{digits}f} {prefix}B"

@@ -1,0 +1,409 @@
+"""Training data on the device, and the order in which its rows are trained on.
+
+The order does not depend on the mesh. Row `r` belongs to shard `r mod 64`, and in each
+epoch a shard permutes its rows by a key of its own. A batch has as many rows of each
+shard, those of a shard together::
+
+    shard 0        shard 1        ...  shard 63
+    r r r r | r r  r r r r | r r       r r r r | r r      | end of the first batch
+    batch 0:  shard 0's, shard 1's, ..., shard 63's
+
+So part `d` of `D` of every batch is what shards `64 d / D` to `64 (d + 1) / D - 1` have,
+whose rows are on the devices at `d` of the axis "data": nothing has to be fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from sparsejax.data import vocabulary
+from sparsejax.data.sources import Inputs, Source, Sources, aligned
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.layout import (
+    VIRTUAL_SHARDS,
+    axis_sizes,
+    by_parts,
+    mesh_is_set,
+    on_each_device,
+)
+from sparsejax.sparse import CSR, take_rows
+from sparsejax.training.checkpoint import fingerprint
+
+# That a device has more than its share is worth a warning, where it has so many entries
+# that time goes into them.
+_MANY_ENTRIES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What the matrices of `Examples` are.
+
+    Attributes:
+      names: of the first ones, which are the inputs; None if there is one without a
+        name.
+      labels: the place of the targets, which may be an input.
+    """
+
+    names: tuple[str, ...] | None = None
+    labels: int = -1
+
+    def of(self, matrices: Sequence) -> tuple[Any, Any]:
+        """From all of them what the model is shown, and the labels."""
+        shown = matrices[0]
+        if self.names is not None:
+            shown = dict(zip(self.names, matrices, strict=False))
+        return shown, matrices[self.labels]
+
+    @property
+    def inputs(self) -> list[str]:
+        """What messages call the inputs."""
+        names = self.names or ()
+        return [f"inputs[{name!r}]" for name in names] or ["inputs"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """Checked arguments of `fit`, not yet on the device.
+
+    Attributes:
+      inputs: what the model is shown.
+      roles: what the matrices are.
+      matrices: the inputs, `[rows, ...]`, and the targets if they are something else.
+      weights: `[rows]` float32, or None.
+    """
+
+    inputs: Inputs
+    roles: Roles
+    matrices: tuple[CSR | np.ndarray, ...]
+    weights: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Sources | Inputs,
+        targets: Source | str | None,
+        weights: ArrayLike | None,
+    ) -> Examples:
+        """Matches the rows.
+
+        Raises:
+          TypeError: a source is none.
+          ValueError: there is no row, one is missing, or a weight is wrong.
+        """
+        inputs = Inputs.of(inputs)
+        names = None if inputs.alone else tuple(sorted(inputs.tables))
+        tables = [inputs.tables[name] for name in names or ("inputs",)]
+        if inputs.num_rows == 0:
+            raise ValueError(f"{inputs.rows.what} has no rows")
+        if targets is None and not inputs.alone:
+            raise ValueError(
+                "several inputs need targets: data, or the name of a sparse input"
+            )
+        wanted = inputs.named("targets", "inputs" if targets is None else targets)
+        if isinstance(targets, str) or targets is None:
+            labels = tables.index(wanted)
+        else:
+            labels = len(tables)
+            tables.append(aligned(wanted, inputs.rows))
+        matrices = tuple(jax.tree.map(_canonical, table.matrix) for table in tables)
+        weights = checked_weights(weights, inputs.num_rows)
+        return cls(inputs, Roles(names, labels), matrices, weights)
+
+    @property
+    def num_rows(self) -> int:
+        return self.inputs.num_rows
+
+    @property
+    def chunks(self) -> list[int]:
+        """Rows of each part that is on the devices at a time: here of all."""
+        return [self.num_rows]
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        return [0]
+
+    def resident(self, chunk: int, following: int | None) -> Resident:
+        """The data of a chunk on the devices; `following` comes next."""
+        return self._resident
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @functools.cached_property
+    def _resident(self) -> Resident:
+        return Resident.of(self)
+
+    def fingerprint(self) -> str:
+        """A hash of the contents; the same on any mesh."""
+        weights = [] if self.weights is None else [self.weights]
+        if self.roles.names is None:
+            return fingerprint(*self.matrices, *weights)
+        roles = np.frombuffer(repr(self.roles).encode(), np.uint8)
+        return fingerprint(*self.matrices, *weights, roles)
+
+
+def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
+    """Weights of `rows` examples in float32.
+
+    Raises:
+      ValueError: there are not so many, or one is not finite.
+    """
+    if weights is None:
+        return None
+    weights = np.asarray(weights, np.float32)
+    if weights.shape != (rows,):
+        raise ValueError(f"weights has shape {weights.shape}, expected ({rows},)")
+    if not np.isfinite(weights).all():
+        bad = np.flatnonzero(~np.isfinite(weights))[0]
+        raise ValueError(f"weights[{bad}] is {weights[bad]}")
+    return weights
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resident:
+    """A data set on the device, or in blocks on the mesh.
+
+    Attributes:
+      matrices: the inputs, and the targets if they are something else. Of a dense input
+        `[data, rows of a part + 1, ...]`, of which the last stands in for no row.
+      weights: `[data, rows of a part]`, or None; without a mesh there is one part.
+      num_rows: that there are (static).
+      contiguous: whether the rows of a shard follow each other, see `first_row`; else
+        row `r` belongs to shard `r mod 64` (static).
+      roles: what the matrices are (static).
+    """
+
+    matrices: tuple[CSR | ShardedCSR | jax.Array, ...]
+    weights: jax.Array | None
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
+    roles: Roles = dataclasses.field(default=Roles(), metadata={"static": True})
+
+    @classmethod
+    def of(cls, examples: Examples) -> Resident:
+        """Places the data, on the mesh if one is set.
+
+        A warning says when the devices of the mesh have very different shares.
+        """
+        weights, num_rows, roles = examples.weights, examples.num_rows, examples.roles
+        if not mesh_is_set():
+            matrices = (
+                jax.tree.map(jnp.asarray, matrix)
+                if isinstance(matrix, CSR)
+                else jnp.asarray(np.append(matrix, matrix[:1], axis=0)[None])
+                for matrix in examples.matrices
+            )
+            weights = None if weights is None else jnp.asarray(weights)[None]
+            return cls(tuple(matrices), weights, num_rows, roles=roles)
+        mesh = jax.sharding.get_mesh()
+        rows = home_rows(num_rows, axis_sizes()[0])
+        and_one = np.pad(np.maximum(rows, 0), ((0, 0), (0, 1)))
+        blocks = tuple(
+            ShardedCSR.from_host(matrix, rows, mesh)
+            if isinstance(matrix, CSR)
+            else by_parts(matrix[and_one], mesh)
+            for matrix in examples.matrices
+        )
+        for what, matrix in zip([*roles.inputs, "targets"], blocks, strict=False):
+            if isinstance(matrix, ShardedCSR):
+                _warn_of_imbalance(what, matrix, mesh)
+        if weights is not None:
+            weights = by_parts(np.where(rows >= 0, weights[rows], 0), mesh)
+        return cls(blocks, weights, num_rows, roles=roles)
+
+    def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
+        """Of each matrix the batches of some steps: a stack of matrices, or an array
+        `[steps, batch, ...]`.
+
+        Args:
+          rows: `[steps, data, n]` from `epoch_order`.
+          capacities: room for the entries of a batch, or of a block of it.
+        """
+        rows = self._local(rows)
+
+        def of(matrix, nse):
+            if isinstance(matrix, ShardedCSR):
+                return matrix.take(rows, nse)
+            if isinstance(matrix, CSR):
+                return jax.vmap(lambda r: take_rows(matrix, r, nse))(rows[:, 0])
+            return _dense_rows(matrix, rows)
+
+        return [of(*pair) for pair in zip(self.matrices, capacities, strict=True)]
+
+    @property
+    def sparse_inputs(self) -> list[int]:
+        """Which of the matrices are sparse inputs."""
+        first = enumerate(self.matrices[: len(self.roles.inputs)])
+        return [i for i, x in first if isinstance(x, CSR | ShardedCSR)]
+
+    def needed(self, rows: jax.Array) -> list[jax.Array]:
+        """Of each matrix the room that `take` needs: entries, of an array numbers."""
+        rows = self._local(rows)
+
+        def of(matrix):
+            if isinstance(matrix, ShardedCSR):
+                return matrix.fullest(rows)
+            if isinstance(matrix, CSR):
+                return _largest(matrix, rows[:, 0])
+            return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
+
+        return [of(matrix) for matrix in self.matrices]
+
+    def means(self, rows: jax.Array) -> jax.Array:
+        """`[steps, batch]`: the weights with which a step's losses are summed.
+
+        They make the sum the mean of `weights_b loss_b` over the rows that exist.
+        """
+        exists = rows >= 0
+        means = exists / jnp.sum(exists, axis=(1, 2), keepdims=True)
+        if self.weights is not None:
+            pick = jax.vmap(lambda w, r: w[r], in_axes=(0, 1), out_axes=1)
+            means *= pick(self.weights, self._local(rows))
+        return means.reshape(len(rows), -1)
+
+    def _local(self, rows: jax.Array) -> jax.Array:
+        """Rows `[steps, data, n]`, counted from the first of their part."""
+        data = rows.shape[1]
+        if self.contiguous:
+            shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
+            place = rows - first_row(shard, self.num_rows)[None, :, None]
+        else:  # see `home_rows`
+            shards = VIRTUAL_SHARDS // data
+            place = rows // VIRTUAL_SHARDS * shards + rows % shards
+        return jnp.where(rows >= 0, place, -1)
+
+
+def first_row(shard, num_rows: int):
+    """Where a shard starts, if its rows follow each other; as even as can be."""
+    each, more = divmod(num_rows, VIRTUAL_SHARDS)
+    return shard * each + shard.clip(max=more)
+
+
+def home_rows(num_rows: int, data: int) -> np.ndarray:
+    """`[data, rows of a part]`: the rows of each of `data` parts, -1 is none."""
+    shards = VIRTUAL_SHARDS // data
+    place = np.arange(-(-num_rows // VIRTUAL_SHARDS) * shards)
+    rows = place // shards * VIRTUAL_SHARDS + place % shards
+    rows = rows + np.arange(data)[:, None] * shards
+    return np.where(rows < num_rows, rows, -1)
+
+
+def step_size(batch_size: int, num_rows: int, data: int) -> int:
+    """Rows a step, those that do not exist included.
+
+    Raises:
+      ValueError: a batch cannot be divided over `data` devices.
+    """
+    if batch_size % VIRTUAL_SHARDS == 0:
+        return min(batch_size, -(-num_rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS)
+    if data > 1:
+        raise ValueError(
+            f"{batch_size=} must be a multiple of {VIRTUAL_SHARDS} where the mesh has "
+            f"data={data}"
+        )
+    return min(batch_size, num_rows)
+
+
+def epoch_order(
+    key: jax.Array,
+    epoch: jax.Array | int,
+    num_rows: int,
+    batch_size: int,
+    data: int,
+    *,
+    contiguous: bool = False,
+) -> jax.Array:
+    """`[steps, data, batch_size / data]`: rows of each step of an epoch, -1 is none.
+
+    With a batch size that 64 does not divide, the batches cut up one sequence instead,
+    whose position `p` is entry `p // 64` of shard `p mod 64`.
+    """
+    depth = -(-num_rows // VIRTUAL_SHARDS)
+    steps = -(-num_rows // batch_size)
+    epoch_key = jax.random.fold_in(key, epoch)
+
+    def permuted(shard):
+        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
+        entry = jnp.arange(depth, dtype=jnp.int32)
+        exists = entry * VIRTUAL_SHARDS + shard < num_rows
+        # The sort is stable and only the last entry can be missing: it stays last.
+        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
+        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
+        row = entry * VIRTUAL_SHARDS + shard
+        if contiguous:
+            row = first_row(shard, num_rows) + entry
+        return jnp.where(exists, row, -1)
+
+    shards = jax.vmap(permuted)(jnp.arange(VIRTUAL_SHARDS, dtype=jnp.int32))
+    if batch_size % VIRTUAL_SHARDS:
+        order = shards.T.reshape(-1)[:num_rows]
+        missing = (0, steps * batch_size - num_rows)
+        order = jnp.pad(order, missing, constant_values=-1)
+        return order.reshape(steps, data, -1)
+    each = batch_size // VIRTUAL_SHARDS
+    missing = ((0, 0), (0, steps * each - depth))
+    order = jnp.pad(shards, missing, constant_values=-1)
+    return (
+        order.reshape(data, -1, steps, each)
+        .transpose(2, 0, 1, 3)
+        .reshape(steps, data, -1)
+    )
+
+
+def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
+    """`[steps, batch, ...]` of `parts: [data, n, ...]` and `rows: [steps, data, b]`.
+
+    -1 is the last row of a part. Nothing moves between devices.
+    """
+
+    def block(part, rows):
+        return part[0][rows[:, 0]]
+
+    if not mesh_is_set():
+        return block(parts, rows)
+    specs = P("data"), P(None, "data")
+    return on_each_device(block, parts, rows, in_specs=specs, out_specs=P(None, "data"))
+
+
+def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:
+    lengths = matrix.row_lengths().at[rows].get(mode="fill", fill_value=0)
+    return jnp.max(jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1))
+
+
+def _canonical(array):
+    """A NumPy array in the dtype that it has on the device."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -> None:
+    """Says so if a device has far more than its share of the entries."""
+    everywhere = NamedSharding(mesh, P())
+    ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
+    counts = np.asarray(ends(matrix.blocks.indptr))
+    if counts.max() <= _MANY_ENTRIES:
+        return
+    ratio = vocabulary.imbalance(counts.reshape(-1), counts.size)
+    if ratio > vocabulary.MAX_IMBALANCE:
+        warnings.warn(
+            f"the fullest device has {ratio:.1f} times the mean of the entries of "
+            f"{what}, and the others wait for it; read the data with sparsejax's "
+            "readers, whose vocabulary order is balanced, or bring the columns into "
+            "such an order with sparsejax.data.vocabulary_order",
+            stacklevel=3,
+        )

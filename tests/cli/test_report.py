@@ -1,0 +1,254 @@
+"""The page about a run."""
+
+import html.parser
+import os
+import re
+import shutil
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.cli import report
+from sparsejax.data.vocabulary import popularity_ranks, vocabulary_order
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), "")
+HISTORY = [
+    {"epoch": e, "step": 7 * e, "loss": 9 / e, "examples_per_second": 1234.5 * e}
+    | {"recall@20": 0.1 * e, "ndcg@20": 0.3 - (e - 2) ** 2 / 100}
+    for e in (1, 2, 3)
+]
+MEASURED = {
+    "recall@20": 0.5,
+    "popularity_recall@20": 0.25,
+    "coverage@20": 0.125,
+    "users": 4321,
+}
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</style></title><b>&amp;",
+    "'; é ✓ \x07",
+]
+VOID = {"meta", "circle", "path", "polyline", "!doctype"}
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page; fails where they are not closed in order."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def model_of(features: int = 7) -> sj.FeedForward:
+    config = sj.NetworkConfig.autoencoder((4,))
+    return sj.FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(0))
+
+
+def page(path, *args, **options) -> Page:
+    sj.write_report(path / "report.html", *args, **options)
+    return Page((path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_everything_is_on_the_page(tmp_path):
+    example = sj.Example(
+        row="ann", shown=["tea"], recommended=["milk", "rye"], heldout=["rye", "oat"]
+    )
+    found = page(
+        tmp_path,
+        model_of(),
+        HISTORY,
+        title="My run",
+        measured=MEASURED,
+        examples=[example],
+        similar={"tea": ["coffee", "milk"]},
+        settings={"batch_size": 512},
+    )
+    for text in ("My run", "ann", "coffee, milk", "batch_size512", "4,321 users"):
+        assert text in found.text
+    # Found and held out: in either list, and nothing else.
+    assert found.text.count("rye ✓") == 2 and found.text.count("✓") == 2
+    assert "best ndcg@20, epoch 2" in found.text and "0.3" in found.text
+    assert "first.kernel256 x 4float321,024" in found.text
+    # Two kernels of 256 rows and their biases.
+    assert f"{2 * 256 * 4 + 4 + 256:,}parameters" in found.text
+    assert "recall@200.50000.2500" in found.text.replace("\n", "")
+    widths = [a["style"] for a in found.all("i") if "style" in a]
+    assert widths == ["width:100.0%", "width:50.0%", "width:100.0%"]
+    labels = [a["aria-label"] for a in found.all("svg")]
+    assert labels == [
+        f"{name} over epochs" for name in ("loss", "recall@20", "ndcg@20", "examples/s")
+    ]
+
+
+def test_curves_go_through_the_values(tmp_path):
+    found = page(tmp_path, model_of(), HISTORY)
+    loss = found.all("polyline")[0]["points"]
+    places = np.array([p.split(",") for p in loss.split()], float)
+    assert (np.diff(places[:, 0]) > 0).all() and np.ptp(np.diff(places[:, 0])) < 0.2
+    # Downwards in SVG is up: losses 9, 4.5, 3 on a line.
+    slope = (places[1, 1] - places[0, 1]) / (places[2, 1] - places[0, 1])
+    assert slope == pytest.approx(4.5 / 6, abs=0.01)
+    assert "epoch 2: 4.5" in found.text
+    svg = found.all("svg")[0]["viewbox"].split()
+    assert (places > 0).all() and (places < [int(svg[2]), int(svg[3])]).all()
+
+
+@pytest.mark.parametrize("low", [-1234.5, -1e-7, 0.0, 0.37, 5e6])
+@pytest.mark.parametrize("span", [0.013, 0.99, 1, 17, 3e9])
+def test_ticks_are_few_round_and_around(low, span):
+    ticks = report._ticks(low, low + span, 4)
+    assert 3 <= len(ticks) <= 7
+    tolerance = span * 1e-3
+    assert ticks[0] <= low + tolerance and ticks[-1] >= low + span - tolerance
+    step = np.diff(ticks).mean()
+    assert re.fullmatch(r"[1250]\.?0*e[+-]\d+", f"{step:.6e}")
+
+
+@pytest.mark.parametrize("history", [[], HISTORY[:1], HISTORY * 40])
+def test_short_and_long_histories(tmp_path, history):
+    found = page(tmp_path, model_of(), history)
+    assert len(found.all("svg")) == (4 if history else 0)
+    assert len(found.all("circle")) == {0: 0, 1: 8}.get(len(history), 0)
+
+
+def test_a_value_that_is_not_finite_is_left_out(tmp_path):
+    history = [*HISTORY, {**HISTORY[0], "epoch": 4, "recall@20": float("nan")}]
+    found = page(tmp_path, model_of(), history)
+    assert len(found.all("polyline")[1]["points"].split()) == 3
+    assert not any("nan" in a["points"] for a in found.all("polyline"))
+
+
+def test_names_are_text_wherever_they_stand(tmp_path):
+    bad = HOSTILE[0]
+    plain = page(tmp_path, model_of(), HISTORY, measured=MEASURED)
+    found = page(
+        tmp_path,
+        model_of(),
+        [entry | {f"{bad}@3": 1.0} for entry in HISTORY],
+        title=bad,
+        measured={**MEASURED, f"{bad}@3": 1.0},
+        examples=[
+            sj.Example(row=n, shown=HOSTILE, recommended=HOSTILE, heldout=HOSTILE)
+            for n in HOSTILE
+        ],
+        similar=dict.fromkeys(HOSTILE, HOSTILE),
+        settings={bad: bad},
+    )
+    for name in HOSTILE:
+        assert found.text.count(name) >= 4
+    for tag in ("script", "img", "b"):
+        assert len(found.all(tag)) == len(plain.all(tag)), tag
+    for _, attributes in found.elements:
+        assert not {"src", "href", "onerror"} & set(attributes)
+    [policy] = [a["content"] for a in found.all("meta") if "http-equiv" in a]
+    assert policy.startswith("default-src 'none'")
+
+
+def test_long_lists_are_cut(tmp_path):
+    example = sj.Example(row="r", shown=[f"i{i}" for i in range(20)], recommended=["x"])
+    found = page(tmp_path, model_of(), [], examples=[example])
+    assert "i11 and 8 more" in found.text and "held out" not in found.text
+
+
+def test_examples_are_rows_with_something_to_find(tmp_path):
+    dense = np.ones((5, 9), bool)
+    dense[1, 2:] = False  # too few to go by
+    dense[:, 6:] = False
+    shown = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
+    held = np.zeros((5, 9), bool)
+    held[[1, 2, 4], 7] = True
+    heldout = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(held))
+    examples = report.examples_of(model_of(9), shown, heldout, k=2)
+    assert [e.row for e in examples] == ["2", "4"]
+    for example in examples:
+        assert example.heldout == ["7"] and len(example.shown) == 6
+        assert len(example.recommended) == 2
+        assert set(example.recommended) <= {"6", "7", "8"}
+    assert len(report.examples_of(model_of(9), shown, rows=3)) == 3
+    # Where every row is short, the longest will do.
+    few = shown.align_rows(["1"])
+    assert [e.row for e in report.examples_of(model_of(9), few)] == ["1"]
+
+
+def test_similar_to_popular_begins_with_the_most_frequent():
+    names = np.array(["a", "b", "c"], np.dtypes.StringDType())
+    found = report.similar_to_popular(model_of(3), names, np.array([1, 9, 5]), rows=2)
+    assert list(found) == ["b", "c"]
+    assert sorted(found["b"]) == ["a", "c"]
+    assert report.similar_to_popular(model_of(1), names[:1], np.array([3])) == {}
+
+
+def test_metrics_of_some_epochs(tmp_path):
+    measured = [{**entry} for entry in HISTORY]
+    del measured[0]["ndcg@20"]
+    assert "best ndcg@20" in page(tmp_path, model_of(), measured).text
+    measured[1]["ndcg@20"] = float("nan")
+    assert "best" not in page(tmp_path, model_of(), measured[:2]).text
+
+
+def test_ranks_of_the_vocabulary_are_those_it_was_made_from():
+    counts = np.random.default_rng(0).permutation(1_000)
+    names = np.array([f"{i:04}" for i in range(1_000)], np.dtypes.StringDType())
+    ordered = counts[vocabulary_order(counts, names)]
+    np.testing.assert_array_equal(popularity_ranks(1_000), 999 - ordered)
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_a_browser_shows_it(tmp_path):
+    page(tmp_path, model_of(), HISTORY, measured=MEASURED)
+    sizes = []
+    for name, scheme in (("light", 1), ("dark", 0)):
+        shot = tmp_path / f"{name}.png"
+        subprocess.run(
+            [
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+            ]
+            + [f"--blink-settings=preferredColorScheme={scheme}"]
+            + [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=600,900"]
+            + [f"--screenshot={shot}", (tmp_path / "report.html").as_uri()],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
+        picture = shot.read_bytes()
+        assert struct.unpack(">II", picture[16:24]) == (600, 900)
+        sizes.append(len(picture))
+    assert min(sizes) > 15_000  # an empty page takes 3 kB
+    assert os.listdir(tmp_path).count("report.html") == 1

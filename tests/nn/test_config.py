@@ -1,0 +1,117 @@
+"""NetworkConfig: JSON both ways, and refusals that name what is wrong."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
+
+
+@given(
+    hidden=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(
+        lambda h: [*h, h[0]]
+    ),
+    activation=st.sampled_from(["relu", "tanh"]),
+    normalize=st.booleans(),
+    rate=st.sampled_from([0.0, 0.5]),
+    temperature=st.none() | st.just(0.1),
+    tied=st.booleans(),
+    options=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(0, 1)),
+)
+def test_json_round_trip(
+    hidden, activation, normalize, rate, temperature, tied, options
+):
+    config = NetworkConfig.autoencoder(
+        hidden,
+        activation=activation,
+        normalize=normalize,
+        corruption=rate,
+        dropout=rate,
+        temperature=temperature,
+        tied=tied,
+        loss="l2_loss",
+        loss_options=options,
+    )
+    assert NetworkConfig.from_json(config.to_json()) == config
+    assert hash(config) == hash(NetworkConfig.from_json(config.to_json()))
+
+
+def test_written_by_hand():
+    config = NetworkConfig.from_json(
+        """{"version": 1,
+            "loss": {"name": "scaled_marginal_cross_entropy", "one_scale": 30},
+            "layers": [
+              {"kind": "input", "corruption": 0.2},
+              {"kind": "hidden", "name": "code", "source": "input", "size": 8},
+              {"kind": "output", "source": "code", "temperature": 1, "tied": "code"}]}"""
+    )
+    assert config.layers == (
+        InputConfig(corruption=0.2),
+        HiddenConfig(name="code", source="input", size=8),
+        OutputConfig(source="code", temperature=1.0, tied="code"),
+    )
+    assert config.loss_options == (("one_scale", 30),)
+
+
+def document(**changes) -> dict:
+    layers = [
+        {"kind": "input"},
+        {"kind": "hidden", "name": "a", "size": 8},
+        {"kind": "hidden", "name": "b", "size": 4},
+        {"kind": "output"},
+    ]
+    for place, change in changes.pop("layer", {}).items():
+        layers[place] = layers[place] | change
+    return {"version": 1, "layers": layers} | changes
+
+
+def test_flags_of_a_loss_survive_json():
+    options = {"ignore_zeros": True}
+    config = NetworkConfig.autoencoder((3,), loss="l2_loss", loss_options=options)
+    assert NetworkConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, '"version" is 2; this release reads version 1'),
+        ({"colour": 1}, 'the network: unknown key "colour"'),
+        ({"layers": []}, '"layers" must be a list'),
+        ({"layers": [{"kind": "input"}, {"kind": "output"}]}, "got input, output"),
+        ({"loss": 3}, '"loss" must be a name'),
+        ({"loss": {"name": "l2_loss", "x": "y"}}, 'loss option "x" must be a number'),
+        ({"layer": {1: {"kind": "conv"}}}, r"layer 1 \('a'\): \"kind\" is 'conv'"),
+        ({"layer": {1: {"units": 3}}}, r"layer 1 \('a'\): unknown key \"units\""),
+        ({"layer": {1: {"size": "8"}}}, r'"size" must be int, got \'8\''),
+        ({"layer": {1: {"size": True}}}, '"size" must be int, got True'),
+        ({"layer": {3: {"dtype": "int8"}}}, "'output': dtype is \"float32\" or"),
+        ({"layer": {2: {"dtype": "int8"}}}, "'b': dtype is \"float32\" or"),
+        ({"layer": {1: {"kind": ["hidden"]}}}, r"\"kind\" is \['hidden'\], not one"),
+        ({"layer": {3: {"temperature": math.inf}}}, "temperature inf is not positive"),
+        ({"layer": {1: {"size": 0}}}, "layer 'a': size 0 is not positive"),
+        ({"layer": {1: {"dropout": 1.0}}}, r"layer 'a': dropout 1.0 is not in \[0, 1"),
+        ({"layer": {2: {"name": "a"}}}, "two layers are called 'a'"),
+        ({"layer": {2: {"source": "input"}}}, "layer 'b' reads 'input'; only a chain"),
+        ({"layer": {2: {"source": ["a", "input"]}}}, "several sources .*only a chain"),
+        ({"layer": {3: {"temperature": -1}}}, "'output': temperature -1.0 is not posi"),
+        ({"layer": {3: {"tied": "b"}}}, "tied to 'b'; only the kernel of 'a'"),
+        ({"layer": {3: {"tied": "a"}}}, "'b' must have 8 units too, not 4"),
+    ],
+)
+def test_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NetworkConfig.from_json(json.dumps(document(**changes)))
+
+
+def test_missing_key_and_bad_json(tmp_path):
+    broken = document()
+    del broken["layers"][1]["size"]
+    with pytest.raises(ValueError, match=r"layer 1 \('a'\): \"size\" is missing"):
+        NetworkConfig.from_json(json.dumps(broken))
+    path = tmp_path / "net.json"
+    path.write_text('{"version": 1,\n "layers": [}')
+    with pytest.raises(ValueError, match=r"net.json: not JSON: .* line 2"):
+        NetworkConfig.load(path)

@@ -1,0 +1,162 @@
+"""The row update kernel against the XLA form: interpreted on a CPU, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels import row_update as kernel
+from pallas_kernels.gather_matmul import Config
+from sparsejax import optimizers
+from sparsejax.nn.layers import SparseLinear
+from sparsejax.ops import gather_matmul, row_update
+from sparsejax.ops.row_update import Table
+from sparsejax.ops.scatter_gradient import row_terms
+from sparsejax.sparse import CSR
+
+ROWS, HIDDEN = 20, 256
+RULES = [
+    optimizers.sgd(0.1),
+    optimizers.adagrad(0.1),
+    optimizers.rmsprop(0.1, 0.7),
+    optimizers.adadelta(50.0),
+    optimizers.rmsprop(lambda count: 0.1 / (1 + count)),
+    optimizers.lazy_adam(0.1),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch):
+    """Many programs from few entries."""
+    config = Config(entries=8, unroll=4, chunk=128)
+    monkeypatch.setattr(kernel, "default_config", lambda hidden: config)
+
+
+def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
+    """Skewed columns, one that every row has, an empty row, poisonous padding."""
+    rng = np.random.default_rng(seed)
+    chosen = [
+        np.unique([0, *np.minimum(rng.zipf(1.3, 6), rows) - 1]) for _ in range(10)
+    ]
+    chosen[5] = np.zeros(0)
+    indptr = np.cumsum([0, *(len(c) for c in chosen)]).astype(np.int32)
+    indices = np.concatenate([*chosen, np.full(padding, 2**31 - 1)]).astype(np.int32)
+    data = rng.standard_normal(len(indices), np.float32) if valued else None
+    if data is not None:
+        data[indptr[-1] :] = np.nan
+    return jax.tree.map(jnp.asarray, CSR(data, indices, indptr, num_cols=rows))
+
+
+def table_of(rule, *, rows=ROWS, dtype=jnp.float32) -> Table:
+    rng = np.random.default_rng(1)
+    w = jnp.asarray(rng.standard_normal((rows + 8, HIDDEN)), dtype)
+    last = jnp.full(rows + 8, row_update.NEVER) if rule.decays else None
+    return Table(w, rule.init(w.shape), last)
+
+
+def steps(rule, table, xs, implementation):
+    """Some steps, rows of most of which rest in between."""
+    rng = np.random.default_rng(2)
+    for count, x in zip((0, 5), xs, strict=False):
+        dy = jnp.asarray(rng.standard_normal((x.num_rows, HIDDEN)), jnp.float32)
+        terms = row_terms([x], [dy], table.num_rows)
+        table = row_update.step_terms(
+            rule, table, terms, jnp.int32(count), implementation=implementation
+        )
+    return table
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        *[pytest.param(rule, jnp.float32, marks=pytest.mark.gpu) for rule in RULES],
+        (RULES[3], jnp.float32),  # the others take long to interpret
+        (RULES[4], jnp.bfloat16),
+    ],
+)
+def test_equals_summing_first(running, rule, dtype):
+    xs = [batch(seed, valued=seed != 2) for seed in (1, 2)]
+    run = jax.jit(functools.partial(steps, rule), static_argnums=2)
+    expected = run(table_of(rule, dtype=dtype), xs, "xla")
+    with running():
+        actual = run(table_of(rule, dtype=dtype), xs, "mosaic_gpu")
+    np.testing.assert_array_equal(actual.last, expected.last)
+    rtol = 1e-5 if dtype == jnp.float32 else 2e-2
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+    assert np.abs(np.asarray(actual.w - table_of(rule, dtype=dtype).w)).max() > 0.01
+
+
+def test_rows_not_touched_keep_their_bits(running):
+    rule, x = optimizers.rmsprop(0.1), batch(0)
+    before = table_of(rule)
+    before = before._replace(w=before.w.at[ROWS:].set(jnp.nan))
+    with running():
+        after = jax.jit(lambda t: steps(rule, t, [x], "mosaic_gpu"))(before)
+    touched = np.unique(np.asarray(x.indices)[: int(x.indptr[-1])])
+    moved = np.flatnonzero((np.asarray(after.w) != np.asarray(before.w)).any(1))
+    np.testing.assert_array_equal(
+        np.setdiff1d(moved, np.arange(ROWS, ROWS + 8)), touched
+    )
+    assert 0 < len(touched) < ROWS
+
+
+def test_nothing_touched(running):
+    rule = optimizers.sgd(0.1)
+    x = CSR(None, jnp.zeros(5, int), jnp.zeros(4, int), num_cols=ROWS)
+    table = table_of(rule)
+    with running():
+        after = steps(rule, table, [x], "mosaic_gpu")
+    np.testing.assert_array_equal(after.w, table.w)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_lowers_for_cuda(rule):
+    traced = jax.jit(lambda t, x: steps(rule, t, [x], "mosaic_gpu")).trace(
+        table_of(rule), batch(0)
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_errors():
+    indices, w = jnp.zeros(3, jnp.int32), jnp.zeros((4, 100))
+    arguments = (None, indices, jnp.zeros(2, jnp.int32), indices, None)
+    with pytest.raises(ValueError, match="a multiple of 128; got 100 and 100"):
+        kernel.row_update(lambda *_: [], [w], *arguments, jnp.zeros((2, 100)))
+    with pytest.raises(
+        ValueError, match="float32 or bfloat16 arrays only, got float16"
+    ):
+        kernel.row_update(lambda *_: [], [w], *arguments, w.astype(jnp.float16))
+
+
+def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
+    monkeypatch.setattr(gather_matmul, "kernel_is_fastest", lambda *_, **__: True)
+    monkeypatch.setattr(row_update, "kernel_is_fastest", lambda *_, **__: True)
+    layer = SparseLinear(ROWS, HIDDEN, rngs=nnx.Rngs(0))
+    optimizer = optimizers.Optimizer(layer, optimizers.rmsprop(0.1))
+
+    @nnx.jit
+    def step(layer, optimizer, x):
+        loss, grads = optimizer.value_and_grad(lambda layer: jnp.sum(layer(x)))(layer)
+        optimizer.update(layer, grads)
+        return loss
+
+    text = step.trace(layer, optimizer, batch(0)).lower(lowering_platforms=("cuda",))
+    # The lookup and the update, of a kernel and one for cut rows each.
+    assert text.as_text().count("custom_call @mosaic_gpu") == 3
+
+
+@pytest.mark.gpu
+def test_same_bits_again_at_real_size(monkeypatch):
+    monkeypatch.undo()
+    rule, x = optimizers.rmsprop(0.1), batch(0, rows=20_000)
+    table = table_of(rule, rows=20_000)
+    run = jax.jit(lambda t: steps(rule, t, [x], "mosaic_gpu"))
+    expected = run(table)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(table).w, expected.w)

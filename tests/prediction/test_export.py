@@ -1,0 +1,603 @@
+"""Predictors: files that recommend as the model did."""
+
+import copy
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+from jax import export
+from jax.extend import mlir
+from jax.extend.mlir import ir
+from jax.interpreters.mlir import make_ir_context
+
+import sparsejax as sj
+from sparsejax import CSR
+from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
+from sparsejax.prediction import predictor as predictor_module
+from sparsejax.prediction.predictor import sizes_of_programs
+from sparsejax.prediction.programs import Signature
+
+pytestmark = pytest.mark.usefixtures("symbolic_sizes")
+
+FEATURES, ITEMS, K = 300, 41, 6
+
+# What answers in another process, where a good deal is forbidden.
+ANSWER = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("flax", "optax", "orbax") or name in (
+            "sparsejax.nn.models", "sparsejax.nn.layers", "sparsejax.prediction.recommend"
+        ):
+            raise ImportError(f"{name} is forbidden")
+
+sys.meta_path.insert(0, Forbidden())
+import numpy, scipy.sparse
+import sparsejax as sj
+
+predictor = sj.load_predictor(sys.argv[1])
+x = scipy.sparse.load_npz(sys.argv[2])
+seen = scipy.sparse.load_npz(sys.argv[3])
+found = predictor.recommend(x, exclude=seen)
+numpy.savez(sys.argv[4], ids=found.ids, scores=found.scores)
+print(predictor.names(found)[0][0])
+"""
+
+
+def random_rows(rows: int, columns: int, seed: int, *, valued=True):
+    rng = np.random.default_rng(seed)
+    dense = np.where(rng.random((rows, columns)) < 0.1, rng.random((rows, columns)), 0)
+    dense[0] = 0  # a row without entries
+    return scipy.sparse.csr_array(dense if valued else dense > 0)
+
+
+def feed_forward(*, temperature: float | None = None) -> sj.FeedForward:
+    config = NetworkConfig(
+        layers=(
+            InputConfig(normalize=True, corruption=0.3),
+            HiddenConfig(name="h1", size=24, activation="tanh", dropout=0.2),
+            HiddenConfig(name="h2", size=16, activation="gelu"),
+            OutputConfig(temperature=temperature),
+        )
+    )
+    return sj.FeedForward(config, inputs=FEATURES, outputs=ITEMS, rngs=nnx.Rngs(0))
+
+
+def assert_same(found: sj.Recommendations, expected: sj.Recommendations) -> None:
+    """The same items; other programs add in another order."""
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model() -> sj.FeedForward:
+    return feed_forward(temperature=0.2)
+
+
+@pytest.fixture(scope="module")
+def path(model, symbolic_sizes, tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("export") / "model.predictor"
+    names = [f"item {i}" for i in range(ITEMS)]
+    sj.export_predictor(model, path, k=K, names=names, batch_size=30)
+    return path
+
+
+@pytest.fixture(scope="module")
+def predictor(path) -> sj.Predictor:
+    return sj.load_predictor(path)
+
+
+def test_the_same_in_another_process_without_flax(model, path, tmp_path):
+    x, seen = random_rows(77, FEATURES, 1), random_rows(77, ITEMS, 2, valued=False)
+    files = [str(tmp_path / name) for name in ("x.npz", "seen.npz", "found.npz")]
+    scipy.sparse.save_npz(files[0], x)
+    scipy.sparse.save_npz(files[1], seen)
+    answer = subprocess.run(
+        [sys.executable, "-c", ANSWER, str(path), *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    expected = sj.recommend(model, x, K, exclude=seen, batch_size=30)
+    with np.load(files[2]) as found:
+        assert_same(sj.Recommendations(**found), expected)
+    assert answer.stdout == f"item {expected.ids[0, 0]}\n"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 9, 17, 30, 31])
+@pytest.mark.parametrize("valued", [False, True])
+def test_any_number_of_rows(model, predictor, rows, valued):
+    x = random_rows(40, FEATURES, 3, valued=valued)[:rows]
+    found = predictor.recommend(x)
+    assert found.ids.shape == (rows, K)
+    assert_same(found, sj.recommend(model, x, K))
+
+
+def test_fewer_items_than_exported(model, predictor):
+    x = random_rows(3, FEATURES, 3)
+    assert_same(predictor.recommend(x, k=2), sj.recommend(model, x, 2))
+    with pytest.raises(ValueError, match="k is 7 but the predictor was exported for"):
+        predictor.recommend(x, k=7)
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        predictor.recommend(x, k=0)
+
+
+def test_rows_on_the_device_and_long_ones(model, predictor):
+    dense = np.random.default_rng(5).random((10, FEATURES))
+    x = CSR.from_scipy(scipy.sparse.csr_array(dense), nse=4000)
+    on_device = jax.tree.map(jnp.asarray, x)
+    assert_same(predictor.recommend(on_device), sj.recommend(model, x, K))
+    outside = CSR(None, jnp.array([FEATURES]), jnp.array([0, 1]), num_cols=FEATURES)
+    with pytest.raises(ValueError, match="column 300: the column is outside"):
+        predictor.recommend(outside)
+
+
+def test_a_layer_is_folded(tmp_path):
+    model = feed_forward(temperature=0.2)
+    model.output.dtype = jnp.bfloat16
+    sj.export_predictor(model, tmp_path / "p", k=K, batch_size=1)
+    x = random_rows(3, FEATURES, 3)
+    predictor = sj.load_predictor(tmp_path / "p")
+    found, expected = predictor.recommend(x), sj.recommend(model, x, K)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
+    (kernel,) = [i for i, w in enumerate(predictor.weights) if w.shape == (256, 16)]
+    assert predictor.weights[kernel].dtype == jnp.bfloat16
+    # Were the norms made in the call, the cosines would stay as they are.
+    predictor.weights[kernel] *= 2
+    bias = np.asarray(model.output.bias)[found.ids]
+    doubled = predictor.recommend(x).scores - bias
+    np.testing.assert_allclose(doubled, 2 * (found.scores - bias), rtol=1e-5)
+    assert model.output.kernel.dtype == jnp.float32  # the model is as it was
+    assert model.output.folded_scale is None
+
+
+@pytest.fixture
+def compilations(caplog) -> Iterator[Callable[[], int]]:
+    """How many programs were compiled since the last call."""
+    caplog.set_level("WARNING", logger="jax")
+
+    def count() -> int:
+        found = sum("Finished XLA comp" in r.getMessage() for r in caplog.records)
+        caplog.clear()
+        return found
+
+    with jax.log_compiles():
+        yield count
+
+
+def test_few_programs_whatever_comes(path, compilations):
+    predictor = sj.load_predictor(path)  # for 1, 8 and 30 rows
+    rng = np.random.default_rng(0)
+    compilations()
+    for items in (1, 5, 17, 40, 90, 150, 257, FEATURES):
+        for rows in (1, 2, 3, 5, 8, 16, 31, 70):
+            dense = rng.random((rows, FEATURES)).argsort(axis=1) < items
+            exclude = scipy.sparse.csr_array(dense[:, :ITEMS])
+            x = scipy.sparse.csr_array(dense)
+            predictor.recommend(x, exclude=exclude)
+            predictor.recommend(x)
+    # Of one row 256 or 1,024 entries; of eight 512, 2,048 or 8,192; of thirty 1,920,
+    # 7,680 or 30,720.
+    assert 5 <= compilations() <= 2 + 3 + 3
+
+
+def test_warm_programs_are_all_that_requests_need(path, compilations):
+    predictor = sj.load_predictor(path)
+    predictor.warm_up(max_items=FEATURES, rows=9)
+    assert compilations() == 2 + 3
+    names = predictor.items
+    for rows in (1, 3, 7, 9):
+        for items in (0, 1, 100, FEATURES):
+            x = np.zeros((rows, FEATURES), bool)
+            x[:, :items] = True
+            x = scipy.sparse.csr_array(x)
+            found = predictor.recommend(x)
+            predictor.names(found)
+    assert names is not None
+    assert compilations() == 0
+    with pytest.raises(ValueError, match="max_items must be at least 1"):
+        predictor.warm_up(max_items=0)
+
+
+@pytest.fixture(scope="module")
+def shop_path(tmp_path_factory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("shop") / "p"
+
+
+@pytest.fixture(scope="module")
+def shop(symbolic_sizes, shop_path) -> tuple[sj.FeedForward, sj.Predictor]:
+    """A model whose features are its items, exported with names."""
+    config = NetworkConfig.autoencoder((8,))
+    sizes = {"inputs": ITEMS, "outputs": ITEMS}
+    model = sj.FeedForward(config, **sizes, rngs=nnx.Rngs(1))
+    names = [f"item {i}" for i in range(ITEMS)]
+    sj.export_predictor(model, shop_path, k=K, names=names, batch_size=8)
+    return model, sj.load_predictor(shop_path)
+
+
+def by_ids(model, histories, k=K, *, exclude=True) -> list[list[str]]:
+    x = np.zeros((len(histories), ITEMS), bool)
+    for row, history in zip(x, histories, strict=True):
+        row[history] = True
+    x = scipy.sparse.csr_array(x)
+    found = sj.recommend(model, x, k, exclude=x if exclude else None)
+    return found.names([f"item {i}" for i in range(ITEMS)])
+
+
+def test_names_in_names_out(shop):
+    model, predictor = shop
+    one = predictor.recommend_names(["item 7", "item 3"])
+    assert one == by_ids(model, [[3, 7]])[0]
+    assert not {"item 7", "item 3"} & set(one)
+    twice = predictor.recommend_names(("item 3", "item 7", "item 3"), k=2)
+    assert twice == one[:2]
+    several = [["item 5"], [], ["item 1", "item 40"]]
+    assert predictor.recommend_names(several) == by_ids(model, [[5], [], [1, 40]])
+    assert predictor.recommend_names([]) == by_ids(model, [[]])[0]
+    assert predictor.recommend_names([["item 5"]]) == by_ids(model, [[5]])
+    again = predictor.recommend_names([["item 5"]], exclude_seen=False)
+    assert again == by_ids(model, [[5]], exclude=False)
+    most = [f"item {i}" for i in range(ITEMS - 2)]
+    assert len(predictor.recommend_names(most)) == 2  # items ran out
+
+
+def test_names_that_are_unknown(shop):
+    model, predictor = shop
+    known = by_ids(model, [[3]])[0]
+    assert predictor.recommend_names(["tea", "item 3"]) == known
+    assert predictor.recommend_names(["tea"]) == by_ids(model, [[]])[0]
+    with pytest.raises(
+        ValueError, match="2 of 3 names are no items of the .* 'tea', 'i"
+    ):
+        predictor.recommend_names([["tea", "item 3"], ["item"]], unknown="error")
+    with pytest.raises(ValueError, match='unknown is "skip" or "error", got \'x\''):
+        predictor.recommend_names(["tea"], unknown="x")
+    with pytest.raises(TypeError, match="a history is a list of names, got the string"):
+        predictor.recommend_names("tea")
+    with pytest.raises(TypeError, match="among lists there is 'tea'"):
+        predictor.recommend_names([["item 3"], "tea"])
+    with pytest.raises(TypeError, match="among lists there is 3"):
+        predictor.recommend_names([3])
+    with pytest.raises(TypeError, match="a name is a str, got 3"):
+        predictor.recommend_names([[3]])
+
+
+def test_names_need_the_names_of_features(predictor):
+    with pytest.raises(ValueError, match="names of its 41 items, not of its 300 feat"):
+        predictor.recommend_names(["item 3"])
+
+
+def test_other_dtypes_and_own_modules(tmp_path):
+    class Own(nnx.Module):
+        def __init__(self, rngs):
+            self.first = sj.SparseLinear(
+                FEATURES, 8, param_dtype=jnp.bfloat16, combiner="mean", rngs=rngs
+            )
+            self.norm = nnx.BatchNorm(8, rngs=rngs, use_running_average=True)
+            self.output = sj.SparseOutput(8, ITEMS, rngs=rngs)
+            self.num_features, self.num_items = FEATURES, ITEMS
+
+        def top_k(self, x, k, *, exclude=None):
+            h = self.norm(self.first(x).astype(jnp.float32))
+            return self.output.top_k(h, k, exclude=exclude)
+
+    model = Own(nnx.Rngs(5))
+    model.norm.mean[...] = jnp.arange(8) / 10  # no parameter, and counts
+    sj.export_predictor(model, tmp_path / "own", k=ITEMS + 2, batch_size=1)
+    x = random_rows(9, FEATURES, 4)
+    predictor = sj.load_predictor(tmp_path / "own")
+    found = predictor.recommend(x)
+    assert_same(found, sj.recommend(model, x, ITEMS + 2))
+    assert (found.ids[:, ITEMS:] == -1).all()
+    with pytest.raises(ValueError, match="no names; export it with names="):
+        predictor.names(found)
+    with pytest.raises(ValueError, match="no names; export it with names="):
+        predictor.recommend_names(["0"])
+
+
+def test_named_data_is_matched_by_name(tmp_path):
+    data = sj.SparseDataset.from_scipy(random_rows(9, FEATURES, 6))
+    config = NetworkConfig.autoencoder((8,))
+    sizes = {"inputs": FEATURES, "outputs": FEATURES}
+    model = sj.FeedForward(config, **sizes, rngs=nnx.Rngs(1))
+    sj.export_predictor(model, tmp_path / "p", k=3, names=data, batch_size=1)
+    predictor = sj.load_predictor(tmp_path / "p")
+    some = data.align_rows(["3", "1"])
+    found = predictor.recommend(data, exclude=some)
+    assert_same(found, sj.recommend(model, data, 3, exclude=some))
+    assert predictor.names(found) == found.names(data)
+    other = sj.SparseDataset.from_scipy(
+        data.to_scipy(), feature_names=range(1, FEATURES + 1)
+    )
+    with pytest.raises(
+        ValueError, match="column 0 is '1' in inputs but '0' in the pre"
+    ):
+        predictor.recommend(other)
+
+
+def test_weights_are_no_constants(path):
+    large = sj.FeedForward(
+        NetworkConfig.autoencoder((64,)), inputs=9000, outputs=9000, rngs=nnx.Rngs(0)
+    )
+    target = path.parent / "large"
+    sj.export_predictor(large, target, batch_size=8)
+    with zipfile.ZipFile(target) as archive:
+        assert archive.getinfo("programs/8").file_size < 50_000
+        weights = [i.file_size for i in archive.infolist() if "weights" in i.filename]
+    assert sum(weights) > 2 * 9000 * 64 * 4
+
+
+def test_the_numbers_of_rows():
+    assert sizes_of_programs(1) == [1]
+    assert sizes_of_programs(2) == [1, 2]
+    assert sizes_of_programs(8) == [1, 8]
+    assert sizes_of_programs(512) == [1, 8, 64, 512]
+    assert sizes_of_programs(600) == [1, 8, 64, 512, 600]
+
+
+def test_runs_are_for_both_platforms():
+    signature = Signature(rows=2, k=3, weights=())
+    made = signature.program(signature._nothing)
+    loaded = signature.load(made.mlir_module_serialized, 10)
+    assert loaded.platforms == ("cpu", "cuda")
+
+
+def test_a_score_that_is_nan_is_reported(tmp_path):
+    model = feed_forward()
+    assert model.output.bias is not None
+    model.output.bias[3] = jnp.nan
+    sj.export_predictor(model, tmp_path / "p", k=2, batch_size=1)
+    with pytest.raises(FloatingPointError, match="row 0 of inputs"):
+        sj.load_predictor(tmp_path / "p").recommend(random_rows(2, FEATURES, 0))
+
+
+def test_a_failed_export_leaves_the_old_file(model, path, monkeypatch):
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="40 names were given but the model has 41"):
+        sj.export_predictor(model, path, names=range(40))
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        sj.export_predictor(model, path, k=0)
+    with pytest.raises(ValueError, match="there is no folder"):
+        sj.export_predictor(model, path / "in" / "file")
+
+    def broken(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(predictor_module, "_bytes_of", broken)
+    with pytest.raises(OSError, match="disk full"):
+        sj.export_predictor(model, path, batch_size=1)
+    assert path.read_bytes() == before
+    assert not [name for name in os.listdir(path.parent) if name.startswith(".")]
+
+
+def test_inputs_that_do_not_fit(path):
+    predictor = sj.load_predictor(path)
+    with pytest.raises(ValueError, match="inputs has 5 columns but the model has 300"):
+        predictor.recommend(random_rows(2, 5, 0))
+    with pytest.raises(ValueError, match="exclude has 5 columns but the model has 41"):
+        predictor.recommend(random_rows(2, FEATURES, 0), exclude=random_rows(2, 5, 0))
+    with pytest.raises(TypeError, match="inputs is a SparseDataset, a CSR or"):
+        predictor.recommend(np.zeros((2, FEATURES)))  # pyrefly: ignore
+
+
+def _changed(path, target, name, content) -> pathlib.Path:
+    """A copy of an archive in which one part has another content."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
+        for part in old.namelist():
+            new.writestr(part, content if part == name else old.read(part))
+    return target
+
+
+def test_files_that_are_no_predictors(path, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        sj.load_predictor(tmp_path / "nothing")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="text: is no predictor, or is damaged"):
+        sj.load_predictor(tmp_path / "text")
+    with zipfile.ZipFile(tmp_path / "zip", "w") as archive:
+        archive.writestr("letter", "hello")
+    with pytest.raises(ValueError, match="zip: is no predictor, or is damaged"):
+        sj.load_predictor(tmp_path / "zip")
+    settings = json.dumps({"version": 99})
+    newer = _changed(path, tmp_path / "newer", "predictor.json", settings)
+    with pytest.raises(
+        ValueError, match="newer: .* predictor of version 99; this release"
+    ):
+        sj.load_predictor(newer)
+
+
+@pytest.mark.parametrize("part", ["weights/1", "programs/8", "predictor.json"])
+def test_a_changed_byte_is_found(path, tmp_path, part):
+    damaged = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(part)
+    damaged[info.header_offset + 100 + info.compress_size // 2] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(ValueError, match="damaged: (is no predictor|.*JSON|.*CRC)"):
+        sj.load_predictor(tmp_path / "damaged")
+
+
+def test_half_a_file(path, tmp_path):
+    whole = path.read_bytes()
+    (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="half: is no predictor, or is damaged"):
+        sj.load_predictor(tmp_path / "half")
+
+
+def test_the_model_is_left_as_it_was(tmp_path):
+    model = feed_forward()
+    model.first.implementation = "mosaic_gpu"
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    sj.export_predictor(model, tmp_path / "p", batch_size=1)
+    assert model.first.implementation == "mosaic_gpu"
+    after = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def _code(signature: Signature, target: str) -> bytes:
+    """A program with a custom call that JAX was told to let pass."""
+
+    def program(weights, inputs, exclude):
+        shape = jax.ShapeDtypeStruct((1, K), jnp.float32)
+        scores = jax.ffi.ffi_call(target, shape)()
+        return scores.astype(jnp.int32), scores
+
+    checks = [export.DisabledSafetyCheck.custom_call(target)]
+    jitted = jax.jit(program, keep_unused=True)
+    exported = export.export(jitted, platforms=("cpu", "cuda"), disabled_checks=checks)
+    return exported(*signature.arguments).mlir_module_serialized
+
+
+_INFEED = """
+module {
+  func.func public @main() -> tensor<3xf32> {
+    %t = stablehlo.create_token : !stablehlo.token
+    %0:2 = "stablehlo.infeed"(%t) <{infeed_config = "", layout = [[0]]}>
+      : (!stablehlo.token) -> (tensor<3xf32>, !stablehlo.token)
+    return %0#0 : tensor<3xf32>
+  }
+}
+"""
+
+
+def test_programs_that_do_more_than_arithmetic(path, tmp_path):
+    with zipfile.ZipFile(path) as archive:
+        stated = json.loads(archive.read("predictor.json"))["weights"]
+    weights = tuple(jax.ShapeDtypeStruct(w["shape"], w["dtype"]) for w in stated)
+    signature = Signature(rows=1, k=K, weights=weights)
+    callback = "xla_ffi_python_cpu_callback"
+    with make_ir_context():
+        infeed = mlir.serialize_portable_artifact(ir.Module.parse(_INFEED), "1.0.0")
+    smaller = dataclasses.replace(signature, k=1).program(
+        lambda *_: jnp.zeros((2, 1, 1))
+    )
+    for code, message in (
+        (_code(signature, callback), f"contains the custom call '{callback}'"),
+        (_code(signature, "none"), "contains the custom call 'none'"),
+        (infeed, "contains the operation stablehlo.infeed"),
+        (smaller.mlir_module_serialized, r"a program has the type .*tensor<1x1xf32>\)"),
+        (_INFEED.encode(), "a program is no StableHLO"),
+        (b"", "a program is no StableHLO"),
+    ):
+        changed = _changed(path, tmp_path / "changed", "programs/1", code)
+        with pytest.raises(ValueError, match=f"changed: .*{message}"):
+            sj.load_predictor(changed)
+
+
+def test_what_an_export_may_not_contain(tmp_path):
+    class Own(nnx.Module):
+        num_features = num_items = 3
+
+        def top_k(self, x, k, *, exclude=None):
+            q, _ = jnp.linalg.qr(jnp.ones((3, 3)) * x.nse)
+            return jnp.zeros((x.num_rows, k), jnp.int32), q[: x.num_rows, :k]
+
+    with pytest.raises(ValueError, match="contains the custom call"):
+        sj.export_predictor(Own(), tmp_path / "p", k=2, batch_size=1)
+    assert not list(tmp_path.iterdir())
+
+
+# What may stand for any value of the JSON.
+_OTHERS = (None, True, -1, 0, 2**31, 10**30, 0.5, "", "x", [], [1], [[]], {}, {"a": 1})
+
+
+def _edits(value, path=()):
+    """The paths of all values in JSON."""
+    yield path
+    entries = {}
+    if isinstance(value, dict):
+        entries = value
+    elif isinstance(value, list):
+        entries = dict(enumerate(value[:3]))
+    for key, entry in entries.items():
+        yield from _edits(entry, (*path, key))
+
+
+def _edited(value, path, other):
+    if not path:
+        return other
+    changed = copy.copy(value)
+    changed[path[0]] = _edited(value[path[0]], path[1:], other)
+    return changed
+
+
+def test_settings_edited_in_every_field(shop, shop_path):
+    with zipfile.ZipFile(shop_path) as archive:
+        settings = json.loads(archive.read("predictor.json"))
+    before = predictor_module._Settings.of(settings)
+    refused = 0
+    for path in _edits(settings):
+        for other in _OTHERS:
+            try:
+                changed = predictor_module._Settings.of(_edited(settings, path, other))
+            except ValueError as error:
+                refused += 1
+                assert "\n" not in str(error)
+            else:  # a size, which the parts have to agree with
+                assert path[:1] == ("jax",) or changed != before or other in (1, True)
+    assert refused > 200
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "message"),
+    [
+        ("predictor.json", b"[" * 200_000, "recursion"),
+        ("predictor.json", b" " * 2**21, "2,097,152 bytes, more than 1,048,576"),
+        ("predictor.json", b"\xff", "utf-8"),
+        ("predictor.json", b"[]", "no 'version' of type int"),
+        ("items.json", b'["a"]', "items.json has no 41 names"),
+        ("items.json", b"[" + b"1, " * 40 + b"1]", "items.json has no 41 names"),
+        ("items.json", b'["' + b"x" * 2**20 + b'"]', "bytes, more than"),
+        ("programs/1", bytes(2**24 + 1), "16,777,217 bytes, more than 16,777,216"),
+        ("weights/0", b"", "weights/0 has 0 bytes, expected"),
+        ("weights/0", bytes(2**24), "weights/0 has 16,777,216 bytes, more than"),
+    ],
+)
+def test_parts_that_are_too_large_or_no_parts(
+    shop, shop_path, tmp_path, part, content, message
+):
+    """They would be unpacked to a thousand times their size."""
+    with zipfile.ZipFile(shop_path) as old:
+        rest = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(tmp_path / "p", "w") as new:
+        for name in rest.keys() - {part}:
+            new.writestr(name, rest[name])
+        new.writestr(part, content, compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'p'}: .*{message}"):
+        sj.load_predictor(tmp_path / "p")
+
+
+def test_random_changes_of_bytes(shop, shop_path, tmp_path):
+    """Most are found by checksums, so programs and settings are also changed inside."""
+    rng = np.random.default_rng(0)
+    whole = shop_path.read_bytes()
+    with zipfile.ZipFile(shop_path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    inside = ["programs/1", "programs/8", "predictor.json"]
+    for turn in range(60):
+        part = None if turn % 2 else inside[turn // 2 % 3]
+        damaged = bytearray(whole if part is None else parts[part])
+        for at in rng.integers(len(damaged), size=2):
+            damaged[at] ^= 1 << rng.integers(8)
+        target = tmp_path / "p"
+        if part is None:
+            target.write_bytes(damaged)
+        else:
+            _changed(shop_path, target, part, bytes(damaged))
+        try:
+            sj.load_predictor(target)  # a date, or a constant of a program
+        except ValueError as error:
+            assert str(error).startswith(f"{target}: ") and "\n" not in str(error)

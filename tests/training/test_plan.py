@@ -1,0 +1,238 @@
+"""Plans, against real arrays, and against what the compiler takes."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import sparsejax as sj
+from sparsejax.mesh.layout import padded_rows, placed
+from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
+from sparsejax.training import plan as planning
+from sparsejax.training.footprint import divided_axis
+from sparsejax.training.plan import plan
+
+RMSPROP = sj.optimizers.rmsprop(1e-3)
+SGD = sj.optimizers.sgd(1e-3)
+DECAYING = sj.optimizers.sgd(1e-3, weight_decay=1e-3)
+SIZES: dict[str, Any] = {
+    "inputs": 70_000,
+    "rows": 5_000,
+    "entries": 200_000,
+    "batch_size": 64,
+}
+DEEP = sj.NetworkConfig(
+    layers=(
+        InputConfig(),
+        HiddenConfig(name="hidden1", size=24, dropout=0.1),
+        HiddenConfig(name="hidden2", size=48, use_bias=False),
+        HiddenConfig(name="hidden3", size=40),
+        OutputConfig(use_bias=False, dtype="bfloat16"),
+    )
+)
+WIDE = sj.NetworkConfig.autoencoder((128,), temperature=None)
+HALF = sj.NetworkConfig.autoencoder((128,), temperature=None, output_dtype="bfloat16")
+TIED = sj.NetworkConfig.autoencoder((32,), tied=True)
+
+
+def small(network: sj.NetworkConfig, rule=RMSPROP, **options: Any) -> sj.Plan:
+    return plan(network, rule, **{**SIZES, **options})
+
+
+def large(network: sj.NetworkConfig, rule=SGD, **options: Any) -> sj.Plan:
+    """With ten times the items: one array stands out among what is temporary."""
+    return small(network, rule, **{"inputs": 700_000, **options})
+
+
+@pytest.mark.parametrize("network", [DEEP, TIED], ids=["deep", "tied"])
+@pytest.mark.parametrize("name", ["sgd", "rmsprop", "rowwise_adagrad", "adam"])
+def test_weights_and_state_are_those_of_real_arrays(network, name):
+    rule = sj.optimizers.get(name, learning_rate=0.1)
+    planned = plan(network, rule, inputs=1000, rows=10, entries=100)
+    model = sj.FeedForward(network, inputs=1000, outputs=1000, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, rule)
+
+    def size(module) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
+
+    assert (planned.weights, planned.state) == (size(model), size(optimizer))
+
+
+@functools.cache
+def compiled(network, rule=SGD, **options) -> int:
+    """Temporary bytes of a `large` program; looks at the others by the way."""
+    planned = large(network, rule, compile=True, **options)
+    assert planned.compiled is not None and planned.compiled.platform == "cpu"
+    numbers = 2 * 4  # the first step, and how many
+    assert planned.compiled.kept == planned.kept + numbers
+    assert "compiler (cpu)" in planned.table()
+    return planned.compiled.temporary
+
+
+def test_the_gradient_of_the_output_is_what_a_fused_update_saves():
+    """On a CPU chunks are smaller, but the gradient is the same array."""
+    saved = compiled(WIDE) - compiled(WIDE, fused=True)
+    assert large(WIDE, fused=True).output_gradient == 0
+    assert saved == pytest.approx(large(WIDE).output_gradient, rel=0.1)
+
+
+def test_the_operand_is_a_copy_of_the_kernel():
+    more = compiled(HALF, fused=True) - compiled(WIDE, fused=True)
+    assert more == pytest.approx(large(HALF).operand, rel=0.1)
+
+
+def test_the_gradient_of_the_input_is_dense_where_most_rows_drift():
+    options: dict[str, Any] = {"outputs": 500, "target_entries": 20_000, "values": True}
+    few, many = {**options, "entries": 400_000}, {**options, "entries": 5_000_000}
+    planned = [large(WIDE, DECAYING, **o).input_gradient for o in (few, many)]
+    assert planned[1] - planned[0] > padded_rows(700_000) * 128 * 4
+    more = compiled(WIDE, DECAYING, **many) - compiled(WIDE, DECAYING, **few)
+    assert more == pytest.approx(planned[1] - planned[0], rel=0.1)
+
+
+def test_a_mesh_divides_kernels_state_and_data():
+    rule = sj.optimizers.adam(1e-3)
+    one = small(WIDE, rule, rows=6_400)
+    mesh = small(WIDE, rule, rows=6_400, data=4, model=8)
+    rows = padded_rows(70_000)
+    divided = rows * (2 * 128 + 1) * 4  # two kernels, and the bias of the items
+    assert mesh.weights == divided // 8 + one.weights - divided
+    divided = 2 * divided + rows * 4  # moments, and the last step of each row
+    assert mesh.state == divided // 8 + one.state - divided
+    assert mesh.dataset == math.ceil(200_000 / 32 * 1.05) * 4 + (6_400 // 4 + 1) * 4
+    assert mesh.order == one.order // 4
+    half = [small(HALF, model=m).operand for m in (1, 8)]
+    assert half[1] == half[0] // 8
+
+
+def test_what_is_sent():
+    """By a ring of n, (n - 1) / n of an array for a part from each, twice for a sum."""
+    planned = small(HALF, data=4, model=2)
+    sums = 2 * 4 * (64 // 4) * 128 // 2
+    assert planned.over_model == {
+        "sums of the first layer": sums,
+        "gradient of the last hidden layer": sums,
+        "normalisers": 4 * 4 * (64 // 4),
+    }
+    items = padded_rows(70_000) // 2
+    sent = planned.over_data
+    assert sent["gradient of the first layer"] == 4 * 64 * 128 * 3 // 4
+    assert sent["sums of the output's gradient"] == 2 * items * (128 * 2 + 4) * 3 // 4
+    assert not small(HALF).over_data
+
+
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
+def test_what_a_mesh_divides_is_what_lies_in_parts(name):
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        model = sj.FeedForward(DEEP, inputs=300, outputs=500, rngs=nnx.Rngs(0))
+        rule = sj.optimizers.get(name, learning_rate=0.1)
+        state = nnx.state((model, sj.Optimizer(model, rule)))
+        whole = placed(state)
+    for path, variable in nnx.to_flat_state(whole):
+        array = variable.get_raw_value()
+        axis = divided_axis(path, array.shape, 4)
+        parts = [None] * array.ndim
+        if axis is not None:
+            parts[axis] = "model"
+        planned = NamedSharding(array.sharding.mesh, jax.P(*parts))
+        assert planned.is_equivalent_to(array.sharding, array.ndim), path
+
+
+def test_what_is_sent_is_what_the_program_sends(monkeypatch):
+    """The collectives in the loop over steps, of a program for eight CPU devices."""
+    network = sj.NetworkConfig.autoencoder((128, 96, 64, 32))
+    sizes: dict[str, Any] = {"inputs": 20_000, "batch_size": 256, "fused": True}
+    sent = {"data": 0.0, "model": 0.0}
+    made: list[Any] = []
+
+    def program(*arguments):
+        made.append(compile_(*arguments))
+        return made[-1]
+
+    compile_ = planning.program
+    monkeypatch.setattr(planning, "program", program)
+    planned = small(network, SGD, data=2, model=4, compile=True, **sizes)
+    text = made[0].as_text()
+    kinds = r"= (.*?) (all-reduce|all-gather)\(.*replica_groups=(.*?), .*while/body"
+    for shapes, kind, groups in re.findall(kinds, text):
+        axis = "data" if group_size(groups) == 2 else "model"
+        n = {"data": 2, "model": 4}[axis]
+        times = 2 if kind == "all-reduce" else 1
+        sent[axis] += times * (n - 1) / n * bytes_of(shapes)
+    assert sum(planned.over_data.values()) == pytest.approx(sent["data"], rel=0.05)
+    assert sum(planned.over_model.values()) == pytest.approx(sent["model"], rel=0.05)
+
+
+def group_size(groups: str) -> int:
+    """Of `mesh['data'=2,'model'=4] {'data'}`, or `[4,2]<=...`."""
+    if groups.startswith("mesh"):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups))
+        (axis,) = re.findall(r"\{'(\w+)'\}", groups)
+        return int(sizes[axis])
+    return int(re.findall(r"\d+", groups)[1])
+
+
+def bytes_of(shapes: str) -> int:
+    """Of one or several as `f32[128,96]{1,0}`; all elements have four."""
+    dims = re.findall(r"[fs]32\[([\d,]*)\]", shapes)
+    return sum(4 * math.prod(int(n) for n in d.split(",") if n) for d in dims)
+
+
+def test_the_least_mesh_that_fits():
+    options: dict[str, Any] = {"inputs": 7_000_000, "memory": 2 * 10**9}
+    planned = small(WIDE, **options)
+    assert planned.fits is False and planned.least_model == 16
+    assert f"{planned.total / 1e9:.1f} GB" in planned.table()
+    assert planned.table().endswith("does not fit in 2.00 GB; needs model=16 at least")
+    mesh = small(WIDE, model=16, **options)
+    assert mesh.fits and mesh.total <= 2 * 10**9
+    assert mesh.table().endswith("fits in 2.00 GB")
+    assert not small(WIDE, model=8, **options).fits
+
+
+def test_nothing_fits_in_no_memory():
+    planned = small(WIDE, memory=10**6)
+    assert planned.fits is False and planned.least_model is None
+    assert planned.table().endswith("with data=1 no model is large enough")
+    assert small(WIDE).fits is None  # a CPU does not say
+
+
+def test_entries_of_a_device_are_counted_in_32_bits():
+    planned = small(WIDE, rows=10**8, entries=3 * 10**9, memory=10**15)
+    assert planned.total < 10**15 and planned.fits is False
+    assert planned.least_model == 2
+    assert "3,000,000,000 entries on a device" in planned.table()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows must be positive, got 0"),
+        ({"batch_size": 0}, "batch_size must be positive"),
+        ({"target_entries": 5}, "target_entries needs outputs"),
+        ({"data": 3}, "data must be a divisor of 64, got 3"),
+        ({"model": 512}, "model must be a divisor of 256"),
+        ({"data": 2, "batch_size": 100}, "batch_size=100 must be a multiple of 64"),
+    ],
+)
+def test_wrong_sizes(options, message):
+    with pytest.raises(ValueError, match=message):
+        small(WIDE, **options)
+
+
+def test_a_tied_output_is_not_fused():
+    with pytest.raises(NotImplementedError, match="tied"):
+        small(TIED, fused=True)
+
+
+def test_sizes_as_text():
+    read = [planning.read_bytes(size) for size in ("141GB", "1.5 TB", "2KiB", "7B")]
+    assert read == [141 * 10**9, 15 * 10**11, 2048, 7]
+    for wrong in ("141", "1.2.3GB", "GB"):
+        with pytest.raises(ValueError, match="expected a size"):
+            planning.read_bytes(wrong)

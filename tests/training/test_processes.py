@@ -1,0 +1,246 @@
+"""Several processes train together, lose one, are told to end, and go on as others."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from sparsejax.cli import run
+from sparsejax.cli.main import main
+from sparsejax.data.datasets import msweb
+from sparsejax.mesh import processes
+from sparsejax.training.checkpoint import Checkpoints
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# A short time to notice a loss, so that the test is.
+HEARTBEAT = 5
+PROGRAM = f"""
+from sparsejax.cli import main as cli
+from sparsejax.mesh import processes
+processes.HEARTBEAT_SECONDS = {HEARTBEAT}
+raise SystemExit(cli.main())
+"""
+# The same, which also exports the model that it loads.
+EXPORTING = f"""
+import sys
+import sparsejax as sj
+from sparsejax.cli import run
+restored = run.restored_model
+def exported(folder, settings):
+    model = restored(folder, settings)
+    sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
+    try:
+        sj.export_predictor(model, f"{{folder}}/no/predictor")
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.__stderr__)
+    return model
+run.restored_model = exported
+{PROGRAM}
+"""
+
+
+def start(
+    argv: list[str],
+    folder: pathlib.Path,
+    *,
+    processes: int,
+    devices: int,
+    program: str = PROGRAM,
+):
+    """The processes of one command; what they print is in `folder`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(ROOT),
+    }
+    started = []
+    for i in range(processes):
+        flags = ["--coordinator", address, "--num-processes", str(processes)]
+        with open(folder / f"{i}.out", "w") as out, open(folder / f"{i}.err", "w") as e:
+            started.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        program,
+                        *argv,
+                        *flags,
+                        "--process-id",
+                        f"{i}",
+                    ],
+                    stdout=out,
+                    stderr=e,
+                    env=environment,
+                )
+            )
+    return started
+
+
+def said(folder: pathlib.Path, process: int, where: str = "err") -> str:
+    return (folder / f"{process}.{where}").read_text()
+
+
+def wait_for(step: int, checkpoints: Checkpoints, processes) -> None:
+    """Until there is a checkpoint after a step."""
+    while not [s for s in checkpoints.steps() if s > step]:
+        assert all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+
+
+def ended(processes, seconds: float = 300) -> list[int]:
+    """The exit statuses."""
+    end = time.monotonic() + seconds
+    try:
+        return [p.wait(end - time.monotonic()) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+
+
+def history(folder: pathlib.Path) -> list[dict[str, float]]:
+    progress = run.checkpoints_of(folder, run.load_run(folder)[0]).progress()
+    assert progress is not None
+    return progress["history"]
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_processes(tmp_path):
+    rows, _ = msweb().train.split_rows(0.25, seed=0)
+    train, heldout = rows.split(0.8, seed=0)
+    files = [str(tmp_path / name) for name in ("train.parquet", "heldout.parquet")]
+    train.save(files[0])
+    heldout.save(files[1])
+    argv = ["train", files[0], "--validation", files[1], "--hidden", "8"]
+    argv += ["--batch-size", "64", "--optimizer", "sgd"]  # compiles fastest
+    assert main([*argv, "--run", str(tmp_path / "whole"), "--epochs", "3"]) == 0
+    expected = history(tmp_path / "whole")
+
+    folder = tmp_path / "run"
+    checkpoints = Checkpoints(folder / "checkpoints")
+    argv += ["--run", str(folder), "--checkpoint-seconds", "0"]
+
+    # Two processes, and one is killed.
+    two = start([*argv, "--epochs", "1"], tmp_path, processes=2, devices=2)
+    wait_for(0, checkpoints, two)
+    two[1].send_signal(signal.SIGKILL)
+    # As docs/distributed.md says, and what a busy machine takes.
+    statuses = ended(two, HEARTBEAT + 60)
+    assert statuses[0] != 0, said(tmp_path, 0)
+    message = said(tmp_path, 0)
+    assert "another process was lost" in message or "another task died" in message
+    assert said(tmp_path, 0, "out") == "" and "rows" not in said(tmp_path, 1)
+    newest = checkpoints.steps()[-1]
+    assert 0 < newest < expected[0]["step"]
+
+    # Four go on, and one is told to end: all save, and end.
+    argv += ["--resume"]
+    flags = ["--epochs", "2", "--mesh", "data=2,model=2"]
+    four = start([*argv, *flags], tmp_path, processes=4, devices=1)
+    wait_for(newest, checkpoints, four)
+    four[2].send_signal(signal.SIGTERM)
+    assert ended(four) == [130] * 4, said(tmp_path, 0)
+    assert "interrupted; to continue, repeat the command with --resume" in said(
+        tmp_path, 2
+    )
+    assert newest < checkpoints.steps()[-1] < expected[1]["step"]
+
+    # One goes on to the end, on a mesh of its own.
+    assert main([*argv, "--epochs", "3", "--mesh", "data=2,model=4"]) == 0
+    for ours, theirs in zip(history(folder), expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"examples_per_second"}:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3)
+
+    # What is written comes from the first alone.
+    out = tmp_path / "recommended.tsv"
+    argv = ["predict", str(folder), files[0], "--out", str(out), "--k", "3"]
+    argv += ["--mesh", "model=2"]
+    two = start(argv, tmp_path, processes=2, devices=1, program=EXPORTING)
+    assert ended(two) == [0, 0], said(tmp_path, 0)
+    lines = out.read_text().splitlines()
+    assert len(lines) == train.num_rows and lines[0].count(":") == 2
+    assert "there is no folder" in said(tmp_path, 0)
+    assert "process 0 has failed" in said(tmp_path, 1)
+    some = train.align_rows(train.row_names[:20])
+    names = sj.load_predictor(folder / "predictor").recommend(some).names(train)
+    for line, expected in zip(lines, names, strict=False):
+        entries = line.partition("\t")[2].split(":")
+        assert [entry.partition(",")[0] for entry in entries] == expected
+
+
+@pytest.mark.slow
+def test_processes_read_chunks_together(tmp_path):
+    data, _ = msweb().train.split_rows(0.1, seed=0)
+    path = str(tmp_path / "data.parquet")
+    data.save(path)
+    argv = ["train", path, "--chunk-rows", "1000", "--hidden", "8", "--epochs", "1"]
+    argv += ["--batch-size", "128", "--optimizer", "sgd", "--run"]
+    assert main([*argv, str(tmp_path / "alone")]) == 0
+    two = [*argv, str(tmp_path / "two"), "--mesh", "data=2"]
+    assert ended(start(two, tmp_path, processes=2, devices=1)) == [0, 0]
+    [ours], [expected] = (history(tmp_path / name) for name in ("two", "alone"))
+    np.testing.assert_allclose(ours["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--mesh", "data=2;model=4"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "data=2,data=4"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "rows=2"], "--mesh is written data=2,model=4, got"),
+        (["--mesh", "data=3"], "data must be a divisor of 64, got 3"),
+        (["--mesh", "data=2,model=64"], "needs 128 devices, there are 8"),
+        (["--process-id", "1"], "give the coordinator, the number of processes and"),
+    ],
+)
+def test_devices_that_cannot_be(flags, message, tmp_path, capsys):
+    assert main(["train", "data.tsv", "--run", str(tmp_path / "r"), *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_without_a_cluster(monkeypatch, tmp_path, capsys):
+    def initialize(*args, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    argv = ["train", "data.tsv", "--run", str(tmp_path / "r"), "--distributed"]
+    assert main(argv) == 1
+    assert "no cluster was found" in capsys.readouterr().err
+
+
+def test_the_mesh_of_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert processes.mesh_of(None).shape == {"data": 4, "model": 2}
+    with pytest.raises(ValueError, match="has 4 devices, but 4 processes have 8"):
+        processes.mesh_of("model=4")
+    monkeypatch.setattr(jax, "device_count", lambda: 12)
+    with pytest.raises(ValueError, match="with 12 devices need --mesh: model must be"):
+        processes.mesh_of(None)
+
+
+def test_what_one_process_does_for_all(monkeypatch):
+    done = []
+    processes.in_first(lambda: done.append(1))
+    with pytest.raises(ZeroDivisionError):
+        processes.in_first(lambda: 1 / 0)
+    assert done == [1] and processes.is_same_everywhere("a")
+    assert processes.true_anywhere(True, False) == [True, False]
+
+    def others_failed(flags):
+        return np.stack([flags, [True] * len(flags)])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", others_failed)
+    with pytest.raises(processes.OtherProcessError):
+        processes.in_first(lambda: done.append(2))
+    assert done == [1, 2]

@@ -1,0 +1,232 @@
+"""Training on data that stays on disk."""
+
+import contextlib
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.data import parquet
+from sparsejax.training.resident import Resident, epoch_order
+from sparsejax.training.streaming import Stream
+
+ROWS, ITEMS = 300, 40
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A saved data set in row groups of 32 rows."""
+    monkeypatch.setattr(parquet, "_GROUP_ROWS", 32)
+    rng = np.random.default_rng(0)
+    matrix = rng.random((ROWS, ITEMS)) < 0.15
+    matrix[:, 0] |= np.arange(ROWS) % 2 == 0
+    data = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(matrix))
+    data.save(tmp_path / "data.parquet")
+    return tmp_path / "data.parquet"
+
+
+def on(shape):
+    if shape is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
+
+
+def trained(path, shape=None, *, chunk_rows=None, features=None, **options):
+    with on(shape):
+        config = sj.NetworkConfig.autoencoder((4,), temperature=None)
+        model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
+        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows, features=features)
+        settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
+        history = sj.fit(model, optimizer, scanned, **settings)
+    kernel = np.asarray(model.first.kernel[...])
+    return [entry["loss"] for entry in history], kernel, history
+
+
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+@pytest.mark.parametrize("chunk_rows", [None, 90])
+def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
+    expected = sj.SparseDataset.load(path).matrix.to_scipy().toarray()
+    seen = []
+    dense = jax.jit(jax.vmap(lambda x: x.todense()))
+    parts = 1 if shape is None else shape[0]
+    with on(shape):
+        weights = np.arange(1.0, ROWS + 1)
+        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
+        stream = Stream(scanned, None, weights)
+        order = stream.order(seed=0, epoch=1)
+        assert sorted(order) == list(range(len(stream.chunks)))
+        assert len(order) == (1 if chunk_rows is None else 4)
+        for chunk, following in zip(order, [*order[1:], None], strict=True):
+            data = stream.resident(chunk, following)
+            rows = epoch_order(
+                jax.random.key(0), 1, data.num_rows, 64, parts, contiguous=True
+            )
+            (x,), means = (
+                jax.jit(Resident.take, static_argnums=2)(data, rows, (600,)),
+                jax.jit(Resident.means)(data, rows),
+            )
+            exists = np.asarray(rows).reshape(len(rows), -1) >= 0
+            which = means * exists.sum(axis=1, keepdims=True)
+            seen += zip(
+                np.asarray(which)[exists].round().astype(int),
+                np.asarray(dense(x))[exists],
+                strict=True,
+            )
+        stream.close()
+    seen.sort(key=lambda pair: pair[0])
+    assert [number for number, _ in seen] == list(range(1, ROWS + 1))
+    np.testing.assert_array_equal([row for _, row in seen], expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+def test_the_same_on_a_mesh(path, shape):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    got_losses, got_kernel, _ = trained(path, shape, chunk_rows=90)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(got_kernel, kernel, rtol=1e-3, atol=1e-5)
+
+
+def test_it_learns_what_resident_data_teaches(path):
+    losses, _, history = trained(path, chunk_rows=90, num_epochs=4)
+    assert losses[-1] < losses[0]
+    assert history[-1]["step"] == 4 * (2 + 2 + 2 + 1)
+    assert history[-1]["examples_per_second"] > 0
+    resident, _, _ = trained(path, num_epochs=4)
+    np.testing.assert_allclose(losses, resident, rtol=0.1)
+
+
+def test_a_table_trains_as_a_saved_data_set(path):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    data = sj.SparseDataset.load(path)
+    lists = np.split(data.feature_names[data.matrix.indices], data.matrix.indptr[1:-1])
+    table = pa.table({"items": [names.tolist() for names in lists]})
+    pq.write_table(table, path.parent / "table.parquet", row_group_size=32)
+    got = trained(path.parent / "table.parquet", chunk_rows=90, features=data)
+    assert got[0] == losses
+    np.testing.assert_array_equal(got[1], kernel)
+
+
+def test_a_resumed_run_has_the_same_bits(path, tmp_path, monkeypatch):
+    losses, kernel, _ = trained(path, chunk_rows=90)
+    stopped = []
+
+    def interrupted(*_):
+        stopped.append(None)
+        return len(stopped) == 6  # in the second epoch, behind its first chunk
+
+    monkeypatch.setattr(
+        "sparsejax.mesh.interrupts.is_told_to_end", lambda: interrupted()
+    )
+    checkpoints = {"checkpoint_dir": tmp_path / "run", "checkpoint_seconds": 1e9}
+    with pytest.raises(KeyboardInterrupt):
+        trained(path, chunk_rows=90, **checkpoints)
+    monkeypatch.undo()
+    got, resumed, _ = trained(path, chunk_rows=90, resume=True, **checkpoints)
+    assert got == losses
+    np.testing.assert_array_equal(resumed, kernel)
+
+
+def test_other_chunks_are_no_other_data(path, tmp_path):
+    options = {"checkpoint_dir": tmp_path / "run", "num_epochs": 1}
+    trained(path, chunk_rows=90, **options)
+    options |= {"num_epochs": 2, "resume": True}
+    with pytest.raises(
+        ValueError, match="chunk_rows 300: the run .* has chunk_rows 90"
+    ):
+        trained(path, **options)
+    assert len(trained(path, (2, 4), chunk_rows=90, **options)[0]) == 2
+
+
+def test_the_next_chunk_is_read_ahead(path, monkeypatch):
+    scanned = sj.scan_parquet(path, chunk_rows=90)
+    stream = Stream(scanned, None, None)
+    stream.resident(2, 0)
+    stream._thread.submit(lambda: None).result()
+    monkeypatch.setattr(type(scanned), "read", None)
+    assert stream.resident(0, None).num_rows == stream.chunks[0]
+    stream.close()
+
+
+def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
+    threads, read = [], sj.ScannedDataset.read
+
+    def recorded(self, start, stop):
+        threads.append(threading.current_thread().name)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
+    trained(path, chunk_rows=90, num_epochs=3)
+    first, *others = threads
+    assert first == threading.main_thread().name
+    assert len(others) >= 3 * 4 - 1 - 2  # an epoch may begin where the last one ended
+    assert all(name.startswith("sparsejax-reader") for name in others)
+
+
+def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
+    device = jax.devices()[1]
+    with jax.default_device(device):
+        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+        for chunk, following in (0, 1), (1, None):
+            leaves = jax.tree.leaves(stream.resident(chunk, following))
+            assert {leaf.device for leaf in leaves} == {device}
+    stream.close()
+
+
+def test_what_fails_while_reading_ahead_is_raised(path, monkeypatch):
+    read = sj.ScannedDataset.read
+
+    def damaged(self, start, stop):
+        if threading.current_thread() is not threading.main_thread():
+            raise sj.DataError.at(path, "is damaged")
+        return read(self, start, stop)
+
+    monkeypatch.setattr(sj.ScannedDataset, "read", damaged)
+    with pytest.raises(sj.DataError, match="is damaged"):
+        trained(path, chunk_rows=90)
+    assert not any(t.name.startswith("sparsejax-reader") for t in threading.enumerate())
+
+
+def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
+    ranges, read = [], sj.ScannedDataset.read
+
+    def recorded(self, start, stop):
+        ranges.append((start, stop))
+        return read(self, start, stop)
+
+    with on((2, 4)):
+        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
+    monkeypatch.setattr(
+        "sparsejax.training.streaming.parts_of_process", lambda mesh: [1]
+    )
+    stream._read(1)
+    assert ranges == [(96 + 64, 96 + 96)]  # of 64 shards 32 have a row more
+    stream.close()
+
+
+def test_what_cannot_be_scanned(path):
+    data = sj.SparseDataset.load(path)
+    scanned = sj.scan_parquet(path)
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
+    with pytest.raises(ValueError, match="call evaluate with some rows"):
+        sj.fit(model, optimizer, scanned, validation=data)
+    with pytest.raises(TypeError, match="inputs must be scanned too"):
+        sj.fit(model, optimizer, data, scanned)
+    with pytest.raises(ValueError, match=r"weights has shape \(3,\)"):
+        sj.fit(model, optimizer, scanned, weights=jnp.ones(3))
+    (path.parent / "other").mkdir()
+    data.split_rows(0.5, seed=0)[0].save(path.parent / "other" / "data")
+    fewer = sj.scan_parquet(path.parent / "other" / "data")
+    with pytest.raises(ValueError, match="scanned rows are matched by position"):
+        sj.fit(model, optimizer, scanned, fewer)

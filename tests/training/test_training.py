@@ -1,0 +1,656 @@
+"""fit: what it learns, in which order, and that it can be interrupted."""
+
+import contextlib
+import dataclasses
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import optax
+import pytest
+import scipy.sparse
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.data import SparseDataset
+from sparsejax.mesh import interrupts
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.prediction import recommend as prediction
+from sparsejax.training import fit as training
+from sparsejax.training.checkpoint import Checkpoints, CheckpointWarning, checksums
+from sparsejax.training.fit import EarlyStopping, fit
+
+
+class Interrupted(Exception):
+    pass
+
+
+def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
+    """Even rows like even items, odd rows odd ones; one entry of each row held out.
+
+    The only item of its colour that a row does not have is the held-out one.
+    """
+    row, item = np.indices((rows, items))
+    liked = row % 2 == item % 2
+    held = liked & (item // 2 == row // 2 % (items // 2))
+    names = [f"u{r}" for r in range(rows)], [f"i{i}" for i in range(items)]
+    parts = (scipy.sparse.csr_array(part) for part in (liked & ~held, held))
+    train, test = (
+        SparseDataset.from_scipy(part, row_names=names[0], feature_names=names[1])
+        for part in parts
+    )
+    return train, test
+
+
+PLAIN: dict[str, Any] = {
+    "activation": "relu",
+    "normalize": False,
+    "corruption": 0.0,
+    "temperature": None,
+}
+
+
+def build(
+    features: int,
+    *,
+    hidden=(16,),
+    rule=None,
+    seed: int = 0,
+    **options,
+) -> tuple[FeedForward, optimizers.Optimizer]:
+    config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
+    model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
+    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
+
+
+def parameters(model) -> dict[str, int]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+    return checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves})
+
+
+@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "l2_loss"])
+def test_learns_a_checkerboard(loss):
+    train, heldout = checkerboard(60, 20)
+    model, optimizer = build(20, loss=loss)
+    history = fit(model, optimizer, train, batch_size=16, num_epochs=40)
+    assert [entry["epoch"] for entry in history] == list(range(1, 41))
+    assert history[-1]["step"] == 40 * 4
+    assert history[-1]["loss"] < history[0]["loss"]
+    found = prediction.recommend(model, train, k=1, exclude=train)
+    expected = [row[0] for row in np.split(np.asarray(heldout.matrix.indices), 60)]
+    np.testing.assert_array_equal(found.ids[:, 0], expected)
+    measured = prediction.evaluate(model, train, heldout, k=1)
+    assert measured["recall@1"] == 1.0
+    assert measured["popularity_recall@1"] < 0.5
+
+
+def test_one_step_is_the_mean_gradient_of_the_batch():
+    train, _ = checkerboard(10, 8)
+    rate = 0.5
+    model, optimizer = build(8, rule=optimizers.sgd(rate), loss="l2_loss")
+    before = np.asarray(model.first.kernel[:8], np.float64)
+    out = np.asarray(model.output.kernel[:8], np.float64)
+    history = fit(model, optimizer, train, batch_size=32, num_epochs=1)
+    x = train.to_scipy().toarray()
+    hidden = np.maximum(x @ before, 0)
+    error = hidden @ out.T - x
+    np.testing.assert_allclose(history[0]["loss"], (error**2).sum() / 20, rtol=1e-5)
+    slope = x.T @ ((error @ out) * (hidden > 0)) / 10
+    np.testing.assert_allclose(
+        model.first.kernel[:8], before - rate * slope, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("rule", [optimizers.adam(1e-2), optimizers.rmsprop(1e-2)])
+def test_entries_sorted_ahead_train_the_same(rule, monkeypatch):
+    train, _ = checkerboard(50, 20)
+    # Whether they are is not in the key of the compiled dispatch.
+    clear = getattr(training._dispatch, "clear_cache")  # noqa: B009
+
+    def trained(ahead):
+        clear()
+        monkeypatch.setattr(training, "_sorts_ahead", lambda: ahead)
+        model, optimizer = build(20, rule=rule, corruption=0.3)
+        fit(model, optimizer, train, batch_size=16, num_epochs=3)
+        return np.asarray(model.first.kernel[...])
+
+    expected = trained(False)
+    np.testing.assert_allclose(trained(True), expected, rtol=1e-4, atol=1e-6)
+    clear()
+
+
+def test_steps_of_a_dispatch(monkeypatch):
+    assert training._steps_per_dispatch(10**9) == 16
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert training._steps_per_dispatch(0) == 64
+    assert training._steps_per_dispatch(655_360) == 12
+    assert training._steps_per_dispatch(10**9) == 1
+    # Inputs of both parts of a batch, and a device's own targets.
+    assert training.entries_of_step((100, 10), 2) == 210
+
+
+def test_last_batch_counts_its_own_examples():
+    # 10 rows in batches of 6: the second step has 4, and their mean is over 4.
+    train, _ = checkerboard(10, 8)
+    model, optimizer = build(8, rule=optimizers.sgd(0.0), loss="l2_loss")
+    whole = fit(model, optimizer, train, batch_size=10, num_epochs=1)
+    parts = fit(model, optimizer, train, batch_size=6, num_epochs=1)
+    more = fit(model, optimizer, train, batch_size=10**9, num_epochs=1)
+    np.testing.assert_allclose(more[0]["loss"], whole[0]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(parts[0]["loss"], whole[0]["loss"], rtol=1e-6)
+
+
+def test_weights_of_examples():
+    train, _ = checkerboard(12, 8)
+    weights = np.zeros(12, np.float32)
+    weights[3] = 12
+    model, optimizer = build(8, loss="l2_loss")
+    history = fit(model, optimizer, train, weights=weights, num_epochs=1)
+    alone, other = build(8, loss="l2_loss")
+    only = SparseDataset.from_scipy(train.to_scipy()[[3]])
+    expected = fit(alone, other, only, num_epochs=1)
+    np.testing.assert_allclose(history[0]["loss"], expected[0]["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"weights has shape \(2,\), expected \(12,\)"):
+        fit(model, optimizer, train, weights=np.ones(2))
+    with pytest.raises(ValueError, match=r"weights\[1\] is nan"):
+        fit(model, optimizer, train, weights=np.where(np.arange(12) == 1, np.nan, 1))
+
+
+def test_targets_are_matched_by_name():
+    train, heldout = checkerboard(12, 8)
+    turned = SparseDataset.from_scipy(
+        heldout.to_scipy()[::-1],
+        row_names=heldout.row_names[::-1],
+        feature_names=heldout.feature_names,
+    )
+    results = []
+    for targets in (heldout, turned):
+        model, optimizer = build(8)
+        fit(model, optimizer, train, targets, num_epochs=2)
+        results.append(parameters(model))
+    assert results[0] == results[1]
+    short = SparseDataset.from_scipy(
+        heldout.to_scipy()[:5],
+        row_names=heldout.row_names[:5],
+        feature_names=heldout.feature_names,
+    )
+    with pytest.raises(ValueError, match="7 of 12 rows of inputs are not in targets"):
+        fit(model, optimizer, train, short)
+
+
+def test_validation_and_early_stopping():
+    train, heldout = checkerboard(60, 20)
+    model, optimizer = build(20)
+    logged = []
+    history = fit(
+        model,
+        optimizer,
+        train,
+        batch_size=16,
+        num_epochs=200,
+        validation=heldout,
+        k=1,
+        early_stopping=EarlyStopping(metric="recall@1", patience=3),
+        log=lambda step, entry: logged.append((step, dict(entry))),
+    )
+    scores = [entry["recall@1"] for entry in history]
+    best = int(np.argmax(scores))
+    assert len(history) == best + 1 + 3 < 200
+    assert [entry for _, entry in logged] == history
+    assert [step for step, _ in logged] == [entry["step"] for entry in history]
+    for metric in ("auc", "ndcg@20"):
+        with pytest.raises(
+            ValueError,
+            match=f"with k=1 there is no .* metric '{metric}'; there are rec",
+        ):
+            fit(
+                model,
+                optimizer,
+                train,
+                validation=heldout,
+                k=1,
+                early_stopping=EarlyStopping(metric=metric),
+                log=lambda step, entry: pytest.fail("it was trained"),
+            )
+    with pytest.raises(ValueError, match="early_stopping needs validation"):
+        fit(model, optimizer, train, early_stopping=EarlyStopping())
+
+
+def without_speed(history):
+    return [
+        {k: v for k, v in entry.items() if k != "examples_per_second"}
+        for entry in history
+    ]
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_ends_with_the_best_epoch(with_folder, tmp_path, capsys):
+    train, heldout = checkerboard(60, 20)
+    options: dict[str, Any] = {"batch_size": 16, "validation": heldout, "k": 1}
+    stopping = EarlyStopping(metric="recall@1", patience=2)
+    folder = {"checkpoint_dir": tmp_path} if with_folder else {}
+
+    def trained(early_stopping, num_epochs, **more):
+        model, optimizer = build(20, dropout=0.2)
+        more = options | {"early_stopping": early_stopping} | more
+        history = fit(model, optimizer, train, num_epochs=num_epochs, **more)
+        return parameters(model), history
+
+    found, history = trained(stopping, 100, **folder)
+    scores = [entry["recall@1"] for entry in history]
+    best = int(np.argmax(scores)) + 1
+    assert len(history) == best + 2
+    assert capsys.readouterr().err == (
+        f"training ended after epoch {best + 2}, as recall@1 has not risen for 2 epochs; "
+        f"epoch {best} (recall@1 {scores[best - 1]:.4f}) was the best, the model is that "
+        f"of epoch {best}\n"
+    )
+    assert found == trained(None, best)[0]
+    last = dataclasses.replace(stopping, restore_best=False)
+    assert trained(last, 100)[0] == trained(None, best + 2)[0] != found
+    assert "was the best, the model is that of epoch" in capsys.readouterr().err
+    if with_folder:  # the end of a run that has ended, and one that was cut off
+        again, entries = trained(stopping, 100, resume=True, **folder)
+        assert again == found and entries == history
+        folder = {"checkpoint_dir": tmp_path / "cut"}
+        first = dataclasses.replace(stopping, patience=50)
+        trained(first, best + 1, **folder)
+        again, entries = trained(stopping, 100, resume=True, **folder)
+        assert again == found
+        assert without_speed(entries) == without_speed(history)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_model_can_be_used_in_log(fused, monkeypatch):
+    train, heldout = checkerboard(60, 20)
+    monkeypatch.setattr(training, "_launches_ahead", lambda: True)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 2)
+    model, optimizer = build(20)
+    copies, scores = [], []
+
+    def log(step, entry):
+        assert int(optimizer.step[...]) == step
+        copies.append((nnx.clone((model, optimizer)), parameters(model)))
+        measured = prediction.evaluate(model, train, heldout, k=1, optimizer=optimizer)
+        scores.append(measured["recall@1"])
+
+    options: dict[str, Any] = {"batch_size": 16, "num_epochs": 3, "fused": fused}
+    fit(model, optimizer, train, log=log, **options)
+    assert all(parameters(copy[0]) == before for copy, before in copies)
+    other = build(20)
+    history = fit(*other, train, validation=heldout, k=1, **options)
+    assert scores == [entry["recall@1"] for entry in history]
+    assert parameters(model) == parameters(other[0])
+
+
+def test_copies_are_others_and_nothing_else_is_copied(monkeypatch, tmp_path):
+    train, heldout = checkerboard(60, 20)
+    model, optimizer = build(20, corruption=0.3)
+    copies = nnx.clone((model, optimizer))
+    before = parameters(copies[0])
+    fit(model, optimizer, train, num_epochs=1)
+    assert parameters(copies[0]) == before
+    fit(*copies, train, num_epochs=1)
+    assert parameters(copies[0]) == parameters(model) != before
+    del copies
+    monkeypatch.setattr(training.inplace, "_copied", None)
+    options = {"validation": heldout, "checkpoint_dir": tmp_path, "num_epochs": 2}
+    fit(model, optimizer, train, checkpoint_seconds=0, log=lambda *_: None, **options)
+
+
+# Where Python loses the exception, as in a callback of its garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_models_survive_a_signal_at_any_moment():
+    train, _ = checkerboard(200, 20)
+    rng = np.random.default_rng(0)
+    model, optimizer = build(20)
+    fit(model, optimizer, train, batch_size=16, num_epochs=1)
+    came = []
+
+    def told(number, frame):
+        came.append(number)
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, told)
+    try:
+        for _ in range(8):
+            signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.3 * rng.random())
+            # A check of types in the tests takes the exception for a wrong type.
+            with contextlib.suppress(Interrupted, jaxtyping.TypeCheckError):
+                fit(model, optimizer, train, batch_size=16, num_epochs=100)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert all(np.isfinite(leaf).all() for leaf in values_of(model, optimizer))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert came
+
+
+def values_of(*modules):
+    filters = nnx.Any(nnx.Param, nnx.OptState)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(modules, filters))]
+
+
+def test_one_capacity_for_all_epochs(monkeypatch):
+    lengths = np.random.default_rng(0).integers(0, 20, 256)
+    rows = scipy.sparse.csr_array(np.arange(20) < lengths[:, None])
+    dispatch, capacities = training._dispatch, []
+
+    def noted(*args):
+        capacities.append(args[6])
+        return dispatch(*args)
+
+    monkeypatch.setattr(training, "_dispatch", noted)
+    # The largest batches of the three have 120, 152 and 120.
+    fit(*build(20), rows, batch_size=8, num_epochs=3)
+    assert capacities == 6 * [(152,)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "message"),
+    [
+        (
+            "softmax_cross_entropy",
+            -1,
+            "from -1 to -1, but the loss softmax_cross_entropy",
+        ),
+        ("sigmoid_binary_cross_entropy", 5, "takes values from 0 to 1"),
+        ("scaled_marginal_cross_entropy", -2, "the loss scaled_marginal"),
+        ("l2_loss", 0, "all 540 values of the targets are 0"),
+        ("l2_loss", -1, None),
+        ("hinge_loss", -1, None),
+    ],
+)
+def test_values_that_mean_nothing(loss, value, message):
+    train, _ = checkerboard(60, 20)
+    data = train.to_scipy().astype(np.float32)
+    data.data[:] = value
+    if message is None:
+        assert len(fit(*build(20, loss=loss), data, num_epochs=1)) == 1
+        return
+    log = {"log": lambda *_: pytest.fail("it was trained")}
+    with pytest.raises(ValueError, match=message):
+        fit(*build(20, loss=loss), data, num_epochs=1, **log)
+
+
+def test_says_what_it_takes_for_an_optimizer_and_a_model():
+    model, optimizer = build(8)
+    theirs = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    # In the tests annotations are checked before `fit` could.
+    with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
+        training._check_modules(model, theirs)
+    with pytest.raises(TypeError, match="Linear has no loss$"):
+        training._check_modules(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optimizer)
+
+
+def test_validation_does_not_alter_training():
+    train, heldout = checkerboard(60, 20)
+    results = []
+    for validation in (None, heldout):
+        model, optimizer = build(20, corruption=0.3, dropout=0.2)
+        fit(model, optimizer, train, num_epochs=3, validation=validation)
+        results.append(parameters(model))
+    assert results[0] == results[1]
+
+
+def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
+    """`fit` that dies before dispatch number `at`."""
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    dispatch, calls = training._dispatch, iter(range(10**6))
+
+    def dying(*args):
+        if next(calls) == at:
+            raise Interrupted
+        return dispatch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_dispatch", dying)
+        with pytest.raises(Interrupted):
+            fit(model, optimizer, checkpoint_dir=checkpoint_dir, **options)
+
+
+def test_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
+    train, heldout = checkerboard(210, 20)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
+    options = {
+        "inputs": train,
+        "batch_size": 16,
+        "num_epochs": 4,
+        "validation": heldout,
+        "early_stopping": EarlyStopping(patience=50),
+        "checkpoint_seconds": 0,
+    }
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    history = fit(model, optimizer, **options)
+    expected = parameters(model)
+
+    directory = tmp_path / "c"
+    options["resume"] = True
+    interrupted_fit(0, directory, monkeypatch, **options)  # before any checkpoint
+    for at in (3, 4, 7):
+        interrupted_fit(at, directory, monkeypatch, **options)
+    newest = Checkpoints(directory).steps()[-1]
+    assert 0 < newest < history[-1]["step"]
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=5)
+    resumed = fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+    assert without_speed(resumed) == without_speed(history)
+    # Nothing is left to do, and the result is the same.
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=6)
+    fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+
+def test_resume_refuses_another_metric(tmp_path):
+    train, heldout = checkerboard(20, 8)
+    options: dict[str, Any] = {"validation": heldout, "checkpoint_dir": tmp_path}
+    fit(*build(8), train, num_epochs=1, k=2, **options)
+    options |= {"num_epochs": 2, "resume": True}
+    with pytest.raises(ValueError, match="cannot resume with metric 'ndcg@3'"):
+        fit(*build(8), train, k=3, **options)
+    stopping = EarlyStopping(metric="map@2")
+    with pytest.raises(ValueError, match="cannot resume with metric 'map@2'"):
+        fit(*build(8), train, k=2, early_stopping=stopping, **options)
+    assert len(fit(*build(8), train, k=2, **options)) == 2
+
+
+def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
+    train, _ = checkerboard(60, 20)
+    options = {"inputs": train, "batch_size": 16, "checkpoint_dir": tmp_path}
+    model, optimizer = build(20)
+    for epochs in (1, 2):
+        fit(model, optimizer, num_epochs=epochs, resume=epochs > 1, **options)
+    newest = Checkpoints(tmp_path).steps()[-1]
+    for path in (tmp_path / str(newest)).rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(b"")
+    again, optimizer = build(20, seed=3)
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        fit(again, optimizer, num_epochs=2, resume=True, **options)
+    assert Checkpoints(tmp_path).steps()[-1] == newest  # trained to there once more
+
+
+def test_an_interrupt_whose_exception_is_lost(tmp_path):
+    train, _ = checkerboard(20, 8)
+    options = {"batch_size": 16, "checkpoint_dir": tmp_path, "checkpoint_seconds": 1e9}
+    with interrupts.noted():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt, match="told to end"):
+            fit(*build(8), train, num_epochs=100, **options)
+    assert Checkpoints(tmp_path).steps()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(fit(*build(8), train, num_epochs=3, resume=True, **options)) == 3
+
+
+def test_an_interrupt_saves_a_checkpoint(tmp_path):
+    train, heldout = checkerboard(60, 20)
+    options = {"batch_size": 16, "validation": heldout, "num_epochs": 4, "k": 2}
+    folder = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 1e9}
+    whole, broken = build(20), build(20)
+    fit(*whole, train, **options)
+
+    def told(step, entry):
+        if entry["epoch"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="told to end"):
+        fit(*broken, train, log=told, **options, **folder)
+    assert Checkpoints(tmp_path).steps()[-1] == 8
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again = build(20, seed=1)
+    assert len(fit(*again, train, resume=True, **options, **folder)) == 4
+    np.testing.assert_array_equal(
+        np.asarray(again[0].first.kernel), np.asarray(whole[0].first.kernel)
+    )
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path):
+    train, _ = checkerboard(20, 8)
+
+    def told(step, entry):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(*build(8), train, log=told, checkpoint_dir=tmp_path)
+    assert len(fit(*build(8), train, num_epochs=1)) == 1  # nobody is told any more
+
+
+def test_a_handler_of_the_users_own_stays(monkeypatch):
+    train, _ = checkerboard(20, 8)
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        fit(
+            *build(8),
+            train,
+            num_epochs=2,
+            log=lambda *_: signal.raise_signal(signal.SIGINT),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1, 1]
+
+
+def test_refusals(tmp_path):
+    train, _ = checkerboard(20, 8)
+    model, optimizer = build(8)
+    options = {"num_epochs": 1, "checkpoint_dir": tmp_path}
+    fit(model, optimizer, train, **options)
+    with pytest.raises(FileExistsError, match="resume=True"):
+        fit(model, optimizer, train, **options)
+    with pytest.raises(ValueError, match="cannot resume with batch_size 7"):
+        fit(model, optimizer, train, batch_size=7, resume=True, **options)
+    with pytest.raises(ValueError, match="cannot resume with seed 1"):
+        fit(model, optimizer, train, seed=1, resume=True, **options)
+    with pytest.raises(ValueError, match="cannot resume with other data"):
+        fit(model, optimizer, checkerboard(22, 8)[0], resume=True, **options)
+    with pytest.raises(ValueError, match="resume=True needs checkpoint_dir"):
+        fit(model, optimizer, train, resume=True)
+    with pytest.raises(ValueError, match=r"seed=4294967296 must be from 0 to 2"):
+        fit(model, optimizer, train, seed=2**32)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        fit(model, optimizer, train, batch_size=0)
+    with pytest.raises(ValueError, match="checkpoint_seconds=nan"):
+        fit(model, optimizer, train, checkpoint_seconds=float("nan"))
+    with pytest.raises(ValueError, match="inputs has 8 columns but the model has 9"):
+        fit(*build(9), train)
+
+
+def test_a_loss_that_is_not_finite_stops(tmp_path):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20, rule=optimizers.sgd(1e30), loss="l2_loss")
+    with pytest.raises(
+        FloatingPointError, match=r"the loss is (nan|inf) in epoch 1, step [23] of it\."
+    ):
+        fit(model, optimizer, train, batch_size=16, checkpoint_dir=tmp_path / "a")
+    assert Checkpoints(tmp_path / "a").steps() == []
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(
+    tmp_path, monkeypatch
+):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20)
+    dispatch, calls = training._dispatch, iter(range(10**6))
+
+    def poisoned(*args):
+        state, losses = dispatch(*args)
+        return state, losses * (jnp.nan if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(training, "_dispatch", poisoned)
+    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1 of it; .* step 2\."):
+        fit(model, optimizer, train, checkpoint_dir=tmp_path, checkpoint_seconds=0)
+    assert Checkpoints(tmp_path).steps() == [1, 2]
+
+
+def test_the_next_dispatch_is_launched_before_the_losses_are_awaited(monkeypatch):
+    train, _ = checkerboard(60, 20)
+    dispatch, checked, calls = training._dispatch, training._checked, []
+
+    def launched(*args):
+        calls.append("launched")
+        return dispatch(*args)
+
+    def awaited(*args):
+        calls.append("awaited")
+        return checked(*args)
+
+    monkeypatch.setattr(training, "_launches_ahead", lambda: True)
+    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
+    monkeypatch.setattr(training, "_dispatch", launched)
+    monkeypatch.setattr(training, "_checked", awaited)
+    (entry,) = fit(*build(20), train, batch_size=8, num_epochs=1)  # 8 steps
+    assert calls == ["launched"] + 2 * ["launched", "awaited"] + ["awaited"]
+    assert entry["step"] == 8
+
+
+def test_model_survives_an_interrupt(monkeypatch):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20)
+
+    def stop(step, entry):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, optimizer, train, log=stop)
+    assert np.isfinite(np.asarray(model.first.kernel[...])).all()
+    fit(model, optimizer, train, num_epochs=1)
+
+
+def test_one_program_serves_all_epochs():
+    train, heldout = checkerboard(300, 20)
+    model, optimizer = build(20)
+    programs = getattr(training._dispatch, "_cache_size")  # noqa: B009
+    before = programs()
+    fit(model, optimizer, train, batch_size=32, num_epochs=5, validation=heldout)
+    assert programs() - before == 1
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_sharded_parameters_train_the_same():
+    train, heldout = checkerboard(60, 20)
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.P("model"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def spread(leaf):
+        return jax.device_put(leaf, rows if leaf.shape[:1] == (256,) else everywhere)
+
+    kernels, histories = [], []
+    for place in (lambda leaf: leaf, spread):
+        model, optimizer = build(20, corruption=0.3)
+        nnx.update(
+            (model, optimizer), jax.tree.map(place, nnx.state((model, optimizer)))
+        )
+        history = fit(model, optimizer, train, num_epochs=3, validation=heldout)
+        histories.append([[e["loss"], e["recall@20"]] for e in history])
+        kernels.append(np.asarray(model.first.kernel[...]))
+    np.testing.assert_allclose(histories[1], histories[0], rtol=1e-4)
+    np.testing.assert_allclose(kernels[1], kernels[0], rtol=1e-3, atol=1e-4)
