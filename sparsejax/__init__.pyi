@@ -56,6 +56,7 @@ from .prediction.vectors import save_vectors as save_vectors
 from .prediction.vectors import similar_items as similar_items
 from .prediction.vectors import user_vectors as user_vectors
 from .sparse import CSR as CSR
+from .training.build import build as build
 from .training.checkpoint import CheckpointWarning as CheckpointWarning
 from .training.fit import EarlyStopping as EarlyStopping
 from .training.fit import fit as fit
