@@ -49,7 +49,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.mesh.blocks import ShardedCSR, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
 from sparsejax.mesh.layout import by_compiler, on_each_device
 from sparsejax.sparse import CSR
 
@@ -58,7 +58,7 @@ Counts = Int[Array | np.ndarray, "batch"] | None
 
 def recall_at_k(
     ids: Int[Array, "batch k_max"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     k: int | None = None,
     *,
     left_out: Counts = None,
@@ -82,7 +82,7 @@ def recall_at_k(
 
 def truncated_recall_at_k(
     ids: Int[Array, "batch k_max"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     k: int | None = None,
     *,
     left_out: Counts = None,
@@ -97,7 +97,7 @@ def truncated_recall_at_k(
 
 
 def precision_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Share of the first `k` ranks that hold a label; an empty rank holds none.
 
@@ -109,7 +109,7 @@ def precision_at_k(
 
 def ndcg_at_k(
     ids: Int[Array, "batch k_max"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     k: int | None = None,
     *,
     left_out: Counts = None,
@@ -130,7 +130,7 @@ def ndcg_at_k(
 
 
 def hit_rate_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
     """1 if a label is among the first `k` ids, else 0.
 
@@ -142,7 +142,7 @@ def hit_rate_at_k(
 
 
 def mrr_at_k(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR, k: int | None = None
+    ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
     """Reciprocal of the rank of the first label, 0 if none is among the first `k` ids.
 
@@ -156,7 +156,7 @@ def mrr_at_k(
 
 def map_at_k(
     ids: Int[Array, "batch k_max"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     k: int | None = None,
     *,
     left_out: Counts = None,
@@ -222,7 +222,7 @@ def mean_popularity(
 
 
 def is_label(
-    ids: Int[Array, "batch k_max"], labels: CSR | ShardedCSR
+    ids: Int[Array, "batch k_max"], labels: SparseRows
 ) -> Bool[Array, "batch k_max"]:
     """Whether each id is among the labels of its row; -1 never is.
 
@@ -251,13 +251,13 @@ def is_label(
     return (ids >= 0) & (low < ends) & (indices[low] == ids)
 
 
-def _num_labels(labels: CSR | ShardedCSR, left_out: Counts):
+def _num_labels(labels: SparseRows, left_out: Counts):
     """`[batch]` number of labels, with and without an item number."""
     lengths = labels.row_lengths()
     return lengths if left_out is None else lengths + left_out
 
 
-def _hits(ids, labels: CSR | ShardedCSR, k: int):
+def _hits(ids, labels: SparseRows, k: int):
     """`[batch]` number of labels among the first `k` ids; NaN for a broken row."""
     # All ids are looked up and then cut, not the other way round: so XLA sees that the
     # metrics of one ranking at several k look up the same, and does it once.
@@ -265,7 +265,7 @@ def _hits(ids, labels: CSR | ShardedCSR, k: int):
     return hits.astype(jnp.float32) + _nan_where_broken(labels)
 
 
-def _nan_where_broken(labels: CSR | ShardedCSR):
+def _nan_where_broken(labels: SparseRows):
     """`[batch]`: NaN for a row with an index out of range or no room, else 0."""
     if isinstance(labels, ShardedCSR):
         broken = _any_block(_broken, labels)
@@ -306,7 +306,7 @@ def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Arr
     )
 
 
-def _check(ids, labels: CSR | ShardedCSR, k: int | None) -> int:
+def _check(ids, labels: SparseRows, k: int | None) -> int:
     batch, k_max = ids.shape
     if labels.num_rows != batch:
         raise ValueError(f"ids has {batch:,} rows but labels has {labels.num_rows:,}")

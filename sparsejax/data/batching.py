@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import axis_sizes, by_parts, mesh_is_set, padded_rows
 from sparsejax.sparse import CSR, take_rows
 
@@ -53,11 +53,11 @@ class Batch:
       nse: room for their entries, or for those of a block (static).
     """
 
-    matrix: CSR | ShardedCSR
+    matrix: SparseRows
     rows: Array
     nse: int = dataclasses.field(metadata={"static": True})
 
-    def take(self) -> CSR | ShardedCSR:
+    def take(self) -> SparseRows:
         """`[batch, num_cols]`."""
         if isinstance(self.matrix, ShardedCSR):
             return self.matrix
@@ -88,7 +88,7 @@ class DenseBatch:
 Shown = Batch | Mapping[str, Batch | DenseBatch]
 
 
-def taken(shown: Shown) -> CSR | ShardedCSR | dict[str, CSR | ShardedCSR | jax.Array]:
+def taken(shown: Shown) -> SparseRows | dict[str, SparseRows | jax.Array]:
     """`take` of each input."""
     if isinstance(shown, Batch):
         return shown.take()

@@ -382,6 +382,10 @@ class ShardedCSR:
         return dense[:, : self.num_cols]
 
 
+SparseRows = CSR | ShardedCSR
+"""Sparse rows, on one device or in blocks on a mesh: what every operation takes."""
+
+
 def check_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
     """Raises ValueError unless each device has the kernel rows of its block's columns."""
     rows = padded_rows(x.num_cols)

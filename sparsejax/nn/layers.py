@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
     BY_ROWS,
     by_compiler,
@@ -24,7 +24,6 @@ from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import gradients
-from sparsejax.sparse import CSR
 
 Initializer = Callable[..., jax.Array]
 
@@ -99,9 +98,9 @@ class SparseLinear(nnx.Module):
             else None
         )
 
-    def __call__(self, x: CSR | ShardedCSR) -> Float[Array, "batch out_features"]:
+    def __call__(self, x: SparseRows) -> Float[Array, "batch out_features"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
-        if not isinstance(x, CSR | ShardedCSR):
+        if not isinstance(x, SparseRows):
             raise TypeError(
                 f"expected a CSR, got {type(x).__name__}; of a SciPy matrix "
                 "CSR.from_scipy makes one"
@@ -210,7 +209,7 @@ class SparseOutput(nnx.Module):
     def loss(
         self,
         h: Float[Array, "batch in_features"],
-        labels: CSR | ShardedCSR,
+        labels: SparseRows,
         *,
         loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
         weights: Float[Array, "batch"] | None = None,
@@ -239,7 +238,7 @@ class SparseOutput(nnx.Module):
         h: Float[Array, "batch in_features"],
         k: int,
         *,
-        exclude: CSR | ShardedCSR | None = None,
+        exclude: SparseRows | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
         h, kernel, bias, scale = self._operands(h)
@@ -351,7 +350,7 @@ class SparseDropout(nnx.Module):
         self.deterministic = False
         self.rngs = rngs.dropout.fork()
 
-    def __call__[Matrix: CSR | ShardedCSR](
+    def __call__[Matrix: SparseRows](
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
         """`x` with some entries zero; `x` itself if deterministic."""
@@ -372,7 +371,7 @@ class SparseDropout(nnx.Module):
         return x.with_data(data)  # pyrefly: ignore[bad-return]
 
 
-def normalize_rows[Matrix: CSR | ShardedCSR](x: Matrix) -> Matrix:
+def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
     """Divides each row by its L2 norm; an empty row stays empty.
 
     >>> x = CSR.from_scipy(scipy.sparse.csr_array([[3.0, 0, 4.0], [0, 0, 0]]))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import axes_are_explicit, axis_sizes, mesh_is_set
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.layers import (
@@ -21,7 +21,6 @@ from sparsejax.nn.layers import (
     SparseOutput,
     normalize_rows,
 )
-from sparsejax.sparse import CSR
 
 
 class FeedForward(nnx.Module):
@@ -101,7 +100,7 @@ class FeedForward(nnx.Module):
         return self.output.num_items
 
     def encode(
-        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
+        self, x: SparseRows, *, deterministic: bool | None = None
     ) -> Float[Array, "batch hidden"]:
         """The last hidden layer, `[batch, hidden]`: the vector of each row.
 
@@ -124,15 +123,15 @@ class FeedForward(nnx.Module):
         return h
 
     def __call__(
-        self, x: CSR | ShardedCSR, *, deterministic: bool | None = None
+        self, x: SparseRows, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
         """All scores, `[batch, num_items]`; see `top_k` where items are many."""
         return self.output.scores(self.encode(x, deterministic=deterministic))
 
     def loss(
         self,
-        x: CSR | ShardedCSR,
-        labels: CSR | ShardedCSR,
+        x: SparseRows,
+        labels: SparseRows,
         *,
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
@@ -143,16 +142,16 @@ class FeedForward(nnx.Module):
 
     def top_k(
         self,
-        x: CSR | ShardedCSR,
+        x: SparseRows,
         k: int,
         *,
-        exclude: CSR | ShardedCSR | None = None,
+        exclude: SparseRows | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, without noise."""
         return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
 
     def item_scores(
-        self, x: CSR | ShardedCSR, ids: Int[Array, "batch count"]
+        self, x: SparseRows, ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
         """Scores of the items `ids` of each row, without noise."""
         return self.output.item_scores(self.encode(x, deterministic=True), ids)

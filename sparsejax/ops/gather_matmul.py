@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as kernel
-from sparsejax.mesh.blocks import ShardedCSR, check_rows, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
 from sparsejax.mesh.layout import (
     alike,
     by_compiler,
@@ -36,7 +36,7 @@ _UNROLL = 8
 
 
 def gather_matmul(
-    x: CSR | ShardedCSR,
+    x: SparseRows,
     w: Float[Array, "features hidden"],
     *,
     combiner: Combiner = "sum",
@@ -101,7 +101,7 @@ def gather_matmul(
     return _gather_sum(x, w, implementation)
 
 
-def combined[Matrix: CSR | ShardedCSR](x: Matrix, combiner: Combiner) -> Matrix:
+def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
     """`x` with each row times its factor `s_b`, see `gather_matmul`.
 
     Differentiable in `x.data`. Each row is divided by about its largest value first, so that
@@ -145,7 +145,7 @@ def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
 
 
 def _over_rows(
-    x: CSR | ShardedCSR, values: jax.Array, what: Literal["sum", "largest"]
+    x: SparseRows, values: jax.Array, what: Literal["sum", "largest"]
 ) -> Float[Array, "batch"]:
     """The sum, or the largest, of a value for each entry over the rows.
 
@@ -191,7 +191,7 @@ def _over_rows(
 
 
 def gather_sum(
-    x: CSR | ShardedCSR,
+    x: SparseRows,
     w: Float[Array, "features hidden"],
     implementation: Implementation,
 ) -> Float[Array, "batch hidden"]:
@@ -298,7 +298,7 @@ def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_sum(
-    x: CSR | ShardedCSR, w: jax.Array, implementation: Implementation
+    x: SparseRows, w: jax.Array, implementation: Implementation
 ) -> jax.Array:
     return gather_sum(x, w, implementation)
 
@@ -326,7 +326,7 @@ _gather_sum.defvjp(_forward, _backward)
 
 
 def _data_gradient(
-    x: CSR | ShardedCSR, w: jax.Array, dy: jax.Array
+    x: SparseRows, w: jax.Array, dy: jax.Array
 ) -> Float[Array, "*entries"]:
     """d loss / d data_j = w[i_j] . dy[row of j]"""
     if isinstance(x, ShardedCSR):

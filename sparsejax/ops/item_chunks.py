@@ -17,9 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
-from sparsejax.mesh.blocks import ShardedCSR, check_rows, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
 from sparsejax.mesh.layout import axis_sizes, on_one_device, padded_rows
-from sparsejax.sparse import CSR
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -57,7 +56,7 @@ class Shard:
 
 
 def shard_of(
-    kernel_spec: P | None, matrix: CSR | ShardedCSR | None, batch: int
+    kernel_spec: P | None, matrix: SparseRows | None, batch: int
 ) -> Shard | None:
     """What each device of the mesh that is set has; None if the work is not divided.
 
@@ -96,7 +95,7 @@ def shard_of(
     return Shard(rows, items)
 
 
-def entries_spec(matrix: CSR | ShardedCSR | None) -> P:
+def entries_spec(matrix: SparseRows | None) -> P:
     """What of a matrix that is not sorted a device is given: its block, or all."""
     return P("data", "model") if isinstance(matrix, ShardedCSR) else P()
 
@@ -249,7 +248,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(
-    matrix: CSR | ShardedCSR, shard: Shard, batch: int, items: int
+    matrix: SparseRows, shard: Shard, batch: int, items: int
 ) -> tuple[Entries, Bool[Array, "batch"]]:
     """The entries, and which of the device's rows must come out as NaN.
 
@@ -338,7 +337,7 @@ def check_layer(
 
 
 def check_matrix(
-    name: str, matrix: CSR | ShardedCSR, h: jax.Array, kernel: jax.Array
+    name: str, matrix: SparseRows, h: jax.Array, kernel: jax.Array
 ) -> None:
     """Raises ValueError if the matrix called `name` does not fit the output layer."""
     if matrix.num_rows != h.shape[0]:

@@ -19,11 +19,10 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels.kernel_gradient import kernel_gradient
 from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
 from sparsejax import losses
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import on_each_device, typed
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -40,7 +39,7 @@ def output_loss(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -118,7 +117,7 @@ def output_loss_per_example(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -185,7 +184,7 @@ class Layer(NamedTuple):
 def loss_and_updates[Carry](
     rule: losses.LossRule,
     h: Float[Array, "batch hidden"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     weights: Float[Array, "batch"] | None,
     carry: Carry,
     *,
@@ -554,7 +553,7 @@ class _KernelChunks(_Chunks):
         return kernels.normalise(known=known, **self._arguments(start, size, layer))
 
 
-def _unsupported(h, layer: Layer, labels: CSR | ShardedCSR) -> str | None:
+def _unsupported(h, layer: Layer, labels: SparseRows) -> str | None:
     """Why the kernel cannot be used, if so."""
     if labels.data is not None:
         return "takes labels without values"
@@ -648,7 +647,7 @@ def _compiled(
     return per_example, None if gradients is None else (dh, *gradients)
 
 
-def _typed(how: _How, labels: CSR | ShardedCSR, rows, items):
+def _typed(how: _How, labels: SparseRows, rows, items):
     """What has a row for each example, and for each item, of the gradients' types."""
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
     if shard is None:
@@ -659,7 +658,7 @@ def _typed(how: _How, labels: CSR | ShardedCSR, rows, items):
 def over_items(
     f: Callable[..., tuple[Array, Array | None, Any]],
     h: Float[Array, "batch hidden"],
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     weights: Float[Array, "batch"] | None,
     tables: Any,
     kernel_spec: P | None = None,

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as kernel
-from sparsejax.mesh.blocks import ShardedCSR, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
 from sparsejax.mesh.layout import on_each_device, rows_of_device
 from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
 from sparsejax.ops.item_chunks import accumulator
@@ -324,7 +324,7 @@ def current_rows(
 def gather_current(
     rule: RowRule,
     table: Table,
-    x: CSR | ShardedCSR,
+    x: SparseRows,
     count: jax.Array,
     *,
     implementation: Implementation = None,

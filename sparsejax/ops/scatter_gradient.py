@@ -13,7 +13,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.blocks import ShardedCSR, entries_of_all, gathered, local
+from sparsejax.mesh.blocks import (
+    ShardedCSR,
+    SparseRows,
+    entries_of_all,
+    gathered,
+    local,
+)
 from sparsejax.mesh.layout import (
     alike,
     on_each_device,
@@ -34,7 +40,7 @@ COUNTING_LIMIT = 16
 
 
 def row_gradient(
-    xs: Sequence[CSR | ShardedCSR],
+    xs: Sequence[SparseRows],
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
     *,
@@ -156,7 +162,7 @@ class Terms(NamedTuple):
 
 
 def row_terms(
-    xs: Sequence[CSR | ShardedCSR],
+    xs: Sequence[SparseRows],
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
 ) -> Terms:
@@ -209,7 +215,7 @@ def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
 
 
 def dense_gradient(
-    x: CSR | ShardedCSR,
+    x: SparseRows,
     dy: Float[Array, "batch hidden"],
     num_rows: int,
     *,
@@ -333,7 +339,7 @@ def _add_rows(num_slots, slot, row, value, dy, count):
     return lax.fori_loop(0, count, entry, zeros)
 
 
-def _nothing_to_add(xs: Sequence[CSR | ShardedCSR]) -> bool:
+def _nothing_to_add(xs: Sequence[SparseRows]) -> bool:
     """Whether there can be no entry in a row: of nothing no program is made."""
     return all(x.nse == 0 or x.num_rows == 0 for x in xs)
 

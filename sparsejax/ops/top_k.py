@@ -16,11 +16,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels import top_k as kernels
 from pallas_kernels.selection import best_places, best_places_inside, members, pick
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import on_each_device
 from sparsejax.ops import item_chunks
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.sparse import CSR
 
 Implementation = Literal["xla", "mosaic_gpu"] | None
 
@@ -66,7 +65,7 @@ def top_k(
     k: int,
     *,
     scale: Float[Array, "items"] | None = None,
-    exclude: CSR | ShardedCSR | None = None,
+    exclude: SparseRows | None = None,
     num_items: int | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
@@ -148,7 +147,7 @@ def top_k(
 def _num_items(
     h: jax.Array,
     kernel: jax.Array,
-    exclude: CSR | ShardedCSR | None,
+    exclude: SparseRows | None,
     num_items: int | None,
 ) -> int:
     if exclude is not None:
@@ -186,7 +185,7 @@ def _compiled(
     kernel: jax.Array,
     bias: jax.Array | None,
     scale: jax.Array | None,
-    exclude: CSR | ShardedCSR | None,
+    exclude: SparseRows | None,
     *,
     k: int,
     num_items: int,

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import BY_ROWS, typed
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
@@ -41,7 +41,7 @@ from sparsejax.sparse import CSR
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
-Reader = Callable[[CSR | ShardedCSR, jax.Array, gather.Implementation], jax.Array]
+Reader = Callable[[SparseRows, jax.Array, gather.Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
@@ -54,7 +54,7 @@ class RowParam(nnx.Param):
 
 def lookup(
     kernel: nnx.Variable,
-    x: CSR | ShardedCSR,
+    x: SparseRows,
     *,
     combiner: gather.Combiner = "sum",
     implementation: gather.Implementation = None,
@@ -285,7 +285,7 @@ def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
 
 
 def _plain(
-    x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
+    x: SparseRows, w: jax.Array, implementation: gather.Implementation
 ) -> jax.Array:
     return gather.gather_matmul(x, w, implementation=implementation)
 
@@ -308,7 +308,7 @@ class _Recorder:
         self.paths = {id(kernel): path for path, kernel in tables.items()}
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
-        self.inputs: list[CSR | ShardedCSR] = []
+        self.inputs: list[SparseRows] = []
         # None in the abstract pass.
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import init_sharded, on_mesh
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
@@ -33,7 +33,6 @@ from sparsejax.optimizers import gradients, inplace, rules
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient
 from sparsejax.optimizers.rules import Rule
-from sparsejax.sparse import CSR
 
 # A kernel of at most this many rows for each that a batch may touch is updated as a
 # whole, if its rows drift: reading a row up to date and writing it costs about ten
@@ -254,9 +253,7 @@ class Optimizer(nnx.Pytree):
             differentiation: the branches would have copies of the kernel as residuals.)
         """
 
-        def read(
-            x: CSR | ShardedCSR, w: jax.Array, implementation: gather.Implementation
-        ):
+        def read(x: SparseRows, w: jax.Array, implementation: gather.Implementation):
             table, step = self._table(path, w), self.step[...]
 
             def plain():

@@ -40,7 +40,7 @@ from sparsejax.data.sources import (
     features_of,
     find_rows,
 )
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import auto_axes, everywhere, padded_rows, placed
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
@@ -450,7 +450,7 @@ class _Popularity(nnx.Module):
         ranks = self.ranks[...]
         return jnp.where(ranks < 0, -jnp.inf, ranks)
 
-    def top_k(self, x: Any, k: int, *, exclude: CSR | ShardedCSR | None = None):
+    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
         some = next(iter(x.values())) if isinstance(x, dict) else x
         rows = padded_rows(self.num_items)
         h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
@@ -585,7 +585,7 @@ def _ranked_among(
     model,
     x: Any,
     candidates,
-    exclude: CSR | ShardedCSR | None,
+    exclude: SparseRows | None,
     k: int,
 ):
     """As `model.top_k`, of `candidates: [batch, count]` alone, ascending, then -1."""
@@ -642,7 +642,7 @@ def _measured(
     return everywhere((values, counts))
 
 
-def _values(ids, labels: CSR | ShardedCSR, left_out: Array | None, k: int):
+def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
     """`[batch]` each of `_METRICS`, in this order."""
     return [
         metrics.recall_at_k(ids, labels, k, left_out=left_out),

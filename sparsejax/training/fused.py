@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import kernel_update as kernels
 from sparsejax.losses import LossRule
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.output_loss import (
@@ -32,7 +32,6 @@ from sparsejax.ops.output_loss import (
 )
 from sparsejax.ops.row_update import State, by_elements, step_of_arrays
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sparse import CSR
 
 
 @runtime_checkable
@@ -112,7 +111,7 @@ def train_step(
     model: Fusable,
     optimizer: Optimizer,
     x: Any,
-    labels: CSR | ShardedCSR,
+    labels: SparseRows,
     weights: Float[Array, "batch"],
     derived: Derived,
 ) -> tuple[Float[Array, ""], Derived]:

@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 
 from sparsejax.data import vocabulary
 from sparsejax.data.sources import Inputs, Source, Sources, aligned
-from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axis_sizes,
@@ -187,7 +187,7 @@ class Resident:
       roles: what the matrices are (static).
     """
 
-    matrices: tuple[CSR | ShardedCSR | jax.Array, ...]
+    matrices: tuple[SparseRows | jax.Array, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -248,7 +248,7 @@ class Resident:
     def sparse_inputs(self) -> list[int]:
         """Which of the matrices are sparse inputs."""
         first = enumerate(self.matrices[: len(self.roles.inputs)])
-        return [i for i, x in first if isinstance(x, CSR | ShardedCSR)]
+        return [i for i, x in first if isinstance(x, SparseRows)]
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """Of each matrix the room that `take` needs: entries, of an array numbers."""
