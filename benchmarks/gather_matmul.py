@@ -279,7 +279,7 @@ def _by_case(results: Sequence[dict]) -> Cases:
 
 def _write_choice(cases: Cases) -> None:
     """What `implementation=None` picks, and how much slower than the best that is."""
-    from sparsejax.ops.gather_matmul import kernel_fits
+    from sparsejax.ops.gather_matmul import mosaic_fits
 
     about = {w.name: w for w in (*WORKLOADS, *SHAPES)}
     rows = []
@@ -287,7 +287,7 @@ def _write_choice(cases: Cases) -> None:
         if not {"mosaic_gpu", "xla"} <= cells.keys():
             continue
         w, ours = about[name], {n: cells[n]["kernel"] for n in ("mosaic_gpu", "xla")}
-        fits = kernel_fits(w.num_cols, w.hidden, w.entries)
+        fits = mosaic_fits(w.num_cols, w.hidden, w.entries)
         choice = "mosaic_gpu" if fits else "xla"
         rows.append(
             [

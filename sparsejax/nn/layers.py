@@ -22,6 +22,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import gradients
 
@@ -77,14 +78,14 @@ class SparseLinear(nnx.Module):
         bias_init: Initializer = _default_bias_init,
         combiner: gather.Combiner = "sum",
         kernel: nnx.Param | None = None,
-        implementation: gather.Implementation = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = dtype
         self.combiner: gather.Combiner = combiner
-        self.implementation: gather.Implementation = implementation
+        self.implementation: Implementation = implementation
         if kernel is None:
             shape = (in_features, out_features)
             value = _padded(kernel_init, rngs.params(), shape, param_dtype)
@@ -158,7 +159,7 @@ class SparseOutput(nnx.Module):
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,
         kernel: nnx.Param | None = None,
-        implementation: output.Implementation = None,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
         if temperature is not None and not temperature > 0:
@@ -167,7 +168,7 @@ class SparseOutput(nnx.Module):
         self.num_items = num_items
         self.temperature = temperature
         self.dtype = dtype
-        self.implementation: output.Implementation = implementation
+        self.implementation: Implementation = implementation
         if kernel is None:
             shape = (num_items, in_features)
             value = _padded(kernel_init, rngs.params(), shape, param_dtype)

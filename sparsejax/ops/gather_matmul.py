@@ -18,17 +18,21 @@ from sparsejax.mesh.layout import (
     by_compiler,
     check_spec,
     on_each_device,
-    on_one_device,
     typed,
     varying,
     varying_axes,
 )
 from sparsejax.ops import scatter_gradient
+from sparsejax.ops.implementations import (
+    HOPPER_OR_NEWER,
+    Implementation,
+    check_implementation,
+    mosaic_can_run,
+)
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]
-Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
 # fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
@@ -88,10 +92,7 @@ def gather_matmul(
             f"x has {x.num_cols:,} columns but w has shape {w.shape}; "
             "w needs a row for each column"
         )
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(
-            f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
-        )
+    check_implementation(implementation)
     if kernel_spec is not None:
         check_spec(kernel_spec)
         x = x if isinstance(x, ShardedCSR) else ShardedCSR.of(x)
@@ -212,7 +213,7 @@ def gather_sum(
 
 
 def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
-    if implementation is None and kernel_is_fastest(w, x.nse):
+    if implementation is None and mosaic_is_fastest(w, x.nse):
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
@@ -221,25 +222,21 @@ def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.
     return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
 
 
-def kernel_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
-    """Whether the kernel is, as at every shape in benchmarks/README.md.
+def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
+    """Whether the GPU program is, as at every shape in benchmarks/README.md.
 
-    `divided`: `shard_map` will divide the work over devices.
+    `divided`: see `mosaic_can_run`.
     """
     rows, hidden = w.shape
-    if w.dtype not in (jnp.float32, jnp.bfloat16) or not kernel_fits(rows, hidden, nse):
+    if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
         return False
     if varying_axes(w):  # its results have no such type
         return False
-    # With several devices `w` may be spread over them, which the partitioner cannot do
-    # with a kernel, but `shard_map` can.
-    if jax.default_backend() != "gpu" or not (divided or on_one_device()):
-        return False
-    return float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0
+    return mosaic_can_run(HOPPER_OR_NEWER, divided=divided)
 
 
-def kernel_fits(rows: int, hidden: int, nse: int) -> bool:
-    """Whether the kernel is fast for `w [rows, hidden]` and so many entries."""
+def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
+    """Whether the GPU program is fast for `w [rows, hidden]` and so many entries."""
     # It pads a narrow `w`, which copies it: .18 us for 1,000 rows on an H200, where it
     # saves .15 us for 1,000 entries.
     return hidden >= 128 or 4 * rows <= 3 * nse

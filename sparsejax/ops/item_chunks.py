@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
-from sparsejax.mesh.layout import axis_sizes, on_one_device, padded_rows
+from sparsejax.mesh.layout import axis_sizes, padded_rows
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -290,23 +290,6 @@ def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest
     """With rows of zeros up to a multiple of what the kernels take."""
     extra = -len(array) % TILE_ROWS
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
-
-
-def kernel_is_fastest() -> bool:
-    """Whether there is a GPU for it, and none beside it but under `shard_map`."""
-    if jax.default_backend() != "gpu":
-        return False
-    # Without `shard_map` the partitioner would have to divide the kernel's work.
-    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
-    return capability == 9.0 and on_one_device()
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raises ValueError for an implementation that does not exist."""
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(
-            f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
-        )
 
 
 def check_layer(

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,13 @@ from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import on_each_device, typed
 from sparsejax.ops import item_chunks
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    check_implementation,
+    mosaic_can_run,
+)
 from sparsejax.ops.item_chunks import Shard
-
-Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Scores in a chunk, which a step reads and writes several times: 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
@@ -158,7 +162,7 @@ def _forward_mode_refused() -> Iterator[None]:
 
 
 def _check(h, kernel, bias, labels, scale, implementation) -> None:
-    item_chunks.check_implementation(implementation)
+    check_implementation(implementation)
     item_chunks.check_layer(h, kernel, bias, scale)
     item_chunks.check_matrix("labels", labels, h, kernel)
 
@@ -237,9 +241,7 @@ def loss_and_updates[Carry](
     """
     whole, shard = layer(carry), shard or Shard()
     if implementation is None:
-        fast = (
-            type(rule).__module__ == losses.__name__ and item_chunks.kernel_is_fastest()
-        )
+        fast = type(rule).__module__ == losses.__name__ and mosaic_can_run(HOPPER)
         fast = fast and not _unsupported(h, whole, labels)
         implementation = "mosaic_gpu" if fast else "xla"
     elif implementation == "mosaic_gpu" and (why := _unsupported(h, whole, labels)):

@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import row_update as kernel
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
 from sparsejax.mesh.layout import on_each_device, rows_of_device
-from sparsejax.ops.gather_matmul import Implementation, gather_sum, kernel_is_fastest
+from sparsejax.ops.gather_matmul import gather_sum, mosaic_is_fastest
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
 from sparsejax.sparse import CSR, segment_ids
@@ -176,7 +177,7 @@ def step_terms(
         )
     fits = by_elements(rule, table.w, table.state) and not rule.drifts
     column, dy = terms.by_column.columns, terms.dy
-    fits &= dy.shape[1] % 128 == 0 and kernel_is_fastest(dy, column.shape[0])
+    fits &= dy.shape[1] % 128 == 0 and mosaic_is_fastest(dy, column.shape[0])
     if implementation is None and fits:
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from sparsejax.mesh.layout import (
     varying_axes,
 )
 from sparsejax.ops import gather_matmul
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
-
-Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries
 # up to about this many rows an entry (67 k entries: .4 ms for 27 k rows and 5 for a

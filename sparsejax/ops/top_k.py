@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,13 @@ from pallas_kernels.selection import best_places, best_places_inside, members, p
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import on_each_device
 from sparsejax.ops import item_chunks
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    check_implementation,
+    mosaic_can_run,
+)
 from sparsejax.ops.item_chunks import Shard
-
-Implementation = Literal["xla", "mosaic_gpu"] | None
 
 # Scores in a chunk: on a CPU, at k 20, 2^19 takes 1.3 times as long, 2^20 and 2^22 1.1
 # times (two cores, batch 512, hidden 256, 40,960 items). On a GPU choosing the best
@@ -116,7 +120,7 @@ def top_k(
       TypeError: `h` and `kernel` differ in dtype.
       NotImplementedError: the kernel is asked for what it cannot do.
     """
-    item_chunks.check_implementation(implementation)
+    check_implementation(implementation)
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
@@ -126,7 +130,7 @@ def top_k(
     why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
     if implementation == "mosaic_gpu" and why:
         raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
-    if implementation is None and not why and item_chunks.kernel_is_fastest():
+    if implementation is None and not why and mosaic_can_run(HOPPER):
         implementation = "mosaic_gpu"
     return _compiled(
         h,

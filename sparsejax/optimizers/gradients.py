@@ -34,6 +34,7 @@ from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import BY_ROWS, typed
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers.row_gradient import RowGradient
 from sparsejax.sparse import CSR
@@ -41,7 +42,7 @@ from sparsejax.sparse import CSR
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
-Reader = Callable[[SparseRows, jax.Array, gather.Implementation], jax.Array]
+Reader = Callable[[SparseRows, jax.Array, Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
@@ -57,7 +58,7 @@ def lookup(
     x: SparseRows,
     *,
     combiner: gather.Combiner = "sum",
-    implementation: gather.Implementation = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul(x, kernel)` of which `value_and_grad` sees only the touched rows.
 
@@ -263,7 +264,7 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     if nse == 0:
         ids = jnp.zeros(0, jnp.int32)
         values = jnp.zeros((0, hidden), accumulator(kernel.dtype))
-    elif hidden % 128 == 0 and gather.kernel_is_fastest(
+    elif hidden % 128 == 0 and gather.mosaic_is_fastest(
         dys[0], nse, divided=is_divided(kernel)
     ):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)
@@ -284,9 +285,7 @@ def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
     return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
-def _plain(
-    x: SparseRows, w: jax.Array, implementation: gather.Implementation
-) -> jax.Array:
+def _plain(x: SparseRows, w: jax.Array, implementation: Implementation) -> jax.Array:
     return gather.gather_matmul(x, w, implementation=implementation)
 
 

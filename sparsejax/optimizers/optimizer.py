@@ -27,6 +27,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import init_sharded, on_mesh
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import State, Table
 from sparsejax.optimizers import gradients, inplace, rules
@@ -253,7 +254,7 @@ class Optimizer(nnx.Pytree):
             differentiation: the branches would have copies of the kernel as residuals.)
         """
 
-        def read(x: SparseRows, w: jax.Array, implementation: gather.Implementation):
+        def read(x: SparseRows, w: jax.Array, implementation: Implementation):
             table, step = self._table(path, w), self.step[...]
 
             def plain():

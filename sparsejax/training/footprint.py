@@ -301,7 +301,7 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
     rule, width = job.rule, job.network.hidden[0].size
     rows = padded_rows(job.inputs) // model
     touched = 4 * min(entries, rows) * width
-    if not gather_matmul.kernel_fits(rows, width, entries):
+    if not gather_matmul.mosaic_fits(rows, width, entries):
         touched = 8 * entries * width  # XLA's gather, and what is summed
     elif width < 128:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows

@@ -135,8 +135,8 @@ def test_errors():
 
 
 def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
-    monkeypatch.setattr(gather_matmul, "kernel_is_fastest", lambda *_, **__: True)
-    monkeypatch.setattr(row_update, "kernel_is_fastest", lambda *_, **__: True)
+    monkeypatch.setattr(gather_matmul, "mosaic_is_fastest", lambda *_, **__: True)
+    monkeypatch.setattr(row_update, "mosaic_is_fastest", lambda *_, **__: True)
     layer = SparseLinear(ROWS, HIDDEN, rngs=nnx.Rngs(0))
     optimizer = optimizers.Optimizer(layer, optimizers.rmsprop(0.1))
 
