@@ -107,12 +107,12 @@ def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
 
 def _implementations(workload: Workload) -> dict[str, Callable]:
     """Ours, for entries of value 1."""
-    from sparsejax.ops import gather_matmul as op
+    from sparsejax.ops.gather_sum import gather_sum
     from sparsejax.sparse import CSR
 
     def product(implementation, indices, indptr, w):
         x = CSR(None, indices, indptr, num_cols=workload.num_cols)
-        return op.gather_sum(x, w, implementation)
+        return gather_sum(x, w, implementation)
 
     names = "mosaic_gpu", "xla"
     return {name: functools.partial(product, name) for name in names}
@@ -279,7 +279,7 @@ def _by_case(results: Sequence[dict]) -> Cases:
 
 def _write_choice(cases: Cases) -> None:
     """What `implementation=None` picks, and how much slower than the best that is."""
-    from sparsejax.ops.gather_matmul import mosaic_fits
+    from sparsejax.ops.gather_sum import mosaic_fits
 
     about = {w.name: w for w in (*WORKLOADS, *SHAPES)}
     rows = []

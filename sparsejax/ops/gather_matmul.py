@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from pallas_kernels import gather_matmul as kernel
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
 from sparsejax.mesh.layout import (
     alike,
@@ -22,21 +21,13 @@ from sparsejax.mesh.layout import (
     varying,
     varying_axes,
 )
-from sparsejax.ops import scatter_gradient
-from sparsejax.ops.implementations import (
-    HOPPER_OR_NEWER,
-    Implementation,
-    check_implementation,
-    mosaic_can_run,
-)
+from sparsejax.ops.gather_sum import gather_sum
+from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.scatter_gradient import dense_gradient
 from sparsejax.sparse import CSR
 
 Combiner = Literal["sum", "mean", "sqrtn"]
-
-# Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
-# fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
-_UNROLL = 8
 
 
 def gather_matmul(
@@ -191,108 +182,6 @@ def _over_rows(
     return total(values)
 
 
-def gather_sum(
-    x: SparseRows,
-    w: Float[Array, "features hidden"],
-    implementation: Implementation,
-) -> Float[Array, "batch hidden"]:
-    """`gather_matmul` with combiner "sum", no derivative: picks the implementation."""
-    if isinstance(x, ShardedCSR):
-
-        def part(blocks, w):
-            return x.sum_over_columns(gather_sum(local(blocks), w, implementation))
-
-        return on_each_device(
-            part,
-            x.blocks,
-            w,
-            in_specs=(P("data", "model"), P("model")),
-            out_specs=x.rows_spec,
-        )
-    return _sum_on_device(*alike(x, w), implementation)
-
-
-def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
-    if implementation is None and mosaic_is_fastest(w, x.nse):
-        implementation = "mosaic_gpu"
-    if implementation == "mosaic_gpu":
-        indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
-        data = None if x.data is None else jnp.asarray(x.data)
-        return kernel.gather_matmul(data, indices, indptr, w, x.num_cols)
-    return lax.platform_dependent(x, w, cpu=_loop, default=_segment_sum)
-
-
-def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
-    """Whether the GPU program is, as at every shape in benchmarks/README.md.
-
-    `divided`: see `mosaic_can_run`.
-    """
-    rows, hidden = w.shape
-    if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
-        return False
-    if varying_axes(w):  # its results have no such type
-        return False
-    return mosaic_can_run(HOPPER_OR_NEWER, divided=divided)
-
-
-def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
-    """Whether the GPU program is fast for `w [rows, hidden]` and so many entries."""
-    # It pads a narrow `w`, which copies it: .18 us for 1,000 rows on an H200, where it
-    # saves .15 us for 1,000 entries.
-    return hidden >= 128 or 4 * rows <= 3 * nse
-
-
-def _loop(x: CSR, w: jax.Array) -> jax.Array:
-    """A sequential loop over rows and entries: the fast form on a CPU."""
-    hidden, sums, axes = w.shape[1], accumulator(w.dtype), varying_axes(w)
-    indices = jnp.pad(jnp.asarray(x.indices), (0, _UNROLL))
-    data = None
-    if x.data is not None:
-        data = jnp.pad(jnp.asarray(x.data, sums), (0, _UNROLL))
-    indptr = jnp.asarray(x.indptr)
-
-    def row(b, y):
-        start, end = indptr[b], indptr[b + 1]
-
-        def block(carry):
-            i, total = carry
-            ids = lax.dynamic_slice(indices, (i,), (_UNROLL,))
-            for u in range(_UNROLL):
-                term = lax.dynamic_index_in_dim(w, ids[u], keepdims=False)
-                term = term.astype(sums)
-                if data is not None:
-                    term = term * data[i + u]
-                inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
-                term = jnp.where(inside, term, jnp.nan)
-                # A select, not a factor of zero: what padding points at may be NaN.
-                total = total + jnp.where(i + u < end, term, 0)
-            return i + _UNROLL, total
-
-        stop = jnp.minimum(end, x.nse)
-        zeros = varying(jnp.zeros(hidden, sums), axes)
-        _, total = lax.while_loop(lambda c: c[0] < stop, block, (start, zeros))
-        total = jnp.where(end > x.nse, jnp.nan, total)
-        return lax.dynamic_update_index_in_dim(y, total.astype(y.dtype), b, 0)
-
-    y = varying(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
-    return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
-
-
-def _segment_sum(x: CSR, w: jax.Array) -> jax.Array:
-    """Gather, then a segmented sum: the form for an accelerator."""
-    indices = jnp.asarray(x.indices)
-    outside = (indices < 0) | (indices >= x.num_cols)
-    indices = jnp.where(outside, w.shape[0], indices)
-    sums = accumulator(w.dtype)
-    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(sums)
-    if x.data is not None:
-        terms = terms * jnp.asarray(x.data, sums)[:, None]
-    y = jax.ops.segment_sum(
-        terms, x.row_ids(), num_segments=x.num_rows, indices_are_sorted=True
-    )
-    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_sum(
     x: SparseRows, w: jax.Array, implementation: Implementation
@@ -306,9 +195,9 @@ def _forward(x, w, implementation):
 
 def _backward(implementation, residuals, dy):
     x, w = residuals
-    dw = scatter_gradient.dense_gradient(
-        x, dy, w.shape[0], implementation=implementation
-    ).astype(w.dtype)
+    dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
+        w.dtype
+    )
     data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
     blocks = x.blocks if isinstance(x, ShardedCSR) else x
     # None stands for "no derivative" of the integer leaves only: for the whole CSR it
@@ -338,10 +227,13 @@ def _data_gradient(
         )
     if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
         return jnp.zeros(x.nse, accumulator(w.dtype))
-    return lax.platform_dependent(x, w, dy, cpu=_dots_loop, default=_dots)
+    return lax.platform_dependent(
+        x, w, dy, cpu=data_gradient_by_loop, default=data_gradient_by_gather
+    )
 
 
-def _dots_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+def data_gradient_by_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+    """The form that is fast on a CPU: a sequential loop over rows and entries."""
     sums = accumulator(w.dtype)
     indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
 
@@ -359,7 +251,8 @@ def _dots_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
     return lax.fori_loop(0, x.num_rows, row, zeros)
 
 
-def _dots(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+def data_gradient_by_gather(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
+    """The form for an accelerator: gathers, then a sum over the columns."""
     sums = accumulator(w.dtype)
     terms = w.at[x.indices].get(mode="fill", fill_value=0).astype(sums)
     slopes = dy.at[x.row_ids()].get(mode="fill", fill_value=0).astype(sums)

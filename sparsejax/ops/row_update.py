@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import row_update as kernel
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
 from sparsejax.mesh.layout import on_each_device, rows_of_device
-from sparsejax.ops.gather_matmul import gather_sum, mosaic_is_fastest
+from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count

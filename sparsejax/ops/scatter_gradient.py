@@ -27,7 +27,7 @@ from sparsejax.mesh.layout import (
     varying,
     varying_axes,
 )
-from sparsejax.ops import gather_matmul
+from sparsejax.ops.gather_sum import gather_sum
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
@@ -157,7 +157,7 @@ class Terms(NamedTuple):
             )
         by_column, dy = self.by_column, self.dy.astype(accumulator(self.dy.dtype))
         x = CSR(self.data, by_column.rows, by_column.indptr, num_cols=dy.shape[0])
-        return gather_matmul.gather_sum(x, dy, implementation)
+        return gather_sum(x, dy, implementation)
 
 
 def row_terms(

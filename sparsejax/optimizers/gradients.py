@@ -34,6 +34,7 @@ from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import BY_ROWS, typed
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
+from sparsejax.ops.gather_sum import mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers.row_gradient import RowGradient
@@ -264,7 +265,7 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     if nse == 0:
         ids = jnp.zeros(0, jnp.int32)
         values = jnp.zeros((0, hidden), accumulator(kernel.dtype))
-    elif hidden % 128 == 0 and gather.mosaic_is_fastest(
+    elif hidden % 128 == 0 and mosaic_is_fastest(
         dys[0], nse, divided=is_divided(kernel)
     ):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)

@@ -18,7 +18,7 @@ from sparsejax.data.batching import bucket
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.ops import gather_matmul, item_chunks, output_loss
+from sparsejax.ops import gather_sum, item_chunks, output_loss
 from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
@@ -301,7 +301,7 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
     rule, width = job.rule, job.network.hidden[0].size
     rows = padded_rows(job.inputs) // model
     touched = 4 * min(entries, rows) * width
-    if not gather_matmul.mosaic_fits(rows, width, entries):
+    if not gather_sum.mosaic_fits(rows, width, entries):
         touched = 8 * entries * width  # XLA's gather, and what is summed
     elif width < 128:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows

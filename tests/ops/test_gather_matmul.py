@@ -13,13 +13,17 @@ from matrices import csrs, oracle, random_csr, sizes
 from memory import temporary_bytes
 from tolerances import assert_close
 
-from sparsejax.ops import gather_matmul as module
-from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops import gather_sum
+from sparsejax.ops.gather_matmul import (
+    data_gradient_by_gather,
+    data_gradient_by_loop,
+    gather_matmul,
+)
 from sparsejax.sparse import CSR
 
 FORMS = {
-    "loop": jax.jit(module._loop),
-    "segment_sum": jax.jit(module._segment_sum),
+    "loop": jax.jit(gather_sum.by_loop),
+    "segment_sum": jax.jit(gather_sum.by_segments),
 }
 compiled = jax.jit(gather_matmul, static_argnames=("combiner",))
 
@@ -162,9 +166,9 @@ def test_data_gradient_forms_agree():
     x = random_csr(6, 20, 0.4, valued=True)
     w, dy = jnp.asarray(weights(20, 5)), jnp.asarray(weights(6, 5, seed=3))
     used = int(x.indptr[-1])
-    loop = module._dots_loop(x, w, dy)[:used]
+    loop = data_gradient_by_loop(x, w, dy)[:used]
     np.testing.assert_allclose(
-        loop, module._dots(x, w, dy)[:used], rtol=1e-5, atol=1e-5
+        loop, data_gradient_by_gather(x, w, dy)[:used], rtol=1e-5, atol=1e-5
     )
 
 

@@ -1,0 +1,134 @@
+"""Sums of gathered rows without a derivative: XLA's forms, Mosaic's, and the choice.
+
+`gather_matmul` and its gradient, `scatter_gradient`, are both made of this.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from pallas_kernels import gather_matmul as mosaic
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
+from sparsejax.mesh.layout import alike, on_each_device, varying, varying_axes
+from sparsejax.ops.implementations import (
+    HOPPER_OR_NEWER,
+    Implementation,
+    mosaic_can_run,
+)
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sparse import CSR
+
+# Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
+# fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
+_UNROLL = 8
+
+
+def gather_sum(
+    x: SparseRows,
+    w: Float[Array, "features hidden"],
+    implementation: Implementation,
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul` with the combiner "sum", without a derivative."""
+    if isinstance(x, ShardedCSR):
+
+        def part(blocks, w):
+            return x.sum_over_columns(gather_sum(local(blocks), w, implementation))
+
+        return on_each_device(
+            part,
+            x.blocks,
+            w,
+            in_specs=(P("data", "model"), P("model")),
+            out_specs=x.rows_spec,
+        )
+    return _sum_on_device(*alike(x, w), implementation)
+
+
+def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
+    if implementation is None and mosaic_is_fastest(w, x.nse):
+        implementation = "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
+        data = None if x.data is None else jnp.asarray(x.data)
+        return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols)
+    return lax.platform_dependent(x, w, cpu=by_loop, default=by_segments)
+
+
+def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
+    """Whether the GPU program can run here and is faster than XLA's form.
+
+    The figures are in benchmarks/README.md.
+
+    Args:
+      w: what rows are gathered of.
+      nse: number of entries.
+      divided: see `mosaic_can_run`.
+    """
+    rows, hidden = w.shape
+    if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
+        return False
+    if varying_axes(w):  # its results have no such type
+        return False
+    return mosaic_can_run(HOPPER_OR_NEWER, divided=divided)
+
+
+def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
+    """Whether the GPU program is fast for `w [rows, hidden]` and `nse` entries."""
+    # It pads a narrow `w`, which copies it. On an H200 that takes .18 us for 1,000 rows,
+    # and the program saves .15 us for 1,000 entries.
+    return hidden >= 128 or 4 * rows <= 3 * nse
+
+
+def by_loop(x: CSR, w: jax.Array) -> jax.Array:
+    """XLA's form that is fast on a CPU: a sequential loop over rows and entries."""
+    hidden, sums, axes = w.shape[1], accumulator(w.dtype), varying_axes(w)
+    indices = jnp.pad(jnp.asarray(x.indices), (0, _UNROLL))
+    data = None
+    if x.data is not None:
+        data = jnp.pad(jnp.asarray(x.data, sums), (0, _UNROLL))
+    indptr = jnp.asarray(x.indptr)
+
+    def row(b, y):
+        start, end = indptr[b], indptr[b + 1]
+
+        def block(carry):
+            i, total = carry
+            ids = lax.dynamic_slice(indices, (i,), (_UNROLL,))
+            for u in range(_UNROLL):
+                term = lax.dynamic_index_in_dim(w, ids[u], keepdims=False)
+                term = term.astype(sums)
+                if data is not None:
+                    term = term * data[i + u]
+                inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
+                term = jnp.where(inside, term, jnp.nan)
+                # A select, not a factor of zero: what padding points at may be NaN.
+                total = total + jnp.where(i + u < end, term, 0)
+            return i + _UNROLL, total
+
+        stop = jnp.minimum(end, x.nse)
+        zeros = varying(jnp.zeros(hidden, sums), axes)
+        _, total = lax.while_loop(lambda c: c[0] < stop, block, (start, zeros))
+        total = jnp.where(end > x.nse, jnp.nan, total)
+        return lax.dynamic_update_index_in_dim(y, total.astype(y.dtype), b, 0)
+
+    y = varying(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
+    return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
+
+
+def by_segments(x: CSR, w: jax.Array) -> jax.Array:
+    """XLA's form for an accelerator: a gather, then a segmented sum."""
+    indices = jnp.asarray(x.indices)
+    outside = (indices < 0) | (indices >= x.num_cols)
+    indices = jnp.where(outside, w.shape[0], indices)
+    sums = accumulator(w.dtype)
+    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(sums)
+    if x.data is not None:
+        terms = terms * jnp.asarray(x.data, sums)[:, None]
+    y = jax.ops.segment_sum(
+        terms, x.row_ids(), num_segments=x.num_rows, indices_are_sorted=True
+    )
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
