@@ -5,12 +5,19 @@ import importlib.metadata
 project = "sparsejax"
 release = importlib.metadata.version("sparsejax")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinxcontrib.mermaid",
+]
 exclude_patterns = ["_build"]
 highlight_language = "none"  # of blocks that do not say what they are
 html_theme = "furo"
 html_show_copyright = False
 html_title = "sparsejax"
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings write `code` with single backquotes
