@@ -23,6 +23,8 @@ from .data import read_text as read_text
 from .data import scan_parquet as scan_parquet
 from .mesh.blocks import ShardedCSR as ShardedCSR
 from .mesh.layout import make_mesh as make_mesh
+from .mesh.processes import OtherProcessError as OtherProcessError
+from .mesh.processes import join_processes as join_processes
 from .nn.config import HiddenConfig as HiddenConfig
 from .nn.config import InputConfig as InputConfig
 from .nn.config import NetworkConfig as NetworkConfig

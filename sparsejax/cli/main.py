@@ -529,7 +529,7 @@ def _failed(error: BaseException, command: Command | None) -> int:
         _say(f"error: another process was lost{after} ({_message(error)})")
     elif isinstance(error, processes.OtherProcessError) or _is_for_users(error):
         _say(f"error: {_in_flags(_message(error), command)}")
-    elif processes.is_begun():
+    elif processes.is_joined():
         traceback.print_exception(error)
     else:
         raise error
@@ -561,7 +561,7 @@ def _on(devices: Devices) -> Generator[None]:
 
     with contextlib.ExitStack() as stack:
         if devices.several:
-            processes.begin(
+            processes.join_processes(
                 devices.coordinator, devices.num_processes, devices.process_id
             )
             # Gloo, of CPUs, prints to the process's stdout, which is for results.

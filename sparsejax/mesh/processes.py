@@ -1,4 +1,4 @@
-"""What the processes of a distributed run do together: begin, agree, and end."""
+"""What several processes of one training do together: they join, agree, and end."""
 
 from __future__ import annotations
 
@@ -24,27 +24,37 @@ _GRACE_SECONDS = 5
 
 
 class OtherProcessError(RuntimeError):
-    """Another process has failed, and its message says why."""
+    """Raised in a process when another one has failed, whose message says why."""
 
 
-def begin(
+def join_processes(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> None:
-    """Joins the processes of a run; before anything else asks JAX for its devices.
+    """Joins the processes that train one model together.
 
-    From then on a SIGTERM, with which a cluster announces that it takes a machine away,
-    is left to `fit`, which saves a checkpoint and ends. A second one ends the process.
+    Call it before anything else in the program asks JAX for its devices. From then on
+    `fit` handles SIGTERM, with which a cluster announces that it takes a machine away: it
+    saves a checkpoint and ends. A second SIGTERM ends the process at once.
+
+    ::
+
+        join_processes("10.0.0.1:1234", num_processes=2, process_id=0)
+
+    >>> join_processes("10.0.0.1:1234")
+    Traceback (most recent call last):
+    ValueError: give the coordinator, the number of processes and the id of this one, ...
 
     Args:
-      coordinator: `host:port` where process 0 listens. Without it the cluster is looked
-        for: Slurm, Open MPI, Kubernetes and others, see `jax.distributed.initialize`.
-      num_processes: of the run.
-      process_id: of this one, from 0.
+      coordinator: `host:port` at which process 0 listens. By default the cluster's own
+        variables are read: those of Slurm, Open MPI, Kubernetes and others, see
+        `jax.distributed.initialize`.
+      num_processes: how many processes there are.
+      process_id: the number of this process, from 0.
 
     Raises:
-      ValueError: no cluster was found, or only some arguments are given.
+      ValueError: no cluster was found, or only some of the arguments are given.
     """
     given = (coordinator, num_processes, process_id)
     if None in given and given != (None, None, None):
@@ -73,7 +83,7 @@ def _note(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-def is_begun() -> bool:
+def is_joined() -> bool:
     """Whether this is one of several processes, or is about to be."""
     return jax.distributed.is_initialized()
 
@@ -194,7 +204,7 @@ def leave(status: int) -> None:
 
     At an ordinary exit JAX waits for all of them, for minutes if one does not come.
     """
-    if is_begun():
+    if is_joined():
         # Those that fail for the same reason come soon; then all say their own message.
         sys.stdout.flush()
         sys.stderr.flush()
