@@ -275,8 +275,8 @@ def _write_table(report: dict) -> None:
 
 
 _GROUPS = {
-    "our kernel": ("slopes_", "normalise_mosaic"),
-    "other products": ("nvjet", "gemm", "kernel_gradient_mosaic"),
+    "our programs": ("slopes_", "normalise_mosaic"),
+    "other products": ("nvjet", "gemm", "weight_gradient_mosaic"),
     "copies of chunks": ("loop_dynamic_slice", "loop_dynamic_update"),
     "labels to bits, row ids": (
         "input_scatter",

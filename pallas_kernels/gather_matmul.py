@@ -1,4 +1,4 @@
-"""Sparse rows times a dense matrix, by gathering rows: a Mosaic GPU kernel.
+"""Sparse rows times a dense matrix, by gathering rows: a Mosaic GPU program.
 
 ::
 
@@ -9,9 +9,9 @@
 
 A program takes `T` consecutive entries, so rows of any length make equal work. It sums
 whole rows where it can: a row that ends in the range after the one it starts in belongs
-to the program of its start. Only a longer row (`e`) is cut, at the ends of the ranges;
-its pieces go to `partial`, and a second kernel adds them in order. There are no
-atomics: the same input gives the same bits.
+to the program of its start. Only a longer row (`e`) is cut, at the ends of the ranges.
+Its pieces go to `partial`, and a second launch adds them in order. There are no atomics:
+the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def gather_matmul(
       config: how the work is cut; by default what is fast for the shape.
 
     Raises:
-      ValueError: shapes or dtypes that the kernel does not take.
+      ValueError: shapes or dtypes that the GPU program does not take.
     """
     num_rows, nse = indptr.shape[0] - 1, indices.shape[0]
     if w.dtype not in (jnp.float32, jnp.bfloat16):

@@ -43,7 +43,7 @@ def matmul_tiles(
     stages: int = _STAGES,
     movers: Sequence[Callable] = (),
 ) -> None:
-    """The body of a kernel that `call` runs.
+    """The body of a GPU program that `call` runs.
 
     Args:
       num_tiles: of all programs.
@@ -183,7 +183,7 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
 
 
 def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
-    """int32 operands of a kernel, apart: XLA would need another kernel to join them."""
+    """int32 operands of a GPU program, one array each: to join them XLA would launch more."""
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 

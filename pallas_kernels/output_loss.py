@@ -1,4 +1,4 @@
-"""What an output layer's loss needs of its scores: a Mosaic GPU kernel for Hopper.
+"""What an output layer's loss needs of its scores: Mosaic GPU programs for Hopper.
 
 Scores are made in registers (`score_tiles`) and turned there into the slopes of the loss,
 rounded to bfloat16, or into what softmax needs first. Which items are labels is told by

@@ -1,4 +1,4 @@
-"""An optimizer's step on the rows of a table that a batch has touched: Mosaic GPU.
+"""An optimizer's step on the rows of a kernel that a batch has touched: Mosaic GPU.
 
 The gradient of a row is the sum of the rows of `dy` that its entries name, as in
 `gather_matmul`. Where such a sum is complete, the row and its state are read, moved and
@@ -37,7 +37,7 @@ def default_config(hidden: int) -> Config:
 
 def row_update(
     update: Update,
-    tables: Sequence[Float[Array, "num_rows hidden"]],
+    arrays: Sequence[Float[Array, "num_rows hidden"]],
     data: Float[Array, "nse"] | None,
     rows: Int[Array, "nse"],
     indptr: Int[Array, "capacity_plus_1"],
@@ -48,25 +48,25 @@ def row_update(
     *,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows hidden"]]:
-    """Moves rows of tables, in place if they are donated.
+    """Moves rows of a kernel and its state, in place if they are donated.
 
     ::
 
         gradient_u = sum_j data_j dy[rows_j]      entries j = indptr[u] .. indptr[u + 1] - 1
-        tables[:][target_u] = update(tables[:][target_u], gradient_u, lag_u, scalars)
+        arrays[:][target_u] = update(arrays[:][target_u], gradient_u, lag_u, scalars)
 
     Gradients are summed in float32 in the order of the entries. Reads `nse * hidden`
-    elements of `dy`, and reads and writes the touched rows of each table once.
+    elements of `dy`, and reads and writes the touched rows of each array once.
 
     Args:
       update: elementwise, in float32, on pieces of a row. Arrays it makes itself must be
         scalars.
-      tables: weights and state, float32 or bfloat16; `hidden` is a multiple of 128.
+      arrays: kernel and state, float32 or bfloat16; `hidden` is a multiple of 128.
       data: values, or None if every entry is 1.
       rows: int32, each in `[0, batch)`.
       indptr: int32, where the entries of each touched row start; the last is their
         number, and those beyond are never looked at.
-      targets: int32; at the last entry of each touched row, which row of the tables it
+      targets: int32; at the last entry of each touched row, which row of the arrays it
         is, and -1 elsewhere. A target occurs once.
       lags: what `update` gets as float32 for the row, at its last entry.
       dy: float32 or bfloat16.
@@ -74,19 +74,19 @@ def row_update(
       config: how the work is cut; see `gather_matmul`.
 
     Raises:
-      ValueError: shapes or dtypes that the kernel does not take.
+      ValueError: shapes or dtypes that the GPU program does not take.
     """
     hidden, nse = dy.shape[1], rows.shape[0]
-    for array in (dy, *tables):
+    for array in (dy, *arrays):
         if array.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"float32 or bfloat16 arrays only, got {array.dtype}")
         if array.shape[1] != hidden or hidden % 128:
             raise ValueError(
-                f"dy and the tables must have one width, a multiple of 128; got {hidden} "
+                f"dy and the arrays must have one width, a multiple of 128; got {hidden} "
                 f"and {array.shape[1]}"
             )
     if nse == 0 or dy.shape[0] == 0:
-        return list(tables)
+        return list(arrays)
     config = config or default_config(hidden)
     chunk, vec = chunk_of(hidden, config.chunk, 4)
     programs = pl.cdiv(nse, config.entries)
@@ -94,13 +94,13 @@ def row_update(
     entries = [rows, *([] if data is None else [data]), *extras]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
 
-    def read_row(tables_gmem, target, columns, layout):
+    def read_row(arrays_gmem, target, columns, layout):
         return [
             plgpu.load(ref.at[target, columns], layout=layout, optimized=False)
-            for ref in tables_gmem
+            for ref in arrays_gmem
         ]
 
-    def move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra):
+    def move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra):
         def splat(value):
             full = jnp.full(gradient.shape, value, jnp.float32)
             return plgpu.layout_cast(full, layout)
@@ -109,12 +109,12 @@ def row_update(
         lag = splat(lag[0].astype(jnp.float32)) if lag else None
         old = [row.astype(jnp.float32) for row in old]
         new = update(old, gradient, lag, [splat(ref[0]) for ref in scalars_gmem])
-        for ref, row in zip(tables_gmem, new, strict=True):
+        for ref, row in zip(arrays_gmem, new, strict=True):
             ref[target, columns] = row.astype(ref.dtype)
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
-        entries_gmem, scalars_gmem, tables_gmem = _split(
+        entries_gmem, scalars_gmem, arrays_gmem = _split(
             refs, len(entries), len(scalars)
         )
         layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
@@ -125,13 +125,13 @@ def row_update(
             zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
             return jax.lax.cond(
                 target >= 0,
-                lambda: read_row(tables_gmem, target, columns, layout),
-                lambda: [zero.astype(ref.dtype) for ref in tables_gmem],
+                lambda: read_row(arrays_gmem, target, columns, layout),
+                lambda: [zero.astype(ref.dtype) for ref in arrays_gmem],
             )
 
         def store(row, columns, gradient, entry, old):
             extra = entry[-len(extras) :]
-            move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+            move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
 
         sum_body(
             entries_gmem,
@@ -148,7 +148,7 @@ def row_update(
             config=config,
         )
 
-    table_refs = [jax.new_ref(table) for table in tables]
+    array_refs = [jax.new_ref(array) for array in arrays]
     partial, cut_rows = plgpu.kernel(
         row_update_sum,
         out_type=[
@@ -158,21 +158,21 @@ def row_update(
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
-    )(indptr, dy, *entries, *scalars, *table_refs)
+    )(indptr, dy, *entries, *scalars, *array_refs)
     if programs > 1:
         reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
         layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
-            extras_gmem, scalars_gmem, tables_gmem = _split(
+            extras_gmem, scalars_gmem, arrays_gmem = _split(
                 refs, len(extras), len(scalars)
             )
 
             def store(row, columns, gradient):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
-                old = read_row(tables_gmem, extra[0], columns, layout)
-                move(tables_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+                old = read_row(arrays_gmem, extra[0], columns, layout)
+                move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
 
             reduce_body(
                 partial_gmem, cut_rows_gmem, store, chunk=reduce_chunk, vec=reduce_vec
@@ -184,8 +184,8 @@ def row_update(
             grid=(hidden // reduce_chunk, programs),
             grid_names=("chunk", "program"),
             compiler_params=PARAMS,
-        )(indptr, partial, cut_rows, *extras, *scalars, *table_refs)
-    return [jax.freeze(ref) for ref in table_refs]
+        )(indptr, partial, cut_rows, *extras, *scalars, *array_refs)
+    return [jax.freeze(ref) for ref in array_refs]
 
 
 def _split(refs, *counts):

@@ -1,4 +1,4 @@
-"""Tiles of scores in registers, for the kernels over all items: a Mosaic GPU matmul.
+"""Tiles of scores in registers, for what goes over all items: a Mosaic GPU matmul.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Which of a row's numbers are its largest: a Mosaic GPU kernel, and plain JAX around it.
+"""Which of a row's numbers are its largest: a Mosaic GPU program, and JAX around it.
 
 ::
 
@@ -129,7 +129,7 @@ def in_order(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
     """int32 that order as the numbers do; a NaN is the largest, and zeros are equal."""
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     bits = jnp.where(bits < 0, _LEAST - bits, bits)
-    # In the kernel a `where` has a sign only if the second operand has.
+    # In Mosaic a `where` has a sign only if the second operand has.
     return jnp.where(jnp.abs(bits) <= _INFINITY, bits, _LARGEST)
 
 

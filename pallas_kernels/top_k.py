@@ -1,4 +1,4 @@
-"""For choosing the best of all scores, without them: Mosaic GPU kernels for Hopper.
+"""For choosing the best of all scores, without them: Mosaic GPU programs for Hopper.
 
 `maxima` makes scores in registers (`score_tiles`) and keeps the largest of each group of 16
 neighbours. `scores_of_groups` makes those of the groups that were chosen again, with the same

@@ -52,7 +52,7 @@ def symbolic_sizes() -> Iterator[None]:
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def running(request, capfd):
-    """A context in which kernels run, that fails if their programs or warpgroups race."""
+    """A context in which GPU programs run; it fails if they have a race."""
 
     @contextlib.contextmanager
     def context(*, detect_races: bool = True) -> Iterator[None]:
@@ -68,8 +68,8 @@ def running(request, capfd):
 
 
 @pytest.fixture
-def run_kernel(running):
-    """Calls a function with a kernel, compiled; its arrays come to the host."""
+def run_program(running):
+    """Calls a function with a GPU program, compiled; its arrays come to the host."""
 
     def call(function, *arguments):
         with running():

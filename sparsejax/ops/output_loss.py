@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import output_loss as kernels
 from pallas_kernels import score_tiles as tiles
-from pallas_kernels.kernel_gradient import kernel_gradient
 from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
+from pallas_kernels.weight_gradient import weight_gradient
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import on_each_device, typed
@@ -364,7 +364,7 @@ def _write_kernel_gradient(
         kernel = item_chunks.dot(slopes, h, (0, 0), kernel.dtype)
         sums = jnp.sum(slopes, axis=0, dtype=jnp.float32) if with_sums else None
     else:
-        kernel, sums = kernel_gradient(slopes, h, kernel, start, with_sums=with_sums)
+        kernel, sums = weight_gradient(slopes, h, kernel, start, with_sums=with_sums)
     return gradients._replace(kernel=kernel), sums
 
 

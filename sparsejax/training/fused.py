@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import kernel_update as kernels
+from pallas_kernels import weight_update
 from sparsejax.losses import LossRule
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
@@ -138,7 +138,7 @@ def train_step(
         arrays.append(derived.operand)
     itemsize = sum(array.dtype.itemsize for array in arrays)
     fits = by_elements(rule, before.kernel, before.kernel_state)
-    fits = fits and kernels.fits(before.kernel.shape[1], itemsize)
+    fits = fits and weight_update.fits(before.kernel.shape[1], itemsize)
 
     def operands(tables: _Tables) -> Layer:
         kernel = tables.derived.operand
@@ -165,9 +165,9 @@ def train_step(
     def update_kernel(
         start, slopes, h, tables: _Tables
     ) -> tuple[_Tables, jax.Array | None]:
-        """The same by the kernel that makes the gradient."""
+        """The same by the GPU program that makes the gradient."""
         step, scalars = step_of_arrays(rule, tables.kernel_state, count)
-        (kernel, *state), operand, sums = kernels.kernel_update(
+        (kernel, *state), operand, sums = weight_update.weight_update(
             step,
             slopes,
             h,

@@ -1,4 +1,4 @@
-"""The gather-matmul kernel against float64: interpreted on a CPU, and on a GPU."""
+"""The GPU program of gather_matmul against float64: interpreted on a CPU, and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ LENGTHS = [0, 3, 0, 20, 1, 1, 0, 0, 0, 9, 40, 2, 8, 0]
 
 @pytest.fixture
 def run(running):
-    """Calls the kernel, and fails if its programs race."""
+    """Calls the GPU program, and fails if it has a race."""
 
     def call(data, indices, indptr, w, num_cols, config=SMALL):
         # Programs that share columns write the same there, which counts as a race.

@@ -1,10 +1,10 @@
-"""The output-loss kernel against float64: interpreted on a CPU, and on a GPU."""
+"""The GPU programs of output_loss against float64: interpreted on a CPU, and on a GPU."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import output_loss as kernels
+from pallas_kernels import output_loss as mosaic
 from pallas_kernels import score_tiles
 
 BATCH, HIDDEN, ITEMS = 128, 320, 768
@@ -31,7 +31,7 @@ def words_of(listed, start=START):
     rows = jnp.append(rows, len(listed))  # padding is left out
     columns = jnp.append(columns, start)
     size = listed[:, start : start + SIZE].shape
-    return kernels.label_words(rows, columns - start, *size, counted=True)
+    return mosaic.label_words(rows, columns - start, *size, counted=True)
 
 
 def exact_scores(h, kernel, bias=0.0, scale=1.0):
@@ -51,7 +51,7 @@ def test_words_hold_the_labels():
 
 
 @pytest.mark.parametrize("with_layer", [False, True])
-def test_slopes(run_kernel, with_layer):
+def test_slopes(run_program, with_layer):
     h, kernel, bias, scale, vector, listed = make()
     layer = (bias, scale) if with_layer else (None, None)
     # Of 64 rows and columns: all have weights, or not; some are labels, or none.
@@ -65,7 +65,7 @@ def test_slopes(run_kernel, with_layer):
         return scores + ones, *odds, slopes
 
     def call(h, kernel, bias, scale, words, weights, vector, start):
-        return kernels.slopes(
+        return mosaic.slopes(
             function,
             h,
             kernel,
@@ -81,7 +81,7 @@ def test_slopes(run_kernel, with_layer):
     words = words_of(listed)
     start = jnp.int32(START)
     operands = h, kernel, *layer, words, weights, vector
-    values, slopes = run_kernel(call, *operands, start)
+    values, slopes = run_program(call, *operands, start)
     scores = exact_scores(h, kernel, *layer if with_layer else ())
     scores = scores[:, START : START + SIZE]
     inside = np.arange(START, START + SIZE) < LIMIT
@@ -95,7 +95,7 @@ def test_slopes(run_kernel, with_layer):
     np.testing.assert_allclose(values, want, rtol=1e-5, atol=1e-4)
 
 
-def test_normalise(run_kernel):
+def test_normalise(run_program):
     h, kernel, bias, scale, _, listed = make()
     bias = bias.at[256:512].set(-jnp.inf)  # the second tile: all denied
     # Of 64 rows: no labels in the first tile, none in a half of the last one.
@@ -103,9 +103,9 @@ def test_normalise(run_kernel):
     listed[:64, 512:576] = False
 
     def call(h, kernel, bias, scale, *words):
-        known = kernels.no_scores(BATCH)
+        known = mosaic.no_scores(BATCH)
         for start, mine in zip(range(0, ITEMS, 256), words, strict=True):
-            known = kernels.normalise(
+            known = mosaic.normalise(
                 *(h, kernel, bias, scale, mine, known),
                 start=start,
                 size=256,
@@ -114,7 +114,7 @@ def test_normalise(run_kernel):
         return known
 
     words = [words_of(listed[:, i : i + 256], 0) for i in range(0, ITEMS, 256)]
-    parts = run_kernel(call, h, kernel, bias, scale, *words)
+    parts = run_program(call, h, kernel, bias, scale, *words)
     scores = exact_scores(h, kernel, bias, scale)
     scores[:, LIMIT:] = -np.inf
     largest = scores.max(1)
@@ -127,7 +127,7 @@ def test_normalise(run_kernel):
     np.testing.assert_allclose(parts[3].sum(0), found, rtol=2e-5, atol=2e-5)
 
 
-def test_small_odds_are_not_lost(run_kernel):
+def test_small_odds_are_not_lost(run_program):
     h, kernel, *_, listed = make()
 
     def call(h, kernel, words):
@@ -138,10 +138,10 @@ def test_small_odds_are_not_lost(run_kernel):
         size = {"start": START, "size": SIZE, "limit": ITEMS}
         weights = [jnp.ones(BATCH)]
         arguments = function, h, kernel, None, None, words, weights
-        values, _ = kernels.slopes(*arguments, **size)
+        values, _ = mosaic.slopes(*arguments, **size)
         return values
 
-    values = run_kernel(call, h, kernel, words_of(listed))
+    values = run_program(call, h, kernel, words_of(listed))
     odds = np.where(listed[:, START : START + SIZE], 1e-9, 3e-9)
     want = np.log1p(odds).reshape(BATCH, -1, COLUMNS).sum(2).T
     np.testing.assert_allclose(values, want, rtol=2e-6)

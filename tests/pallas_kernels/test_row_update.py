@@ -1,4 +1,4 @@
-"""The row update kernel against the XLA form: interpreted on a CPU, and on a GPU."""
+"""The GPU program of the row update against XLA's form: interpreted on a CPU, and on a GPU."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pallas_kernels import row_update as kernel
+from pallas_kernels import row_update as mosaic
 from pallas_kernels.gather_matmul import Config
 from sparsejax import optimizers
 from sparsejax.nn.layers import SparseLinear
@@ -32,7 +32,7 @@ RULES = [
 def small_programs(monkeypatch):
     """Many programs from few entries."""
     config = Config(entries=8, unroll=4, chunk=128)
-    monkeypatch.setattr(kernel, "default_config", lambda hidden: config)
+    monkeypatch.setattr(mosaic, "default_config", lambda hidden: config)
 
 
 def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
@@ -127,11 +127,11 @@ def test_errors():
     indices, w = jnp.zeros(3, jnp.int32), jnp.zeros((4, 100))
     arguments = (None, indices, jnp.zeros(2, jnp.int32), indices, None)
     with pytest.raises(ValueError, match="a multiple of 128; got 100 and 100"):
-        kernel.row_update(lambda *_: [], [w], *arguments, jnp.zeros((2, 100)))
+        mosaic.row_update(lambda *_: [], [w], *arguments, jnp.zeros((2, 100)))
     with pytest.raises(
         ValueError, match="float32 or bfloat16 arrays only, got float16"
     ):
-        kernel.row_update(lambda *_: [], [w], *arguments, w.astype(jnp.float16))
+        mosaic.row_update(lambda *_: [], [w], *arguments, w.astype(jnp.float16))
 
 
 def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
@@ -146,7 +146,7 @@ def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
         return loss
 
     text = step.trace(layer, optimizer, batch(0)).lower(lowering_platforms=("cuda",))
-    # The lookup and the update, of a kernel and one for cut rows each.
+    # The lookup and the update, and one more for cut rows each.
     assert text.as_text().count("custom_call @mosaic_gpu") == 3
 
 

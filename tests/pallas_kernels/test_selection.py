@@ -17,7 +17,7 @@ def test_integers_order_as_numbers_do():
 
 
 @pytest.mark.parametrize("count", [5, 300, 20_000])
-def test_parting(run_kernel, count):
+def test_parting(run_program, count):
     rng = np.random.default_rng(4)
     numbers = rng.standard_normal((4, count)).astype(np.float32)
     numbers[0, ::2] = np.nan
@@ -26,14 +26,14 @@ def test_parting(run_kernel, count):
     numbers[3, 1:] = -np.inf
     keys = np.asarray(selection.in_order(jnp.asarray(numbers)))
     for k in (1, 5):
-        got = run_kernel(lambda x, k=k: selection.parting(x, k), jnp.asarray(numbers))
+        got = run_program(lambda x, k=k: selection.parting(x, k), jnp.asarray(numbers))
         assert ((keys > got[:, None]).sum(1) <= k).all()
         assert ((keys >= got[:, None]).sum(1) >= k).all()
 
 
 @pytest.mark.parametrize("k", [1, 31, 100])
 @pytest.mark.parametrize("count", [33, 300])
-def test_places_of_the_best(run_kernel, count, k):
+def test_places_of_the_best(run_program, count, k):
     rng = np.random.default_rng(6)
     special = [-np.inf, 0.0, -0.0, np.inf, np.nan]
     numbers = np.stack(
@@ -46,13 +46,13 @@ def test_places_of_the_best(run_kernel, count, k):
             np.eye(count)[7],
         ]
     ).astype(np.float32)
-    got = run_kernel(lambda x: selection.best_places(x, k), jnp.asarray(numbers))
+    got = run_program(lambda x: selection.best_places(x, k), jnp.asarray(numbers))
     missing = np.isnan(numbers)
     order = np.lexsort((-np.where(missing, 0, numbers), ~missing), axis=1)
     np.testing.assert_array_equal(got, np.sort(order[:, :k], axis=1))
 
 
-def test_groups_within_groups(run_kernel):
+def test_groups_within_groups(run_program):
     rng = np.random.default_rng(7)
     inner = rng.integers(0, 50, (4, 320)).astype(np.float32)
     outer = inner.reshape(4, -1, 8).max(2)
@@ -60,6 +60,6 @@ def test_groups_within_groups(run_kernel):
     def call(maxima, numbers):
         return selection.best_places_inside(maxima, numbers, 20)
 
-    got = run_kernel(call, jnp.asarray(outer), jnp.asarray(inner))
+    got = run_program(call, jnp.asarray(outer), jnp.asarray(inner))
     want = np.argsort(-inner, axis=1, stable=True)[:, :20]
     np.testing.assert_array_equal(got, np.sort(want, axis=1))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import output_loss as kernels
+from pallas_kernels import output_loss as mosaic
 from pallas_kernels.slopes_product import slopes_product
 
 ITEMS, START, SIZE, LIMIT = 1280, 256, 768, 1018
@@ -19,7 +19,7 @@ def function(scores, ones, listed, weights, vector):
 # On a CPU there are two programs: they have a part of a tile of rows each, or tiles in turn.
 @pytest.mark.parametrize(("batch", "hidden"), [(128, 256), (384, 64)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_slopes_product(run_kernel, batch, hidden, with_bias):
+def test_slopes_product(run_program, batch, hidden, with_bias):
     rng = np.random.default_rng(batch)
     h = jnp.asarray(rng.standard_normal((batch, hidden)) / 4, jnp.bfloat16)
     kernel = jnp.asarray(rng.standard_normal((ITEMS, hidden)) / 4, jnp.bfloat16)
@@ -31,7 +31,7 @@ def test_slopes_product(run_kernel, batch, hidden, with_bias):
     listed = rng.random((batch, SIZE)) < 0.1
     listed[:, 64:320] = False
     rows, columns = map(jnp.asarray, np.nonzero(listed))
-    words = kernels.label_words(rows, columns, batch, SIZE, counted=True)
+    words = mosaic.label_words(rows, columns, batch, SIZE, counted=True)
 
     def call(h, kernel, bias, words, weights, vector, start):
         return slopes_product(
@@ -49,7 +49,7 @@ def test_slopes_product(run_kernel, batch, hidden, with_bias):
 
     start = jnp.int32(START)
     operands = h, kernel, bias, words, weights, vector
-    values, slopes, parts = run_kernel(call, *operands, start)
+    values, slopes, parts = run_program(call, *operands, start)
     h, kernel, weights = (np.asarray(x, np.float64) for x in (h, kernel, weights))
     scores = h @ kernel.T + (np.asarray(bias, np.float64) if with_bias else 0)
     scores, kernel = scores[:, START : START + SIZE], kernel[START : START + SIZE]
@@ -68,7 +68,7 @@ def test_slopes_product(run_kernel, batch, hidden, with_bias):
         assert values is None
 
 
-def test_the_product_of_many_odds_does_not_overflow(run_kernel):
+def test_the_product_of_many_odds_does_not_overflow(run_program):
     size = 18 * 128
 
     def call(h, kernel, words, weights):
@@ -80,5 +80,5 @@ def test_the_product_of_many_odds_does_not_overflow(run_kernel):
 
     h, kernel = (jnp.zeros((n, 64), jnp.bfloat16) for n in (128, size))
     words = jnp.zeros((130, size // 32), jnp.int32)
-    values = run_kernel(call, h, kernel, words, jnp.ones(128))
+    values = run_program(call, h, kernel, words, jnp.ones(128))
     np.testing.assert_allclose(values.sum(0), size * np.log(2), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The kernels of `top_k` against float64: interpreted on a CPU, and on a GPU."""
+"""The GPU programs of `top_k` against float64: interpreted on a CPU, and on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,14 @@ def make(with_all, hidden=HIDDEN):
 
 @pytest.mark.parametrize("with_scores", [False, True])
 @pytest.mark.parametrize("with_all", [False, True])
-def test_maxima(run_kernel, with_all, with_scores):
+def test_maxima(run_program, with_all, with_scores):
     *operands, want = make(with_all)
 
     def call(*operands):
         size = {"start": START, "size": SIZE, "limit": LIMIT}
         return top_k.maxima(*operands, **size, with_scores=with_scores)
 
-    maxima, more = run_kernel(call, *operands)
+    maxima, more = run_program(call, *operands)
     if with_scores:
         np.testing.assert_allclose(more, want, rtol=1e-5, atol=1e-5)
         # Of the scores themselves, to the bit.
@@ -70,7 +70,7 @@ def test_label_bits():
 
 @pytest.mark.parametrize("hidden", [192, 256])
 @pytest.mark.parametrize("with_all", [False, True])
-def test_scores_of_groups(run_kernel, hidden, with_all):
+def test_scores_of_groups(run_program, hidden, with_all):
     h, kernel, *extras, want = make(with_all, hidden)
     batch, count = 11, 6
     rng = np.random.default_rng(2)
@@ -80,7 +80,7 @@ def test_scores_of_groups(run_kernel, hidden, with_all):
     def call(*operands):
         return top_k.scores_of_groups(*operands, start=START, limit=LIMIT)
 
-    got = run_kernel(call, h, kernel, *extras, jnp.asarray(groups, jnp.int32))
+    got = run_program(call, h, kernel, *extras, jnp.asarray(groups, jnp.int32))
     places = groups[:, :, None] * top_k.GROUP + np.arange(top_k.GROUP)
     want = np.take_along_axis(want[:batch], places.reshape(batch, -1), axis=1)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -89,7 +89,7 @@ def test_scores_of_groups(run_kernel, hidden, with_all):
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_all", [False, True])
 @pytest.mark.parametrize("hidden", [64, 192, 256, 1024])
-def test_both_kernels_make_the_same_bits(hidden, with_all):
+def test_both_programs_make_the_same_bits(hidden, with_all):
     rng = np.random.default_rng(3)
     h, kernel, bias, scale, words, _ = make(with_all, hidden)
     # Sums that depend on the order.

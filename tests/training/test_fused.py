@@ -9,7 +9,7 @@ from kernels import kernel_can_run
 from matrices import random_csr
 from memory import temporary_bytes
 
-from pallas_kernels import kernel_update
+from pallas_kernels import weight_update
 from sparsejax import losses, optimizers
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
@@ -120,8 +120,8 @@ def test_operands_of_another_dtype_follow_the_kernel():
 )
 def test_equals_with_kernels(rule, fits, monkeypatch):
     if not fits:
-        monkeypatch.setattr(kernel_update, "fits", lambda hidden, itemsize: False)
-        monkeypatch.setattr(kernel_update, "kernel_update", None)
+        monkeypatch.setattr(weight_update, "fits", lambda hidden, itemsize: False)
+        monkeypatch.setattr(weight_update, "weight_update", None)
 
     def step(implementation):
         config = NetworkConfig.autoencoder(

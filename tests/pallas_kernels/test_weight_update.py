@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernel_update import fits, kernel_update
+from pallas_kernels.weight_update import fits, weight_update
 from sparsejax import optimizers
 from sparsejax.ops.row_update import step_of_arrays
 
@@ -20,9 +20,9 @@ def normal(seed, *shape):
 
 def moved(rule, slopes, h, w, state, operand, start, count):
     step, scalars = step_of_arrays(rule, state, count)
-    tables = [w, *state.values()]
-    return kernel_update(
-        step, slopes, h, tables, operand, start, scalars, with_sums=True
+    arrays = [w, *state.values()]
+    return weight_update(
+        step, slopes, h, arrays, operand, start, scalars, with_sums=True
     )
 
 
@@ -33,7 +33,7 @@ def moved(rule, slopes, h, w, state, operand, start, count):
     [optimizers.adamw(1e-2), optimizers.sgd(lambda count: 1e-2 / count)],
     ids=lambda rule: rule.name,
 )
-def test_kernel_update(run_kernel, rule, batch, hidden):
+def test_weight_update(run_program, rule, batch, hidden):
     slopes, h = normal(0, batch, SIZE), normal(1, batch, hidden)
     slopes, h = slopes.astype(jnp.bfloat16), h.astype(jnp.bfloat16)
     w = normal(2, ITEMS, hidden)
@@ -44,7 +44,7 @@ def test_kernel_update(run_kernel, rule, batch, hidden):
     operand = w.astype(jnp.bfloat16)
     count = jnp.int32(3)
     arguments = slopes, h, w, state, operand, jnp.int32(START), count
-    tables, copy, sums = run_kernel(functools.partial(moved, rule), *arguments)
+    arrays, copy, sums = run_program(functools.partial(moved, rule), *arguments)
     rows = slice(START, START + SIZE)
     gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
     with jax.enable_x64(True):
@@ -54,33 +54,33 @@ def test_kernel_update(run_kernel, rule, batch, hidden):
             old[0], dict(zip(state, old[1:], strict=True)), gradient, numbers
         )
     for got, before, after in zip(
-        tables, (w, *state.values()), (new, *new_state.values()), strict=True
+        arrays, (w, *state.values()), (new, *new_state.values()), strict=True
     ):
         want = np.array(before, np.float64)
         want[rows] = after
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         assert np.abs(want - np.asarray(before))[rows].max() > 1e-2
-    np.testing.assert_array_equal(copy, tables[0].astype(jnp.bfloat16))
+    np.testing.assert_array_equal(copy, arrays[0].astype(jnp.bfloat16))
     of_slopes = np.asarray(slopes, np.float64).sum(axis=0)
     np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
 
-def test_many_arrays_of_both_widths(run_kernel):
+def test_many_arrays_of_both_widths(run_program):
     slopes = normal(0, 64, SIZE).astype(jnp.bfloat16)
     h = normal(1, 64, 128).astype(jnp.bfloat16)
     dtypes = [jnp.bfloat16, jnp.float32, jnp.bfloat16, *[jnp.float32] * 5]
-    tables = [normal(2 + i, ITEMS, 128).astype(x) for i, x in enumerate(dtypes)]
+    arrays = [normal(2 + i, ITEMS, 128).astype(x) for i, x in enumerate(dtypes)]
 
     def update(old, gradient, scalars):
         return [x + (i + scalars[0]) * gradient for i, x in enumerate(old)]
 
-    def function(*tables):
-        return kernel_update(update, slopes, h, tables, None, START, [jnp.float32(2)])
+    def function(*arrays):
+        return weight_update(update, slopes, h, arrays, None, START, [jnp.float32(2)])
 
-    got, copy, sums = run_kernel(function, *tables)
+    got, copy, sums = run_program(function, *arrays)
     rows = slice(START, START + SIZE)
     gradient = np.asarray(slopes, np.float64).T @ np.asarray(h, np.float64)
-    for i, (x, before) in enumerate(zip(got, tables, strict=True)):
+    for i, (x, before) in enumerate(zip(got, arrays, strict=True)):
         want = np.array(before, np.float64)
         want[rows] += (i + 2) * gradient
         rtol = 1e-2 if x.dtype == jnp.bfloat16 else 1e-5
@@ -92,9 +92,9 @@ def test_refuses_arrays_beyond_shared_memory():
     assert fits(256, 32) and fits(64, 40)
     assert not fits(256, 34) and not fits(100, 4)
     slopes, h = jnp.zeros((64, SIZE), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
-    tables = [jnp.zeros((ITEMS, 256))] * 9
+    arrays = [jnp.zeros((ITEMS, 256))] * 9
     with pytest.raises(ValueError, match="36 bytes an element do not fit"):
-        kernel_update(lambda old, *_: old, slopes, h, tables, None, 0)
+        weight_update(lambda old, *_: old, slopes, h, arrays, None, 0)
 
 
 def test_lowers_for_cuda():

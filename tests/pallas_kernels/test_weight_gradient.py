@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.kernel_gradient import kernel_gradient
+from pallas_kernels.weight_gradient import weight_gradient
 
 ITEMS, START, SIZE = 1536, 256, 1024
 
@@ -18,11 +18,11 @@ def normal(seed, *shape):
 
 # Of one block of columns and of several, of which each is stored in an odd number of parts.
 @pytest.mark.parametrize(("batch", "hidden"), [(256, 192), (128, 320)])
-def test_kernel_gradient(run_kernel, batch, hidden):
+def test_weight_gradient(run_program, batch, hidden):
     slopes, h = normal(0, batch, SIZE), normal(1, batch, hidden)
     before = normal(2, ITEMS, hidden)
-    function = functools.partial(kernel_gradient, with_sums=True)
-    got, sums = run_kernel(function, slopes, h, before, jnp.int32(START))
+    function = functools.partial(weight_gradient, with_sums=True)
+    got, sums = run_program(function, slopes, h, before, jnp.int32(START))
     want = np.array(before, np.float64)
     want[START : START + SIZE] = np.asarray(slopes, np.float64).T @ np.asarray(
         h, np.float64
@@ -35,7 +35,7 @@ def test_kernel_gradient(run_kernel, batch, hidden):
 @pytest.mark.parametrize("with_sums", [False, True])
 def test_lowers_for_cuda(with_sums):
     operands = normal(0, 256, SIZE), normal(1, 256, 256), normal(2, ITEMS, 256)
-    function = functools.partial(kernel_gradient, with_sums=with_sums)
+    function = functools.partial(weight_gradient, with_sums=with_sums)
     traced = jax.jit(function).trace(*operands, jnp.int32(0))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

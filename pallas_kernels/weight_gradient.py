@@ -19,7 +19,7 @@ TILE = WARPGROUPS * ROWS  # rows of a tile
 SUM_COLUMNS = 8
 
 
-def kernel_gradient(
+def weight_gradient(
     slopes: Float[Array, "batch size"],
     h: Float[Array, "batch hidden"],
     gradient: Float[Array, "items hidden"],
@@ -69,7 +69,7 @@ def kernel_gradient(
     ref = jax.new_ref(gradient)
     operands = *numbers(start), slopes, h, *summing, ref
     out_type = sums_type(slopes, with_sums)
-    sums = call("kernel_gradient", body, out_type, WARPGROUPS, *operands)
+    sums = call("weight_gradient", body, out_type, WARPGROUPS, *operands)
     return jax.freeze(ref), sums[0] if with_sums else None
 
 
@@ -93,7 +93,9 @@ def gradient_tiles(
     scratch: Sequence = (),
     **options,
 ) -> None:
-    """The body of a kernel that makes `slopes^T h` and sums slopes, see `matmul_tiles`.
+    """The body of a GPU program that makes `slopes^T h` and sums slopes.
+
+    See `matmul_tiles`.
 
     Args:
       slopes_gmem: `[batch, size]`.

@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.kernel_gradient import (
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
+from pallas_kernels.weight_gradient import (
     SUM_COLUMNS,
     TILE,
     WARPGROUPS,
@@ -26,7 +27,6 @@ from pallas_kernels.kernel_gradient import (
     sums_type,
     tile_columns,
 )
-from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 
 # What moves rows: (arrays of them, gradient, scalars) -> their new arrays.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
@@ -38,11 +38,11 @@ _LEAST_SLOTS, _MOST_SLOTS = 2, 8
 _SHARED = 226 * 1024  # bytes of an SM's shared memory
 
 
-def kernel_update(
+def weight_update(
     update: Update,
     slopes: Float[Array, "batch size"],
     h: Float[Array, "batch hidden"],
-    tables: Sequence[Float[Array, "items hidden"]],
+    arrays: Sequence[Float[Array, "items hidden"]],
     operand: Float[Array, "items hidden"] | None,
     start: jax.typing.ArrayLike,
     scalars: Sequence[Float[Array, ""]] = (),
@@ -53,35 +53,36 @@ def kernel_update(
     Float[Array, "items hidden"] | None,
     Float[Array, "size"] | None,
 ]:
-    """Moves rows `start .. start + size - 1` of the tables, in place if they are donated.
+    """Moves rows `start .. start + size - 1` of a kernel and its state, in place if they
+    are donated.
 
     ::
 
         gradient           = slopes^T h                             summed in float32
-        tables[:][rows]    = update(tables[:][rows], gradient, scalars)
-        operand[rows]      = tables[0][rows], rounded
+        arrays[:][rows]    = update(arrays[:][rows], gradient, scalars)
+        operand[rows]      = arrays[0][rows], rounded
         sums               = slopes summed over the batch           in float32
 
-    Reads and writes each row of the tables once, and `slopes` for each 256 columns.
+    Reads and writes each row of the arrays once, and `slopes` for each 256 columns.
 
     Args:
       update: elementwise, in float32. Arrays it makes itself must be scalars.
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
-      tables: weights and state, float32 or bfloat16; as many as `fits`.
-      operand: the weights once more, in bfloat16, or None.
+      arrays: kernel and state, float32 or bfloat16; as many as `fits`.
+      operand: the kernel once more, in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: what else `update` gets.
       with_sums: whether the sums are wanted.
 
     Returns:
-      The tables, the operand, the sums or None.
+      The arrays, the operand, the sums or None.
 
     Raises:
       ValueError: an element of all the arrays has too many bytes, see `fits`.
     """
     columns = tile_columns(h.shape[1])
-    refs = [jax.new_ref(table) for table in tables]
+    refs = [jax.new_ref(array) for array in arrays]
     copies = [] if operand is None else [jax.new_ref(operand)]
     dtypes = [x.dtype for x in (*refs, *copies)]
     itemsize = sum(x.itemsize for x in dtypes)
@@ -122,10 +123,10 @@ def kernel_update(
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    for ref, table in zip(refs[: len(tables)], smem, strict=False):
+                    for ref, pieces in zip(refs[: len(arrays)], smem, strict=False):
                         plgpu.copy_gmem_to_smem(
                             ref.at[*place(*piece)],
-                            table.at[slot],
+                            pieces.at[slot],
                             ready.at[barrier],
                         )
 
@@ -136,9 +137,9 @@ def kernel_update(
                 def _(c):
                     slot, barrier, _ = slot_of(tile, warpgroup, c)
                     plgpu.barrier_wait(done.at[barrier])
-                    for ref, table in zip(refs, smem, strict=True):
+                    for ref, pieces in zip(refs, smem, strict=True):
                         plgpu.copy_smem_to_gmem(
-                            table.at[slot], ref.at[*place(tile, warpgroup, c)]
+                            pieces.at[slot], ref.at[*place(tile, warpgroup, c)]
                         )
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(free.at[slot])
@@ -156,21 +157,21 @@ def kernel_update(
                 slot, barrier, _ = slot_of(tile, warpgroup, c)
                 plgpu.barrier_wait(ready.at[barrier])
                 old = [
-                    plgpu.load(table.at[slot], layout=layout).astype(jnp.float32)
-                    for table in smem[: len(tables)]
+                    plgpu.load(pieces.at[slot], layout=layout).astype(jnp.float32)
+                    for pieces in smem[: len(arrays)]
                 ]
                 gradient = sums[:, c * width : (c + 1) * width]
                 new = update(old, gradient, [splat(x) for x in scalars])
                 written = zip(smem, [*new, new[0]], strict=False)  # the last: operand
-                for table, rows in written:
-                    table[slot] = rows.astype(table.dtype)
+                for pieces, rows in written:
+                    pieces[slot] = rows.astype(pieces.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(done.at[barrier])
 
         barriers = WARPGROUPS * slots
         scratch = [
             [_pieces_type(slots, width, dtype) for dtype in dtypes],
-            plgpu.Barrier(num_arrivals=len(tables), num_barriers=barriers),
+            plgpu.Barrier(num_arrivals=len(arrays), num_barriers=barriers),
             plgpu.Barrier(num_barriers=barriers),
             plgpu.Barrier(num_barriers=slots),
         ]
@@ -189,14 +190,14 @@ def kernel_update(
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
     operands = *numbers(start), slopes, h, *summing, *scalars, *refs, *copies
     out_type = sums_type(slopes, with_sums)
-    sums = call("kernel_update", body, out_type, WARPGROUPS, *operands)
+    sums = call("weight_update", body, out_type, WARPGROUPS, *operands)
     moved = [jax.freeze(ref) for ref in refs]
     copy = jax.freeze(copies[0]) if copies else None
     return moved, copy, sums[0] if with_sums else None
 
 
 def fits(hidden: int, itemsize: int) -> bool:
-    """Whether the kernel takes such rows, and has shared memory for them.
+    """Whether `weight_update` takes such rows, and an SM has shared memory for them.
 
     Args:
       hidden: their columns.
