@@ -49,8 +49,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
-from sparsejax.mesh.layout import by_compiler, on_each_device
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.layout import call_on_each_device, call_with_auto_axes
+from sparsejax.mesh.per_device import own_block
 from sparsejax.sparse import CSR
 
 Counts = Int[Array | np.ndarray, "batch"] | None
@@ -188,7 +189,7 @@ def recommendation_counts(
         places = jnp.where(first < 0, num_items, first)
         return jnp.zeros(num_items, jnp.int32).at[places].add(1, mode="drop")
 
-    return by_compiler(counts, ids, out_specs=P())
+    return call_with_auto_axes(counts, ids, out_specs=P())
 
 
 def coverage(counts: Int[Array | np.ndarray, "items"]) -> float:
@@ -294,10 +295,10 @@ def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Arr
     """Whether `f` of a block and of its rows of the arrays is true for any block."""
 
     def on_device(blocks, *arrays):
-        return lax.psum(f(local(blocks), *arrays).astype(jnp.int32), "model") > 0
+        return lax.psum(f(own_block(blocks), *arrays).astype(jnp.int32), "model") > 0
 
     rows = P("data")
-    return on_each_device(
+    return call_on_each_device(
         on_device,
         labels.blocks,
         *arrays,

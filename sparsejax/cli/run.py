@@ -26,7 +26,7 @@ from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.data.writers import whole_file
 from sparsejax.mesh import processes
-from sparsejax.mesh.layout import placed
+from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
@@ -83,7 +83,7 @@ class Run:
         rngs = nnx.Rngs(self.seed)
         model = FeedForward(self.network, inputs=size, outputs=size, rngs=rngs)
         optimizer = Optimizer(model, self.optimizer)
-        nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+        nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
         return model, optimizer
 
     def to_json(self) -> str:

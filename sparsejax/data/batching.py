@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import axis_sizes, by_parts, mesh_is_set, padded_rows
+from sparsejax.mesh.layout import axis_sizes, mesh_is_set, padded_rows, put_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
@@ -162,7 +162,7 @@ class DenseBatches:
                 yield DenseBatch(jnp.asarray(self.array), rows)
             else:
                 some = np.asarray(self.array)[np.maximum(rows, 0)]
-                yield DenseBatch(by_parts(some, self.mesh), None)
+                yield DenseBatch(put_rows(some, self.mesh), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

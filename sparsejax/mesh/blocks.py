@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,20 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.mesh.layout import (
     ROW_MULTIPLE,
     axis_sizes,
-    on_each_device,
+    call_on_each_device,
     padded_rows,
+)
+from sparsejax.mesh.per_device import (
+    columns_between,
+    concatenate_rows,
+    own_block,
+    transpose_over_data,
 )
 from sparsejax.sparse import (
     CSR,
     MAX_ENTRIES,
     Transposed,
     host_rows,
-    segment_ids,
     take_rows,
 )
 
@@ -132,7 +136,7 @@ class ShardedCSR:
             return jax.tree.map(lambda leaf: leaf[None, None], part)
 
         plain = dataclasses.replace(x, transposed=None)
-        blocks = on_each_device(
+        blocks = call_on_each_device(
             block, plain, in_specs=(P(),), out_specs=P("data", "model")
         )
         return cls(blocks, num_cols=x.num_cols)
@@ -158,14 +162,14 @@ class ShardedCSR:
         width = padded_rows(parts.num_cols) // model
 
         def block(part):
-            mine = jax.tree.map(lambda a: lax.all_gather(a, "model"), local(part))
+            mine = jax.tree.map(lambda a: lax.all_gather(a, "model"), own_block(part))
             cut = jax.vmap(CSR.overfull_rows)(mine)
             where = lax.axis_index("model")
             found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))
-            joined = _below_each_other(found(mine, cut), cut)
+            joined = concatenate_rows(found(mine, cut), cut)
             return jax.tree.map(lambda leaf: leaf[None, None], joined)
 
-        blocks = on_each_device(
+        blocks = call_on_each_device(
             block,
             dataclasses.replace(parts, transposed=None),
             in_specs=(P("data", "model"),),
@@ -299,11 +303,11 @@ class ShardedCSR:
         """
 
         def block(part, rows):
-            part = local(part)
+            part = own_block(part)
             taken = jax.vmap(lambda r: take_rows(part, r, nse))(rows[:, 0])
             return jax.tree.map(lambda leaf: leaf[:, None, None], taken)
 
-        blocks = on_each_device(
+        blocks = call_on_each_device(
             block,
             dataclasses.replace(self.blocks, transposed=None),
             rows,
@@ -321,7 +325,7 @@ class ShardedCSR:
             entries = jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1)
             return lax.pmax(jnp.max(entries, initial=0), ("data", "model"))
 
-        return on_each_device(
+        return call_on_each_device(
             block,
             self.blocks.indptr,
             rows,
@@ -365,11 +369,12 @@ class ShardedCSR:
 
         def sort(blocks):
             return jax.tree.map(
-                lambda leaf: jnp.expand_dims(leaf, len(lead)), sorted_rows(blocks)
+                lambda leaf: jnp.expand_dims(leaf, len(lead)),
+                transpose_over_data(blocks),
             )
 
-        return on_each_device(
-            lambda blocks: sort(local(blocks)),
+        return call_on_each_device(
+            lambda blocks: sort(own_block(blocks)),
             dataclasses.replace(self.blocks, transposed=None),
             in_specs=(P(*lead, "data", "model"),),
             out_specs=P(*lead, "model"),
@@ -386,7 +391,7 @@ SparseRows = CSR | ShardedCSR
 """Sparse rows, on one device or in blocks on a mesh: what every operation takes."""
 
 
-def check_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
+def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
     """Raises ValueError unless each device has the kernel rows of its block's columns."""
     rows = padded_rows(x.num_cols)
     if kernel.shape[0] != rows:
@@ -402,86 +407,3 @@ def parts_of_process(mesh: jax.sharding.Mesh) -> list[int]:
     axis = mesh.axis_names.index("data")
     here = np.moveaxis(mine == jax.process_index(), axis, 0)
     return np.flatnonzero(here.reshape(len(here), -1).any(axis=1)).tolist()
-
-
-def local(tree: Any) -> Any:
-    """A device's block of blocks `[..., 1, 1, n]`."""
-
-    def squeezed(leaf):
-        return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
-
-    return jax.tree.map(squeezed, tree)
-
-
-def sorted_rows(block: CSR) -> Transposed:
-    """By column, the entries that the devices along "data" have of the same columns.
-
-    On each device: `block` is its own, or a stack of blocks.
-    """
-
-    entries = jax.vmap(entries_of_all) if block.indptr.ndim > 1 else entries_of_all
-    return Transposed.of(*entries(block), block.num_cols)
-
-
-def entries_of_all(block: CSR) -> tuple[jax.Array, jax.Array]:
-    """Column (`num_cols` if it does not count) and row of each entry that the devices
-    along "data" have of the same columns."""
-    first = lax.axis_index("data") * block.num_rows
-    return gathered((block.columns(padding=block.num_cols), block.row_ids() + first))
-
-
-def gathered(arrays: Any) -> Any:
-    """What the devices along "data" have, `[n]` each, one after the other."""
-
-    return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
-
-
-def _below_each_other(parts: CSR, cut: jax.Array) -> CSR:
-    """A stack `[count, ...]` of matrices as one; rows that are `cut` get a wrong index."""
-    count, nse = parts.indices.shape
-    indptr = jnp.asarray(parts.indptr)
-    starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
-    wrong = count * nse  # where an entry stands that is no column
-    starts = jnp.where(cut, wrong, starts).reshape(-1)
-    lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
-    ends = jnp.cumsum(lengths, dtype=jnp.int32)
-    joined = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    positions = jnp.arange(count * nse, dtype=jnp.int32)
-    row = jnp.minimum(segment_ids(joined, count * nse), lengths.shape[0] - 1)
-    source = jnp.clip(starts[row] + positions - joined[row], 0, wrong)
-
-    def entries(values, last):
-        return jnp.append(jnp.asarray(values).reshape(-1), last)[source]
-
-    data = None if parts.data is None else entries(parts.data, 0)
-    indices = entries(parts.indices, -1)
-    return CSR(data, indices, joined, num_cols=parts.num_cols)
-
-
-def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
-    """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
-
-    Room stays for all. An index that is no column of `x` stays wrong, in part 0. Rows
-    that are `cut` lack entries, as all after them do, and are overfull in the result.
-    """
-    columns = jnp.asarray(x.indices)
-    row = x.row_ids()
-    wrong = (columns < 0) | (columns >= x.num_cols)
-    inside = ~wrong & (columns // width == part)
-    kept = (inside | (wrong & (part == 0))) & (row < x.num_rows)
-    place = jnp.where(kept, jnp.cumsum(kept) - 1, x.nse)
-
-    def compact(values):
-        return jnp.zeros_like(values).at[place].set(values, mode="drop")
-
-    lengths = (
-        jnp.zeros(x.num_rows, jnp.int32)
-        .at[row]
-        .add(kept.astype(jnp.int32), mode="drop")
-    )
-    ends = jnp.cumsum(lengths, dtype=jnp.int32)
-    ends = jnp.where(cut, x.nse + 1, ends)
-    indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    indices = compact(jnp.where(wrong, -1, columns - part * width))
-    data = None if x.data is None else compact(jnp.asarray(x.data))
-    return CSR(data, indices, indptr, num_cols=width)

@@ -58,7 +58,7 @@ def make_mesh(
     Raises:
       ValueError: a size does not divide, or there are not so many devices.
     """
-    check_axes(data, model)
+    check_axis_sizes(data, model)
     devices = jax.devices() if devices is None else devices
     if data * model > len(devices):
         raise ValueError(
@@ -73,7 +73,7 @@ def make_mesh(
     )
 
 
-def check_axes(data: int, model: int) -> None:
+def check_axis_sizes(data: int, model: int) -> None:
     """Raises ValueError if no mesh can have axes of these sizes."""
     for name, size, whole in (
         ("data", data, VIRTUAL_SHARDS),
@@ -92,8 +92,8 @@ def varying_axes(tree: Any) -> frozenset[str]:
     return frozenset().union(*(t.manual_axis_type.varying for t in types))
 
 
-def varying[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
-    """The tree, all arrays of which vary over these axes at least, as types go.
+def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
+    """The tree, its arrays cast to types that vary over these axes at least.
 
     Under differentiation it sums over the axes that were added.
     """
@@ -105,9 +105,9 @@ def varying[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
     return jax.tree.map(cast, tree) if axes else tree
 
 
-def alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
-    """The trees, all arrays of which vary over the same axes: loops need that."""
-    return varying(trees, varying_axes(trees))
+def vary_alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
+    """The trees, all arrays cast to types that vary over the same axes. Loops need that."""
+    return vary_over(trees, varying_axes(trees))
 
 
 def mesh_is_set() -> bool:
@@ -130,17 +130,17 @@ def axis_sizes() -> tuple[int, int]:
             'the mesh must have axes "data" and "model" (sparsejax.make_mesh makes '
             f"one), it has {tuple(mesh.axis_names)}"
         )
-    check_axes(mesh.shape["data"], mesh.shape["model"])
+    check_axis_sizes(mesh.shape["data"], mesh.shape["model"])
     return mesh.shape["data"], mesh.shape["model"]
 
 
-def on_each_device(
+def call_on_each_device(
     f: Callable[..., Any], *arguments: Any, in_specs: Any, out_specs: Any
 ) -> Any:
-    """`f` of the parts of its arguments that each device of the mesh has."""
+    """Calls `f` on each device of the mesh, with that device's parts of the arguments."""
     mesh = jax.sharding.get_abstract_mesh()
     arguments = jax.tree.map(
-        lambda spec, tree: typed(tree, spec),
+        lambda spec, tree: reshard_if_explicit(tree, spec),
         in_specs,
         arguments,
         is_leaf=lambda node: isinstance(node, P),
@@ -150,17 +150,21 @@ def on_each_device(
     )(*arguments)
 
 
-def typed[Tree](tree: Tree, spec: P) -> Tree:
-    """The tree, its arrays divided so where axes are Explicit: types have to agree."""
+def reshard_if_explicit[Tree](tree: Tree, spec: P) -> Tree:
+    """The tree, its arrays divided by `spec` where axes are Explicit, so that types agree.
+
+    Where axes are Auto the tree stays as it is.
+    """
     if not axes_are_explicit():
         return tree
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), tree)
 
 
-def by_compiler(f: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
-    """`f` of its arguments, for the compiler to divide, also where axes are Explicit.
+def call_with_auto_axes(f: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
+    """Calls `f` with the axes of the mesh as Auto: the compiler divides the work.
 
-    There a type has to say how an array lies, and not all that `f` does has one.
+    Where axes are Explicit, a type has to say how each array lies, and not all
+    operations of `f` have a rule for that.
     """
     if not axes_are_explicit():
         return f(*arguments)
@@ -173,10 +177,11 @@ def axes_are_explicit() -> bool:
 
 
 @contextlib.contextmanager
-def auto_axes() -> Generator[None]:
+def using_auto_axes() -> Generator[None]:
     """Within it the axes of the mesh that is set are Auto, as our programs take them.
 
-    Arrays have to be `placed`. Also a decorator. It cannot be used under tracing.
+    Also a decorator. Arrays have to be on that mesh, see `put_on_mesh`. It cannot be
+    used under tracing.
     """
     if not axes_are_explicit():
         yield
@@ -190,25 +195,29 @@ def _with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def on_mesh(spec: P) -> dict[str, Any]:
-    """What a `flax.nnx.Variable` is told of how it lies on the mesh, if one is set."""
+def out_sharding(spec: P) -> dict[str, Any]:
+    """The options with which a `flax.nnx.Variable` is made to lie so, if a mesh is set."""
     return {"out_sharding": spec} if mesh_is_set() else {}
 
 
-def init_sharded[**Args, Made](
+def jit_sharded[**Args, Made](
     make: Callable[Args, Made], spec: P | None
 ) -> Callable[Args, Made]:
-    """`make`, compiled so that the result is made where it belongs on the mesh."""
+    """`jax.jit(make)`, whose result is made divided by `spec` on the mesh, if one is set.
+
+    Without a spec or a mesh, just `jax.jit(make)`.
+    """
     if spec is None or not mesh_is_set():
         return jax.jit(make)
-    check_axes(1, jax.sharding.get_abstract_mesh().shape["model"])
+    check_axis_sizes(1, jax.sharding.get_abstract_mesh().shape["model"])
     return jax.jit(make, out_shardings=spec)
 
 
-def placed[Tree](tree: Tree) -> Tree:
-    """The arrays of a tree on the mesh that is set, if one is.
+def put_on_mesh[Tree](tree: Tree) -> Tree:
+    """The tree, its arrays copied to the mesh that is set, if one is.
 
-    One that is divided over axes of a mesh stays so, any other is whole on every device.
+    An array that is divided over axes of a mesh stays divided over these axes; any other
+    is put on every device as a whole.
     """
     if not mesh_is_set():
         return tree
@@ -221,15 +230,15 @@ def placed[Tree](tree: Tree) -> Tree:
     return jax.tree.map(put, tree)
 
 
-def by_parts(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """The array on the mesh, its first axis divided over "data"."""
+def put_rows(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+    """The array on the mesh, its first axis, the rows, divided over "data"."""
     return jax.make_array_from_callback(
         array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
     )
 
 
-def everywhere[Tree](tree: Tree) -> Tree:
-    """A traced tree that every device of the mesh has whole, if a mesh is set.
+def replicated[Tree](tree: Tree) -> Tree:
+    """The traced tree, whole on every device of the mesh, if a mesh is set.
 
     So every process can read it.
     """
@@ -247,8 +256,8 @@ def to_host(array: jax.Array) -> np.ndarray:
     return whole
 
 
-def row_parts(array: jax.Array) -> Iterator[np.ndarray]:
-    """The array some rows at a time, in every process, all of which must take all."""
+def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
+    """The array some rows at a time, in every process. All processes must take all pieces."""
     return iter([np.asarray(array)]) if _is_here(array) else _exchanged(array)
 
 
@@ -279,26 +288,26 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
-def layout_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
+def shardings_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:
     """How each leaf of a tree lies on the mesh that is set, or None without one."""
     if not mesh_is_set():
         return None
     return tuple(leaf.sharding for leaf in jax.tree.leaves(tree))
 
 
-def laid_out[Tree](
-    tree: Tree, layout: tuple[jax.sharding.Sharding, ...] | None
+def with_shardings[Tree](
+    tree: Tree, shardings: tuple[jax.sharding.Sharding, ...] | None
 ) -> Tree:
-    """A traced tree whose leaves lie as `layout_of` said, so that they do not drift."""
-    if layout is None:
+    """A traced tree whose leaves keep the `shardings_of` another, which loops need."""
+    if shardings is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, layout, strict=True)
-    kept = [lax.with_sharding_constraint(leaf, place) for leaf, place in pairs]
+    pairs = zip(leaves, shardings, strict=True)
+    kept = [lax.with_sharding_constraint(leaf, sharding) for leaf, sharding in pairs]
     return jax.tree.unflatten(structure, kept)
 
 
-def check_spec(kernel_spec: P) -> None:
+def check_kernel_spec(kernel_spec: P) -> None:
     """Raises ValueError unless the spec divides a kernel as a `ShardedCSR` does."""
     if (*kernel_spec, None, None)[:2] != tuple(BY_ROWS):
         raise ValueError(
@@ -307,8 +316,8 @@ def check_spec(kernel_spec: P) -> None:
         )
 
 
-def rows_of_device(num_rows: int) -> int:
-    """Rows that each device has of a kernel, of which each along "model" has a part.
+def rows_per_device(num_rows: int) -> int:
+    """How many rows of a kernel each device has, as its rows are divided over "model".
 
     Raises:
       ValueError: they cannot be divided evenly.
@@ -322,9 +331,11 @@ def rows_of_device(num_rows: int) -> int:
     return num_rows // model
 
 
-def on_one_device() -> bool:
-    """Whether what is traced now runs on one device: there is no other, or `shard_map`
-    divides the work."""
+def traced_for_one_device() -> bool:
+    """Whether what is traced now runs on one device.
+
+    So it does if there is only one, or if `jax.shard_map` divides the work.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or bool(mesh.manual_axes)
 

@@ -14,9 +14,9 @@ from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
     BY_ROWS,
-    by_compiler,
-    init_sharded,
-    on_mesh,
+    call_with_auto_axes,
+    jit_sharded,
+    out_sharding,
     padded_rows,
 )
 from sparsejax.ops import gather_matmul as gather
@@ -89,7 +89,7 @@ class SparseLinear(nnx.Module):
         if kernel is None:
             shape = (in_features, out_features)
             value = _padded(kernel_init, rngs.params(), shape, param_dtype)
-            kernel = gradients.RowParam(value, **on_mesh(BY_ROWS))
+            kernel = gradients.RowParam(value, **out_sharding(BY_ROWS))
         _check_kernel(kernel, in_features, out_features)
         self.kernel = kernel
         shape = (out_features,)
@@ -172,13 +172,13 @@ class SparseOutput(nnx.Module):
         if kernel is None:
             shape = (num_items, in_features)
             value = _padded(kernel_init, rngs.params(), shape, param_dtype)
-            kernel = nnx.Param(value, **on_mesh(BY_ROWS))
+            kernel = nnx.Param(value, **out_sharding(BY_ROWS))
         _check_kernel(kernel, num_items, in_features)
         self.kernel = kernel
         self.bias = (
             nnx.Param(
                 _padded(bias_init, rngs.params(), (num_items,), param_dtype),
-                **on_mesh(P("model")),
+                **out_sharding(P("model")),
             )
             if use_bias
             else None
@@ -205,7 +205,7 @@ class SparseOutput(nnx.Module):
             return scores[:, : self.num_items]
 
         operands = self._operands(h)
-        return by_compiler(all_scores, *operands, out_specs=_BATCH)
+        return call_with_auto_axes(all_scores, *operands, out_specs=_BATCH)
 
     def loss(
         self,
@@ -278,7 +278,7 @@ class SparseOutput(nnx.Module):
             return scores if bias is None else scores + bias[ids]
 
         operands = self._operands(h)
-        return by_compiler(some_scores, *operands, ids, out_specs=_BATCH)
+        return call_with_auto_axes(some_scores, *operands, ids, out_specs=_BATCH)
 
     @property
     def kernel_spec(self) -> P | None:
@@ -400,7 +400,7 @@ def _padded(init, key, shape, dtype):
         )
 
     # Compiled, so that only the result is ever allocated, and where it belongs.
-    return init_sharded(make, P("model"))(key)
+    return jit_sharded(make, P("model"))(key)
 
 
 def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:

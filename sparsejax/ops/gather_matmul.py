@@ -11,16 +11,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import (
-    alike,
-    by_compiler,
-    check_spec,
-    on_each_device,
-    typed,
-    varying,
+    call_on_each_device,
+    call_with_auto_axes,
+    check_kernel_spec,
+    reshard_if_explicit,
+    vary_alike,
+    vary_over,
     varying_axes,
 )
+from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.gather_sum import gather_sum
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -85,11 +86,11 @@ def gather_matmul(
         )
     check_implementation(implementation)
     if kernel_spec is not None:
-        check_spec(kernel_spec)
+        check_kernel_spec(kernel_spec)
         x = x if isinstance(x, ShardedCSR) else ShardedCSR.of(x)
     if isinstance(x, ShardedCSR):
-        check_rows("w", w, x)
-    x, w = alike(combined(x, combiner), w)
+        check_kernel_rows("w", w, x)
+    x, w = vary_alike(combined(x, combiner), w)
     return _gather_sum(x, w, implementation)
 
 
@@ -105,21 +106,23 @@ def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
         raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
 
     spec = P("data", "model") if isinstance(x, ShardedCSR) else P()
-    rows = by_compiler(lambda x: x.row_ids(), x, out_specs=spec)
+    rows = call_with_auto_axes(lambda x: x.row_ids(), x, out_specs=spec)
 
     def of_row(values):
         def read(values, rows):
             return values.at[rows].get(mode="fill", fill_value=0)
 
-        return by_compiler(read, values, rows, out_specs=spec)
+        return call_with_auto_axes(read, values, rows, out_specs=spec)
 
     if x.data is None:
-        lengths = by_compiler(lambda x: x.row_lengths(), x, out_specs=P(*spec[:1]))
+        lengths = call_with_auto_axes(
+            lambda x: x.row_lengths(), x, out_specs=P(*spec[:1])
+        )
         data = of_row(_inverse(lengths.astype(jnp.float32), combiner))
         return x.with_data(data)  # pyrefly: ignore[bad-return]
     # Padding is cut off first: were it NaN, its gradient would be.
     used, dtype = rows < x.num_rows, accumulator(x.data.dtype)
-    values = jnp.where(used, typed(jnp.asarray(x.data, dtype), spec), 0)
+    values = jnp.where(used, reshard_if_explicit(jnp.asarray(x.data, dtype), spec), 0)
     largest = _over_rows(x, jnp.abs(lax.stop_gradient(values)), "largest")
     # A power of 2, by which division does not round.
     power = lax.reduce_precision(largest / 2, jnp.finfo(dtype).nexp, 0)
@@ -155,8 +158,10 @@ def _over_rows(
 
     @jax.custom_vjp
     def total(values):
-        return on_each_device(
-            lambda x, values: over_blocks(reduce(local(x), local(values)), "model"),
+        return call_on_each_device(
+            lambda x, values: over_blocks(
+                reduce(own_block(x), own_block(values)), "model"
+            ),
             blocks,
             values,
             in_specs=(entries, entries),
@@ -165,11 +170,11 @@ def _over_rows(
 
     def backward(_, slope):
         def of_entries(x, slope):
-            rows = local(x).row_ids()
+            rows = own_block(x).row_ids()
             return slope.at[rows].get(mode="fill", fill_value=0)[None, None]
 
         return (
-            on_each_device(
+            call_on_each_device(
                 of_entries,
                 blocks,
                 slope,
@@ -217,8 +222,8 @@ def _data_gradient(
     """d loss / d data_j = w[i_j] . dy[row of j]"""
     if isinstance(x, ShardedCSR):
         entries = P("data", "model")
-        return on_each_device(
-            lambda x, w, dy: _data_gradient(local(x), w, dy)[None, None],
+        return call_on_each_device(
+            lambda x, w, dy: _data_gradient(own_block(x), w, dy)[None, None],
             x.blocks,
             w,
             dy,
@@ -247,7 +252,7 @@ def data_gradient_by_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
         stop = jnp.minimum(indptr[b + 1], x.nse)
         return lax.fori_loop(indptr[b], stop, entry, d_data)
 
-    zeros = varying(jnp.zeros(x.nse, sums), varying_axes(w))
+    zeros = vary_over(jnp.zeros(x.nse, sums), varying_axes(w))
     return lax.fori_loop(0, x.num_rows, row, zeros)
 
 

@@ -12,8 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
-from sparsejax.mesh.layout import alike, on_each_device, varying, varying_axes
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, own_block
+from sparsejax.mesh.layout import (
+    call_on_each_device,
+    vary_alike,
+    vary_over,
+    varying_axes,
+)
 from sparsejax.ops.implementations import (
     HOPPER_OR_NEWER,
     Implementation,
@@ -36,16 +41,16 @@ def gather_sum(
     if isinstance(x, ShardedCSR):
 
         def part(blocks, w):
-            return x.sum_over_columns(gather_sum(local(blocks), w, implementation))
+            return x.sum_over_columns(gather_sum(own_block(blocks), w, implementation))
 
-        return on_each_device(
+        return call_on_each_device(
             part,
             x.blocks,
             w,
             in_specs=(P("data", "model"), P("model")),
             out_specs=x.rows_spec,
         )
-    return _sum_on_device(*alike(x, w), implementation)
+    return _sum_on_device(*vary_alike(x, w), implementation)
 
 
 def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
@@ -110,12 +115,12 @@ def by_loop(x: CSR, w: jax.Array) -> jax.Array:
             return i + _UNROLL, total
 
         stop = jnp.minimum(end, x.nse)
-        zeros = varying(jnp.zeros(hidden, sums), axes)
+        zeros = vary_over(jnp.zeros(hidden, sums), axes)
         _, total = lax.while_loop(lambda c: c[0] < stop, block, (start, zeros))
         total = jnp.where(end > x.nse, jnp.nan, total)
         return lax.dynamic_update_index_in_dim(y, total.astype(y.dtype), b, 0)
 
-    y = varying(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
+    y = vary_over(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
     return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
 
 

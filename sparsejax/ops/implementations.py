@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from sparsejax.mesh.layout import on_one_device
+from sparsejax.mesh.layout import traced_for_one_device
 
 # The argument `implementation` of every operation. A name is taken as it is, whichever
 # machine traces it, so a machine without a GPU can lower a program for one. None is a
@@ -44,7 +44,7 @@ def mosaic_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool
       divided: whether `shard_map` will divide the work over devices. Without it there
         must be one device: the partitioner cannot divide a GPU program.
     """
-    if jax.default_backend() != "gpu" or not (divided or on_one_device()):
+    if jax.default_backend() != "gpu" or not (divided or traced_for_one_device()):
         return False
     capability = float(getattr(jax.devices()[0], "compute_capability", 0))
     return capabilities.oldest <= capability <= capabilities.newest

@@ -17,8 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_rows, local
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
+from sparsejax.mesh.per_device import own_block
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -257,7 +258,7 @@ def entries_of(
     blocks its own.
     """
     if isinstance(matrix, ShardedCSR):
-        block = local(matrix.blocks)
+        block = own_block(matrix.blocks)
         entries, broken = entries_of(block, Shard(), batch, items)
         return entries, shard.sum_over_items(broken.astype(jnp.int32)) > 0
     first_row = shard.first_row(batch)
@@ -344,4 +345,4 @@ def check_matrix(
             f"{name} is in {blocks} blocks but the mesh that is set is {sizes} devices "
             '("data", "model"); make the blocks for this mesh'
         )
-    check_rows("the kernel", kernel, matrix)
+    check_kernel_rows("the kernel", kernel, matrix)

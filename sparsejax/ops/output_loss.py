@@ -20,7 +20,7 @@ from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
 from pallas_kernels.weight_gradient import weight_gradient
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import on_each_device, typed
+from sparsejax.mesh.layout import call_on_each_device, reshard_if_explicit
 from sparsejax.ops import item_chunks
 from sparsejax.ops.implementations import (
     HOPPER,
@@ -654,7 +654,9 @@ def _typed(how: _How, labels: SparseRows, rows, items):
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
     if shard is None:
         return rows, items
-    return typed(rows, P(shard.rows)), typed(items, P(shard.items))
+    return reshard_if_explicit(rows, P(shard.rows)), reshard_if_explicit(
+        items, P(shard.items)
+    )
 
 
 def over_items(
@@ -680,7 +682,7 @@ def over_items(
     if shard is None:
         return f(Shard(), h, labels, weights, tables)
     rows, items = P(shard.rows), P(shard.items)
-    return on_each_device(
+    return call_on_each_device(
         functools.partial(f, shard),
         h,
         dataclasses.replace(labels, transposed=None),

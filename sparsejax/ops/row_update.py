@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as kernel
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, local
-from sparsejax.mesh.layout import on_each_device, rows_of_device
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.layout import call_on_each_device, rows_per_device
+from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -102,22 +103,22 @@ def step_rows(
     gradient: Float[Array, "capacity hidden"],
     count: jax.Array,
     *,
-    on_mesh: bool = False,
+    divided: bool = False,
 ) -> Table:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, with those of padding out of range. Everything is written once.
-    `on_mesh`, the rows of the table lie over "model", and so do ids and gradients, each
+    `divided`, the rows of the table lie over "model", and so do ids and gradients, each
     where its row is.
     """
-    if on_mesh:
+    if divided:
 
         def part(table, ids, gradient, count):
             ids = ids - lax.axis_index("model") * table.num_rows
             return step_rows(rule, table, ids, gradient, count)
 
         rows = P("model")
-        return on_each_device(
+        return call_on_each_device(
             part,
             table,
             ids,
@@ -157,15 +158,15 @@ def step_terms(
     It takes rules that work element by element under which weights do not drift, and
     kernels whose width is a multiple of 128. Then gradients never get to memory.
     """
-    if terms.on_mesh:
-        num_rows = rows_of_device(table.num_rows)
+    if terms.divided:
+        num_rows = rows_per_device(table.num_rows)
 
         def part(table, by_column, data, dy, count):
             mine = Terms.on_device(by_column, data, dy, num_rows)
             return step_terms(rule, table, mine, count, implementation=implementation)
 
         rows = P("model")
-        return on_each_device(
+        return call_on_each_device(
             part,
             table,
             terms.by_column,
@@ -260,13 +261,13 @@ def step_whole(
 
 
 def settle(
-    rule: RowRule, table: Table, count: jax.Array, *, on_mesh: bool = False
+    rule: RowRule, table: Table, count: jax.Array, *, divided: bool = False
 ) -> Table:
     """Brings all rows up to date. Costs next to nothing where they are."""
     if table.last is None:
         return table
-    if on_mesh:
-        return on_each_device(
+    if divided:
+        return call_on_each_device(
             functools.partial(settle, rule),
             table,
             count,
@@ -335,11 +336,11 @@ def gather_current(
 
         def part(table, blocks, count):
             y = gather_current(
-                rule, table, local(blocks), count, implementation=implementation
+                rule, table, own_block(blocks), count, implementation=implementation
             )
             return x.sum_over_columns(y)
 
-        return on_each_device(
+        return call_on_each_device(
             part,
             table,
             x.blocks,

@@ -13,20 +13,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.blocks import (
-    ShardedCSR,
-    SparseRows,
-    entries_of_all,
-    gathered,
-    local,
-)
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import (
-    alike,
-    on_each_device,
-    rows_of_device,
-    varying,
+    call_on_each_device,
+    rows_per_device,
+    vary_alike,
+    vary_over,
     varying_axes,
 )
+from sparsejax.mesh.per_device import entries_over_data, gather_over_data, own_block
 from sparsejax.ops.gather_sum import gather_sum
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -67,7 +62,7 @@ def row_gradient(
     """
     if len(xs) != len(dys) or not xs:
         raise ValueError(f"{len(xs)} matrices but {len(dys)} gradients")
-    xs, dys = alike(list(xs), list(dys))
+    xs, dys = vary_alike(list(xs), list(dys))
     if _nothing_to_add(xs):
         hidden, dtype = dys[0].shape[1], accumulator(dys[0].dtype)
         return jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden), dtype)
@@ -107,14 +102,14 @@ class Terms(NamedTuple):
       data: `[nse]` values in that order, or None if they are all 1.
       dy: `[batch, hidden]`.
       num_rows: rows of the kernel.
-      on_mesh: whether `by_column` and `data` have a leading axis, over "model".
+      divided: whether `by_column` and `data` have a leading axis, over "model".
     """
 
     by_column: Transposed
     data: jax.Array | None
     dy: jax.Array
     num_rows: int
-    on_mesh: bool = False
+    divided: bool = False
 
     @classmethod
     def on_device(cls, by_column: Transposed, data, dy, num_rows: int) -> Terms:
@@ -124,8 +119,8 @@ class Terms(NamedTuple):
 
     def per_device(self, f, *, out_specs):
         """`f(terms)` of each device's part."""
-        num_rows = rows_of_device(self.num_rows)
-        return on_each_device(
+        num_rows = rows_per_device(self.num_rows)
+        return call_on_each_device(
             lambda by_column, data, dy: f(
                 Terms.on_device(by_column, data, dy, num_rows)
             ),
@@ -138,7 +133,7 @@ class Terms(NamedTuple):
 
     def ids(self) -> Int[Array, "capacity"]:
         """The touched rows, unique and ascending, padded with `num_rows`."""
-        if self.on_mesh:
+        if self.divided:
 
             def numbered(terms):
                 ids, first = terms.ids(), lax.axis_index("model") * terms.num_rows
@@ -151,7 +146,7 @@ class Terms(NamedTuple):
         self, implementation: Implementation = None
     ) -> Float[Array, "capacity hidden"]:
         """The sums in float32: with the entries by column, one more gather-matmul."""
-        if self.on_mesh:
+        if self.divided:
             return self.per_device(
                 lambda terms: terms.values(implementation), out_specs=P("model")
             )
@@ -168,7 +163,7 @@ def row_terms(
     """What `row_gradient` sums, by a stable sort of the entries by column."""
     plain = [x for x in xs if isinstance(x, CSR)]
     if len(plain) < len(xs):
-        return _terms_on_mesh(xs, dys, num_rows)
+        return _divided_terms(xs, dys, num_rows)
     if len(plain) == 1:
         x = plain[0]
         by_column = x.by_column()
@@ -181,21 +176,21 @@ def row_terms(
     return Terms(by_column, data, jnp.concatenate(dys), num_rows)
 
 
-def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
+def _divided_terms(xs, dys, num_rows: int) -> Terms:
     """Every device gathers the entries of its rows, along "data", and sorts them."""
     xs = [x if isinstance(x, ShardedCSR) else ShardedCSR.of(x) for x in xs]
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
 
     def part(blocks, by_column):
-        blocks = local(blocks)
+        blocks = own_block(blocks)
         if sorted_ahead:
             by_column = jax.tree.map(lambda a: a[0], by_column)
-            data = gathered(blocks[0].data)
+            data = gather_over_data(blocks[0].data)
         else:
             first, parts = 0, []
             for x, block in zip(xs, blocks, strict=True):
-                column, row = entries_of_all(block)
-                parts.append((column, row + first, gathered(block.data)))
+                column, row = entries_over_data(block)
+                parts.append((column, row + first, gather_over_data(block.data)))
                 first += x.num_rows
             column, row, data = _joined(parts)
             by_column = Transposed.of(column, row, blocks[0].num_cols)
@@ -203,14 +198,14 @@ def _terms_on_mesh(xs, dys, num_rows: int) -> Terms:
             data = _wide(data)[by_column.order]
         return jax.tree.map(lambda a: a[None], (by_column, data))
 
-    by_column, data = on_each_device(
+    by_column, data = call_on_each_device(
         part,
         [x.blocks for x in xs],
         xs[0].transposed if sorted_ahead else None,
         in_specs=(P("data", "model"), P("model")),
         out_specs=P("model"),
     )
-    return Terms(by_column, data, jnp.concatenate(dys), num_rows, on_mesh=True)
+    return Terms(by_column, data, jnp.concatenate(dys), num_rows, divided=True)
 
 
 def dense_gradient(
@@ -225,15 +220,15 @@ def dense_gradient(
     Writes `num_rows * hidden` elements even where a batch touches few rows.
     """
     if isinstance(x, ShardedCSR):
-        rows = rows_of_device(num_rows)
+        rows = rows_per_device(num_rows)
 
         def part(block, dy):
-            block = local(block)
+            block = own_block(block)
             return lax.psum(
                 dense_gradient(block, dy, rows, implementation=implementation), "data"
             )
 
-        return on_each_device(
+        return call_on_each_device(
             part,
             x.blocks,
             dy,
@@ -241,10 +236,10 @@ def dense_gradient(
             out_specs=P("model"),
         )
 
-    x, dy = alike(x, dy)
+    x, dy = vary_alike(x, dy)
     sums = accumulator(dy.dtype)
     if _nothing_to_add([x]):
-        return varying(jnp.zeros((num_rows, dy.shape[1]), sums), varying_axes(dy))
+        return vary_over(jnp.zeros((num_rows, dy.shape[1]), sums), varying_axes(dy))
 
     def add(x, dy):
         count = jnp.minimum(jnp.asarray(x.indptr)[-1], x.nse)
@@ -334,7 +329,7 @@ def _add_rows(num_slots, slot, row, value, dy, count):
         old = lax.dynamic_index_in_dim(total, slot[j], keepdims=False)
         return lax.dynamic_update_index_in_dim(total, old + term, slot[j], 0)
 
-    zeros = varying(jnp.zeros((num_slots, dy.shape[1]), sums), varying_axes(dy))
+    zeros = vary_over(jnp.zeros((num_slots, dy.shape[1]), sums), varying_axes(dy))
     return lax.fori_loop(0, count, entry, zeros)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels import top_k as kernels
 from pallas_kernels.selection import best_places, best_places_inside, members, pick
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import on_each_device
+from sparsejax.mesh.layout import call_on_each_device
 from sparsejax.ops import item_chunks
 from sparsejax.ops.implementations import (
     HOPPER,
@@ -215,7 +215,7 @@ def _compiled(
     if exclude is not None:
         exclude = dataclasses.replace(exclude, transposed=None)
     rows, items = P(shard.rows), P(shard.items)
-    return on_each_device(
+    return call_on_each_device(
         best,
         h,
         kernel,

@@ -31,7 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import BY_ROWS, typed
+from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
@@ -272,8 +272,8 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
         return RowGradient.of_terms(terms, current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
-    on_mesh = any(isinstance(x, ShardedCSR) for x in xs)
-    return RowGradient(ids, values, num_rows, current, on_mesh)
+    divided = any(isinstance(x, ShardedCSR) for x in xs)
+    return RowGradient(ids, values, num_rows, current, divided)
 
 
 def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
@@ -336,7 +336,7 @@ class _Recorder:
         if len(self.calls) > len(self.taps):
             raise RuntimeError("the loss made more lookups than when first traced")
         tap = self.taps[len(self.calls) - 1]
-        return _attach(y, typed(tap, jax.typeof(y).sharding.spec))
+        return _attach(y, reshard_if_explicit(tap, jax.typeof(y).sharding.spec))
 
 
 class _Reading:

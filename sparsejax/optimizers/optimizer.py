@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import init_sharded, on_mesh
+from sparsejax.mesh.layout import jit_sharded, out_sharding
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
@@ -45,7 +45,7 @@ _LARGE_PART = 8
 _settle = jax.jit(
     row_update.settle,
     static_argnums=0,
-    static_argnames="on_mesh",
+    static_argnames="divided",
     donate_argnums=1,
 )
 
@@ -224,7 +224,7 @@ class Optimizer(nnx.Pytree):
                 self.rule,
                 self._table(path, kernel[...]),
                 self.step[...],
-                on_mesh=gradients.is_divided(kernel),
+                divided=gradients.is_divided(kernel),
             )
             arrays = {**table.state, "last_step": table.last}
             return [table.w, *(arrays[name] for name in state)], None
@@ -287,7 +287,7 @@ class Optimizer(nnx.Pytree):
             if g.terms is not None:
                 return row_update.step_terms(rule, table, g.terms, step)
             return row_update.step_rows(
-                rule, table, g.ids, g.values, step, on_mesh=g.on_mesh
+                rule, table, g.ids, g.values, step, divided=g.divided
             )
         if rule.drifts:
             g = _refuse_stale(path, table, g, step)
@@ -404,6 +404,6 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
             arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
         return arrays
 
-    lies = on_mesh(P("model")) if gradients.is_divided(kernel) else {}
-    arrays = init_sharded(make, lies.get("out_sharding"))()
+    lies = out_sharding(P("model")) if gradients.is_divided(kernel) else {}
+    arrays = jit_sharded(make, lies.get("out_sharding"))()
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}

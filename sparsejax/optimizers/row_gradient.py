@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.layout import on_each_device, rows_of_device
+from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR
@@ -64,7 +64,7 @@ class RowGradient:
       num_rows: rows of the kernel (static).
       current: whether the loss has read rows that were up to date, so that an optimizer
         whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
-      on_mesh: whether kernel, ids and values lie by rows over "model", each value where
+      divided: whether kernel, ids and values lie by rows over "model", each value where
         its row is (static).
       terms: what the values are the sums of, as long as nothing has asked for them: an
         optimizer may sum them where it uses them. Lost by any operation.
@@ -78,10 +78,10 @@ class RowGradient:
         values: Float[Array, "capacity hidden"],
         num_rows: int,
         current: bool = False,
-        on_mesh: bool = False,
+        divided: bool = False,
     ):
         self._ids, self._values = _sealed(ids), values
-        self.num_rows, self.current, self.on_mesh = num_rows, current, on_mesh
+        self.num_rows, self.current, self.divided = num_rows, current, divided
         self.terms: scatter_gradient.Terms | None = None
 
     @classmethod
@@ -89,7 +89,7 @@ class RowGradient:
         """The sums of `terms`, made when they are asked for."""
         self = object.__new__(cls)
         self._ids, self.num_rows = _sealed(terms.ids()), terms.num_rows
-        self.terms, self.current, self.on_mesh = terms, current, terms.on_mesh
+        self.terms, self.current, self.divided = terms, current, terms.divided
         return self
 
     @property
@@ -107,14 +107,14 @@ class RowGradient:
         # Past the property: without terms it may be anything tree.map returned.
         values = self._values if self.terms is None else self.values
         leaves = [(key("ids"), self._ids), (key("values"), values)]
-        return leaves, (self.num_rows, self.current, self.on_mesh)
+        return leaves, (self.num_rows, self.current, self.divided)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowGradient:
         # Past the constructor: leaves may be shapes, or anything tree.map returned.
         self = object.__new__(cls)
         self._ids, self._values = leaves
-        self.num_rows, self.current, self.on_mesh = static
+        self.num_rows, self.current, self.divided = static
         self.terms = None
         return self
 
@@ -149,7 +149,7 @@ class RowGradient:
         return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
 
     def _with_values(self, values: jax.Array) -> RowGradient:
-        return RowGradient(self.ids, values, self.num_rows, self.current, self.on_mesh)
+        return RowGradient(self.ids, values, self.num_rows, self.current, self.divided)
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, RowGradient):
@@ -215,12 +215,12 @@ def merge(gradients: Sequence[RowGradient]) -> RowGradient:
                 f"expected gradients of one kernel, got shapes {first.shape} and "
                 f"{g.shape}"
             )
-        if g.on_mesh != first.on_mesh:
+        if g.divided != first.divided:
             raise ValueError("one of the gradients lies on a mesh, another does not")
     ids, values = [g.ids for g in gradients], [g.values for g in gradients]
     add = functools.partial(_sum_of, num_rows=first.num_rows)
-    if first.on_mesh:
-        rows, num_rows = P("model"), rows_of_device(first.num_rows)
+    if first.divided:
+        rows, num_rows = P("model"), rows_per_device(first.num_rows)
 
         def part(ids, values):
             start = lax.axis_index("model") * num_rows
@@ -229,11 +229,11 @@ def merge(gradients: Sequence[RowGradient]) -> RowGradient:
             return found, values
 
         add = functools.partial(
-            on_each_device, part, in_specs=(rows, rows), out_specs=rows
+            call_on_each_device, part, in_specs=(rows, rows), out_specs=rows
         )
     current = all(g.current for g in gradients)
     ids, values = add(ids, values)
-    return RowGradient(ids, values, first.num_rows, current, first.on_mesh)
+    return RowGradient(ids, values, first.num_rows, current, first.divided)
 
 
 def _sum_of(ids, values, num_rows: int):
@@ -262,7 +262,7 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
         if not isinstance(g, RowGradient):
             return jnp.sum(g, axis=0)
         parts = [
-            RowGradient(ids, values, g.num_rows, g.current, g.on_mesh)
+            RowGradient(ids, values, g.num_rows, g.current, g.divided)
             for ids, values in zip(g.ids, g.values, strict=True)
         ]
         return merge(parts)

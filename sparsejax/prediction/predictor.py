@@ -49,7 +49,7 @@ from sparsejax.data.sources import (
 )
 from sparsejax.data.writers import check_writable
 from sparsejax.mesh import processes
-from sparsejax.mesh.layout import row_parts, without_mesh
+from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.prediction.programs import Signature
 from sparsejax.prediction.recommendations import (
     Recommendations,
@@ -470,7 +470,7 @@ def save_predictor(
 
     Of several processes the first writes; all bring the parts of the weights together.
     """
-    parts = [row_parts(weight) for weight in weights]
+    parts = [to_host_in_pieces(weight) for weight in weights]
 
     def write() -> None:
         try:

@@ -41,7 +41,7 @@ from sparsejax.data.sources import (
     find_rows,
 )
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import auto_axes, everywhere, padded_rows, placed
+from sparsejax.mesh.layout import padded_rows, put_on_mesh, replicated, using_auto_axes
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.recommendations import (
@@ -97,7 +97,7 @@ class Recommender(Protocol):
         ...
 
 
-@auto_axes()
+@using_auto_axes()
 def recommend(
     model: Recommender,
     inputs: Sources,
@@ -134,7 +134,7 @@ def recommend(
       ValueError: `inputs` or `exclude` does not fit the model or the other.
     """
     graphdef, state = nnx.split((model, optimizer))
-    state = placed(state)
+    state = put_on_mesh(state)
 
     def step(shown: Shown, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
         return _recommended(graphdef, state, shown, unwanted, k)
@@ -244,7 +244,7 @@ def evaluate(
     return evaluation.run(model, optimizer=optimizer)
 
 
-@auto_axes()
+@using_auto_axes()
 def prepare(
     inputs: Sources | Inputs,
     heldout: Source | None = None,
@@ -376,7 +376,7 @@ class Evaluation:
     popularity: np.ndarray | None
     baseline: dict[str, float]
 
-    @auto_axes()
+    @using_auto_axes()
     def run(
         self, model: Recommender, *, optimizer: Optimizer | None = None
     ) -> dict[str, float]:
@@ -390,8 +390,8 @@ class Evaluation:
                 f"{type(model).__name__} has not"
             )
         graphdef, state = nnx.split((model, optimizer))
-        state = placed(state)
-        counts = placed(jnp.zeros((len(self.ks), items), jnp.int32))
+        state = put_on_mesh(state)
+        counts = put_on_mesh(jnp.zeros((len(self.ks), items), jnp.int32))
         parts = []
         for step in zip(
             self.batches,
@@ -609,7 +609,7 @@ def _ranked_among(
 @functools.partial(jax.jit, static_argnames=("graphdef", "k"))
 def _recommended(graphdef, state, x: Shown, exclude: Batch | None, k: int):
     """Ids and scores, `[batch, k]`."""
-    return everywhere(_ranked(graphdef, state, x, exclude, k))
+    return replicated(_ranked(graphdef, state, x, exclude, k))
 
 
 @functools.partial(
@@ -639,7 +639,7 @@ def _measured(
     num_items = counts.shape[1]
     counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
     values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
-    return everywhere((values, counts))
+    return replicated((values, counts))
 
 
 def _values(ids, labels: SparseRows, left_out: Array | None, k: int):

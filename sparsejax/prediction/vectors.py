@@ -23,7 +23,7 @@ from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.data.writers import check_writable
-from sparsejax.mesh.layout import auto_axes, everywhere, placed, to_host
+from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
@@ -60,7 +60,7 @@ class Encoder(Protocol):
         ...
 
 
-@auto_axes()
+@using_auto_axes()
 def item_vectors(model: HasItems) -> np.ndarray:
     """The items' rows of the output kernel, `[num_items, hidden]` float32.
 
@@ -79,7 +79,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
     return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
 
 
-@auto_axes()
+@using_auto_axes()
 def user_vectors(
     model: Encoder,
     inputs: Sources,
@@ -110,12 +110,12 @@ def user_vectors(
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = x.batches(x.for_batches(), rows, batch_size)
     graphdef, state = nnx.split((model, optimizer))
-    state = placed(state)
+    state = put_on_mesh(state)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
     return np.concatenate(parts)[: x.num_rows]
 
 
-@auto_axes()
+@using_auto_axes()
 def similar_items(
     model: HasItems,
     items: Sequence[int] | Sequence[str] | np.ndarray,
@@ -146,7 +146,7 @@ def similar_items(
     check_positive(k=k)
     output = model.output
     ids = _ids(items, output.num_items, names)
-    kernel = placed(output.kernel[...]).astype(jnp.float32)
+    kernel = put_on_mesh(output.kernel[...]).astype(jnp.float32)
     found = _similar(kernel, ids, k, output.num_items, output.kernel_spec)
     return Recommendations(*map(np.asarray, found))
 
@@ -230,7 +230,7 @@ def _encoded(graphdef, state, x: Shown) -> jax.Array:
         current = optimizer.reading(model)
     with current:
         h = model.encode(taken(x), deterministic=True).astype(jnp.float32)
-        return everywhere(h)
+        return replicated(h)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
@@ -239,7 +239,7 @@ def _similar(kernel, ids, k: int, num_items: int, kernel_spec: jax.P | None):
     inverse = jnp.where(square > 0, jax.lax.rsqrt(square), 0)
     h = kernel[ids] * inverse[ids][:, None]
     itself = CSR(None, ids, jnp.arange(len(ids) + 1), num_cols=num_items)
-    return everywhere(
+    return replicated(
         top_k(
             h,
             kernel,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.data import ScannedDataset, SparseDataset
-from sparsejax.mesh.layout import placed
+from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
@@ -66,7 +66,7 @@ def build(
     )
     rule = optimizers.adam(1e-3) if rule is None else rule
     modules = model, Optimizer(model, rule)
-    nnx.update(modules, placed(nnx.state(modules)))
+    nnx.update(modules, put_on_mesh(nnx.state(modules)))
     return modules
 
 

@@ -26,13 +26,13 @@ from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, featur
 from sparsejax.losses import LossRule
 from sparsejax.mesh import interrupts, processes
 from sparsejax.mesh.layout import (
-    auto_axes,
     axes_are_explicit,
     axis_sizes,
-    laid_out,
-    layout_of,
     mesh_is_set,
-    placed,
+    put_on_mesh,
+    shardings_of,
+    using_auto_axes,
+    with_shardings,
 )
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
@@ -103,10 +103,10 @@ def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
             return fit(model, optimizer, *args, **kwargs)
         axis_sizes()  # it is a mesh as ours
         try:
-            with auto_axes():
+            with using_auto_axes():
                 return fit(model, optimizer, *args, **kwargs)
         finally:
-            nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
+            nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
 
     return cast(Fit, wrapped)
 
@@ -245,7 +245,7 @@ def fit(
     modules = model, optimizer
     # Before a checkpoint is read, which puts arrays where they are.
     inplace.unshare(inplace.variables_of(modules))  # placed, they may share memory
-    nnx.update(modules, placed(nnx.state(modules)))
+    nnx.update(modules, put_on_mesh(nnx.state(modules)))
     _check_divided(model)
     evaluation = None
     if validation is not None:
@@ -436,10 +436,10 @@ class _Training:
         self.batch_size, self.num_epochs, self.seed = batch_size, num_epochs, seed
         self.parts, self.fused = parts, fused
         self.evaluation, self.early_stopping, self.log = evaluation, early_stopping, log
-        self._key = placed(jax.random.key(seed))
+        self._key = put_on_mesh(jax.random.key(seed))
         self._variables = inplace.variables_of((model, optimizer))
         self._graphdef, state = nnx.split((model, optimizer))
-        self._structure, self._layout = jax.tree.structure(state), layout_of(state)
+        self._structure, self._layout = jax.tree.structure(state), shardings_of(state)
         # Of each dispatch that is not awaited its losses, and the examples of its steps.
         self._waiting: list[tuple[jax.Array, np.ndarray]] = []
         self._planned: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -810,7 +810,7 @@ def _dispatch(
         else:
             loss, grads = optimizer.value_and_grad(loss_fn)(model)
             optimizer.update(model, grads)
-        state = laid_out(nnx.state((model, optimizer)), layout)
+        state = with_shardings(nnx.state((model, optimizer)), layout)
         return state, losses.at[i].set(loss), derived
 
     derived = None
@@ -820,4 +820,4 @@ def _dispatch(
     state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
     if layout is not None:
         losses = lax.with_sharding_constraint(losses, jax.P())
-    return laid_out(state, layout), losses
+    return with_shardings(state, layout), losses

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import (
     ROW_MULTIPLE,
-    check_axes,
+    check_axis_sizes,
     device_memory,
     make_mesh,
     padded_rows,
@@ -221,7 +221,7 @@ def plan(
             raise ValueError(f"{name} must be positive, got {count}")
     if fused and network.output.tied is not None:
         raise NotImplementedError("a tied kernel cannot have a fused update")
-    check_axes(data, model)
+    check_axis_sizes(data, model)
     targets = entries if target_entries is None else target_entries
     job = Job(
         network=network,
@@ -237,12 +237,12 @@ def plan(
     ).measured()
     memory = device_memory() if memory is None else memory
 
-    def on_mesh(model: int) -> Plan:
+    def plan_on(model: int) -> Plan:
         return Plan(**vars(footprint(job, data, model)), memory=memory)
 
-    larger = (on_mesh(2**i) for i in range(ROW_MULTIPLE.bit_length()))
+    larger = (plan_on(2**i) for i in range(ROW_MULTIPLE.bit_length()))
     return dataclasses.replace(
-        on_mesh(model),
+        plan_on(model),
         least_model=next((each.model for each in larger if each.fits), None),
         compiled=_compiled(job, data, model) if compile else None,
     )

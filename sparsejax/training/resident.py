@@ -35,9 +35,9 @@ from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axis_sizes,
-    by_parts,
+    call_on_each_device,
     mesh_is_set,
-    on_each_device,
+    put_rows,
 )
 from sparsejax.sparse import CSR, take_rows
 from sparsejax.training.checkpoint import fingerprint
@@ -215,14 +215,14 @@ class Resident:
         blocks = tuple(
             ShardedCSR.from_host(matrix, rows, mesh)
             if isinstance(matrix, CSR)
-            else by_parts(matrix[and_one], mesh)
+            else put_rows(matrix[and_one], mesh)
             for matrix in examples.matrices
         )
         for what, matrix in zip([*roles.inputs, "targets"], blocks, strict=False):
             if isinstance(matrix, ShardedCSR):
                 _warn_of_imbalance(what, matrix, mesh)
         if weights is not None:
-            weights = by_parts(np.where(rows >= 0, weights[rows], 0), mesh)
+            weights = put_rows(np.where(rows >= 0, weights[rows], 0), mesh)
         return cls(blocks, weights, num_rows, roles=roles)
 
     def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
@@ -376,7 +376,9 @@ def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
     if not mesh_is_set():
         return block(parts, rows)
     specs = P("data"), P(None, "data")
-    return on_each_device(block, parts, rows, in_specs=specs, out_specs=P(None, "data"))
+    return call_on_each_device(
+        block, parts, rows, in_specs=specs, out_specs=P(None, "data")
+    )
 
 
 def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:

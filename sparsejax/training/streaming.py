@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from sparsejax.data import ScannedDataset
 from sparsejax.data.batching import bucket, on_device
 from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
-from sparsejax.mesh.layout import VIRTUAL_SHARDS, by_parts, device_memory, mesh_is_set
+from sparsejax.mesh.layout import VIRTUAL_SHARDS, device_memory, mesh_is_set, put_rows
 from sparsejax.sparse import CSR
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.resident import Resident, checked_weights, first_row
@@ -144,7 +144,7 @@ class Stream:
         if weights is not None:
             each = [weights[a:b] for a, b in itertools.pairwise(ends)]
             padded = np.stack([np.pad(w, (0, room - len(w))) for w in each])
-            weights = by_parts(padded, self._mesh)
+            weights = put_rows(padded, self._mesh)
         return Resident(blocks, weights, rows, contiguous=True)
 
     def _rows_that_fit(self) -> int:

@@ -389,7 +389,7 @@ def test_kernel_reads_and_writes_in_place(monkeypatch):
 @both_kinds
 def test_kernel_lowers_for_cuda_on_a_mesh(rule):
     # It cannot be interpreted there: devices would share one shared memory.
-    mesh = on_mesh((2, 2))
+    mesh = mesh_of((2, 2))
     labels = matrices.random_csr(4, 300)
     problem = make_problem(labels, hidden=64, extra_rows=212, dtype=jnp.bfloat16)
     operands = {name: getattr(problem, name) for name in OPERANDS}
@@ -742,7 +742,7 @@ def test_a_frozen_kernel_has_no_gradient_in_memory(monkeypatch):
     assert temporary < 4 * items * hidden
 
 
-def on_mesh(shape, axes=("data", "model")):
+def mesh_of(shape, axes=("data", "model")):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -751,7 +751,7 @@ def on_mesh(shape, axes=("data", "model")):
 @both_kinds
 @pytest.mark.parametrize("with_spec", [True, False], ids=["shard_map", "partitioner"])
 def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
-    mesh = on_mesh((2, 4))
+    mesh = mesh_of((2, 4))
     use_chunks(monkeypatch, 8 * 128)
     # The last device has padding only in its last 12 rows.
     problem = make_problem(matrices.random_csr(8, 1000), extra_rows=24)
@@ -783,7 +783,7 @@ def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
 )
 def test_other_meshes(shape, axes, batch):
     rule = losses.SoftmaxCrossEntropy()
-    mesh = on_mesh(shape, axes)
+    mesh = mesh_of(shape, axes)
     problem = make_problem(matrices.random_csr(batch, 60), extra_rows=4)
     want = run(rule, problem)
     spec = P("model") if "model" in axes else P()
@@ -803,7 +803,7 @@ def test_other_meshes(shape, axes, batch):
 
 def test_broken_labels_are_nan_on_a_mesh():
     problem = make_problem(broken_labels("num_cols"), extra_rows=2)
-    with jax.set_mesh(on_mesh((4,), ("model",))):
+    with jax.set_mesh(mesh_of((4,), ("model",))):
         got = output_loss_per_example(
             problem.h,
             problem.kernel,

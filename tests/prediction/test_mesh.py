@@ -143,6 +143,6 @@ def test_an_array_that_processes_exchange(monkeypatch):
     np.testing.assert_array_equal(layout.to_host(divided), array)
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
-        parts = list(layout.row_parts(divided))
+        parts = list(layout.to_host_in_pieces(divided))
     assert [len(part) for part in parts] == [7, 7, 7, 3]
     np.testing.assert_array_equal(np.concatenate(parts), array)

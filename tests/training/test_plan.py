@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 import sparsejax as sj
-from sparsejax.mesh.layout import padded_rows, placed
+from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.footprint import divided_axis
@@ -132,7 +132,7 @@ def test_what_a_mesh_divides_is_what_lies_in_parts(name):
         model = sj.FeedForward(DEEP, inputs=300, outputs=500, rngs=nnx.Rngs(0))
         rule = sj.optimizers.get(name, learning_rate=0.1)
         state = nnx.state((model, sj.Optimizer(model, rule)))
-        whole = placed(state)
+        whole = put_on_mesh(state)
     for path, variable in nnx.to_flat_state(whole):
         array = variable.get_raw_value()
         axis = divided_axis(path, array.shape, 4)

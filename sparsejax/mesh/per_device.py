@@ -1,0 +1,98 @@
+"""What each device does with its own blocks, within `layout.call_on_each_device`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsejax.sparse import CSR, Transposed, segment_ids
+
+
+def own_block(tree: Any) -> Any:
+    """A device's block of blocks `[..., 1, 1, n]`."""
+
+    def squeezed(leaf):
+        return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
+
+    return jax.tree.map(squeezed, tree)
+
+
+def transpose_over_data(block: CSR) -> Transposed:
+    """By column, the entries that the devices along "data" have of the same columns.
+
+    On each device: `block` is its own, or a stack of blocks.
+    """
+
+    entries = (
+        jax.vmap(entries_over_data) if block.indptr.ndim > 1 else entries_over_data
+    )
+    return Transposed.of(*entries(block), block.num_cols)
+
+
+def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
+    """Column (`num_cols` if it does not count) and row of each entry that the devices
+    along "data" have of the same columns."""
+    first = lax.axis_index("data") * block.num_rows
+    return gather_over_data(
+        (block.columns(padding=block.num_cols), block.row_ids() + first)
+    )
+
+
+def gather_over_data(arrays: Any) -> Any:
+    """What the devices along "data" have, `[n]` each, one after the other."""
+
+    return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
+
+
+def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
+    """A stack `[count, ...]` of matrices as one; rows that are `cut` get a wrong index."""
+    count, nse = parts.indices.shape
+    indptr = jnp.asarray(parts.indptr)
+    starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
+    wrong = count * nse  # where an entry stands that is no column
+    starts = jnp.where(cut, wrong, starts).reshape(-1)
+    lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    joined = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    positions = jnp.arange(count * nse, dtype=jnp.int32)
+    row = jnp.minimum(segment_ids(joined, count * nse), lengths.shape[0] - 1)
+    source = jnp.clip(starts[row] + positions - joined[row], 0, wrong)
+
+    def entries(values, last):
+        return jnp.append(jnp.asarray(values).reshape(-1), last)[source]
+
+    data = None if parts.data is None else entries(parts.data, 0)
+    indices = entries(parts.indices, -1)
+    return CSR(data, indices, joined, num_cols=parts.num_cols)
+
+
+def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
+    """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
+
+    Room stays for all. An index that is no column of `x` stays wrong, in part 0. Rows
+    that are `cut` lack entries, as all after them do, and are overfull in the result.
+    """
+    columns = jnp.asarray(x.indices)
+    row = x.row_ids()
+    wrong = (columns < 0) | (columns >= x.num_cols)
+    inside = ~wrong & (columns // width == part)
+    kept = (inside | (wrong & (part == 0))) & (row < x.num_rows)
+    place = jnp.where(kept, jnp.cumsum(kept) - 1, x.nse)
+
+    def compact(values):
+        return jnp.zeros_like(values).at[place].set(values, mode="drop")
+
+    lengths = (
+        jnp.zeros(x.num_rows, jnp.int32)
+        .at[row]
+        .add(kept.astype(jnp.int32), mode="drop")
+    )
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = jnp.where(cut, x.nse + 1, ends)
+    indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    indices = compact(jnp.where(wrong, -1, columns - part * width))
+    data = None if x.data is None else compact(jnp.asarray(x.data))
+    return CSR(data, indices, indptr, num_cols=width)
