@@ -173,7 +173,7 @@ def _bits(*arrays) -> str:
 
 
 def _again(workload: Workload) -> Iterator[dict]:
-    """The bits that another process makes."""
+    """The bits that a second process computes."""
     if workload.name != "out1024":
         return
     inputs = jax_inputs(workload, "bfloat16")
@@ -268,7 +268,7 @@ def _write_table(report: dict) -> None:
     twice = [key for key in bits if key[0] == "out1024" and key[1] != "l2"]
     same = all(len(bits[key]) == 1 for key in twice)
     lines = [origin(report), "", *table(columns, body), ""]
-    lines.append(f"Another process makes {'the same' if same else 'other'} bits.")
+    lines.append(f"A second process computes {'the same' if same else 'other'} bits.")
     lines += ["", "Where the time of ours goes:", ""]
     lines += table(["workload", "loss", *_GROUPS, "all else"], _spent(rows))
     write_section("output_loss", lines)
