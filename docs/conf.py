@@ -18,6 +18,7 @@ html_theme = "furo"
 html_show_copyright = False
 html_title = "sparsejax"
 myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["mermaid"]  # GitHub draws it from the plain fence
 myst_heading_anchors = 3
 
 default_role = "code"  # docstrings write `code` with single backquotes
