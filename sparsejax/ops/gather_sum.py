@@ -12,13 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, own_block
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import (
     call_on_each_device,
     vary_alike,
     vary_over,
     varying_axes,
 )
+from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.implementations import (
     HOPPER_OR_NEWER,
     Implementation,
