@@ -39,7 +39,8 @@ from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
 from sparsejax.nn.config import NetworkConfig
-from sparsejax.prediction import recommend as prediction
+from sparsejax.prediction import evaluate as evaluation
+from sparsejax.prediction import recommend as recommendation
 from sparsejax.prediction import recommendation_files
 from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
@@ -181,7 +182,7 @@ def evaluate(flags: cli.Evaluate) -> None:
         candidates = read_(flags.candidates, features=names, indicator=True)
     if flags.popularity is not None:
         popularity = read_(flags.popularity, features=names, indicator=True)
-    measured = prediction.evaluate(
+    measured = evaluation.evaluate(
         model,
         shown,
         heldout,
@@ -212,7 +213,7 @@ def predict(flags: cli.Predict) -> None:
         unwanted = _read(flags.exclude, flags, features=names, indicator=True)
         seen = data.without_values()
         exclude = seen.merge(unwanted) if flags.exclude_seen else unwanted
-    found = prediction.recommend(model, data, flags.k, exclude=exclude)
+    found = recommendation.recommend(model, data, flags.k, exclude=exclude)
     processes.in_first(
         lambda: recommendation_files.save_recommendations(
             flags.out, data.row_names, found, names
@@ -310,7 +311,7 @@ def report(flags: cli.Report) -> None:
         counts = np.bincount(shown.matrix.indices, minlength=len(names))
         if flags.test is not None:
             heldout = _heldout(flags.test, flags, shown, flags.train)
-            measured = prediction.evaluate(
+            measured = evaluation.evaluate(
                 model,
                 shown,
                 heldout,

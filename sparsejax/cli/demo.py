@@ -19,7 +19,7 @@ from sparsejax.data.writers import check_writable
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.recommend import evaluate
+from sparsejax.prediction.evaluate import evaluate
 from sparsejax.training.fit import fit
 
 NETWORK = NetworkConfig.autoencoder((128,))

@@ -16,7 +16,8 @@ from flax import nnx
 from sparsejax.data import SparseDataset, writers
 from sparsejax.data.names import Names, find_names
 from sparsejax.mesh import processes
-from sparsejax.prediction.recommend import Recommender, recommend
+from sparsejax.prediction.recommend import recommend
+from sparsejax.prediction.recommender import Recommender
 from sparsejax.prediction.vectors import HasItems, similar_items
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")

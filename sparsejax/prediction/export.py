@@ -16,14 +16,14 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import (
     save_predictor,
     sizes_of_programs,
     unflattened,
 )
 from sparsejax.prediction.programs import Signature, check
-from sparsejax.prediction.recommend import Recommender
-from sparsejax.prediction.recommendations import check_positive
+from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
 
 

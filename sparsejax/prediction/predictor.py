@@ -50,13 +50,9 @@ from sparsejax.data.sources import (
 from sparsejax.data.writers import check_writable
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
+from sparsejax.prediction.loop import check_positive, collect, rows_of
 from sparsejax.prediction.programs import Signature
-from sparsejax.prediction.recommendations import (
-    Recommendations,
-    check_positive,
-    collect,
-    rows_of,
-)
+from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR, host_rows
 
 VERSION = 2

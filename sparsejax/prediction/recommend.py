@@ -1,35 +1,14 @@
-"""Recommendations by a trained model, and how good they are."""
+"""Recommendations by a trained model."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import pathlib
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
-from flax import nnx
 
-from sparsejax import metrics
-from sparsejax.data import SparseDataset
-from sparsejax.data.batching import (
-    Array,
-    Batch,
-    Batches,
-    NamedBatches,
-    Shown,
-    for_batches,
-    rows_in_a_batch,
-    taken,
-)
+from sparsejax.data.batching import Batch, Shown, rows_in_a_batch, taken
 from sparsejax.data.sources import (
-    Features,
     Inputs,
     Source,
     Sources,
@@ -38,63 +17,12 @@ from sparsejax.data.sources import (
     check_inputs,
     check_same_features,
     features_of,
-    find_rows,
 )
-from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import padded_rows, put_on_mesh, replicated, using_auto_axes
-from sparsejax.ops.top_k import top_k
+from sparsejax.mesh.layout import using_auto_axes, replicated
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.recommendations import (
-    Recommendations,
-    check_positive,
-    check_scores,
-    each,
-    exclusion,
-    indicator,
-    recommend_by,
-)
-from sparsejax.sparse import CSR
-
-_HERE = (str(pathlib.Path(__file__).parents[1]),)  # warnings blame the caller
-_METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
-
-
-def metric_names(k: int) -> list[str]:
-    """Names of what `evaluate` measures at each cut-off, without a baseline."""
-    return [f"{name}@{k}" for name in (*_METRICS, "coverage", "gini")]
-
-
-@runtime_checkable
-class Recommender(Protocol):
-    """What `recommend` and `evaluate` need of a model: an `nnx.Module` with these.
-
-    `sparsejax.FeedForward` has them. On a mesh it is given `ShardedCSR`s.
-    """
-
-    @property
-    def num_features(self) -> Features:
-        """Number of input features.
-
-        Where there are several inputs, a dict: by name the number of features of a
-        sparse one, and the shape of a row of a dense one, a tuple. A
-        `jax.ShapeDtypeStruct` in place of the tuple gives its dtype as well, for
-        `export_predictor`; else that is float32.
-        """
-        ...
-
-    @property
-    def num_items(self) -> int:
-        """Number of items that are scored."""
-        ...
-
-    def top_k(
-        self, x: Any, k: int, *, exclude: CSR | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
-
-        `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs.
-        """
-        ...
+from sparsejax.prediction.loop import check_positive, collect, each, exclusion
+from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.prediction.recommender import Recommender, merged, split
 
 
 @using_auto_axes()
@@ -121,576 +49,47 @@ def recommend(
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
       inputs: `[rows, features]`; or several by name, see `fit`.
       k: items per row. Where there are fewer candidates, ids end with -1.
-      exclude: `[rows, items]`, what not to recommend; `inputs` itself for what a row
-        already has, or the name of one of several. Two data sets are matched by row name, and a row that `exclude`
-        lacks has nothing excluded; otherwise row `i` belongs to row `i`.
+      exclude: `[rows, items]`, what not to recommend. Pass `inputs` itself for what a
+        row already has, or the name of one of several inputs. Two data sets are matched
+        by row name, and a row that `exclude` lacks has nothing excluded. Otherwise row
+        `i` belongs to row `i`.
       optimizer: the model's, while rows of its weights may be behind (see
         `Optimizer.flush`): they are read as if they were up to date.
       batch_size: rows scored at a time.
 
     Raises:
       FloatingPointError: a score is NaN; names the row.
-      TypeError: `inputs` or `exclude` is nothing of the kind.
+      TypeError: `inputs` or `exclude` has another type.
       ValueError: `inputs` or `exclude` does not fit the model or the other.
     """
-    graphdef, state = nnx.split((model, optimizer))
-    state = put_on_mesh(state)
-
-    def step(shown: Shown, unwanted: Batch | None) -> tuple[jax.Array, jax.Array]:
-        return _recommended(graphdef, state, shown, unwanted, k)
-
-    return recommend_by(
-        step,
-        Inputs.of(inputs),
-        k,
-        exclude=exclude,
-        num_features=features_of(model),
-        num_items=model.num_items,
-        batch_size=batch_size,
-    )
-
-
-def evaluate(
-    model: Recommender,
-    inputs: Sources,
-    heldout: Source | None = None,
-    *,
-    k: int | Sequence[int] = 20,
-    fold_in: float | None = None,
-    features: SparseDataset | Iterable[object] | None = None,
-    seed: int = 0,
-    exclude: Source | str | None = "inputs",
-    unknown: Literal["miss", "skip"] = "miss",
-    candidates: Source | None = None,
-    popularity: Source | str | None = "inputs",
-    optimizer: Optimizer | None = None,
-    batch_size: int = 512,
-) -> dict[str, float]:
-    """How well the model finds held-out items, ranking all items for each row.
-
-    >>> measured = evaluate(model, train, heldout, k=20)
-    >>> list(measured)[:3], "popularity_recall@20" in measured
-    (['recall@20', 'truncated_recall@20', 'ndcg@20'], True)
-
-    Means over the rows with at least one held-out entry, and what the lists of all
-    these have in common: "coverage", "gini" and "mean_popularity", where an item's
-    popularity is the share of the rows of `popularity` that have it. For the metrics
-    see `sparsejax.metrics`. The baseline recommends to everyone what most rows of
-    `popularity` have, leaving out the same items as the model does, and never an item
-    that no row has.
-
-    An item is unknown if the training data has no entry of it, whether the vocabulary
-    has it or lacks it. Held-out entries of unknown items count as missed, unless the
-    model ranks one that the vocabulary has, and finds it. "users" is the number of rows
-    in the means, "users_unknown" that of rows whose held-out items are all unknown, and
-    "entries_unknown" that of held-out entries of unknown items.
-
-    Rows that the model was not trained on (strong generalisation) are shown with a part
-    of their entries, and the rest is held out::
-
-        train, others = data.split_rows(0.9, seed=0)
-        evaluate(model, others, fold_in=0.8, popularity=train)
-
-    Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`.
-      heldout: `[rows, items]`, what it should find. Two data sets are matched by row
-        name; otherwise row `i` belongs to row `i`.
-      k: cut-off, or several.
-      fold_in: in place of `heldout`: the share of each row's entries in `inputs`, a
-        `SparseDataset`, that the model is shown; see `SparseDataset.split`.
-      features: with `fold_in`: the names of the model's features, or a data set with
-        them, where `inputs` were read with a vocabulary of their own. Entries of other
-        features are left out after the choice, and so are counted as unknown.
-      seed: of that choice.
-      exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
-        what the row has in `inputs`. Of several inputs name one, here and below.
-        Held-out entries among it count as missed, and a warning gives their share. None
-        ranks all items.
-      unknown: "miss" counts held-out entries of unknown items as said above. "skip"
-        leaves them out, and so the rows that have no others.
-      candidates: `[rows, items]`: rank only these items of each row, together with its
-        held-out ones, as where one held-out item is ranked among 100 others. Rows are
-        matched as those of `heldout`. The model needs `item_scores`, too.
-      popularity: `[any rows, items]`, what the baseline counts; by default `inputs`.
-        Where these are rows the model was not trained on, name the training data. None
-        leaves the baseline and "mean_popularity" out. These are also the training data
-        by which items are known or not; with None the inputs are, if they are excluded.
-        With `fold_in` the inputs are not: all items of the vocabulary are known then,
-        unless training data is named here.
-      optimizer: see `recommend`.
-      batch_size: rows scored at a time.
-
-    Raises:
-      FloatingPointError: a score is NaN; names the row.
-      TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind, or the model
-        cannot score candidates.
-      ValueError: nothing is held out, or nothing but what is excluded; a held-out row
-        is not in `inputs` or has no candidates; or one does not fit the model or another.
-    """
-    evaluation = prepare(
-        inputs,
-        heldout,
-        k=k,
-        fold_in=fold_in,
-        features=features,
-        seed=seed,
-        exclude=exclude,
-        unknown=unknown,
-        candidates=candidates,
-        popularity=popularity,
-        batch_size=batch_size,
-    )
-    return evaluation.run(model, optimizer=optimizer)
-
-
-@using_auto_axes()
-def prepare(
-    inputs: Sources | Inputs,
-    heldout: Source | None = None,
-    *,
-    k: int | Sequence[int] = 20,
-    fold_in: float | None = None,
-    features: SparseDataset | Iterable[object] | None = None,
-    seed: int = 0,
-    exclude: Source | str | None = "inputs",
-    unknown: Literal["miss", "skip"] = "miss",
-    candidates: Source | None = None,
-    popularity: Source | str | None = "inputs",
-    batch_size: int = 512,
-) -> Evaluation:
-    """The part of `evaluate` that does not depend on the model, for repeated use.
-
-    Matches the rows, copies the data to the device and measures the baseline. Arguments
-    and errors: see `evaluate`.
-    """
-    ks = tuple(np.atleast_1d(k).tolist())
-    if not ks:
-        raise ValueError("k names no cut-off")
-    check_positive(k=min(ks), batch_size=batch_size)
-    if unknown not in ("miss", "skip"):
-        raise ValueError(f'unknown is "miss" or "skip", got {unknown!r}')
-    if fold_in is not None:
-        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed, features)
-    elif features is not None:
-        raise ValueError("features go with fold_in; use align_features of other data")
-    elif heldout is None:
-        raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
-    shown, labels = Inputs.of(inputs), Table.of("heldout", heldout)
+    shown = Inputs.of(inputs)
+    check_positive(k=k, batch_size=batch_size)
+    check_inputs(shown, features_of(model))
     x = shown.rows
-    seen = None if exclude is None else shown.named("exclude", exclude)
-    counted = None if popularity is None else shown.named("popularity", popularity)
-    among = None if candidates is None else Table.of("candidates", candidates)
-    for table in (seen, counted, among):
-        if table is not None:
-            _check_items(table, labels)
-    known_by, trained = popularity, counted
-    if popularity is None and isinstance(exclude, str):
-        known_by, trained = exclude, seen
-    if fold_in is not None and isinstance(known_by, str):
-        trained = None  # on other rows than these
-    was_trained = None if trained is None else _column_counts(trained.matrix) > 0
-    known = _of_items(labels, was_trained)
-    total, num_known = _num_entries(labels), _num_entries(known)
-    if unknown == "skip":
-        labels = known
-    scored = np.flatnonzero(_num_entries(labels))
-    if not scored.size:
-        of_known = " of a known item" if total.any() else ""
-        raise ValueError(
-            f"no row of heldout has an entry{of_known}, so there is nothing to find"
-        )
-    rows = find_rows(labels, x)[scored]
-    missing = scored[rows < 0]
-    if missing.size:
-        raise ValueError(
-            f"{missing.size:,} of {scored.size:,} rows of heldout are not in inputs: "
-            f"{labels.labels(missing)}; without inputs the model has nothing to go by"
-        )
-    batch_size = rows_in_a_batch(batch_size, scored.size)
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
     held = shown.for_batches()
+    rows = np.arange(x.num_rows)
+    batches = shown.batches(held, rows, batch_size)
     unwanted = None
-    if seen is not None:
-        unwanted = exclusion(shown, rows, held, seen, batch_size)
-        seen_rows = rows if isinstance(exclude, str) else find_rows(x, seen)[rows]
-        _check_repeats(labels, scored, seen, seen_rows)
-    ids = None
-    if among is not None:
-        ids = _candidate_ids(among, labels, scored, batch_size)
-    share = None
-    if counted is not None:
-        share = _column_counts(counted.matrix) / max(counted.num_rows, 1)
-    evaluation = Evaluation(
-        ks=ks,
-        inputs=shown,
-        heldout=labels,
-        rows=scored,
-        batches=shown.batches(held, rows, batch_size),
-        exclude=unwanted,
-        labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
-        left_out=_left_out(labels, scored, batch_size),
-        users_unknown=int(np.sum((total > 0) & (num_known == 0))),
-        entries_unknown=int(np.sum(total - num_known)),
-        candidates=ids,
-        popularity=share,
-        baseline={},
-    )
-    if share is None:
-        return evaluation
-    measured = evaluation.run(_Popularity(share, shown.features))
-    baseline = {f"popularity_{n}": v for n, v in measured.items() if "@" in n}
-    return dataclasses.replace(evaluation, baseline=baseline)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Evaluation:
-    """Data ready to measure models on; made by `prepare`.
-
-    Attributes:
-      ks: the cut-offs.
-      inputs: what the model is shown as it was given.
-      heldout: the held-out entries as they were given.
-      rows: `[users]` the rows of `heldout` that have entries.
-      batches: what the model is shown for these.
-      exclude: what is not to be recommended to them.
-      labels: what it should find.
-      left_out: `[steps, batch]` how much more, that has no item number; None if nothing.
-      users_unknown: rows of `heldout` whose items are all unknown.
-      entries_unknown: its entries of unknown items.
-      candidates: `[steps, batch, count]` the items to rank, -1 is none; all if None.
-      popularity: `[items]` share of the rows that have the item, or None.
-      baseline: metrics of the baseline, or empty.
-    """
-
-    ks: tuple[int, ...]
-    inputs: Inputs
-    heldout: Table
-    rows: np.ndarray
-    batches: Batches | NamedBatches
-    exclude: Batches | None
-    labels: Batches
-    left_out: np.ndarray | None
-    users_unknown: int
-    entries_unknown: int
-    candidates: np.ndarray | None
-    popularity: np.ndarray | None
-    baseline: dict[str, float]
-
-    @using_auto_axes()
-    def run(
-        self, model: Recommender, *, optimizer: Optimizer | None = None
-    ) -> dict[str, float]:
-        """The metrics of a model; see `evaluate`."""
-        items = self.heldout.matrix.num_cols
-        check_inputs(self.inputs, features_of(model))
-        check_columns("heldout", items, model.num_items, "items")
-        if self.candidates is not None and not hasattr(model, "item_scores"):
-            raise TypeError(
-                f"candidates need a model with item_scores(x, ids), which "
-                f"{type(model).__name__} has not"
-            )
-        graphdef, state = nnx.split((model, optimizer))
-        state = put_on_mesh(state)
-        counts = put_on_mesh(jnp.zeros((len(self.ks), items), jnp.int32))
-        parts = []
-        for step in zip(
-            self.batches,
-            each(self.exclude),
-            self.labels,
-            each(self.left_out),
-            each(self.candidates),
-            strict=False,
-        ):
-            part, counts = _measured(graphdef, state, *step, counts, self.ks)
-            parts.append(part)
-        values = np.concatenate([np.asarray(p) for p in parts], axis=1)
-        values = values[:, : self.rows.size].astype(np.float64)
-        check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
-        means = iter(values.mean(axis=1).tolist())
-        measured = {}
-        for k, given in zip(self.ks, np.asarray(counts), strict=True):
-            measured |= {f"{name}@{k}": next(means) for name in _METRICS}
-            measured[f"coverage@{k}"] = metrics.coverage(given)
-            measured[f"gini@{k}"] = metrics.gini(given)
-            if self.popularity is not None:
-                mean = metrics.mean_popularity(given, self.popularity)
-                measured[f"mean_popularity@{k}"] = mean
-        return {
-            **measured,
-            **self.baseline,
-            "users": self.rows.size,
-            "users_unknown": self.users_unknown,
-            "entries_unknown": self.entries_unknown,
-        }
-
-
-class _Popularity(nnx.Module):
-    """Scores every item by the number of rows that have it, whatever the input.
-
-    An item that no row has is never recommended: in the vocabulary of other training
-    data it would not be.
-    """
-
-    def __init__(self, counts: np.ndarray, features: Features):
-        # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
-        _, ranks = np.unique(counts, return_inverse=True)
-        ranks = np.where(counts > 0, ranks, -1)
-        self.ranks = nnx.Variable(jnp.asarray(ranks, jnp.float32))
-        self.num_items = len(counts)
-        # A dict could not be part of a compiled program.
-        self.features = features if isinstance(features, int) else (*features.items(),)
-
-    @property
-    def num_features(self) -> Features:
-        return self.features if isinstance(self.features, int) else dict(self.features)
-
-    @property
-    def scores(self) -> jax.Array:
-        # Made where it is used: `jax_debug_infs` refuses arguments that are infinite.
-        ranks = self.ranks[...]
-        return jnp.where(ranks < 0, -jnp.inf, ranks)
-
-    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
-        some = next(iter(x.values())) if isinstance(x, dict) else x
-        rows = padded_rows(self.num_items)
-        h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
-        bias = jnp.pad(self.scores, (0, rows - self.num_items))
-        return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
-
-    def item_scores(self, x: Any, ids):
-        return self.scores[ids]
-
-
-def _folded_in(
-    inputs: Sources | Inputs,
-    heldout: Source | None,
-    fold_in: float,
-    seed: int,
-    features: SparseDataset | Iterable[object] | None,
-) -> tuple[SparseDataset, SparseDataset]:
-    if heldout is not None:
-        raise ValueError("give either heldout or fold_in, which makes it from inputs")
-    if isinstance(inputs, Mapping):
-        raise ValueError(
-            "fold_in splits a single input; of several, split the one that is meant: "
-            "shown, heldout = data.split(...)"
-        )
-    if not isinstance(inputs, SparseDataset):
-        raise TypeError(
-            "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
-            f"got {type(inputs).__name__}"
-        )
-    if inputs.left_out is not None:
-        warnings.warn(
-            f"{inputs.left_out.sum():,} entries of inputs were left out before they were "
-            "split, and are in neither part; read them without features=..., and pass "
-            "that to evaluate",
-            skip_file_prefixes=_HERE,
-        )
-    shown, rest = inputs.split(fold_in, seed=seed)
-    if features is None:
-        return shown, rest
-    if not isinstance(features, SparseDataset):
-        features = list(features)
-    return shown.align_features(features), rest.align_features(features)
-
-
-def _num_entries(heldout: Table) -> np.ndarray:
-    """`[rows]` number of held-out entries, with those that were left out."""
-    lengths = np.diff(np.asarray(heldout.matrix.indptr))
-    return lengths if heldout.left_out is None else lengths + heldout.left_out
-
-
-def _of_items(heldout: Table, chosen: np.ndarray | None) -> Table:
-    """The entries of the `chosen: [items]`, of all if None; none that was left out."""
-    heldout = dataclasses.replace(heldout, left_out=None)
-    if chosen is None or chosen.all():
-        return heldout
-    matrix = jax.tree.map(np.asarray, heldout.matrix)
-    keep = chosen.take(matrix.indices[: matrix.indptr[-1]], mode="clip")
-    indptr = np.append(0, np.cumsum(keep))[matrix.indptr].astype(np.int32)
-    indices = matrix.indices[: keep.size][keep]
-    kept = CSR(None, indices, indptr, num_cols=matrix.num_cols)
-    return dataclasses.replace(heldout, matrix=kept)
-
-
-def _left_out(heldout: Table, rows: np.ndarray, batch_size: int) -> np.ndarray | None:
-    """`[steps, batch]` how many entries of the rows were left out, None if none."""
-    if heldout.left_out is None:
-        return None
-    counts = heldout.left_out[rows]
-    return np.pad(counts, (0, -counts.size % batch_size)).reshape(-1, batch_size)
-
-
-def _check_repeats(
-    heldout: Table, rows: np.ndarray, seen: Table, seen_rows: np.ndarray
-) -> None:
-    """Warns of held-out entries that are excluded, and so cannot be found.
-
-    Args:
-      heldout: what is to be found.
-      rows: of `heldout`.
-      seen: what is excluded.
-      seen_rows: the row of `seen` for each of `rows`, -1 if it has none.
-
-    Raises:
-      ValueError: all are excluded.
-    """
-    has_some = seen_rows >= 0
-    wanted = _rows(heldout, rows[has_some])
-    repeated = wanted.multiply(_rows(seen, seen_rows[has_some])).nnz
-    if not repeated:
-        return
-    total = int(_num_entries(heldout)[rows].sum())
-    if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
-        raise ValueError(
-            f"all {repeated:,} held-out entries of known items are excluded, as their "
-            "rows already have them, so none can be found. Hold out entries that the "
-            "inputs lack, or rank also what a row has: exclude=None"
-        )
-    warnings.warn(
-        f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
-        "excluded, as their rows already have them: they cannot be found and count as "
-        "missed; exclude=None ranks them, too",
-        skip_file_prefixes=_HERE,
-    )
-
-
-def _column_counts(matrix: CSR) -> np.ndarray:
-    """`[num_cols]` number of entries in each column."""
-    used = np.asarray(matrix.indices)[: int(matrix.indptr[-1])]
-    return np.bincount(used, minlength=matrix.num_cols)
-
-
-def _ranked(
-    graphdef,
-    state,
-    x: Shown,
-    exclude: Batch | None,
-    k: int,
-    candidates: Array | None = None,
-):
-    model, optimizer = nnx.merge(graphdef, state)
-    current = contextlib.nullcontext()
-    if optimizer is not None:
-        current = optimizer.reading(model)
-    with current:
-        unwanted = None if exclude is None else exclude.take()
-        if candidates is None:
-            return model.top_k(taken(x), k, exclude=unwanted)
-        return _ranked_among(model, taken(x), candidates, unwanted, k)
-
-
-def _ranked_among(
-    model,
-    x: Any,
-    candidates,
-    exclude: SparseRows | None,
-    k: int,
-):
-    """As `model.top_k`, of `candidates: [batch, count]` alone, ascending, then -1."""
-    valid = candidates >= 0
     if exclude is not None:
-        valid &= ~metrics.is_label(candidates, exclude)
-    scores = model.item_scores(x, jnp.maximum(candidates, 0))
-    scores = jnp.where(valid, scores, -jnp.inf)
-    room = max(k - candidates.shape[1], 0)
-    best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
-    ids = jnp.take_along_axis(candidates, at, axis=1)
-    ids = jnp.where(best == -jnp.inf, -1, ids)
-    best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)
-    fill = ((0, 0), (0, room))
-    return (
-        jnp.pad(ids, fill, constant_values=-1),
-        jnp.pad(best, fill, constant_values=-jnp.inf),
+        seen = shown.named("exclude", exclude)
+        check_columns("exclude", seen.matrix.num_cols, model.num_items, "items")
+        if shown.alone and isinstance(x, Table):
+            check_same_features(x, seen)
+        unwanted = exclusion(shown, rows, held, seen, batch_size)
+    graphdef, state = split(model, optimizer)
+    results = (
+        _recommended(graphdef, state, *step, k)
+        for step in zip(batches, each(unwanted), strict=False)
     )
+    starts = range(0, x.num_rows, batch_size)
+    counts = [min(batch_size, x.num_rows - start) for start in starts]
+    return collect(x, k, counts, results)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "k"))
-def _recommended(graphdef, state, x: Shown, exclude: Batch | None, k: int):
+def _recommended(graphdef, state, shown: Shown, exclude: Batch | None, k: int):
     """Ids and scores, `[batch, k]`."""
-    return replicated(_ranked(graphdef, state, x, exclude, k))
-
-
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "ks"), donate_argnames="counts"
-)
-def _measured(
-    graphdef,
-    state,
-    x: Shown,
-    exclude: Batch | None,
-    labels: Batch,
-    left_out: Array | None,
-    candidates: Array | None,
-    counts,
-    ks,
-):
-    """`[len(ks) * metrics, batch]`, NaN for a row with a NaN score; and the `counts:
-    [len(ks), items]` with those of these recommendations added."""
-    ids, scores = _ranked(graphdef, state, x, exclude, max(ks), candidates)
-    wanted = labels.take()
-    values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
-    bad = jnp.isnan(scores).any(axis=1)
-    # Rows that only fill up the last batch have nothing to find.
-    lengths = wanted.row_lengths()
-    lengths = lengths if left_out is None else lengths + left_out
-    ids = jnp.where(lengths[:, None] > 0, ids, -1)
-    num_items = counts.shape[1]
-    counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
-    values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
-    return replicated((values, counts))
-
-
-def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
-    """`[batch]` each of `_METRICS`, in this order."""
-    return [
-        metrics.recall_at_k(ids, labels, k, left_out=left_out),
-        metrics.truncated_recall_at_k(ids, labels, k, left_out=left_out),
-        metrics.ndcg_at_k(ids, labels, k, left_out=left_out),
-        metrics.precision_at_k(ids, labels, k),
-        metrics.hit_rate_at_k(ids, labels, k),
-        metrics.mrr_at_k(ids, labels, k),
-        metrics.map_at_k(ids, labels, k, left_out=left_out),
-    ]
-
-
-def _candidate_ids(
-    among: Table, labels: Table, rows: np.ndarray, batch_size: int
-) -> np.ndarray:
-    """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
-
-    Ascending, and -1 from where there are no more.
-    """
-    found = find_rows(labels, among)[rows]
-    lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
-    without = rows[lengths[found] == 0]
-    if without.size:
-        raise ValueError(
-            f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "
-            f"{labels.labels(without)}"
-        )
-    both = _rows(among, found) + _rows(labels, rows)  # a union: neither has zeros
-    lengths = np.diff(both.indptr)
-    steps = -(-rows.size // batch_size)
-    ids = np.full((steps * batch_size, lengths.max()), -1, np.int32)
-    row = np.repeat(np.arange(rows.size), lengths)
-    ids[row, np.arange(both.nnz) - both.indptr[row]] = both.sorted_indices().indices
-    return ids.reshape(steps, batch_size, -1)
-
-
-def _rows(table: Table, rows: np.ndarray) -> scipy.sparse.csr_array:
-    """Some rows as an indicator, on the host."""
-    return scipy.sparse.csr_array(indicator(table.matrix).to_scipy()[rows])
-
-
-def _check_items(table: Table, heldout: Table) -> None:
-    """Raises ValueError unless both have the same columns."""
-    check_same_features(table, heldout)
-    ours, theirs = table.matrix.num_cols, heldout.matrix.num_cols
-    if ours != theirs:
-        raise ValueError(
-            f"{table.what} has {ours:,} columns but heldout has {theirs:,}; read both "
-            "with the same vocabulary (or, if inputs are no items, pass exclude=... and "
-            "popularity=..., or None for either)"
-        )
+    with merged(graphdef, state) as model:
+        unwanted = None if exclude is None else exclude.take()
+        return replicated(model.top_k(taken(shown), k, exclude=unwanted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pathlib
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from flax import nnx
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.batching import Shown, rows_in_a_batch, taken
@@ -23,11 +21,13 @@ from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.data.writers import check_writable
-from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
+from sparsejax.mesh.layout import using_auto_axes, replicated, put_on_mesh, to_host
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.recommendations import Recommendations, check_positive
+from sparsejax.prediction.loop import check_positive
+from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.prediction.recommender import merged, split
 from sparsejax.sparse import CSR
 
 FORMATS = (".npy", ".npz", ".parquet")
@@ -109,8 +109,7 @@ def user_vectors(
     # Without rows one that is empty, so that there is a batch to take the width from.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = x.batches(x.for_batches(), rows, batch_size)
-    graphdef, state = nnx.split((model, optimizer))
-    state = put_on_mesh(state)
+    graphdef, state = split(model, optimizer)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
     return np.concatenate(parts)[: x.num_rows]
 
@@ -224,11 +223,7 @@ def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
 def _encoded(graphdef, state, x: Shown) -> jax.Array:
-    model, optimizer = nnx.merge(graphdef, state)
-    current = contextlib.nullcontext()
-    if optimizer is not None:
-        current = optimizer.reading(model)
-    with current:
+    with merged(graphdef, state) as model:
         h = model.encode(taken(x), deterministic=True).astype(jnp.float32)
         return replicated(h)
 

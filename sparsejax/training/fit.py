@@ -37,7 +37,8 @@ from sparsejax.mesh.layout import (
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction import recommend
+from sparsejax.prediction.evaluate import Evaluation, Setup, metric_names, prepare
+from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
 from sparsejax.training import fused as fused_output
 from sparsejax.training.checkpoint import Checkpoints
@@ -80,7 +81,7 @@ class EarlyStopping:
 
 
 @runtime_checkable
-class Trainable(recommend.Recommender, Protocol):
+class Trainable(Recommender, Protocol):
     """What `fit` needs of a model: an `nnx.Module` with these, as `FeedForward` is."""
 
     def loss(
@@ -250,14 +251,13 @@ def fit(
     evaluation = None
     if validation is not None:
         assert isinstance(examples, Examples)  # not scanned, as there is a validation
-        evaluation = recommend.prepare(
-            examples.inputs,
-            validation,
+        setup = Setup(
             k=k,
             exclude="inputs" if targets is None else cast(Source | str, targets),
             popularity=None,
             batch_size=batch_size,
         )
+        evaluation = prepare(examples.inputs, validation, setup)
     run, checkpoints = _Run(settings), cast(Checkpoints | None, checkpoint_dir)
     if checkpoint_dir is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
@@ -317,7 +317,7 @@ def _metric(early_stopping: EarlyStopping | None, k: int) -> str:
     metric = f"ndcg@{k}"
     if early_stopping is not None and early_stopping.metric is not None:
         metric = early_stopping.metric
-    known = recommend.metric_names(k)
+    known = metric_names(k)
     if metric not in known:
         raise ValueError(
             f"early_stopping: with {k=} there is no validation metric {metric!r}; there "
@@ -427,7 +427,7 @@ class _Training:
         seed: int,
         parts: int,
         fused: bool,
-        evaluation: recommend.Evaluation | None,
+        evaluation: Evaluation | None,
         early_stopping: EarlyStopping | None,
         log: Callable[[int, Mapping[str, float]], None] | None,
     ):

@@ -35,7 +35,7 @@ from sparsejax.data import SparseDataset, read, sniff
 from sparsejax.mesh import locks
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.prediction import vectors
-from sparsejax.prediction.recommend import evaluate
+from sparsejax.prediction.evaluate import evaluate
 from sparsejax.sparse import CSR
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import Checkpoints

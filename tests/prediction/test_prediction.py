@@ -14,8 +14,10 @@ from sparsejax.data.batching import on_device
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction import recommend as prediction
-from sparsejax.prediction.recommend import evaluate, prepare, recommend
+from sparsejax.prediction.evaluate import Setup, evaluate, prepare
+from sparsejax.prediction.popularity import Popularity
+from sparsejax.prediction.recommend import recommend
+from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
 ALL_KNOWN = {"users_unknown": 0, "entries_unknown": 0}
@@ -195,7 +197,7 @@ def test_names_skip_what_ran_out(problem, model):
     assert names == found.names([f"item{i}" for i in range(19)])
     with pytest.raises(ValueError, match="item 18 .*only 18 names"):
         found.names(["name"] * 18)
-    nothing = prediction.Recommendations(
+    nothing = Recommendations(
         np.full((2, 3), -1, np.int32), np.full((2, 3), -np.inf, np.float32)
     )
     assert nothing.names([]) == [[], []]
@@ -316,7 +318,7 @@ def test_held_out_rows_are_matched_by_name(problem, model):
 
 def test_popularity_of_counts_that_float32_cannot_tell_apart():
     counts = np.array([0, 2**24 + 1, 2**24, 2**24 + 1])
-    baseline = prediction._Popularity(counts, 4)
+    baseline = Popularity(counts, 4)
     assert baseline.scores[...].tolist() == [-np.inf, 2, 1, 2]
 
 
@@ -353,7 +355,7 @@ def test_popularity_of_other_rows():
 
 def test_prepared_once_and_compiled_once(problem):
     inputs, heldout, weights, bias = problem
-    evaluation = prepare(inputs, heldout, k=5, batch_size=16)
+    evaluation = prepare(inputs, heldout, Setup(k=5, batch_size=16))
     model = Linear(weights, bias)
     before = evaluation.run(model)
     traced = Linear.times_traced

@@ -15,7 +15,7 @@ from flax import nnx
 from linear import Linear
 
 import sparsejax as sj
-from sparsejax.prediction import recommend
+from sparsejax.prediction.evaluate import Setup, prepare
 
 KS = (2, 10)
 OPTIONS = {"k": KS, "batch_size": 64}  # the same everywhere: few programs are compiled
@@ -399,7 +399,7 @@ def test_a_test_that_equals_the_training_data(shop):
     with pytest.raises(ValueError, match="Hold out entries that the inputs lack"):
         sj.evaluate(model, data.to_scipy(), data.without_values().to_scipy())
     with pytest.raises(ValueError, match="as their rows already have them"):
-        recommend.prepare(data, some)
+        prepare(data, some, Setup())
     assert sj.evaluate(model, data, some, exclude=None, **OPTIONS)["users"] == 4
 
 

@@ -19,7 +19,8 @@ from sparsejax.data import SparseDataset
 from sparsejax.mesh import interrupts
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.prediction import recommend as prediction
+from sparsejax.prediction.evaluate import evaluate
+from sparsejax.prediction.recommend import recommend
 from sparsejax.training import fit as training
 from sparsejax.training.checkpoint import Checkpoints, CheckpointWarning, checksums
 from sparsejax.training.fit import EarlyStopping, fit
@@ -80,10 +81,10 @@ def test_learns_a_checkerboard(loss):
     assert [entry["epoch"] for entry in history] == list(range(1, 41))
     assert history[-1]["step"] == 40 * 4
     assert history[-1]["loss"] < history[0]["loss"]
-    found = prediction.recommend(model, train, k=1, exclude=train)
+    found = recommend(model, train, k=1, exclude=train)
     expected = [row[0] for row in np.split(np.asarray(heldout.matrix.indices), 60)]
     np.testing.assert_array_equal(found.ids[:, 0], expected)
-    measured = prediction.evaluate(model, train, heldout, k=1)
+    measured = evaluate(model, train, heldout, k=1)
     assert measured["recall@1"] == 1.0
     assert measured["popularity_recall@1"] < 0.5
 
@@ -275,7 +276,7 @@ def test_the_model_can_be_used_in_log(fused, monkeypatch):
     def log(step, entry):
         assert int(optimizer.step[...]) == step
         copies.append((nnx.clone((model, optimizer)), parameters(model)))
-        measured = prediction.evaluate(model, train, heldout, k=1, optimizer=optimizer)
+        measured = evaluate(model, train, heldout, k=1, optimizer=optimizer)
         scores.append(measured["recall@1"])
 
     options: dict[str, Any] = {"batch_size": 16, "num_epochs": 3, "fused": fused}

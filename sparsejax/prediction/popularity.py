@@ -1,0 +1,59 @@
+"""The baseline: what most rows have, recommended to everyone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.data.sources import Features
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.layout import padded_rows
+from sparsejax.ops.top_k import top_k
+from sparsejax.sparse import CSR
+
+
+def column_counts(matrix: CSR) -> np.ndarray:
+    """`[num_cols]` number of entries in each column."""
+    used = np.asarray(matrix.indices)[: int(matrix.indptr[-1])]
+    return np.bincount(used, minlength=matrix.num_cols)
+
+
+class Popularity(nnx.Module):
+    """Scores every item by the number of rows that have it, whatever the input.
+
+    An item that no row has is never recommended: in the vocabulary of other training
+    data it would not be.
+    """
+
+    def __init__(self, counts: np.ndarray, features: Features):
+        # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
+        _, ranks = np.unique(counts, return_inverse=True)
+        ranks = np.where(counts > 0, ranks, -1)
+        self.ranks = nnx.Variable(jnp.asarray(ranks, jnp.float32))
+        self.num_items = len(counts)
+        # A dict could not be part of a compiled program.
+        self.features = features if isinstance(features, int) else (*features.items(),)
+
+    @property
+    def num_features(self) -> Features:
+        return self.features if isinstance(self.features, int) else dict(self.features)
+
+    @property
+    def scores(self) -> jax.Array:
+        # Made where it is used: `jax_debug_infs` refuses arguments that are infinite.
+        ranks = self.ranks[...]
+        return jnp.where(ranks < 0, -jnp.inf, ranks)
+
+    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
+        some = next(iter(x.values())) if isinstance(x, dict) else x
+        rows = padded_rows(self.num_items)
+        h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
+        bias = jnp.pad(self.scores, (0, rows - self.num_items))
+        return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
+
+    def item_scores(self, x: Any, ids):
+        return self.scores[ids]
