@@ -31,6 +31,7 @@ from report import peak_host_bytes
 
 import sparsejax as sj
 from sparsejax.data import writers
+from sparsejax.whole_files import whole_text_file
 
 _RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "readers.json"
 _README = pathlib.Path(__file__).resolve().parent / "README.md"
@@ -105,9 +106,9 @@ def make_files(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     pq.write_table(table, parquet)
     data = sj.read(parquet)
     data.save(saved)
-    with writers.whole_file(text) as file:
+    with whole_text_file(text) as file:
         writers.write_text(file, data)
-    with writers.whole_file(adjacency) as file:
+    with whole_text_file(adjacency) as file:
         writers.write_adjacency(file, data.without_values())
     return {
         "pairs, CSV": csv,

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from sparsejax import optimizers
+from sparsejax import optimizers, whole_files
 from sparsejax.cli import main as cli
 from sparsejax.cli import report as reports
 from sparsejax.cli import run
@@ -34,7 +34,7 @@ from sparsejax.data import (
 )
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of
-from sparsejax.data.files import check_new, lines_of, new_folder, shown
+from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import as_names, examples, find_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
@@ -202,7 +202,7 @@ def evaluate(flags: cli.Evaluate) -> None:
 def predict(flags: cli.Predict) -> None:
     """`sparsejax predict`."""
     settings, names = run.load_run(flags.run)
-    writers.check_writable(flags.out)
+    whole_files.check_writable(flags.out)
     model = run.restored_model(flags.run, settings)
     data = _read(flags.data, flags, features=names, indicator=settings.indicator)
     if flags.users is not None:
@@ -224,7 +224,7 @@ def predict(flags: cli.Predict) -> None:
 def export(flags: cli.Export) -> None:
     """`sparsejax export`."""
     settings, names = run.load_run(flags.run)
-    writers.check_writable(flags.out)
+    whole_files.check_writable(flags.out)
     model = run.restored_model(flags.run, settings)
     export_predictor(
         model, flags.out, k=flags.k, names=names, batch_size=flags.batch_size
@@ -235,13 +235,13 @@ def export(flags: cli.Export) -> None:
 def convert(flags: cli.Convert) -> None:
     """`sparsejax convert`."""
     to = flags.to or _format_of(flags.output)
-    writers.check_writable(flags.output)
+    whole_files.check_writable(flags.output)
     features = None if flags.features is None else read(flags.features)
     data = _read(flags.input, flags, features=features)
     if to == "parquet":
         data.save(flags.output)
         return
-    with writers.whole_file(flags.output) as file:
+    with whole_files.whole_text_file(flags.output) as file:
         match to:
             case "text":
                 writers.write_text(file, data)
@@ -255,7 +255,7 @@ def convert(flags: cli.Convert) -> None:
 def split(flags: cli.Split) -> None:
     """`sparsejax split`."""
     _check_split(flags)
-    check_new(flags.out)
+    whole_files.check_new(flags.out)
     data = _read(flags.data, flags)
     short = ""
     if flags.by == "last":
@@ -269,7 +269,7 @@ def split(flags: cli.Split) -> None:
         assert flags.fraction is not None  # as was checked
         choose = data.split if flags.by == "random" else data.split_rows
         parts = choose(flags.fraction, seed=flags.seed or 0)
-    with new_folder(flags.out) as folder:
+    with whole_files.whole_folder(flags.out) as folder:
         parts.train.save(folder / "train.parquet")
         parts.heldout.save(folder / "heldout.parquet")
     print(f"{parts}{short}", file=sys.stderr)
@@ -301,7 +301,7 @@ def report(flags: cli.Report) -> None:
         raise ValueError("--test needs --train, what the model is shown of its rows")
     out = flags.run / "report.html" if flags.out is None else flags.out
     settings, names = run.load_run(flags.run)
-    writers.check_writable(out)
+    whole_files.check_writable(out)
     model = run.restored_model(flags.run, settings)
     progress = run.checkpoints_of(flags.run, settings).progress() or {}
     # Without data: by the popularity that the order of the vocabulary goes by.
@@ -335,7 +335,7 @@ def report(flags: cli.Report) -> None:
 def vectors(flags: cli.Vectors) -> None:
     """`sparsejax vectors`."""
     vector_files.check_ending(flags.out)
-    writers.check_writable(flags.out)
+    whole_files.check_writable(flags.out)
     settings, names = run.load_run(flags.run)
     model = run.restored_model(flags.run, settings)
     if flags.data is None:

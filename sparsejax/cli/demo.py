@@ -15,12 +15,12 @@ from sparsejax import optimizers
 from sparsejax.cli import commands, report
 from sparsejax.data import datasets
 from sparsejax.data.names import as_names
-from sparsejax.data.writers import check_writable
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.evaluate import evaluate
 from sparsejax.training.fit import fit
+from sparsejax.whole_files import check_writable
 
 NETWORK = NetworkConfig.autoencoder((128,))
 OPTIMIZER, LEARNING_RATE = "adam", 1e-3

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparsejax.data import SparseDataset, writers
+from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names, find_names
 from sparsejax.mesh import processes
 from sparsejax.prediction.recommend import recommend
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.prediction.vectors import HasItems, similar_items
+from sparsejax.whole_files import check_writable, whole_text_file
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")
 
@@ -94,7 +95,8 @@ def write_report(
     ]
 
     def write() -> None:
-        with writers.whole_file(path) as file:
+        check_writable(path)
+        with whole_text_file(path) as file:
             file.write(
                 '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
                 '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

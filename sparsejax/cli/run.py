@@ -24,7 +24,6 @@ from flax import nnx
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
-from sparsejax.data.writers import whole_file
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.nn.config import NetworkConfig, checked
@@ -32,6 +31,7 @@ from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
+from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
 _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
@@ -287,7 +287,7 @@ def begun(
             run.check_resumes(before)
 
         def write(settings: Run):
-            with whole_file(directory / _SETTINGS) as file:
+            with whole_text_file(directory / _SETTINGS) as file:
                 file.write(settings.to_json())
 
         def make():

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import gzip
 import io
 import lzma
 import os
-import pathlib
 import re
-import shutil
 import stat
-import time
-import uuid
 import zlib
 from collections.abc import Buffer, Generator, Iterator
 
@@ -31,11 +26,6 @@ BLOCK_BYTES = 8 * 2**20
 MAX_LINE_BYTES = 64 * 2**20
 
 _HEAD_BYTES = 64 * 2**10
-
-# A file under construction that nothing was written to for so long has no writer.
-_ABANDONED_SECONDS = 3600
-# These come without the name of the file.
-_FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _XZ_BYTES = 2**18  # are decompressed at a time
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
@@ -176,80 +166,6 @@ def shown(path: Path) -> str:
 def is_address(path: Path) -> bool:
     """Whether this is an address, as `s3://bucket/folder`."""
     return bool(re.match("[a-z][a-z0-9+.-]*://", os.fspath(path)))
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Generator[pathlib.Path]:
-    """A name to write a file under, which becomes `path` when the block is done.
-
-    So the file appears at once and whole, and replaces one that was there; if the block
-    fails, nothing has changed. What a killed process left behind in the folder
-    (`.sparsejax-*.tmp`) is removed when nobody has written to it for an hour.
-    """
-    path = pathlib.Path(path).resolve()  # a link stays a link
-    temporary = _temporary(path)
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and (
-            error.filename == os.fspath(temporary) or error.errno in _FULL
-        ):  # the caller knows the file by its own name
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-        raise
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Generator[pathlib.Path]:
-    """A folder to write files into, which becomes `path` when the block is done.
-
-    So the folder appears at once and whole, or not at all; what a killed process left
-    behind is removed as by `replacing`.
-
-    Raises:
-      FileExistsError: `path` is there.
-      ValueError: its folder is not.
-    """
-    path = pathlib.Path(path)
-    check_new(path)
-    temporary = _temporary(path)
-    try:
-        temporary.mkdir()
-        yield temporary
-        check_new(path)  # an empty folder would be replaced
-        os.rename(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def check_new(path: Path) -> None:
-    """Looks whether a folder can be made here.
-
-    Raises:
-      FileExistsError: `path` is there.
-      ValueError: its folder is not.
-    """
-    path = pathlib.Path(path)
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path}: exists; name another folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
-
-
-def _temporary(path: pathlib.Path) -> pathlib.Path:
-    """A name beside `path` for what is being written; abandoned ones are removed."""
-    for other in path.parent.glob(".sparsejax-*.tmp"):
-        with contextlib.suppress(OSError):
-            written = max(file.stat().st_mtime for file in [other, *other.rglob("*")])
-            if time.time() - written <= _ABANDONED_SECONDS:
-                continue
-            if other.is_dir():
-                shutil.rmtree(other)
-            else:
-                other.unlink()
-    return path.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
 
 
 @dataclasses.dataclass(frozen=True)

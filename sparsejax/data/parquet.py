@@ -30,9 +30,10 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from sparsejax.data.files import DataError, Path, check_regular, is_address, replacing
+from sparsejax.data.files import DataError, Path, check_regular, is_address
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
+from sparsejax.whole_files import whole_file
 
 VERSION = 1
 
@@ -97,7 +98,7 @@ def write_parquet(path: Path, parts: Parts) -> None:
     metadata = {_VERSION_KEY: str(VERSION).encode(), _CHECKSUM_KEY: _checksum(parts)}
     table = table.replace_schema_metadata(metadata)
 
-    with replacing(path) as temporary, open(temporary, "xb") as file:
+    with whole_file(path) as file:
         pq.write_table(
             table,
             file,

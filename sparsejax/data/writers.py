@@ -1,62 +1,22 @@
-"""Text files of interactions, written whole or not at all."""
+"""Text files of interactions."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
-import gzip
 import io
-import lzma
-import os
-import pathlib
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.files import replacing
 from sparsejax.data.lines import ESCAPES
 from sparsejax.data.names import Names, as_names
 
-COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 _ESCAPED = str.maketrans(ESCAPES)
 _ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not in ",:"}
-
-
-@contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Generator[io.TextIOWrapper]:
-    """Opens a UTF-8 text file that appears at `path` when the block is done.
-
-    It replaces a file that was there; if the block fails, nothing has changed. A name
-    that ends in `.gz` or `.xz` gives a compressed file.
-
-    Raises:
-      OSError: the file cannot be written.
-      ValueError: see `check_writable`.
-    """
-    check_writable(path)
-    opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
-    with (
-        replacing(path) as temporary,
-        opener(temporary, "xt", encoding="utf-8", newline="\n") as file,
-    ):
-        yield file
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Looks whether a file can be made here, or be replaced.
-
-    Raises:
-      ValueError: `path` is a folder, a device or the like, or its folder is not there.
-    """
-    path = pathlib.Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: is not a file, so it cannot be written")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
 
 
 def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:

@@ -33,7 +33,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names, examples
 from sparsejax.data.sources import (
     Features,
@@ -47,13 +46,13 @@ from sparsejax.data.sources import (
     dense_row,
     rows_of_inputs,
 )
-from sparsejax.data.writers import check_writable
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.prediction.loop import check_positive, collect, rows_of
 from sparsejax.prediction.programs import Signature
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR, host_rows
+from sparsejax.whole_files import check_writable, whole_file
 
 VERSION = 2
 _SETTINGS, _ITEMS = "predictor.json", "items.json"
@@ -496,10 +495,7 @@ def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
 
 def _write(path, settings, items, programs, parts) -> None:
     check_writable(path)
-    with (
-        replacing(path) as temporary,
-        zipfile.ZipFile(temporary, "x") as archive,
-    ):
+    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for size, program in programs:
             settings["programs"].append(size)
             settings["calling_convention"] = program.calling_convention_version
@@ -510,9 +506,9 @@ def _write(path, settings, items, programs, parts) -> None:
                 compress_type=zipfile.ZIP_DEFLATED,
             )
         for i, weight_parts in enumerate(parts):
-            with archive.open(f"weights/{i}", "w", force_zip64=True) as file:
+            with archive.open(f"weights/{i}", "w", force_zip64=True) as entry:
                 for part in weight_parts:
-                    file.write(_bytes_of(part))
+                    entry.write(_bytes_of(part))
         archive.writestr(_ITEMS, json.dumps(items))
         archive.writestr(_SETTINGS, json.dumps(settings, indent=2))
 

@@ -1,4 +1,4 @@
-"""Files of recommendations, written whole or not at all."""
+"""Files of recommendations."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data.files import replacing
 from sparsejax.data.names import Names
-from sparsejax.data.writers import (
-    COMPRESSED,
-    check_names,
-    check_writable,
-    escaped,
-    whole_file,
-)
+from sparsejax.data.writers import check_names, escaped
 from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.whole_files import (
+    COMPRESSED,
+    check_writable,
+    whole_file,
+    whole_text_file,
+)
 
 _TABLES = (".csv", ".parquet", ".jsonl")
-# Rows whose recommendations are written at a time.
-_TABLE_ROWS = 2**16
 
 
 def save_recommendations(
-    path: str | os.PathLike[str], rows: Names, found: Recommendations, items: Names
+    path: str | os.PathLike[str],
+    rows: Names,
+    found: Recommendations,
+    items: Names,
+    *,
+    rows_at_a_time: int = 2**16,
 ) -> None:
     """Writes what is recommended, best first; the file's name says in which form.
 
@@ -45,16 +47,24 @@ def save_recommendations(
     The file appears at once and whole, or not at all, and all but `.parquet` compressed
     where `.gz` or `.xz` follows.
 
+    Args:
+      path: the file, which is replaced if it exists.
+      rows: names of the rows.
+      found: what is recommended to each.
+      items: names of all items.
+      rows_at_a_time: of a row group of `.parquet`.
+
     Raises:
       OSError: the file cannot be written.
       ValueError: see `check_writable` and `check_recommendation_names`.
     """
+    check_writable(path)
     check_recommendation_names(path, rows, items)
     ending = _ending(path)
     if ending == ".parquet":
-        _write_recommendation_table(path, rows, found, items)
+        _write_recommendation_table(path, rows, found, items, rows_at_a_time)
         return
-    with whole_file(path) as file:
+    with whole_text_file(path) as file:
         match ending:
             case ".csv":
                 lines = csv.writer(file, lineterminator="\n")
@@ -121,18 +131,21 @@ def _recommended(
 
 
 def _write_recommendation_table(
-    path: str | os.PathLike[str], rows: Names, found: Recommendations, items: Names
+    path: str | os.PathLike[str],
+    rows: Names,
+    found: Recommendations,
+    items: Names,
+    group_rows: int,
 ) -> None:
     def table(start: int) -> pa.Table:
-        part = slice(start, start + _TABLE_ROWS)
+        part = slice(start, start + group_rows)
         some = Recommendations(found.ids[part], found.scores[part])
         return some.to_arrow(rows[part], items)
 
-    check_writable(path)
+    schema = table(len(found)).schema
     with (
-        replacing(path) as temporary,
-        open(temporary, "xb") as file,
-        pq.ParquetWriter(file, table(len(found)).schema, compression="zstd") as writer,
+        whole_file(path) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
-        for start in range(0, len(found), _TABLE_ROWS):
+        for start in range(0, len(found), group_rows):
             writer.write_table(table(start))

@@ -17,11 +17,9 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.batching import Shown, rows_in_a_batch, taken
-from sparsejax.data.files import replacing
 from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
-from sparsejax.data.writers import check_writable
-from sparsejax.mesh.layout import using_auto_axes, replicated, put_on_mesh, to_host
+from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
@@ -29,6 +27,7 @@ from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.prediction.recommender import merged, split
 from sparsejax.sparse import CSR
+from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".npz", ".parquet")
 
@@ -183,7 +182,7 @@ def save_vectors(
         )
     if pathlib.Path(path).suffix == ".npz":
         _check_fixed_width(path, known)
-    with replacing(path) as temporary, open(temporary, "xb") as file:
+    with whole_file(path) as file:
         match pathlib.Path(path).suffix:
             case ".npy":
                 # Not to the file itself, where NumPy would not say that the disk is full.

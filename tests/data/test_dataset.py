@@ -1,7 +1,6 @@
 """SparseDataset: making, splitting, matching by name, saving."""
 
 import dataclasses
-import errno
 import os
 import pathlib
 
@@ -24,10 +23,8 @@ from sparsejax.data import (
     scan_parquet,
     vocabulary_order,
 )
-from sparsejax.data.files import new_folder
 from sparsejax.data.names import as_names
 from sparsejax.data.vocabulary import imbalance
-from sparsejax.data.writers import whole_file
 from sparsejax.sparse import CSR
 
 ROWS = ["ann", "b\u00f6b", "eve", "\u3042"]
@@ -580,19 +577,6 @@ def test_failing_save_leaves_nothing(tmp_path, monkeypatch):
     assert path.read_bytes() == before
 
 
-def test_what_a_killed_save_left_is_removed_when_it_is_old(tmp_path):
-    old, new, other = (
-        tmp_path / name for name in (".sparsejax-1.tmp", ".sparsejax-2.tmp", "a.tmp")
-    )
-    for path in (old, new, other):
-        path.write_bytes(b"half")
-    for path in (old, other):
-        os.utime(path, (0, 0))
-    make().save(tmp_path / "d.parquet")
-    # What is new may be somebody else's, who is still writing.
-    assert sorted(os.listdir(tmp_path)) == [new.name, "a.tmp", "d.parquet"]
-
-
 def test_save_to_impossible_places(tmp_path):
     with pytest.raises(FileNotFoundError):
         make().save(tmp_path / "missing" / "d.parquet")
@@ -602,14 +586,6 @@ def test_save_to_impossible_places(tmp_path):
     with pytest.raises(OSError):
         make().save(tmp_path / "folder")
     assert os.listdir(tmp_path) == ["folder"]
-
-
-def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path):
-    path = tmp_path / "d.txt"
-    with pytest.raises(OSError, match="d.txt") as caught, whole_file(path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert caught.value.errno == errno.ENOSPC
-    assert os.listdir(tmp_path) == []
 
 
 def test_load_of_damaged_files(tmp_path):
@@ -713,38 +689,3 @@ def test_load_of_missing(tmp_path: pathlib.Path):
         SparseDataset.load(tmp_path / "d")
     with pytest.raises(DataError, match="is a directory"):
         SparseDataset.load(tmp_path)
-
-
-def test_a_new_folder_is_whole_or_not_there(tmp_path):
-    out = tmp_path / "parts"
-    with pytest.raises(ZeroDivisionError), new_folder(out) as folder:
-        make().save(folder / "train.parquet")
-        raise ZeroDivisionError
-    assert os.listdir(tmp_path) == []
-    with new_folder(out) as folder:
-        make().save(folder / "train.parquet")
-        assert not out.exists()
-    assert os.listdir(tmp_path) == ["parts"] and os.listdir(out) == ["train.parquet"]
-    with pytest.raises(FileExistsError, match="parts: exists"), new_folder(out):
-        raise AssertionError("begun")
-    late = tmp_path / "late"
-    with pytest.raises(FileExistsError, match="late: exists"), new_folder(late):
-        late.mkdir()
-    with (
-        pytest.raises(ValueError, match="there is no folder"),
-        new_folder(late / "x/y"),
-    ):
-        raise AssertionError("begun")
-    assert sorted(os.listdir(tmp_path)) == ["late", "parts"]
-
-
-def test_what_a_killed_folder_left_is_removed_when_it_is_old(tmp_path):
-    for name in ("old", "new"):
-        folder = tmp_path / f".sparsejax-{name}.tmp"
-        folder.mkdir()
-        (folder / "train.parquet").write_bytes(b"half")
-        os.utime(folder, (0, 0))
-    os.utime(tmp_path / ".sparsejax-old.tmp" / "train.parquet", (0, 0))
-    make().save(tmp_path / "d.parquet")
-    # A long file is still written into the other.
-    assert sorted(os.listdir(tmp_path)) == [".sparsejax-new.tmp", "d.parquet"]
