@@ -1,25 +1,14 @@
-"""The bundled data set, and the code that made it."""
+"""The bundled data set, and the script that made it."""
 
-import lzma
 import pathlib
+import runpy
 
 import numpy as np
-import pytest
+import pyarrow.parquet as pq
 
-from sparsejax.data import DataError, datasets
+from sparsejax.data import SparseDataset, datasets
 
-UCI = """\
-I,4,"www.example.com","created by hand"
-A,1287,1,"Routes, all of them ","/route"
-A,1288,1,"library","/library"
-A,1290,1,"library","/lib"
-C,"10001",10001
-V,1288,1
-V,1290,1
-C,"10002",10002
-C,"10003",10003
-V,1288,1
-"""
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "msweb.py"
 
 
 def test_msweb():
@@ -50,48 +39,33 @@ def test_attribution_is_beside_the_data():
     assert sum(file.stat().st_size for file in folder.iterdir()) < 300_000
 
 
-@pytest.mark.parametrize("pack", [bytes, lzma.compress])
-def test_read_msweb_uci(tmp_path, pack):
-    path = tmp_path / "data"
-    path.write_bytes(pack(UCI.encode()))
-    dataset, titles = datasets.read_msweb_uci(path, row_prefix="train-")
-    assert dataset.row_names.tolist() == ["train-10001", "train-10002", "train-10003"]
-    assert dataset.feature_names.tolist() == ["/route", "/library", "/lib"]
-    assert dataset.to_scipy().toarray().tolist() == [[0, 1, 1], [0, 0, 0], [0, 1, 0]]
-    assert titles == {
-        "/route": "Routes, all of them",
-        "/library": "library",
-        "/lib": "library",
-    }
-
-
-def test_convert_msweb(tmp_path, monkeypatch):
-    (tmp_path / "a").write_text(UCI)
-    (tmp_path / "b").write_text(UCI.replace('C,"10002",10002\n', ""))
-    datasets.convert_msweb(tmp_path / "a", tmp_path / "b", tmp_path)
-    monkeypatch.setattr(datasets, "_FOLDER", tmp_path)
+def test_the_bundled_files_can_be_made_again(tmp_path):
+    """Also from the data itself, written as UCI has it."""
     data = datasets.msweb()
-    # Ranked by frequency in train; the area that nobody visited is there too.
-    expected = ["/library", "/route", "/lib"]
-    assert data.train.feature_names.tolist() == expected
-    assert data.test.feature_names.tolist() == expected
-    assert data.train.to_scipy().toarray().tolist() == [[1, 0, 1], [0] * 3, [1, 0, 0]]
-    assert data.test.row_names.tolist() == ["test-10001", "test-10003"]
-    assert data.titles["/lib"] == "library"
+    areas = [f'A,{i},1,"{t} ","{n}"' for i, (n, t) in enumerate(data.titles.items())]
+    number = {name: i for i, name in enumerate(data.titles)}
 
+    def write(visits, name):
+        lines = ['I,4,"www.microsoft.com","created by getlog.pl"', *areas]
+        names = visits.feature_names.tolist()
+        for row, case in enumerate(visits.row_names.tolist()):
+            lines.append('C,"{0}",{0}'.format(case.partition("-")[2]))
+            start, end = visits.matrix.indptr[row : row + 2]
+            found = visits.matrix.indices[start:end].tolist()
+            lines += [f"V,{number[names[feature]]},1" for feature in found]
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="ascii")
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no case"),
-        ("1,2,3\n", "no case"),
-        (UCI + "V,9999,1\n", "data:11: not UCI's form.*9999"),
-        (UCI.replace('C,"10001",10001\n', ""), "no case before the votes"),
-        (UCI + "A,1,1,\u00e9,/e\n", "not UCI's form"),
-    ],
-)
-def test_read_msweb_uci_errors(tmp_path, text, message):
-    path = tmp_path / "data"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        datasets.read_msweb_uci(path)
+    write(data.train, "data")
+    write(data.test, "test")
+    script = runpy.run_path(str(SCRIPT))
+    script["convert"](tmp_path / "data", tmp_path / "test", tmp_path)
+    for name in ("train", "test"):
+        made = SparseDataset.load(tmp_path / f"{name}.parquet")
+        kept = getattr(data, name)
+        assert made.row_names.tolist() == kept.row_names.tolist()
+        assert made.feature_names.tolist() == kept.feature_names.tolist()
+        assert made.matrix.data is None
+        np.testing.assert_array_equal(made.matrix.indices, kept.matrix.indices)
+        np.testing.assert_array_equal(made.matrix.indptr, kept.matrix.indptr)
+    titles = pq.read_table(tmp_path / "titles.parquet").to_pydict()
+    assert dict(zip(titles["feature"], titles["title"], strict=True)) == data.titles

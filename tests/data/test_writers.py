@@ -1,6 +1,5 @@
 """Files of interactions are read as what was written."""
 
-
 import numpy as np
 import pytest
 import scipy.sparse
