@@ -35,7 +35,7 @@ from sparsejax.data import (
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of
 from sparsejax.data.files import lines_of, shown
-from sparsejax.data.names import as_names, examples, find_names
+from sparsejax.data.names import as_names, find_names, quoted
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
 from sparsejax.nn.config import NetworkConfig
@@ -512,7 +512,7 @@ def _heldout(
         names = heldout.row_names[unknown]
         text = (
             f"{path}: {names.size:,} of {heldout.num_rows:,} rows are not in "
-            f"{data_path}: {examples(names)}"
+            f"{data_path}: {quoted(names)}"
         )
         if unknown.all():
             raise DataError(text)

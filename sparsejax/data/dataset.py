@@ -320,8 +320,8 @@ class SparseDataset:
         if not rows.size:
             raise ValueError(
                 "the two data sets have no row name in common: one has "
-                f"{_names.examples(self.row_names)}, the other "
-                f"{_names.examples(other.row_names)}"
+                f"{_names.quoted(self.row_names)}, the other "
+                f"{_names.quoted(other.row_names)}"
             )
         return self._rows(rows), other._rows(found[rows])
 
@@ -351,7 +351,7 @@ class SparseDataset:
         if missing == "error":
             raise ValueError(
                 f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
-                f'{_names.examples(absent)}; missing="empty" makes empty rows of them'
+                f'{_names.quoted(absent)}; missing="empty" makes empty rows of them'
             )
         return self._rows(found, wanted)
 
@@ -543,12 +543,12 @@ def align_features(
         if left_out == dataset.num_entries:
             raise ValueError(
                 f"all {left_out:,} entries are of features that the vocabulary lacks: "
-                f"{_names.examples(unknown)}; it has {_names.examples(wanted)}"
+                f"{_names.quoted(unknown)}; it has {_names.quoted(wanted)}"
             )
         message = (
             f"{left_out:,} of {dataset.num_entries:,} entries are left out: "
             f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
-            f"{_names.examples(unknown)}"
+            f"{_names.quoted(unknown)}"
         )
     counts = np.diff(matrix.indptr)
     indptr = _offsets(known)[matrix.indptr]

@@ -79,7 +79,7 @@ class DenseDataset:
         if fill is None:
             raise ValueError(
                 f"{missing.size:,} of {wanted.size:,} rows are not in the data set: "
-                f"{_names.examples(missing)}; fill=0 makes rows of zeros of them"
+                f"{_names.quoted(missing)}; fill=0 makes rows of zeros of them"
             )
         shape = (len(wanted), *self.values.shape[1:])
         values = np.full(shape, fill, self.values.dtype)

@@ -74,11 +74,11 @@ def check_unique(names: Names, what: str) -> None:
     repeated = as_names(seen.field("values"))[seen.field("counts").to_numpy() > 1]
     raise ValueError(
         f"{what} names must be unique, but these occur more than once: "
-        f"{examples(repeated)}"
+        f"{quoted(repeated)}"
     )
 
 
-def examples(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
+def quoted(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
     """The first few names, quoted, for a message."""
     names = as_names(names)
     shown = ", ".join(repr(name) for name in names[:count])

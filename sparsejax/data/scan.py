@@ -19,7 +19,7 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Column
 from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import Names, as_names, check_unique, examples
+from sparsejax.data.names import Names, as_names, check_unique, quoted
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.tables import TableLayout
@@ -262,7 +262,7 @@ def scan_parquet(
             raise DataError.at(
                 path,
                 "all entries of the first row group are of features that the vocabulary "
-                f"lacks; it has {examples(names)}",
+                f"lacks; it has {quoted(names)}",
             )
     return scanned
 

@@ -21,7 +21,7 @@ from sparsejax.data.batching import (
     for_dense_batches,
 )
 from sparsejax.data.dense import dense_rows
-from sparsejax.data.names import Names, examples, find_names
+from sparsejax.data.names import Names, find_names, quoted
 from sparsejax.sparse import CSR, host_rows
 
 Source = SparseDataset | CSR | scipy.sparse.sparray | scipy.sparse.spmatrix
@@ -38,7 +38,7 @@ Held = dict[str, CSR | Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
+class Named:
     """A matrix or an array, with the names of its rows if it has some.
 
     Attributes:
@@ -62,11 +62,11 @@ class Rows:
 
     def labels(self, rows: np.ndarray) -> str:
         """The first few of these rows, for a message."""
-        return examples(rows if self.row_names is None else self.row_names[rows])
+        return quoted(rows if self.row_names is None else self.row_names[rows])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Table(Rows):
+class NamedCSR(Named):
     """A source as a CSR, on the host or the device, with its names if it has some.
 
     Attributes:
@@ -79,7 +79,7 @@ class Table(Rows):
     left_out: np.ndarray | None = None
 
     @classmethod
-    def of(cls, what: str, source: Source) -> Table:
+    def of(cls, what: str, source: Source) -> NamedCSR:
         """Takes a source.
 
         Raises:
@@ -103,13 +103,13 @@ class Table(Rows):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DenseTable(Rows):
+class NamedArray(Named):
     """A dense source, on the host."""
 
     matrix: np.ndarray
 
     @classmethod
-    def of(cls, what: str, source: Dense) -> DenseTable:
+    def of(cls, what: str, source: Dense) -> NamedArray:
         """Takes a source.
 
         Raises:
@@ -129,12 +129,12 @@ class Inputs:
     Another one with names is brought into their order, one without already has it.
 
     Attributes:
-      tables: by name, row `i` of each belongs to row `i` of the others; one source that
+      parts: by name, row `i` of each belongs to row `i` of the others; one source that
         was given without a name is called "inputs".
       alone: whether there is one without a name.
     """
 
-    tables: Mapping[str, Table | DenseTable]
+    parts: Mapping[str, NamedCSR | NamedArray]
     alone: bool
 
     @classmethod
@@ -150,17 +150,17 @@ class Inputs:
         if isinstance(sources, Inputs):
             return sources
         if not isinstance(sources, Mapping):
-            return cls({"inputs": Table.of("inputs", sources)}, True)
+            return cls({"inputs": NamedCSR.of("inputs", sources)}, True)
         if not sources:
             raise ValueError("inputs is empty; give {name: source}")
-        tables = {name: _table(name, source) for name, source in sources.items()}
-        first = _first(tables)
-        return cls({n: aligned(t, first) for n, t in tables.items()}, False)
+        parts = {name: _part(name, source) for name, source in sources.items()}
+        first = _first(parts)
+        return cls({name: aligned(part, first) for name, part in parts.items()}, False)
 
     @property
-    def rows(self) -> Table | DenseTable:
+    def rows(self) -> NamedCSR | NamedArray:
         """Whose rows they are."""
-        return _first(self.tables)
+        return _first(self.parts)
 
     @property
     def num_rows(self) -> int:
@@ -170,27 +170,27 @@ class Inputs:
     def features(self) -> Features:
         """What a model that takes them has as `num_features`."""
         sizes = {
-            name: table.matrix.shape[1:]
-            if isinstance(table, DenseTable)
-            else table.matrix.num_cols
-            for name, table in self.tables.items()
+            name: part.matrix.shape[1:]
+            if isinstance(part, NamedArray)
+            else part.matrix.num_cols
+            for name, part in self.parts.items()
         }
         return self.matrix.num_cols if self.alone else sizes
 
     @property
     def matrix(self) -> CSR:
         """Of the one source without a name."""
-        matrix = self.tables["inputs"].matrix
+        matrix = self.parts["inputs"].matrix
         assert isinstance(matrix, CSR)
         return matrix
 
     def for_batches(self) -> Held:
         """Each matrix or array as `batches` takes it."""
         return {
-            name: for_dense_batches(table.matrix)
-            if isinstance(table, DenseTable)
-            else for_batches(table.matrix)
-            for name, table in self.tables.items()
+            name: for_dense_batches(part.matrix)
+            if isinstance(part, NamedArray)
+            else for_batches(part.matrix)
+            for name, part in self.parts.items()
         }
 
     def batches(
@@ -210,7 +210,7 @@ class Inputs:
             }
         )
 
-    def named(self, what: str, source: Source | str) -> Table:
+    def named(self, what: str, source: Source | str) -> NamedCSR:
         """A source for the argument `what`, or the sparse input of this name.
 
         Raises:
@@ -218,18 +218,18 @@ class Inputs:
           ValueError: there is no such input.
         """
         if not isinstance(source, str):
-            return Table.of(what, source)
-        found = self.tables.get(source)
-        if not isinstance(found, Table):
-            sparse = [n for n, t in self.tables.items() if isinstance(t, Table)]
+            return NamedCSR.of(what, source)
+        found = self.parts.get(source)
+        if not isinstance(found, NamedCSR):
+            sparse = [n for n, part in self.parts.items() if isinstance(part, NamedCSR)]
             raise ValueError(
                 f"{what} is data or the name of a sparse input, got {source!r}; there is "
-                f"{_quoted(sparse)}"
+                f"{_listed(sparse)}"
             )
         return found
 
 
-def _table(name: Any, source: Any) -> Table | DenseTable:
+def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
     what = f"inputs[{name!r}]"
     if not isinstance(name, str):
         raise TypeError(f"the names of inputs are text, got {name!r}")
@@ -239,26 +239,26 @@ def _table(name: Any, source: Any) -> Table | DenseTable:
             "be brought together; read all inputs into memory, or scan a single one"
         )
     if isinstance(source, DenseDataset | np.ndarray | jax.Array):
-        return DenseTable.of(what, source)
+        return NamedArray.of(what, source)
     if isinstance(source, SparseDataset | CSR) or scipy.sparse.issparse(source):
-        return Table.of(what, source)
+        return NamedCSR.of(what, source)
     raise TypeError(
         f"{what} is a SparseDataset, a CSR, a SciPy sparse matrix, a DenseDataset or an "
         f"array, got {type(source).__name__}"
     )
 
 
-def _first(tables: Mapping[str, Table | DenseTable]) -> Table | DenseTable:
+def _first(parts: Mapping[str, NamedCSR | NamedArray]) -> NamedCSR | NamedArray:
     """The first with row names, or the first."""
-    found = [table for table in tables.values() if table.row_names is not None]
-    return [*found, *tables.values()][0]
+    found = [part for part in parts.values() if part.row_names is not None]
+    return [*found, *parts.values()][0]
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def find_rows(wanted: Rows, among: Rows) -> np.ndarray:
+def find_rows(wanted: Named, among: Named) -> np.ndarray:
     """`[wanted rows]`: the row of `among` for each row of `wanted`, -1 if missing.
 
     By name if both have names; otherwise row `i` belongs to row `i`.
@@ -279,27 +279,27 @@ def find_rows(wanted: Rows, among: Rows) -> np.ndarray:
     return np.arange(wanted.num_rows)
 
 
-def aligned[T: Rows](table: T, rows: Rows) -> T:
-    """The table with a row for each of `rows`, in the same order.
+def aligned[T: Named](part: T, rows: Named) -> T:
+    """The part with a row for each of `rows`, in the same order.
 
     Raises:
       ValueError: a row is missing, or the numbers of rows differ.
     """
-    found = find_rows(rows, table)
+    found = find_rows(rows, part)
     missing = np.flatnonzero(found < 0)
     if missing.size:
         raise ValueError(
             f"{missing.size:,} of {rows.num_rows:,} rows of {rows.what} are not in "
-            f"{table.what}: {rows.labels(missing)}"
+            f"{part.what}: {rows.labels(missing)}"
         )
-    if np.array_equal(found, np.arange(table.num_rows)):
-        return table
-    matrix = table.matrix
+    if np.array_equal(found, np.arange(part.num_rows)):
+        return part
+    matrix = part.matrix
     if isinstance(matrix, CSR):
         matrix = host_rows(jax.tree.map(np.asarray, matrix), found)
     else:
         matrix = matrix[found]
-    return dataclasses.replace(table, matrix=matrix, row_names=rows.row_names)
+    return dataclasses.replace(part, matrix=matrix, row_names=rows.row_names)
 
 
 def features_of(model: Any) -> Features:
@@ -335,40 +335,40 @@ def check_inputs(inputs: Inputs, features: Features) -> None:
         if not inputs.alone:
             raise ValueError(
                 f"the model has one input, so give it alone; inputs names "
-                f"{_quoted(inputs.tables)}"
+                f"{_listed(inputs.parts)}"
             )
         check_columns("inputs", inputs.matrix.num_cols, features, "features")
         return
     if inputs.alone:
         raise ValueError(
-            f"the model has the inputs {_quoted(features)}; give them by name, as "
+            f"the model has the inputs {_listed(features)}; give them by name, as "
             "{name: source}"
         )
-    if inputs.tables.keys() != features.keys():
+    if inputs.parts.keys() != features.keys():
         raise ValueError(
-            f"inputs names {_quoted(inputs.tables)} but the model has the inputs "
-            f"{_quoted(features)}"
+            f"inputs names {_listed(inputs.parts)} but the model has the inputs "
+            f"{_listed(features)}"
         )
     for name, expected in features.items():
-        table = inputs.tables[name]
+        part = inputs.parts[name]
         if not isinstance(expected, int):
-            _check_dense(table, dense_row(expected).shape)
-        elif isinstance(table, Table):
-            check_columns(table.what, table.matrix.num_cols, expected, "features")
+            _check_dense(part, dense_row(expected).shape)
+        elif isinstance(part, NamedCSR):
+            check_columns(part.what, part.matrix.num_cols, expected, "features")
         else:
             raise ValueError(
-                f"{table.what} is dense but the model takes {expected:,} sparse features"
+                f"{part.what} is dense but the model takes {expected:,} sparse features"
             )
 
 
-def _check_dense(table: Table | DenseTable, shape: tuple[int, ...]) -> None:
-    if isinstance(table, Table):
+def _check_dense(part: NamedCSR | NamedArray, shape: tuple[int, ...]) -> None:
+    if isinstance(part, NamedCSR):
         raise ValueError(
-            f"{table.what} is sparse but the model takes dense rows of shape {shape}"
+            f"{part.what} is sparse but the model takes dense rows of shape {shape}"
         )
-    if table.matrix.shape[1:] != shape:
+    if part.matrix.shape[1:] != shape:
         raise ValueError(
-            f"{table.what} has rows of shape {table.matrix.shape[1:]} but the model "
+            f"{part.what} has rows of shape {part.matrix.shape[1:]} but the model "
             f"takes {shape}"
         )
 
@@ -382,8 +382,8 @@ def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
         )
 
 
-def check_same_features(a: Table, b: Table) -> None:
-    """Raises ValueError if two tables have as many features but not the same."""
+def check_same_features(a: NamedCSR, b: NamedCSR) -> None:
+    """Raises ValueError if two parts have as many features but not the same."""
     ours, theirs = a.feature_names, b.feature_names
     if ours is None or theirs is None or ours is theirs or len(ours) != len(theirs):
         return

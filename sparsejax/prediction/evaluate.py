@@ -28,9 +28,9 @@ from sparsejax.data.batching import (
 )
 from sparsejax.data.sources import (
     Inputs,
+    NamedCSR,
     Source,
     Sources,
-    Table,
     check_columns,
     check_inputs,
     check_same_features,
@@ -212,16 +212,16 @@ def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluati
       ValueError: see `evaluate`.
     """
     exclude, popularity = setup.exclude, setup.popularity
-    shown, labels = Inputs.of(inputs), Table.of("heldout", heldout)
+    shown, labels = Inputs.of(inputs), NamedCSR.of("heldout", heldout)
     x = shown.rows
     seen = None if exclude is None else shown.named("exclude", exclude)
     counted = None if popularity is None else shown.named("popularity", popularity)
     among = None
     if setup.candidates is not None:
-        among = Table.of("candidates", setup.candidates)
-    for table in (seen, counted, among):
-        if table is not None:
-            _check_items(table, labels)
+        among = NamedCSR.of("candidates", setup.candidates)
+    for source in (seen, counted, among):
+        if source is not None:
+            _check_items(source, labels)
     known_by, trained = popularity, counted
     if popularity is None and isinstance(exclude, str):
         known_by, trained = exclude, seen
@@ -302,7 +302,7 @@ class Evaluation:
 
     ks: tuple[int, ...]
     inputs: Inputs
-    heldout: Table
+    heldout: NamedCSR
     rows: np.ndarray
     batches: Batches | NamedBatches
     exclude: Batches | None
@@ -395,13 +395,13 @@ def _folded_in(
     return shown.align_features(features), rest.align_features(features)
 
 
-def _num_entries(heldout: Table) -> np.ndarray:
+def _num_entries(heldout: NamedCSR) -> np.ndarray:
     """`[rows]` number of held-out entries, with those that were left out."""
     lengths = np.diff(np.asarray(heldout.matrix.indptr))
     return lengths if heldout.left_out is None else lengths + heldout.left_out
 
 
-def _of_items(heldout: Table, chosen: np.ndarray | None) -> Table:
+def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
     """The entries of the `chosen: [items]`, of all if None; none that was left out."""
     heldout = dataclasses.replace(heldout, left_out=None)
     if chosen is None or chosen.all():
@@ -414,7 +414,9 @@ def _of_items(heldout: Table, chosen: np.ndarray | None) -> Table:
     return dataclasses.replace(heldout, matrix=kept)
 
 
-def _left_out(heldout: Table, rows: np.ndarray, batch_size: int) -> np.ndarray | None:
+def _left_out(
+    heldout: NamedCSR, rows: np.ndarray, batch_size: int
+) -> np.ndarray | None:
     """`[steps, batch]` how many entries of the rows were left out, None if none."""
     if heldout.left_out is None:
         return None
@@ -423,7 +425,7 @@ def _left_out(heldout: Table, rows: np.ndarray, batch_size: int) -> np.ndarray |
 
 
 def _check_repeats(
-    heldout: Table, rows: np.ndarray, seen: Table, seen_rows: np.ndarray
+    heldout: NamedCSR, rows: np.ndarray, seen: NamedCSR, seen_rows: np.ndarray
 ) -> None:
     """Warns of held-out entries that are excluded, and so cannot be found.
 
@@ -531,7 +533,7 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
 
 
 def _candidate_ids(
-    among: Table, labels: Table, rows: np.ndarray, batch_size: int
+    among: NamedCSR, labels: NamedCSR, rows: np.ndarray, batch_size: int
 ) -> np.ndarray:
     """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
 
@@ -554,18 +556,18 @@ def _candidate_ids(
     return ids.reshape(steps, batch_size, -1)
 
 
-def _rows(table: Table, rows: np.ndarray) -> scipy.sparse.csr_array:
+def _rows(source: NamedCSR, rows: np.ndarray) -> scipy.sparse.csr_array:
     """Some rows as an indicator, on the host."""
-    return scipy.sparse.csr_array(indicator(table.matrix).to_scipy()[rows])
+    return scipy.sparse.csr_array(indicator(source.matrix).to_scipy()[rows])
 
 
-def _check_items(table: Table, heldout: Table) -> None:
+def _check_items(source: NamedCSR, heldout: NamedCSR) -> None:
     """Raises ValueError unless both have the same columns."""
-    check_same_features(table, heldout)
-    ours, theirs = table.matrix.num_cols, heldout.matrix.num_cols
+    check_same_features(source, heldout)
+    ours, theirs = source.matrix.num_cols, heldout.matrix.num_cols
     if ours != theirs:
         raise ValueError(
-            f"{table.what} has {ours:,} columns but heldout has {theirs:,}; read both "
+            f"{source.what} has {ours:,} columns but heldout has {theirs:,}; read both "
             "with the same vocabulary (or, if inputs are no items, pass exclude=... and "
             "popularity=..., or None for either)"
         )

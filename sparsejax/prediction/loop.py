@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from sparsejax.data.batching import Batches, for_batches
-from sparsejax.data.sources import Held, Inputs, Rows, Table, find_rows
+from sparsejax.data.sources import Held, Inputs, Named, NamedCSR, find_rows
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
 
 def collect(
-    x: Rows,
+    x: Named,
     k: int,
     counts: Sequence[int],
     results: Iterable[tuple[jax.Array, jax.Array]],
@@ -45,19 +45,19 @@ def collect(
 
 
 def exclusion(
-    inputs: Inputs, rows: np.ndarray, held: Held, seen: Table, batch_size: int
+    inputs: Inputs, rows: np.ndarray, held: Held, seen: NamedCSR, batch_size: int
 ) -> Batches:
     """What `seen` has for some rows of the inputs, which are `held` for batches."""
-    for name, table in inputs.tables.items():
+    for name, part in inputs.parts.items():
         matrix = held[name]
-        if table.matrix is seen.matrix and isinstance(matrix, CSR):
+        if part.matrix is seen.matrix and isinstance(matrix, CSR):
             return Batches.of(indicator(matrix), rows, batch_size)
     found = rows_of(seen, inputs.rows)
     matrix = for_batches(indicator(seen.matrix))
     return Batches.of(matrix, found[rows], batch_size)
 
 
-def rows_of(seen: Table, x: Rows) -> np.ndarray:
+def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:
     """`[rows of x]`: the row of `seen` for each, -1 if it has none.
 
     Raises:
@@ -90,10 +90,10 @@ def check_positive(**values: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_scores(bad: np.ndarray, table: Rows, rows: np.ndarray) -> None:
-    """Raises FloatingPointError if any is `bad`; `rows` are their numbers in `table`."""
+def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
+    """Raises FloatingPointError if any is `bad`; `rows` are their numbers in `part`."""
     if bad.any():
-        where = table.label(int(rows[np.argmax(bad)]))
+        where = part.label(int(rows[np.argmax(bad)]))
         raise FloatingPointError(
             f"the model gives NaN for {where}; its weights or the values of the row are "
             "not finite"

@@ -33,13 +33,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from sparsejax.data.names import Names, as_names, examples
+from sparsejax.data.names import Names, as_names, quoted
 from sparsejax.data.sources import (
     Features,
     Inputs,
+    NamedCSR,
     Source,
     Sources,
-    Table,
     check_columns,
     check_inputs,
     check_same_features,
@@ -135,16 +135,18 @@ class Predictor:
         """
         shown = _on_host(Inputs.of(inputs))
         x = shown.rows
-        if isinstance(x, Table) and self.num_items == self.num_features:
-            check_same_features(x, Table("the predictor", x.matrix, None, self.items))
+        if isinstance(x, NamedCSR) and self.num_items == self.num_features:
+            check_same_features(
+                x, NamedCSR("the predictor", x.matrix, None, self.items)
+            )
         check_inputs(shown, self.num_features)
         if exclude is None:
             return self._recommend(shown, k, None, None)
         if exclude is inputs:
             exclude = "inputs"  # its name where it is the only one
-        seen = _table_on_host(shown.named("exclude", exclude))
+        seen = _part_on_host(shown.named("exclude", exclude))
         check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
-        if shown.alone and isinstance(x, Table):
+        if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
         return self._recommend(shown, k, seen.matrix, rows_of(seen, x))
 
@@ -214,7 +216,7 @@ class Predictor:
         one = all(isinstance(part, str) for part in histories)
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
         matrix = self._matrix_of(several, unknown)
-        shown = Inputs({"inputs": Table("histories", matrix)}, alone=True)
+        shown = Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
         rows = np.arange(matrix.num_rows)
         found = self._recommend(shown, k, matrix if exclude_seen else None, rows)
         names = self.names(found)
@@ -296,7 +298,7 @@ class Predictor:
         if missing and unknown == "error":
             raise ValueError(
                 f"{len(missing):,} of {sum(map(len, histories)):,} names are no items of "
-                f"the predictor: {examples(missing)}"
+                f"the predictor: {quoted(missing)}"
             )
         indices = np.fromiter(itertools.chain(*rows), np.int32)
         indptr = np.cumsum([0, *map(len, rows)])
@@ -316,7 +318,7 @@ class Predictor:
                 f"k is {k} but the predictor was exported for k={self.k}; export it "
                 "again with a larger k"
             )
-        x, tables = shown.rows, self._in_order(shown)
+        x, matrices = shown.rows, self._in_order(shown)
         sizes = self._sizes(x.num_rows)
         starts = itertools.accumulate(sizes, initial=0)
         counts = [
@@ -330,7 +332,7 @@ class Predictor:
                 rows = np.arange(start, start + count)
                 parts = [
                     host_rows(matrix, rows) if isinstance(matrix, CSR) else matrix[rows]
-                    for matrix in tables
+                    for matrix in matrices
                 ]
                 unwanted = _NOTHING
                 if seen is not None and seen_rows is not None:
@@ -356,7 +358,7 @@ class Predictor:
         """The inputs' matrices and arrays, in the order in which programs take them."""
         if not isinstance(self.num_features, Mapping):
             return [shown.matrix]
-        return [shown.tables[name].matrix for name in self.num_features]
+        return [shown.parts[name].matrix for name in self.num_features]
 
     def _run(
         self, size: int, parts: Sequence[CSR | np.ndarray], unwanted: CSR, room: int
@@ -432,22 +434,22 @@ def _padded(array, room: int, dtype) -> np.ndarray:
 
 def _on_host(inputs: Inputs) -> Inputs:
     """The same in NumPy."""
-    tables = {
-        name: _table_on_host(table) if isinstance(table, Table) else table
-        for name, table in inputs.tables.items()
+    parts = {
+        name: _part_on_host(part) if isinstance(part, NamedCSR) else part
+        for name, part in inputs.parts.items()
     }
-    return dataclasses.replace(inputs, tables=tables)
+    return dataclasses.replace(inputs, parts=parts)
 
 
-def _table_on_host(table: Table) -> Table:
+def _part_on_host(part: NamedCSR) -> NamedCSR:
     """The same in NumPy, checked if it was not."""
-    matrix = table.matrix
+    matrix = part.matrix
     if isinstance(matrix.indices, np.ndarray):
-        return table
+        return part
     data = None if matrix.data is None else np.asarray(matrix.data)
     leaves = np.asarray(matrix.indices), np.asarray(matrix.indptr)
     return dataclasses.replace(
-        table, matrix=CSR(data, *leaves, num_cols=matrix.num_cols)
+        part, matrix=CSR(data, *leaves, num_cols=matrix.num_cols)
     )
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from sparsejax.data.batching import Batch, Shown, rows_in_a_batch, taken
 from sparsejax.data.sources import (
     Inputs,
+    NamedCSR,
     Source,
     Sources,
-    Table,
     check_columns,
     check_inputs,
     check_same_features,
@@ -74,7 +74,7 @@ def recommend(
     if exclude is not None:
         seen = shown.named("exclude", exclude)
         check_columns("exclude", seen.matrix.num_cols, model.num_items, "items")
-        if shown.alone and isinstance(x, Table):
+        if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     graphdef, state = split(model, optimizer)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.batching import Shown, rows_in_a_batch, taken
-from sparsejax.data.names import Names, as_names, examples, find_names, to_arrow
+from sparsejax.data.names import Names, as_names, find_names, quoted, to_arrow
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
 from sparsejax.nn.layers import SparseOutput
@@ -216,7 +216,7 @@ def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
     if zeros:
         raise ValueError(
             f"{path}: .npz loses zero bytes at the end of names, as of "
-            f"{examples(zeros)}; write .parquet instead"
+            f"{quoted(zeros)}; write .parquet instead"
         )
 
 
@@ -271,7 +271,6 @@ def _ids(items, num_items: int, names) -> np.ndarray:
     found = find_names(wanted, known)
     if (found < 0).any():
         raise ValueError(
-            f"no item is called {examples(wanted[found < 0])}; names are "
-            f"{examples(known)}"
+            f"no item is called {quoted(wanted[found < 0])}; names are {quoted(known)}"
         )
     return found

@@ -104,8 +104,8 @@ class Examples:
           ValueError: there is no row, one is missing, or a weight is wrong.
         """
         inputs = Inputs.of(inputs)
-        names = None if inputs.alone else tuple(sorted(inputs.tables))
-        tables = [inputs.tables[name] for name in names or ("inputs",)]
+        names = None if inputs.alone else tuple(sorted(inputs.parts))
+        parts = [inputs.parts[name] for name in names or ("inputs",)]
         if inputs.num_rows == 0:
             raise ValueError(f"{inputs.rows.what} has no rows")
         if targets is None and not inputs.alone:
@@ -114,11 +114,11 @@ class Examples:
             )
         wanted = inputs.named("targets", "inputs" if targets is None else targets)
         if isinstance(targets, str) or targets is None:
-            labels = tables.index(wanted)
+            labels = parts.index(wanted)
         else:
-            labels = len(tables)
-            tables.append(aligned(wanted, inputs.rows))
-        matrices = tuple(jax.tree.map(_canonical, table.matrix) for table in tables)
+            labels = len(parts)
+            parts.append(aligned(wanted, inputs.rows))
+        matrices = tuple(jax.tree.map(_canonical, part.matrix) for part in parts)
         weights = checked_weights(weights, inputs.num_rows)
         return cls(inputs, Roles(names, labels), matrices, weights)
 

@@ -7,12 +7,12 @@ import pytest
 import scipy.sparse
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.sources import Inputs, Table, aligned
+from sparsejax.data.sources import Inputs, NamedCSR, aligned
 from sparsejax.sparse import CSR
 
 
-def matched(inputs, other) -> Table:
-    return aligned(Table.of("targets", other), Inputs.of(inputs).rows)
+def matched(inputs, other) -> NamedCSR:
+    return aligned(NamedCSR.of("targets", other), Inputs.of(inputs).rows)
 
 
 def dataset(names, dense):

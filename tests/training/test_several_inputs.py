@@ -178,10 +178,10 @@ def test_rows_are_brought_together(expected):
     assert history == expected[1]
     assert same_bits(arrays, expected[2])
 
-    tables = Inputs.of({"first": np.zeros((ROWS, 1))} | again)
-    assert tables.rows.row_names is inputs["history"].row_names
+    shown = Inputs.of({"first": np.zeros((ROWS, 1))} | again)
+    assert shown.rows.row_names is inputs["history"].row_names
     np.testing.assert_array_equal(
-        tables.tables["profile"].matrix, inputs["profile"].values
+        shown.parts["profile"].matrix, inputs["profile"].values
     )
 
 
