@@ -49,6 +49,32 @@ _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The columns that the caller names, by number or by name.
+
+    A column that is None is found by its name in the table, if that is known.
+
+    Attributes:
+      user: the column with the rows' names.
+      item: the column with the items.
+      value: the column with the values.
+      time: the column with the times.
+    """
+
+    user: Column = None
+    item: Column = None
+    value: Column = None
+    time: Column = None
+
+    def __bool__(self) -> bool:
+        return any(self.of(role) is not None for role in SYNONYMS)
+
+    def of(self, role: str) -> Column:
+        """The column of a role."""
+        return getattr(self, role)
+
+
+@dataclasses.dataclass(frozen=True)
 class SourceColumn:
     """A column of a table.
 
@@ -154,7 +180,7 @@ def _forms(name: str) -> set[str]:
 def find_columns(
     path: Path,
     columns: Sequence[SourceColumn],
-    given: Mapping[str, Column],
+    chosen: Chosen,
     *,
     roles: Sequence[str] = tuple(SYNONYMS),
     item_by_type: Sequence[int] = (),
@@ -162,13 +188,13 @@ def find_columns(
 ) -> dict[str, int]:
     """The positions of the columns of some roles, by role; some have none.
 
-    A role has the column that is given for it, otherwise the one whose name is known.
+    A role has the column that is chosen for it, otherwise the one whose name is known.
     Two known names are not clear. User and item are needed if they are among the roles.
 
     Args:
       path: what messages name.
       columns: of the table.
-      given: a column by number or by name for each role, or None.
+      chosen: by the caller.
       roles: what is looked for.
       item_by_type: columns that can only be items, for which a name need not be known.
       line: what messages name, too.
@@ -180,7 +206,7 @@ def find_columns(
     at = {
         role: _position(path, columns, role, column, line)
         for role in roles
-        if (column := given.get(role)) is not None
+        if (column := chosen.of(role)) is not None
     }
     taken = list(at.values())
     if len(set(taken)) < len(taken):

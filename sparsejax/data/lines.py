@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.assemble import Block
-from sparsejax.data.files import ByteStream, Lines, Path, line_blocks
+from sparsejax.data.files import BLOCK_BYTES, ByteStream, Lines, Path, line_blocks
 from sparsejax.data.values import parse_values, value_problem
 
 _NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
@@ -37,9 +37,11 @@ _STAND_INS = bytes(range(0xF8, 0xF8 + len(ESCAPES)))
 _MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
 
 
-def adjacency_blocks(stream: ByteStream, path: Path) -> Iterator[Block]:
+def adjacency_blocks(
+    stream: ByteStream, path: Path, *, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
     """`row feature feature ...`, separated by spaces or TABs."""
-    for lines in line_blocks(stream, path):
+    for lines in line_blocks(stream, path, block_bytes=block_bytes):
         yield _adjacency_block(lines)
 
 
@@ -61,10 +63,12 @@ def _adjacency_block(lines: Lines) -> Block:
     )
 
 
-def text_blocks(stream: ByteStream, path: Path, *, indicator: bool) -> Iterator[Block]:
+def text_blocks(
+    stream: ByteStream, path: Path, *, indicator: bool, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
     """`row<TAB>feature[,value]:feature[,value]:...`; see `readers.read_text`."""
     valued: bool | None = False if indicator else None
-    for lines in line_blocks(stream, path):
+    for lines in line_blocks(stream, path, block_bytes=block_bytes):
         block, valued = _text_block(lines, valued, indicator=indicator)
         yield block
 

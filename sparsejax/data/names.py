@@ -15,8 +15,6 @@ import pyarrow.compute as pc
 
 Names = np.ndarray
 
-_FOLD = 2**20
-
 
 def as_names(names: Iterable[object] | pa.Array) -> Names:
     """`[n]` array of text. Numbers become decimal names.
@@ -91,10 +89,14 @@ class NameEncoder:
     Each block is encoded by itself; its new numbers are provisional and its distinct
     names wait. When more names wait than are known, all are brought together by one
     hash table. So every name is hashed a bounded number of times on average, and at
-    most twice as many names as there are different ones (or a fixed number) are held.
+    most twice as many names as there are different ones are held, or `waiting`.
+
+    Args:
+      waiting: names that may wait, however few are known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: int = 2**20) -> None:
+        self._may_wait = waiting
         self._known = pa.array([], pa.large_string())
         self._waiting: list[pa.LargeStringArray] = []
         self._num_waiting = 0
@@ -110,7 +112,7 @@ class NameEncoder:
         self._provisional.append(codes + offset)
         self._waiting.append(names.dictionary.cast(pa.large_string()))
         self._num_waiting += len(names.dictionary)
-        if self._num_waiting > max(_FOLD, len(self._known)):
+        if self._num_waiting > max(self._may_wait, len(self._known)):
             self._fold()
 
     def finish(self) -> tuple[Names, np.ndarray]:

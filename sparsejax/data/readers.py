@@ -44,9 +44,10 @@ from tqdm import tqdm
 
 from sparsejax.data import lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Features, align_to, assemble
-from sparsejax.data.columns import Column
+from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.pair_layout import find_layout
 
 
 def read(
@@ -84,8 +85,8 @@ def read(
     """
     if format is None:
         format = sniff.guess_format(path) if delimiter is None else "pairs"
-    columns = {"user": user, "item": item, "value": value, "time": time}
-    if format in ("text", "adjacency") and any(c is not None for c in columns.values()):
+    chosen = Chosen(user, item, value, time)
+    if format in ("text", "adjacency") and chosen:
         raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
     if format != "pairs" and delimiter is not None:
         raise ValueError(f"{shown(path)}: the format {format} has its own delimiter")
@@ -95,7 +96,7 @@ def read(
         case "pairs":
             return read_pairs(
                 path,
-                **columns,
+                **vars(chosen),
                 delimiter=delimiter,
                 features=features,
                 indicator=indicator,
@@ -103,7 +104,9 @@ def read(
         case "adjacency":
             return read_adjacency(path, features=features)
         case "parquet":
-            return read_parquet(path, **columns, features=features, indicator=indicator)
+            return read_parquet(
+                path, **vars(chosen), features=features, indicator=indicator
+            )
     raise ValueError(
         f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
     )
@@ -210,12 +213,9 @@ def read_pairs(
       DataError: the file cannot be read.
       ValueError: the delimiter or the columns make no sense.
     """
-    layout = pairs.find_layout(
+    layout = find_layout(
         path,
-        user=user,
-        item=item,
-        value=value,
-        time=time,
+        Chosen(user, item, value, time),
         delimiter=delimiter,
         header=header,
         indicator=indicator,
@@ -261,8 +261,9 @@ def read_parquet(
     files = parquet.parquet_files(path)
     with files[0].open() as file:
         schema = file.schema_arrow
+    chosen = Chosen(user, item, value, time)
     if len(files) == 1 and parquet.is_dataset(schema):
-        if (user, item, value, time) != (None, None, None, None):
+        if chosen:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
@@ -273,10 +274,7 @@ def read_parquet(
     layout = tables.find_table_layout(
         files[0].path,
         schema,
-        user=user,
-        item=item,
-        value=value,
-        time=time,
+        chosen,
         indicator=indicator,
     )
     with progress_bar(path, sum(file.size for file in files)) as bar:
@@ -335,10 +333,7 @@ def from_arrow(
         layout = tables.find_table_layout(
             path,
             batches.schema,
-            user=user,
-            item=item,
-            value=value,
-            time=time,
+            Chosen(user, item, value, time),
             indicator=indicator,
         )
         blocks = tables.table_blocks([(path, batches)], layout)

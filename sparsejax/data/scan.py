@@ -16,7 +16,7 @@ import scipy.sparse
 
 from sparsejax.data import parquet, scan_tables, tables
 from sparsejax.data.assemble import Features
-from sparsejax.data.columns import Column
+from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import Names, as_names, check_unique, quoted
@@ -228,8 +228,9 @@ def scan_parquet(
     files = parquet.parquet_files(path)
     with files[0].open() as opened:
         schema = opened.schema_arrow
+    chosen = Chosen(user, item, value)
     if parquet.is_dataset(schema):
-        if (user, item, value, features) != (None, None, None, None):
+        if chosen or features is not None:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name, and "
                 "a vocabulary of its own"
@@ -238,9 +239,7 @@ def scan_parquet(
     layout = tables.find_table_layout(
         files[0].path,
         schema,
-        user=user,
-        item=item,
-        value=value,
+        chosen,
         indicator=indicator,
         with_user=False,
         with_time=False,

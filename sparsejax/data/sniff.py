@@ -8,7 +8,7 @@ from typing import Literal
 
 from sparsejax.data.columns import role_of
 from sparsejax.data.files import DataError, Path, head, is_address
-from sparsejax.data.pairs import DELIMITERS
+from sparsejax.data.pair_layout import DELIMITERS
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.assemble import Block
-from sparsejax.data.columns import Column, Columns, SourceColumn, find_columns
+from sparsejax.data.columns import Chosen, Columns, SourceColumn, find_columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.values import find_time_problem, mixed_times, parse_times
@@ -51,11 +51,8 @@ class TableLayout:
 def find_table_layout(
     path: Path,
     schema: pa.Schema,
+    chosen: Chosen,
     *,
-    user: Column = None,
-    item: Column = None,
-    value: Column = None,
-    time: Column = None,
     indicator: bool = False,
     with_user: bool = True,
     with_time: bool = True,
@@ -72,7 +69,6 @@ def find_table_layout(
     # What pandas stores of an index that nobody named.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
     columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
-    given = {"user": user, "item": item, "value": value, "time": time}
     lists = [
         i
         for i, field in enumerate(known)
@@ -81,19 +77,19 @@ def find_table_layout(
         and not pt.is_floating(_inner(field.type))  # as embeddings are
     ]
     roles = ["item"] if indicator else ["item", "value"]
-    at = find_columns(path, columns, given, roles=["item"], item_by_type=lists)
+    at = find_columns(path, columns, chosen, roles=["item"], item_by_type=lists)
     has_lists = _is_list(known[at["item"]].type)
     with_user = with_user or not has_lists
-    if with_user or user is not None:
+    if with_user or chosen.user is not None:
         roles = ["user", *roles]
     if with_time:
         roles.append("time")
-    at = find_columns(path, columns, given, roles=roles, item_by_type=lists)
+    at = find_columns(path, columns, chosen, roles=roles, item_by_type=lists)
     unread = [c.name or "" for c in columns if c.position not in at.values()]
     if (
         with_time
         and "time" in at
-        and time is None
+        and chosen.time is None
         and not _is_time(_inner(known[at["time"]].type))
     ):
         column = columns[at.pop("time")]
@@ -151,10 +147,7 @@ def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
     again = find_table_layout(
         path,
         schema,
-        user=layout.user,
-        item=layout.item,
-        value=layout.value,
-        time=layout.time,
+        Chosen(layout.user, layout.item, layout.value, layout.time),
         indicator=layout.value is None,
         with_user=layout.user is not None,
         with_time=layout.time is not None,

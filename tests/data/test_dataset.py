@@ -304,8 +304,9 @@ def test_split_counts_what_is_new():
     data = SparseDataset.from_scipy(
         scipy.sparse.csr_array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
     )
-    keep = np.array([True, True, True, False])
-    split = Split(data._entries(keep), data._entries(~keep))
+    last = scipy.sparse.csr_array([[0] * 4, [0] * 4, [0, 0, 1, 0], [0] * 4])
+    parts = (data.to_scipy() - last, last)
+    split = Split(*map(SparseDataset.from_scipy, parts))
     assert (split.new_rows, split.new_features) == (1, 1)
     assert str(split) == (
         "held out 1 of 4 entries (25.0%), in 1 rows; new rows: 1, new features: 1"

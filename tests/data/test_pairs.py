@@ -1,6 +1,5 @@
 """CSV and TSV files of pairs."""
 
-import functools
 import gzip
 import lzma
 import pathlib
@@ -11,7 +10,12 @@ from contents import contents
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsejax.data import DataError, files, pairs, read_pairs
+from sparsejax.data import DataError, read_pairs
+from sparsejax.data.assemble import assemble
+from sparsejax.data.columns import Chosen
+from sparsejax.data.files import open_data
+from sparsejax.data.pair_layout import find_layout
+from sparsejax.data.pairs import pair_blocks
 
 
 @pytest.fixture
@@ -22,6 +26,14 @@ def write(tmp_path):
         return path
 
     return write
+
+
+def read_in_blocks(path: pathlib.Path, **options: int):
+    """`read_pairs` with blocks of another size."""
+    layout = find_layout(path, Chosen())
+    with open_data(path) as stream:
+        blocks = pair_blocks(stream, path, layout, **options)
+        return assemble(blocks, path, features=None, columns=layout.columns)
 
 
 ONES = {"ann": {"milk": 1, "tea": 1}, "bob": {"tea": 1}}
@@ -121,28 +133,31 @@ def test_quotes(write):
     }
 
 
-def test_quotes_that_are_not_closed(write, monkeypatch):
+@pytest.mark.parametrize("block_bytes", [2**20, 500])
+def test_quotes_that_are_not_closed(write, block_bytes):
     """Else one would swallow what follows, up to the next quote or the end."""
     rows = "".join(f'u{i},"item {i}"\n' for i in range(100))
-    blocks = functools.partial(files.line_blocks, block_bytes=500)
-    for patched in (False, True):
-        if patched:
-            monkeypatch.setattr(pairs, "line_blocks", blocks)
-        assert read_pairs(write(rows)).num_entries == 100
-        for bad, line in (('x,"y\n', 101), ('"x,y\n', 101), ('x,"y""\n', 101)):
-            for behind in (rows, ""):
-                path = write(rows + bad + behind)
-                with pytest.raises(DataError, match=f"csv:{line}: a quote opens here"):
-                    read_pairs(path)
-        # Lines within quotes, and quotes within a field, are as they were.
-        path = write(rows + 'x,"a\n""b""\nc"\n' + 'x,5" disk\n' + 'y,""""\n' + rows)
-        found = contents(read_pairs(path))
-        assert set(found["x"]) == {'a\n"b"\nc', '5" disk'} and set(found["y"]) == {'"'}
-    monkeypatch.setattr(pairs, "MAX_RECORD_BYTES", 1000)
+
+    def read(text):
+        return read_in_blocks(write(text), block_bytes=block_bytes)
+
+    assert read(rows).num_entries == 100
+    for bad, line in (('x,"y\n', 101), ('"x,y\n', 101), ('x,"y""\n', 101)):
+        for behind in (rows, ""):
+            with pytest.raises(DataError, match=f"csv:{line}: a quote opens here"):
+                read(rows + bad + behind)
+    # Lines within quotes, and quotes within a field, are as they were.
+    found = read(rows + 'x,"a\n""b""\nc"\n' + 'x,5" disk\n' + 'y,""""\n' + rows)
+    found = contents(found)
+    assert set(found["x"]) == {'a\n"b"\nc', '5" disk'} and set(found["y"]) == {'"'}
+
+
+def test_a_record_has_an_end(write):
+    path = write("u,v\n" * 100 + 'x,"y\n' + "u,v\n" * 1000)
     with pytest.raises(
         DataError, match="csv:101: a quote opens here .* within 1,000 b"
     ):
-        read_pairs(write(rows + 'x,"y\n' + "u,v\n" * 1000))
+        read_in_blocks(path, block_bytes=500, max_record_bytes=1000)
 
 
 def test_names_that_look_like_something_else(write):
@@ -200,19 +215,17 @@ def test_errors(write, text, line, message):
     assert str(caught.value).startswith(f"{path}:{line}: ")
 
 
-def test_errors_far_into_a_file(write, monkeypatch):
-    blocks = functools.partial(files.line_blocks, block_bytes=100)
-    monkeypatch.setattr(pairs, "line_blocks", blocks)
+def test_errors_far_into_a_file(write):
     good = "".join(f"user {i},item {i % 7},{i}\n" for i in range(2, 500))
     good = f"user,item,value\n{good}"
-    assert read_pairs(write(good)).num_entries == 498
+    assert read_in_blocks(write(good), block_bytes=100).num_entries == 498
     for bad in ("u,i,x", "u,i,", "u,i", ",i,1", "u,,1"):
         path = write(f"{good}{bad}\n{good}")
         with pytest.raises(DataError, match=f"{path}:500: "):
-            read_pairs(path)
+            read_in_blocks(path, block_bytes=100)
     path = write(good.encode() + b"u,\xff,1\n")
     with pytest.raises(DataError, match=f"{path}:500: byte 0xff"):
-        read_pairs(path)
+        read_in_blocks(path, block_bytes=100)
 
 
 def test_only_a_header(write):

@@ -25,8 +25,6 @@ from sparsejax.data import (
     files,
     guess_format,
     lines,
-    names,
-    pairs,
     read,
     read_adjacency,
     read_pairs,
@@ -34,6 +32,8 @@ from sparsejax.data import (
     read_text,
     vocabulary_order,
 )
+from sparsejax.data.assemble import assemble
+from sparsejax.data.names import NameEncoder, as_names
 from sparsejax.data.values import parse_values, value_problem
 
 
@@ -223,19 +223,16 @@ def test_streams_of_xz_one_after_the_other(write):
     assert contents(read_text(path)) == {"a": {"x": 1, "y": 1}, "b": {"x": 1}}
 
 
-def test_a_line_has_an_end(write, monkeypatch):
+def test_a_line_has_an_end(write):
     """A few bytes of xz may be a line of many gigabytes."""
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
-    blocks = functools.partial(files.line_blocks, block_bytes=2**16)
-    monkeypatch.setattr(lines, "line_blocks", blocks)
-    monkeypatch.setattr(pairs, "line_blocks", blocks)
-    path = write(lzma.compress(b"a\tx\nb\t" + b"x" * 2**22))
+    text = b"a\tx\nb\t" + b"x" * (files.MAX_LINE_BYTES + files.BLOCK_BYTES)
+    path = write(lzma.compress(text, preset=0))
     for reader in (read, read_text, read_adjacency, read_pairs):
-        with pytest.raises(DataError, match=":2: the line is longer than 1,048,576 by"):
+        with pytest.raises(DataError, match=":2: the line is longer than 67,108,864 b"):
             reader(path)
 
 
-def test_truncated_after_the_first_block(write, monkeypatch):
+def test_truncated_after_the_first_block(write):
     text = "".join(f"row {i}\tfeature {i * 7919 % 997}\n" for i in range(20_000))
     packed = gzip.compress(text.encode())
     path = write(packed[: len(packed) // 2])
@@ -302,12 +299,12 @@ def test_no_feature_at_all(write):
 def test_vocabulary_order():
     # By hand: 600 features, feature i has count 600 - i, so rank i.
     order = vocabulary_order(
-        np.arange(600, 0, -1), names.as_names(f"{i:03}" for i in range(600))
+        np.arange(600, 0, -1), as_names(f"{i:03}" for i in range(600))
     )
     assert order[:6].tolist() == [0, 256, 512, 128, 384, 64]
     # Contiguous parts are dealt one rank after the other.
     many = vocabulary_order(
-        np.arange(1024, 0, -1), names.as_names(f"{i:04}" for i in range(1024))
+        np.arange(1024, 0, -1), as_names(f"{i:04}" for i in range(1024))
     )
     for ways in (2, 4, 8):
         dealt = [sorted(part.tolist()) for part in np.split(many, ways)]
@@ -363,10 +360,13 @@ def test_sum_beyond_float32(write):
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
-def test_block_size_does_not_matter(write, monkeypatch, size):
-    blocks = functools.partial(files.line_blocks, block_bytes=size)
-    monkeypatch.setattr(lines, "line_blocks", blocks)
-    monkeypatch.setattr(names, "_FOLD", 2)
+def test_block_size_does_not_matter(write, size):
+    def read_in_blocks(blocks_of, path):
+        with files.open_data(path) as stream:
+            blocks = blocks_of(stream, path, block_bytes=size)
+            return assemble(blocks, path, features=None)
+
+    text_blocks = functools.partial(lines.text_blocks, indicator=False)
     rng = np.random.default_rng(0)
     rows = [
         (
@@ -378,15 +378,17 @@ def test_block_size_does_not_matter(write, monkeypatch, size):
     text = "\r\n".join(
         f"{row}\t" + ":".join(f for f, _ in entries) for row, entries in rows
     )
-    assert contents(read_text(write(text))) == merged(rows)
+    assert contents(read_in_blocks(text_blocks, write(text))) == merged(rows)
     spaced = text.replace("\t", " ").replace(":", " ")
-    assert contents(read_adjacency(write(spaced))) == merged(rows)
+    assert contents(read_in_blocks(lines.adjacency_blocks, write(spaced))) == merged(
+        rows
+    )
     path = write(text + "\nbad line\n")
     with pytest.raises(DataError, match=f"{path}:101: no TAB"):
-        read_text(path)
+        read_in_blocks(text_blocks, path)
     path = write(text + "\nu\tf,1\n")
     with pytest.raises(DataError, match=f"{path}:101: an entry has a value"):
-        read_text(path)
+        read_in_blocks(text_blocks, path)
 
 
 # Without what the text form escapes: the tests of the writers have names with it.
@@ -469,9 +471,12 @@ def test_float32_survives_text(number):
     assert parsed is not None and parsed.tobytes() == np.float64(number).tobytes()
 
 
-@given(st.lists(st.lists(st.sampled_from("abcdefghijkl"), max_size=9), max_size=9))
-def test_name_encoder(blocks):
-    encoder = names.NameEncoder()
+@given(
+    st.lists(st.lists(st.sampled_from("abcdefghijkl"), max_size=9), max_size=9),
+    st.sampled_from([2, 2**20]),
+)
+def test_name_encoder(blocks, waiting):
+    encoder = NameEncoder(waiting)
     for number, block in enumerate(blocks):
         array = pa.array(block, pa.large_string())
         encoder.add(array if number % 2 else array.dictionary_encode())

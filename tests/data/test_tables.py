@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsejax as sj
-from sparsejax.data import DataError, from_arrow, read, read_parquet, tables
+from sparsejax.data import DataError, from_arrow, read, read_parquet
 
 ONES = {"ann": {"milk": 1, "tea": 1}, "bob": {"tea": 1}}
 VALUES = {"ann": {"milk": 2.5, "tea": 3}, "bob": {"tea": 0}}
@@ -146,14 +146,15 @@ def test_values_that_are_all_missing():
         ({"user": pa.array([b"\xff"] * 3)}, "not valid UTF-8"),
     ],
 )
-def test_errors_of_pairs(changes, message, monkeypatch):
+def test_errors_of_pairs(changes, message):
     table = pa.table(PAIRS | changes)
     options = {"user": "user"}
     with pytest.raises(DataError, match=f"^the table: .*{message}"):
         from_arrow(table, **options)
-    monkeypatch.setattr(tables, "BATCH_ROWS", 1)  # the number counts all batches
+    # The number counts all batches.
+    rows = pa.Table.from_batches(table.to_batches(max_chunksize=1))
     with pytest.raises(DataError, match=message):
-        from_arrow(table, **options)
+        from_arrow(rows, **options)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +249,16 @@ def test_oracle(rows, batch_rows):
     flat = [(user, *entry) for user, entries in rows for entry in entries]
     users, items, values = zip(*flat, strict=True)
     pairs = pa.table({"user": users, "item": items, "value": values})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "BATCH_ROWS", batch_rows)
-        found = from_arrow(lists)
-        assert contents(found) == expected
-        assert found.row_names.tolist() == list(expected)
-        some = {user: row for user, row in expected.items() if row}
-        assert contents(from_arrow(pairs)) == some
-        with_features = from_arrow(pairs, features=found)
+    lists, pairs = (
+        pa.Table.from_batches(table.to_batches(max_chunksize=batch_rows), table.schema)
+        for table in (lists, pairs)
+    )
+    found = from_arrow(lists)
+    assert contents(found) == expected
+    assert found.row_names.tolist() == list(expected)
+    some = {user: row for user, row in expected.items() if row}
+    assert contents(from_arrow(pairs)) == some
+    with_features = from_arrow(pairs, features=found)
     assert with_features.feature_names.tolist() == found.feature_names.tolist()
 
 

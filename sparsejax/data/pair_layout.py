@@ -1,0 +1,260 @@
+"""How a file of pairs is to be read: its delimiter, its header and its columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sparsejax.data.columns import (
+    SYNONYMS,
+    Chosen,
+    Columns,
+    SourceColumn,
+    find_columns,
+    role_of,
+    unclear,
+)
+from sparsejax.data.files import DataError, Lines, Path, head
+from sparsejax.data.records import has_quotes, read_records
+from sparsejax.data.values import is_number, time_problem
+
+DELIMITERS = ("\t", "::", ",", ";", "|")
+
+_SAMPLE = 100  # records that are looked at before
+_MOVIELENS = [
+    ["integers"] * 2 + [rating, "integers"] for rating in ("integers", "fractions")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How to read a file of pairs.
+
+    Attributes:
+      delimiter: one or two characters.
+      first_line: where the records begin, counted from 1: behind the header.
+      num_columns: of each record.
+      columns: which is what.
+    """
+
+    delimiter: str
+    first_line: int
+    num_columns: int
+    columns: Columns
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The position of each column that is read, by its role."""
+        return {
+            role: column.position
+            for role in ("user", "item", "value", "time")
+            if (column := getattr(self.columns, role)) is not None
+        }
+
+
+def find_layout(
+    path: Path,
+    chosen: Chosen,
+    *,
+    delimiter: str | None = None,
+    header: bool | None = None,
+    indicator: bool = False,
+) -> Layout:
+    """Settles what was left open, from the first records; see `read_pairs`.
+
+    Raises:
+      DataError: the file is empty, or it is not clear how it is to be read.
+      ValueError: a delimiter that cannot be one, a column taken twice.
+    """
+    if delimiter is not None and (
+        not 1 <= len(delimiter) <= 2 or set(delimiter) & set('\r\n"\0')
+    ):
+        raise ValueError(
+            "delimiter must be one or two characters, no quote and no end of a line, "
+            f"got {delimiter!r}"
+        )
+    if indicator:
+        chosen = dataclasses.replace(chosen, value=None)
+    roles = [role for role in SYNONYMS if role != "value" or not indicator]
+    lines = head(path)
+    if delimiter is None:
+        delimiter = _guess_delimiter(lines)
+    records = _sample(lines, delimiter)
+    if not records:
+        raise lines.error(0, "holds no data: there is no record")
+    (line, first), first_line = records[0], lines.first
+    if len(first) < 2:
+        raise DataError.at(
+            path,
+            f"expected at least two columns separated by {delimiter!r}, got one: "
+            f"{first[0][:40]!r}",
+            line=line,
+        )
+    if header is None:
+        header = any(isinstance(chosen.of(role), str) for role in roles)
+        header = header or _has_header(path, records)
+    below = [cells for _, cells in records]
+    if header:
+        below = below[1:]
+        first_line = _end_of_first(lines, delimiter)
+    columns = []
+    for at, name in enumerate(first):
+        cells = [cells[at].strip() for cells in below if len(cells) == len(first)]
+        sample = next(filter(None, cells), "")
+        columns.append(
+            SourceColumn(name.strip() if header else None, at, _type(cells), sample)
+        )
+    if header:
+        places = find_columns(path, columns, chosen, roles=roles, line=line)
+    else:
+        places = _by_position(path, columns, chosen, roles, delimiter, line)
+    unread = [
+        c.name or f"column {c.position}"
+        for c in columns
+        if c.position not in places.values()
+    ]
+    if chosen.time is None and "time" in places:
+        column = columns[places["time"]]
+        if column.sample and (problem := time_problem(column.sample, None)):
+            del places["time"]
+            unread.append(f"{column.name} ({problem})")
+    found = {role: columns[at] for role, at in places.items()}
+    return Layout(
+        delimiter,
+        first_line,
+        len(first),
+        Columns(
+            found["user"],
+            found["item"],
+            found.get("value"),
+            found.get("time"),
+            tuple(unread),
+        ),
+    )
+
+
+def _by_position(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    chosen: Chosen,
+    roles: Sequence[str],
+    delimiter: str,
+    line: int,
+) -> dict[str, int]:
+    """The columns where there is no header: two that are left are user and item.
+
+    MovieLens' `user::item::rating::time` are known.
+    """
+    named = [role for role in roles if chosen.of(role) is not None]
+    places = find_columns(path, columns, chosen, roles=named, line=line)
+    types = [column.type for column in columns]
+    if not named and delimiter == "::" and types in _MOVIELENS:
+        return {role: at for at, role in enumerate(SYNONYMS) if role in roles}
+    wanted = [role for role in ("user", "item") if role not in places]
+    left = [
+        column
+        for column in columns
+        if column.position not in places.values() and column.type != "empty"
+    ]
+    if wanted and (
+        len(left) != len(wanted)
+        or any(column.type in ("fractions", "dates") for column in left)
+    ):
+        problem = "without a header it is not clear which column is what"
+        remedy = "name them by their numbers: user=COLUMN, item=COLUMN"
+        remedy += ", and value=COLUMN or time=COLUMN if there are such"
+        unclear(path, columns, problem, remedy, line)
+    if wanted:
+        places |= dict(zip(wanted, (column.position for column in left), strict=True))
+    return places
+
+
+def _type(cells: Sequence[str]) -> str:
+    """What some cells are, in a word."""
+    cells = [cell for cell in cells if cell]
+    if not cells:
+        return "empty"
+    if all(map(is_number, cells)):
+        numbers = [float(cell) for cell in cells]
+        if any(number != int(number) for number in numbers if abs(number) < 2**53):
+            return "fractions"
+        return "integers"
+    if all(time_problem(cell, None) is None for cell in cells):
+        return "dates"
+    return "text"
+
+
+def _has_header(path: Path, records: Sequence[tuple[int, list[str]]]) -> bool:
+    """Whether the first record is one.
+
+    It is if two of its cells are known names of columns, or if all are text, and one has
+    nothing but numbers or dates below.
+
+    Raises:
+      DataError: one cell is a known name, which may be chance.
+    """
+    line, first = records[0]
+    known = [cell for cell in first if role_of(cell)]
+    if len(known) > 1:
+        return True
+    below = [cells for _, cells in records[1:] if len(cells) == len(first)]
+    is_text = all(_type([cell.strip()]) in ("text", "empty") for cell in first)
+    for at, cell in enumerate(first):
+        cells = [cells[at].strip() for cells in below]
+        if is_text and cell.strip() and any(cells) and _type(cells) != "text":
+            return True
+    if known:
+        raise DataError.at(
+            path,
+            f"is the first line a header, with the known name {known[0]!r}, or data? "
+            f"Name the columns, as user={first[0]!r} and item={first[1]!r}, or write a "
+            "header user,item",
+            line=line,
+        )
+    return False
+
+
+def _guess_delimiter(lines: Lines) -> str:
+    """The delimiter by which all records have the same number of columns.
+
+    Raises:
+      DataError: there are several.
+    """
+    text = lines.data.decode()
+    inside = [delimiter for delimiter in DELIMITERS if delimiter in text]
+    counts = {
+        delimiter: {len(cells) for _, cells in _sample(lines, delimiter)}
+        for delimiter in inside
+    }
+    even = [d for d, count in counts.items() if len(count) == 1 and count != {1}]
+    if len(even) > 1 and even[0] not in ("\t", "::"):
+        headed = [
+            d for d in even if sum(map(bool, map(role_of, _sample(lines, d)[0][1]))) > 1
+        ]
+        if len(headed) != 1:
+            raise lines.error(
+                0,
+                f"columns may be separated by {' or by '.join(map(repr, even))}; say "
+                f"which: delimiter={even[0]!r}",
+            )
+        even = headed
+    if even:
+        return even[0]
+    first = next(line for line in text.split("\n") if line.strip())
+    return next((d for d in inside if d in first), ",")
+
+
+def _sample(lines: Lines, delimiter: str) -> list[tuple[int, list[str]]]:
+    """`(line, cells)` of the first records."""
+    found: list[tuple[int, list[str]]] = []
+    for line, _, cells in read_records(lines, delimiter):
+        found.append((line, cells))
+        if len(found) == _SAMPLE:
+            return found
+    # What was read may end within quotes.
+    return found[:-1] if len(found) > 2 and has_quotes(delimiter) else found
+
+
+def _end_of_first(lines: Lines, delimiter: str) -> int:
+    """The line behind the first record."""
+    return next(end for _, end, _ in read_records(lines, delimiter))

@@ -1,0 +1,153 @@
+"""Records of CSV and TSV files: where they begin and end, and their cells in Python."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from sparsejax.data.files import (
+    BLOCK_BYTES,
+    ByteStream,
+    DataError,
+    Lines,
+    Path,
+    line_blocks,
+)
+
+# A quoted field may have several lines. A record is not longer than this, so that a
+# quote that is not closed is found.
+MAX_RECORD_BYTES = BLOCK_BYTES
+# What a delimiter of two characters becomes: it is made for that, and no text has it.
+_UNIT = "\x1f"
+
+
+def separator(delimiter: str) -> str:
+    """The one character that separates columns, once there is one."""
+    return delimiter if len(delimiter) == 1 else _UNIT
+
+
+def has_quotes(delimiter: str) -> bool:
+    """Whether fields may be quoted: by convention not if separated by TAB or the like."""
+    return delimiter != "\t" and len(delimiter) == 1
+
+
+def with_one_separator(lines: Lines, delimiter: str) -> bytes:
+    """The lines with a separator of one character."""
+    if len(delimiter) == 1:
+        return lines.data
+    if (at := lines.data.find(_UNIT.encode())) >= 0:
+        line = lines.data.count(b"\n", 0, at)
+        raise lines.error(line, f"byte 0x1f in a file separated by {delimiter!r}")
+    return lines.data.replace(delimiter.encode(), _UNIT.encode())
+
+
+def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
+    """`(line, line behind it, cells)` of each record that is not blank, in Python."""
+    text = with_one_separator(lines, delimiter).decode()
+    reader = csv.reader(
+        (f"{line}\n" for line in text.split("\n")),
+        delimiter=separator(delimiter),
+        quoting=csv.QUOTE_MINIMAL if has_quotes(delimiter) else csv.QUOTE_NONE,
+    )
+    while True:
+        line = lines.first + reader.line_num
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise DataError.at(lines.path, f"not CSV: {error}", line=line) from error
+        if cells is None:
+            return
+        if len(cells) > 1 or "".join(cells).strip():
+            yield line, lines.first + reader.line_num, cells
+
+
+def record_blocks(
+    stream: ByteStream,
+    path: Path,
+    delimiter: str,
+    *,
+    first_line: int,
+    block_bytes: int = BLOCK_BYTES,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> Iterator[Lines]:
+    """Blocks of whole records.
+
+    Args:
+      stream: the file, opened.
+      path: what messages name.
+      delimiter: what separates the columns.
+      first_line: where the first record begins, counted from 1.
+      block_bytes: size of a block, about.
+      max_record_bytes: of a record that goes on behind a block.
+
+    Raises:
+      DataError: a quote is not closed.
+    """
+    pending = b""
+    opened: int | None = None
+    for block in line_blocks(stream, path, block_bytes=block_bytes):
+        data, first = block.data, block.first
+        if (skipped := first_line - first) > 0:
+            first += data.count(b"\n")
+            if first <= first_line:
+                continue
+            data, first = data.split(b"\n", skipped)[-1], first_line
+        first -= pending.count(b"\n")
+        data = pending + data
+        end, opened = len(data), None
+        if has_quotes(delimiter):
+            end, opened = _whole_records(Lines(data, path, first), delimiter)
+        pending = data[end:]
+        lines = Lines(data[:end], path, first)
+        if lines.data.strip():
+            yield lines
+        if len(pending) > max_record_bytes:
+            break
+    if opened is not None:
+        what = "in the rest of the file" if len(pending) <= max_record_bytes else ""
+        what = what or f"within {max_record_bytes:,} bytes"
+        raise DataError.at(
+            path, f"a quote opens here and is not closed {what}", line=opened
+        )
+
+
+def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
+    """Where the last record ends, and the line of a quote that is open behind that.
+
+    A quote opens a field where it is its first character; within, two stand for one.
+
+    Raises:
+      DataError: behind a closing quote is something else than the end of the field.
+    """
+    data = lines.data
+    if b'"' not in data:
+        return len(data), None
+    mark = delimiter.encode()
+    ends = np.frombuffer(b"\n" + mark, np.uint8)
+    array = np.frombuffer(b"\n" + data, np.uint8)
+    quotes = np.flatnonzero(array == ord('"'))
+    outside = np.append(array[quotes[::2] - 1], array[quotes[1::2] + 1])
+    if len(quotes) % 2 == 0 and np.isin(outside, ends).all():
+        return len(data), None  # they open and close by turns
+    opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
+    inside = re.compile(rb'(?:[^"]++|"")*+"')
+    record = at = 0  # where the record begins, and what is not looked at yet
+    while opened := opening.search(data, at):
+        record = max(record, data.rfind(b"\n", at, opened.start()) + 1)
+        line = data.count(b"\n", 0, opened.start())
+        closed = inside.match(data, opened.end())
+        if closed is None:
+            return record, lines.first + line
+        at = closed.end()
+        if data[at : at + 1] not in (b"\n", mark):
+            behind = data[at : at + 20].decode(errors="replace").partition("\n")[0]
+            raise lines.error(
+                line,
+                f"a quote opens here and closes before {behind!r} in line "
+                f"{lines.first + data.count(b'\n', 0, at)}, not at the end of a field: "
+                "is a quote missing? Within quotes, one is written twice",
+            )
+    return len(data), None
