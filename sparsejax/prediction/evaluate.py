@@ -38,7 +38,7 @@ from sparsejax.data.sources import (
     find_rows,
 )
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import using_auto_axes, replicated, put_on_mesh
+from sparsejax.mesh.layout import put_on_mesh, replicated, using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.loop import (
     check_positive,

@@ -18,7 +18,7 @@ from sparsejax.data.sources import (
     check_same_features,
     features_of,
 )
-from sparsejax.mesh.layout import using_auto_axes, replicated
+from sparsejax.mesh.layout import replicated, using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.loop import check_positive, collect, each, exclusion
 from sparsejax.prediction.recommendations import Recommendations
