@@ -16,6 +16,7 @@ from flax import nnx
 from test_readme import blocks
 
 import sparsejax as sj
+from sparsejax.cli import flags
 from sparsejax.cli import main as cli
 from sparsejax.data import columns
 from sparsejax.optimizers import rules
@@ -157,7 +158,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     for words in commands:
         assert cli.main(words) == 0, (words, capsys.readouterr().err)
     shown = {words[0] for words in commands}
-    kinds = {kind.__name__.lower() for kind in typing.get_args(cli.Command)}
+    kinds = {kind.__name__.lower() for kind in typing.get_args(flags.Command)}
     assert shown == kinds - {"demo"}
 
 

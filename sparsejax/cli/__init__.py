@@ -1,4 +1,4 @@
-"""The command `sparsejax`: flags, what each command does, the report and the demo.
+"""The command `sparsejax`: its flags and commands, runs, reports and the demo.
 
-The top floor: nothing imports it, but for `load_model` and `write_report`, which are public.
+No other wing imports this one. `load_model`, `write_report` and `Example` are public.
 """

@@ -1,10 +1,9 @@
-"""`sparsejax demo`: the whole path on the bundled data."""
+"""`sparsejax demo`: trains, measures and recommends on the bundled data."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -12,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from sparsejax import optimizers
-from sparsejax.cli import commands, report
-from sparsejax.data import datasets
+from sparsejax.cli import printing, report
+from sparsejax.cli.flags import Demo
+from sparsejax.data import SparseDataset, datasets
 from sparsejax.data.names import as_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
@@ -25,29 +25,53 @@ from sparsejax.whole_files import check_writable
 NETWORK = NetworkConfig.autoencoder((128,))
 OPTIMIZER, LEARNING_RATE = "adam", 1e-3
 EPOCHS, BATCH_SIZE, SEED = 15, 512, 0
-TRAINED = 0.9  # share of the visits to train on; the others are for the curves
+TRAINED = 0.9  # share of the visits to train on; the curves are of the others
 GIVEN = 0.6  # share of a test visitor's visits that the model is shown
 K, SHOWN_VISITORS, PRINTED_VISITORS, SHOWN_AREAS = 10, 6, 3, 5
 
 
-def main(page: pathlib.Path) -> None:
-    """Trains, measures on visitors the model has not seen, and shows some of them.
-
-    Args:
-      page: the HTML file to write about it.
-    """
-    check_writable(page)
+def demo(command: Demo) -> None:
+    """`sparsejax demo`: trains, measures on new visitors, and shows some of them."""
+    check_writable(command.report)
     web = datasets.msweb()
     print(
         "Which areas of www.microsoft.com did visitors look at, one week of 1998?\n"
-        "Training an autoencoder on the visits of some; then other visitors follow.",
+        "An autoencoder is trained on the visits of some, then recommends to others.",
         file=sys.stderr,
     )
-    train, validation = web.train.split(TRAINED, seed=SEED)
+    model, history = _trained(web.train)
+    given, heldout = web.test.split(GIVEN, seed=SEED)
+    print(f"\n{given.num_rows:,} other visitors; a part of their visits is held out.\n")
+    measured = evaluate(model, given, heldout, k=K, popularity=web.train)
+    printing.print_metrics(measured)
+    examples = report.examples_of(
+        model, given, heldout, rows=SHOWN_VISITORS, k=SHOWN_AREAS
+    )
+    titles = _unique(web.titles)
+    examples = [_with_titles(example, titles) for example in examples]
+    _show(examples[:PRINTED_VISITORS])
+    names = web.train.feature_names.tolist()
+    areas = as_names(titles[name] for name in names)
+    counts = np.bincount(web.train.matrix.indices, minlength=len(names))
+    report.write_report(
+        command.report,
+        model,
+        history,
+        title="Areas of www.microsoft.com that visitors looked at",
+        measured=measured,
+        examples=examples,
+        similar=report.similar_to_popular(model, areas, counts),
+    )
+    print(f"\nThe page {command.report} shows this and more")
+
+
+def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]]:
+    """A model of the visits, and what `fit` returned."""
+    train, validation = visits.split(TRAINED, seed=SEED)
     size = train.num_features
     model = FeedForward(NETWORK, inputs=size, outputs=size, rngs=nnx.Rngs(SEED))
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
-    commands.print_summary(train, model)
+    printing.print_summary(train, model)
     history = fit(
         model,
         Optimizer(model, rule),
@@ -57,40 +81,19 @@ def main(page: pathlib.Path) -> None:
         seed=SEED,
         validation=validation,
         k=K,
-        log=functools.partial(commands.print_epoch, EPOCHS),
+        log=functools.partial(printing.print_epoch, EPOCHS),
     )
-    given, heldout = web.test.split(GIVEN, seed=SEED)
-    print(f"\n{given.num_rows:,} other visitors: part of their visits is held out.\n")
-    measured = evaluate(model, given, heldout, k=K, popularity=web.train)
-    print(commands.table(measured))
-    examples = report.examples_of(
-        model, given, heldout, rows=SHOWN_VISITORS, k=SHOWN_AREAS
-    )
-    titles = _unique(web.titles)
-    examples = [_with_titles(example, titles) for example in examples]
-    _show(examples[:PRINTED_VISITORS])
-    areas = as_names(titles[name] for name in web.train.feature_names.tolist())
-    counts = np.bincount(web.train.matrix.indices, minlength=size)
-    report.write_report(
-        page,
-        model,
-        history,
-        title="Areas of www.microsoft.com that visitors looked at",
-        measured=measured,
-        examples=examples,
-        similar=report.similar_to_popular(model, areas, counts),
-    )
-    print(f"\nThe same and more is in {page}")
+    return model, history
 
 
 def _unique(titles: dict[str, str]) -> dict[str, str]:
-    """The titles, those that two areas share with the path behind them."""
+    """The titles. Titles that several areas share are followed by the area's path."""
     count = collections.Counter(titles.values())
     return {n: t if count[t] == 1 else f"{t} ({n})" for n, t in titles.items()}
 
 
 def _with_titles(example: report.Example, titles: dict[str, str]) -> report.Example:
-    """The example with areas called by their titles."""
+    """The example with titles instead of paths."""
     return report.Example(
         row=example.row,
         shown=[titles[name] for name in example.shown],

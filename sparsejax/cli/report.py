@@ -1,4 +1,4 @@
-"""A training run as one HTML page that needs no network."""
+"""A report: one HTML page about a model, which needs no network to be shown."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from sparsejax.whole_files import check_writable, whole_text_file
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")
 
-# Of a chart, in the units of its own coordinates.
+# Sizes of a chart, in its own units.
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24
-_MOST_POINTS = 60  # more are drawn as a line only
-_MOST_NAMES = 12  # of a list
+_MOST_POINTS = 60  # with more, a chart has a line only
+_MOST_NAMES = 12  # shown of a list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """What is recommended to a row, by name.
+    """What is recommended to one row, for `write_report`.
 
     >>> example = Example(row="ann", shown=["tea"], recommended=["milk", "rye"])
     >>> write_report("report.html", model, history, examples=[example])
 
     Attributes:
-      row: its name.
-      shown: what the model was shown, in any order.
-      recommended: from the best down.
-      heldout: what it should have found.
+      row: name of the row.
+      shown: names of the items that the model was shown, in any order.
+      recommended: names of the items that it recommends, the best first.
+      heldout: names of the items that it should have found.
     """
 
     row: str
@@ -55,33 +55,33 @@ def write_report(
     model: nnx.Module,
     history: Sequence[Mapping[str, float]],
     *,
-    title: str = "Training run",
+    title: str = "Training report",
     measured: Mapping[str, float] | None = None,
     examples: Sequence[Example] = (),
     similar: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> None:
-    """Writes one HTML file with curves, metrics, the model's layers and examples.
+    """Writes an HTML page with curves, metrics, recommendations and the model's layers.
 
-    The file loads nothing, holds no scripts, and appears whole or not at all.
+    The page loads nothing and holds no scripts. The file appears whole or not at all.
 
     >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
     >>> measured = evaluate(model, train, heldout)
     >>> write_report("report.html", model, history, measured=measured)
 
     Args:
-      path: the file, which is replaced if it exists.
+      path: the file. An existing one is replaced.
       model: the trained model.
       history: what `fit` returned.
       title: heading of the page.
-      measured: what `evaluate` returned; shown beside popularity.
-      examples: recommendations by name, see `examples_of`.
-      similar: for some items, by name, those that are most similar.
-      settings: of the run, by name.
+      measured: what `evaluate` returned.
+      examples: an `Example` for each row whose recommendations the page shows.
+      similar: `{item: most similar items}`, all by name.
+      settings: `{name: value}` of how the model was trained.
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: `path` is not a file's.
+      ValueError: `path` is a folder, or its folder does not exist.
     """
     parts = [
         f"<h1>{_text(title)}</h1>",
@@ -119,14 +119,15 @@ def examples_of(
     rows: int = 6,
     k: int = 8,
 ) -> list[Example]:
-    """Recommendations to the first rows with something to go by and something to find.
+    """Examples of the first rows that have enough to go by and something to find.
 
     Args:
       model: see `recommend`.
-      shown: what the model is shown; not recommended.
-      heldout: what it should find, over the same features, of the same rows or some.
-      rows: number of examples, at most.
-      k: items recommended to each.
+      shown: entries that the model is shown. They are not recommended.
+      heldout: entries that it should find, with the same features, of the same rows or
+        of some of them.
+      rows: largest number of examples.
+      k: number of items recommended to each row.
     """
     known = np.diff(shown.matrix.indptr)
     chosen = shown.row_names[known >= min(3, known.max(initial=0))]
@@ -150,14 +151,14 @@ def examples_of(
 def similar_to_popular(
     model: HasItems, names: Names, counts: np.ndarray, *, rows: int = 10, k: int = 5
 ) -> dict[str, list[str]]:
-    """The items most similar to those with the highest counts, by name.
+    """For the items with the highest counts: the most similar items, by name.
 
     Args:
       model: see `similar_items`.
-      names: `[items]`.
+      names: `[items]` names.
       counts: `[items]` how often each occurs.
-      rows: number of items.
-      k: similar ones to each.
+      rows: number of items with high counts.
+      k: number of similar items for each.
     """
     if len(names) < 2:
         return {}
@@ -167,7 +168,7 @@ def similar_to_popular(
 
 
 def means_over(measured: Mapping[str, float]) -> str:
-    """Whose means metrics are, and how much of what was to be found is unknown."""
+    """Over how many users metrics are means, and how many held-out items are unknown."""
     text = f"means over {measured['users']:,} users"
     if entries := measured.get("entries_unknown"):
         text += (
@@ -184,7 +185,7 @@ def features_of(data: SparseDataset, row: int) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """The value as text in HTML, also within an attribute."""
+    """The value as HTML text, which may also stand in an attribute."""
     return html.escape(str(value))
 
 
@@ -195,7 +196,7 @@ def _number(value: float) -> str:
 
 
 def _tick(value: float) -> str:
-    """A round number in little room."""
+    """A round number in few characters."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
@@ -217,7 +218,7 @@ def _tiles(model, history, measured) -> str:
         metrics = [name for name in history[-1] if "@" in name]
         ndcg = [name for name in metrics if name.startswith("ndcg")]
         for name in [*ndcg, *metrics][:1]:
-            # Not every entry has it, where histories were joined.
+            # In a joined history, some epochs may lack it.
             measured_in = [e for e in history if math.isfinite(e.get(name, math.nan))]
             if not measured_in:
                 continue
@@ -264,7 +265,7 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
 def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
     """A curve as inline SVG."""
     xs, ys = zip(*points, strict=True)
-    y_ticks = _ticks(min(ys), max(ys), 4)
+    y_ticks = ticks(min(ys), max(ys), 4)
     low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
     first, last = min(xs), max(xs)
     wide, tall = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
@@ -281,7 +282,7 @@ def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
         drawn.append(
             f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{_tick(tick)}</text>'
         )
-    for tick in sorted({t for t in _ticks(first, last, 6) if t == int(t)} | {first}):
+    for tick in sorted({t for t in ticks(first, last, 6) if t == int(t)} | {first}):
         if first <= tick <= last:
             x, _ = place(tick, low)
             drawn.append(
@@ -303,8 +304,12 @@ def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def _ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers from `low` or below to `high` or above."""
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """Labels of an axis: about `count` round numbers, from `low` or below to `high` or above.
+
+    >>> ticks(0.3, 17.2, 4)
+    [0.0, 5.0, 10.0, 15.0, 20.0]
+    """
     if high <= low:
         return [low]
     rough = (high - low) / count
@@ -336,8 +341,8 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         cells.append(f'<td class="bars">{bars}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        '<p class="soft">Beside the model, recommending to everyone what is most '
-        f"popular; {means_over(measured)}.</p>\n"
+        '<p class="soft">Popularity recommends the most popular items to everyone. '
+        f"Values are {means_over(measured)}.</p>\n"
         '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
         '<th class="number">popularity</th><th class="bars">'
         '<span class="key"><i class="model"></i>model</span> '

@@ -1,10 +1,10 @@
-"""A run folder: what training leaves behind for evaluation and recommendation.
+"""A run: the folder that `sparsejax train` writes and that other commands read.
 
 ::
 
-    run.json              settings, so that model and optimizer can be made again
-    vocabulary.parquet    names of the features, in the model's order
-    checkpoints/          see `sparsejax.checkpoint`
+    run.json              the settings, which say how to build model and optimizer
+    vocabulary.parquet    the names of the features, in the model's order
+    checkpoints/          see `sparsejax.training.checkpoint`
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a model is trained: what `run.json` holds.
+    """The settings of a run: what `run.json` holds.
 
     Attributes:
       network: the layers and the loss.
-      optimizer: the rule, with its parameters.
-      num_features: of the vocabulary, which are also the items.
+      optimizer: the rule of the optimizer, with its options.
+      num_features: number of features in the vocabulary. They are also the items.
       num_epochs: passes over the data.
-      batch_size: examples a step.
-      seed: of the parameters' first values and of the order of examples.
-      indicator: whether the data has no values, or they are ignored.
-      data: the file it is trained on, as it was named.
-      data_fingerprint: of the rows that were read from it.
-      vocabulary_fingerprint: of the names of the features.
-      validation: `checkpoint.fingerprint` of the held-out entries, if there are any.
-      validation_split: how these were chosen from the data itself, a share or "last".
+      batch_size: rows per step.
+      seed: of the initial parameters and of the order of rows.
+      indicator: whether the data has no values, or its values are ignored.
+      data: the file of the data, as the command named it.
+      data_fingerprint: `fingerprint` of the rows that were read from the file.
+      vocabulary_fingerprint: `fingerprint` of the names of the features.
+      validation: `fingerprint` of the held-out entries; None if there are no such.
+      validation_split: how the held-out entries were chosen from the data: a share, or
+        "last". None if a file holds them.
       k: cut-off of the validation metrics.
-      patience: of early stopping on `ndcg@k`, if training stops early.
+      patience: epochs without a higher `ndcg@k` after which training stops; None if it
+        does not stop early.
     """
 
     network: NetworkConfig
@@ -74,10 +76,10 @@ class Run:
     patience: int | None
 
     def build(self) -> tuple[FeedForward, Optimizer]:
-        """A new model and its optimizer, on the mesh if one is set.
+        """A new model and its optimizer, placed on the mesh if one is set.
 
         Raises:
-          ValueError: the network cannot be made.
+          ValueError: no such network can be built.
         """
         size = self.num_features
         rngs = nnx.Rngs(self.seed)
@@ -98,7 +100,7 @@ class Run:
         """Reads what `to_json` wrote.
 
         Raises:
-          ValueError: it is something else, or of another version.
+          ValueError: the text is not such JSON, or it is of another version.
         """
         document = json.loads(text)
         if not isinstance(document, dict) or "version" not in document:
@@ -116,12 +118,12 @@ class Run:
         return cls(**checked(cls, document, "settings"))
 
     def check_resumes(self, before: Run) -> None:
-        """Checks that these are the settings a run was begun with.
+        """Checks that a run can be resumed with these settings.
 
-        Only `num_epochs` may differ: it may be higher.
+        Only `num_epochs` may differ from those it was begun with: it may be higher.
 
         Raises:
-          ValueError: another setting differs; names it.
+          ValueError: another setting differs. The message names it.
         """
         if self.num_epochs < before.num_epochs:
             raise ValueError(
@@ -154,18 +156,18 @@ class Run:
                 )
 
     def described(self) -> dict[str, Any]:
-        """All settings, one plain value by each name."""
+        """All settings as `{name: plain value}`, to be shown."""
         first = ("data", "validation_split", "num_features", "num_epochs")
         return {name: getattr(self, name) for name in first} | self._settings()
 
     def identity(self) -> dict[str, Any]:
-        """What each checkpoint is known by: all but the number of epochs and paths."""
+        """What a checkpoint is tied to: all settings but the number of epochs and paths."""
         names = ("vocabulary_fingerprint", "data_fingerprint", "validation")
         facts = ("num_features", *names)
         return {name: getattr(self, name) for name in facts} | self._settings()
 
     def _settings(self) -> dict[str, Any]:
-        """What must stay as it is, one plain value by each name."""
+        """The settings that a resume must keep, as `{name: plain value}`."""
         network, rule = self.network, optimizers.to_json(self.optimizer)
         settings = {"loss": network.loss, **dict(network.loss_options)}
         for layer in network.layers:
@@ -181,7 +183,7 @@ def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
     """The settings and the feature names of a run folder.
 
     Raises:
-      ValueError: it is none, or it is damaged.
+      ValueError: this is not a run folder, or it is damaged.
     """
     directory = pathlib.Path(directory)
     run = _load_settings(directory)
@@ -210,8 +212,8 @@ def _load_settings(directory: pathlib.Path) -> Run:
 def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
     """The trained model of a run folder, ready for use, and its feature names.
 
-    If training had validation data, this is the model of the best epoch, otherwise the
-    newest. A damaged checkpoint is passed over with a `CheckpointWarning`.
+    With validation data this is the model of the best epoch, otherwise of the newest
+    checkpoint. A damaged checkpoint is passed over with a `CheckpointWarning`.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)
@@ -219,16 +221,16 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
     [['tea'], ['milk'], ...]
 
     Raises:
-      ValueError: it is no run folder, or it holds no checkpoint that can be read.
+      ValueError: this is not a run folder, or no checkpoint in it can be read.
     """
     run, names = load_run(directory)
     return restored_model(directory, run), names
 
 
 def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
-    """`load_model` where the settings have been read already."""
+    """The model that `load_model` returns, of settings that were read already."""
     checkpoints = checkpoints_of(directory, run)
-    checkpoints.check()  # before room is made for what the settings say
+    checkpoints.check()  # before memory is taken for what the settings say
     model, optimizer = run.build()
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
@@ -246,7 +248,7 @@ def checkpoints_of(directory: str | pathlib.Path, run: Run) -> Checkpoints:
 
 
 def has_checkpoints(directory: str | pathlib.Path) -> bool:
-    """Whether there is something to resume."""
+    """Whether a folder has a checkpoint from which training can resume."""
     return bool(Checkpoints(pathlib.Path(directory) / _CHECKPOINTS).steps())
 
 
@@ -254,32 +256,32 @@ def has_checkpoints(directory: str | pathlib.Path) -> bool:
 def begun(
     directory: str | pathlib.Path, run: Run, features: Names, *, resume: bool
 ) -> Generator[Checkpoints]:
-    """The folder of a run while it is trained, by this process alone.
+    """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
 
-    It is made if it is not there. If training ends before its first checkpoint, by an
-    error or an interrupt, what was made is removed again.
+    Makes the folder if it does not exist. If an error or an interrupt ends training
+    before the first checkpoint, removes what it made.
 
     Args:
       directory: the folder.
       run: the settings.
       features: names of the features.
-      resume: go on if the folder is there. Without a checkpoint in it nothing was
-        done yet, so that the settings may be others.
+      resume: continue if the folder exists. As long as it has no checkpoint, nothing
+        was trained, so other settings may replace those in it.
 
     Yields:
-      Its checkpoints.
+      The checkpoints of the run.
 
     Raises:
-      FileExistsError: the folder is there and `resume` is False.
-      ValueError: it is no run folder, or of a run with other settings or data.
-      BlockingIOError: another process trains in it.
+      FileExistsError: the folder exists and `resume` is False.
+      ValueError: it is not a run folder, or its run has other settings or data.
+      BlockingIOError: another training uses it.
     """
     directory = pathlib.Path(directory)
     check = functools.partial(check_folder, directory, resume=resume)
     processes.in_first(check)
     new = [path for path in (directory, *directory.parents) if not path.exists()]
     with processes.alone_in(directory):
-        processes.in_first(check)  # another process may have been here until now
+        processes.in_first(check)  # another training may have ended just now
         checkpoints = checkpoints_of(directory, run)
         steps, before = checkpoints.steps(), None
         if steps:
@@ -303,13 +305,13 @@ def begun(
                 )
             yield checkpoints
         except BaseException:
-            # The run was refused, interrupted, or got nowhere.
+            # Training was refused, interrupted, or failed.
             if (
                 before is not None
                 and processes.is_first()
                 and checkpoints.steps() == steps
             ):
-                with contextlib.suppress(OSError):  # what ended it is told
+                with contextlib.suppress(OSError):  # the first error is told
                     write(before)
             if new and processes.is_first() and not checkpoints.steps():
                 shutil.rmtree(directory, ignore_errors=True)
@@ -320,16 +322,16 @@ def begun(
 
 
 def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
-    """Checks that a run can be begun in a folder, or resumed.
+    """Checks that a run can be begun or resumed in a folder.
 
     Raises:
-      FileExistsError: it is there, not empty, and `resume` is False.
-      ValueError: it holds something else than a run.
+      FileExistsError: the folder exists, is not empty, and `resume` is False.
+      ValueError: the folder holds something other than a run.
     """
     directory = pathlib.Path(directory)
     if not directory.exists():
         return
-    # A killed process may have left files with temporary names, which start with a dot.
+    # A killed process may leave temporary files, whose names start with a dot.
     holds = set()
     if directory.is_dir():
         holds = {path.name for path in directory.iterdir() if path.name[0] != "."}
@@ -346,7 +348,7 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
 
 
 def _vocabulary(features: Names) -> SparseDataset:
-    """A data set without rows."""
+    """A data set of these features, without rows."""
     none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     matrix = CSR(None, none, start, num_cols=len(features))
     return SparseDataset(matrix, features[:0], features)

@@ -1,4 +1,4 @@
-"""The page about a run."""
+"""The page that `sj.write_report` writes."""
 
 import html.parser
 import os
@@ -129,7 +129,7 @@ def test_curves_go_through_the_values(tmp_path):
 @pytest.mark.parametrize("low", [-1234.5, -1e-7, 0.0, 0.37, 5e6])
 @pytest.mark.parametrize("span", [0.013, 0.99, 1, 17, 3e9])
 def test_ticks_are_few_round_and_around(low, span):
-    ticks = report._ticks(low, low + span, 4)
+    ticks = report.ticks(low, low + span, 4)
     assert 3 <= len(ticks) <= 7
     tolerance = span * 1e-3
     assert ticks[0] <= low + tolerance and ticks[-1] >= low + span - tolerance

@@ -1,0 +1,513 @@
+"""The flags of each command, as dataclasses that tyro reads.
+
+Only light packages are imported here, so that `sparsejax --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import typing
+from typing import Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+
+
+def _value(metavar: str, default: str | None = None) -> Any:
+    """How a flag's value and its default are shown; without `default`, as they are."""
+    hint = None if default is None else f"(default: {default})" if default else ""
+    return arg(metavar=metavar, help_behavior_hint=hint)
+
+
+Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
+_Formats = _value("{text,pairs,adjacency,parquet}", "from name and content")
+_File = _value("FILE")
+_OptionalFile = _value("FILE", "")
+_Column = _value("COLUMN", "")
+_Folder = _value("DIR")
+_Mesh = "data=INT,model=INT"
+# Off unless given.
+Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    """An autoencoder: its input and its output are all features of the data.
+
+    Attributes:
+      hidden: Number of units of each hidden layer, from the first to the last.
+      activation: Activation of the hidden layers: linear, or a function of jax.nn, such
+        as relu, tanh or gelu.
+      loss: One of softmax_cross_entropy, sigmoid_binary_cross_entropy, l2_loss and
+        scaled_marginal_cross_entropy.
+      normalize: Divide each input row by its L2 norm.
+      corruption: Probability of dropping an input entry in training.
+      dropout: Probability of dropping a hidden unit in training.
+      temperature: Scores are cosines divided by this number. With None, scores are dot
+        products.
+      tied: Use one kernel for both the first and the last layer.
+      output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
+        faster on GPUs.
+    """
+
+    hidden: tuple[int, ...] = (256,)
+    activation: str = "tanh"
+    loss: str = "softmax_cross_entropy"
+    normalize: bool = True
+    corruption: float = 0.5
+    dropout: float = 0.0
+    temperature: Annotated[float | None, _value("{FLOAT,None}")] = 0.1
+    tied: Flag = False
+    output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
+        None
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """One device or several, in one process or in several that run the same command.
+
+    Attributes:
+      mesh: Number of parts into which each batch (data) and each large kernel (model) is
+        divided: data=2,model=4 takes 8 devices. The default is one device. With several
+        processes it is all devices: batches are divided over the processes, kernels over
+        the devices of each process.
+      distributed: This process is one of several that srun, mpirun or Kubernetes started
+        and told of each other.
+      coordinator: Address of process 0, with a free port, where no launcher tells it.
+      num_processes: Number of processes, where no launcher tells it.
+      process_id: Number of this process, from 0, where no launcher tells it.
+    """
+
+    mesh: Annotated[str | None, _value(_Mesh, "")] = None
+    distributed: Flag = False
+    coordinator: Annotated[str | None, _value("HOST:PORT", "")] = None
+    num_processes: Annotated[int | None, _value("INT", "")] = None
+    process_id: Annotated[int | None, _value("INT", "")] = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several processes."""
+        explicit = (self.coordinator, self.num_processes, self.process_id)
+        return self.distributed or explicit != (None, None, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Which columns of a table hold what.
+
+    Attributes:
+      user: Column of users: its name, or its number from 0.
+      item: Column of items, or of lists of items.
+      value: Column of values, or of lists of values.
+      time: Column of times, or of lists of times.
+      no_value: Ignore the values: every entry counts 1.
+      delimiter: Separator of the columns of a CSV file: one or two characters.
+    """
+
+    user: Annotated[int | str | None, _Column] = None
+    item: Annotated[int | str | None, _Column] = None
+    value: Annotated[int | str | None, _Column] = None
+    time: Annotated[int | str | None, _Column] = None
+    no_value: Flag = False
+    delimiter: Annotated[str | None, _value("TEXT", "from the content")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counting:
+    """How held-out interactions count that the model cannot find.
+
+    Attributes:
+      unknown: Held-out interactions with items that were not trained on: miss counts
+        them as missed; skip leaves them out, and with them the users who have no others.
+      keep_seen: Also rank the items that a row already has, for data in which
+        interactions repeat. Otherwise repeated interactions count as missed.
+    """
+
+    unknown: Literal["miss", "skip"] = "miss"
+    keep_seen: Flag = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Trains an autoencoder on a file of interactions.
+
+    Attributes:
+      data: File of the interactions to train on.
+      run: Folder to write the run to: settings, vocabulary and checkpoints. It must be
+        new or empty, except with --resume.
+      format: Format of the files.
+      validation: Held-out interactions, which are ranked after each epoch: a file with
+        the same rows; or the share of DATA to hold out, such as .1; or last, which holds
+        out the last interaction of each row by time. Other commands then use the model
+        of the best epoch. A file called last is written ./last.
+      k: Cut-off of the validation metrics: the number of recommendations that count.
+      patience: Stop when the validation's ndcg@k has not risen for this many epochs.
+      config: JSON file that describes the network, instead of the network options below.
+      optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
+        rowwise_adagrad, sgd, momentum and nesterov.
+      learning_rate: Learning rate of the optimizer.
+      weight_decay: In each step, take this share of each weight off, times the learning
+        rate. For adamw, sgd, momentum and nesterov.
+      warmup_epochs: Raise the learning rate from 0 over this many epochs, which may be a
+        fraction.
+      cosine_decay: Lower the learning rate along a cosine, to 0 at the last epoch. With
+        this flag a resume cannot raise --epochs, since that changes the curve.
+      batch_size: Rows per step.
+      chunk_rows: Read DATA while training, about this many rows at a time, for Parquet
+        that does not fit in memory: saved data sets, tables with a list of items on each
+        row, or pairs sorted by user. No batch mixes rows of two chunks. Cannot be used
+        with --validation.
+      fused: Apply the gradient of the last layer's kernel where it is computed, which
+        saves an array of the kernel's size. Not with --tied.
+      epochs: Number of passes over the data, including those before a resume.
+      seed: Seed of the initial weights, the order of rows, corruption and dropout.
+      checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
+      resume: Continue from the last checkpoint of the run, or begin if there is none. The
+        settings must be those the run was begun with; only --epochs may be higher.
+      tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
+        Needs pip install 'sparsejax[tensorboard]'.
+      network: The network to train.
+      columns: Which columns of a table hold what. By default their names say it.
+      devices: The devices to train on.
+    """
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    run: Annotated[pathlib.Path, _Folder]
+    format: Annotated[Format | None, _Formats] = None
+    validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
+    k: int = 20
+    patience: Annotated[int | None, _value("INT", "train all epochs")] = None
+    config: Annotated[pathlib.Path | None, _OptionalFile] = None
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: Annotated[float | None, _value("FLOAT", "0, of adamw .0001")] = None
+    warmup_epochs: float = 0.0
+    cosine_decay: Flag = False
+    batch_size: int = 512
+    chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
+    fused: Flag = False
+    epochs: int = 20
+    seed: int = 0
+    checkpoint_seconds: float = 30.0
+    resume: Flag = False
+    tensorboard: Annotated[pathlib.Path | None, _value("DIR", "")] = None
+    network: Network = Network()
+    columns: Columns = Columns()
+    devices: Devices = Devices()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Measures how well a model finds held-out interactions, beside mere popularity.
+
+    Prints a table and, as the last line, the same numbers as JSON.
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      train: Interactions that the model was trained on. The model is shown them; they
+        are not recommended.
+      test: Interactions that the model should find. Rows are matched by name.
+      history: More interactions that the model is shown and that are not recommended.
+        May be given several times.
+      fold_in: Instead of TEST, for rows that the model was not trained on: the share of
+        each row's interactions that the model is shown. It should find the others.
+      seed: Seed of the choice that --fold-in makes.
+      candidates: File with a list of items for each row: rank only these items and the
+        held-out ones.
+      popularity: File of the interactions that popularity is counted from. Its items
+        count as those that the model was trained on.
+      k: Number of recommendations that count.
+      format: Format of all files.
+      columns: Which columns of a table hold what. By default their names say it.
+      counting: How interactions count that the model cannot find.
+      devices: The devices to compute on.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    train: Annotated[Positional[str], arg(metavar="TRAIN")]
+    test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
+    history: Annotated[UseAppendAction[tuple[str, ...]], _OptionalFile] = ()
+    fold_in: Annotated[float | None, _value("FLOAT", "")] = None
+    seed: int = 0
+    candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
+    popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
+    k: int = 20
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+    counting: Counting = Counting()
+    devices: Devices = Devices()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Writes the best items for each row.
+
+    The name of the output file decides its form. .csv and .parquet have the columns user, item, score
+    and rank. .jsonl has an object with user, items and scores for each row. Any other
+    name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and \\\\ in a name
+    stand for comma, colon, TAB, line end and backslash.
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      data: File of the interactions to recommend from.
+      out: File to write. An existing file is replaced.
+      users: Only these rows, in this order: names separated by commas, or a file with one
+        name per line.
+      k: Number of items for each row.
+      exclude_seen: Do not recommend what a row already has in DATA.
+      exclude: Do not recommend a row's interactions in this file. Rows are matched by
+        name; nothing is excluded for a row that is not in the file.
+      format: Format of the files that are read.
+      columns: Which columns of a table hold what. By default their names say it.
+      devices: The devices to compute on.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    out: Annotated[pathlib.Path, _File]
+    users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
+    k: int = 10
+    exclude_seen: Flag = False
+    exclude: Annotated[str | None, _OptionalFile] = None
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+    devices: Devices = Devices()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """Writes a predictor: one file that recommends without the model's code.
+
+    sparsejax.load_predictor reads it. It contains the names of the items.
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      out: File to write. An existing file is replaced.
+      k: Largest number of items that the predictor recommends to a row.
+      batch_size: Largest number of rows that the predictor scores at a time.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
+    k: int = 10
+    batch_size: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Converts a file of interactions to another format.
+
+    Only parquet keeps features without entries.
+
+    Attributes:
+      input: File to read, which may be compressed (.gz, .xz). For Parquet also a folder,
+        or an address such as s3://bucket/folder.
+      output: File to write, compressed if its name ends in .gz or .xz. An existing file
+        is replaced.
+      format: Format of IN.
+      to: Format of OUT. Needed unless its name ends in .parquet or in .csv, which is
+        pairs.
+      features: Keep only the features of this file, such as a run's vocabulary.parquet,
+        in the order of that file.
+      columns: Which columns of a table hold what. By default their names say it.
+    """
+
+    input: Annotated[Positional[str], arg(metavar="IN")]
+    output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
+    format: Annotated[Format | None, arg(name="from"), _Formats] = None
+    to: Annotated[
+        Format | None, _value("{text,pairs,adjacency,parquet}", "from the name")
+    ] = None
+    features: Annotated[str | None, _value("FILE", "keep all")] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """Splits interactions into DIR/train.parquet and DIR/heldout.parquet.
+
+    Attributes:
+      data: File of the interactions.
+      by: What to hold out. last: the last interactions of each row by time. time: all
+        interactions from one point in time on, which is closest to how a model is used.
+        random: a random share of each row. rows: a random share of the rows, whole.
+      out: Folder to make.
+      n: With last: number of interactions to hold out of each row. At least one stays in
+        train.
+      at: With time: the point in time, written as in the file; a date as 2024-12-31.
+      fraction: With time, random and rows: share that stays in train.
+      seed: With random and rows: seed of the random choice.
+      format: Format of DATA.
+      columns: Which columns of a table hold what. By default their names say it.
+    """
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    by: Literal["last", "time", "random", "rows"]
+    out: Annotated[pathlib.Path, _Folder]
+    n: Annotated[int | None, _value("INT", "1")] = None
+    at: Annotated[str | None, _value("TIME", "")] = None
+    fraction: Annotated[float | None, _value("FLOAT", "")] = None
+    seed: Annotated[int | None, _value("INT", "0")] = None
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Writes an HTML page about a run: curves, metrics, layers, recommendations.
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      train: File of the interactions that the model is shown, for recommendations on the
+        page.
+      test: File of the interactions that the model should find, for metrics on the page.
+        It needs --train.
+      out: File to write. An existing file is replaced.
+      k: Cut-off of the metrics: the number of recommendations that count.
+      format: Format of both files.
+      columns: Which columns of a table hold what. By default their names say it.
+      counting: How interactions count that the model cannot find.
+      devices: The devices to compute on.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    train: Annotated[str | None, _OptionalFile] = None
+    test: Annotated[str | None, _OptionalFile] = None
+    out: Annotated[pathlib.Path | None, _value("FILE", "report.html in DIR")] = None
+    k: int = 20
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+    counting: Counting = Counting()
+    devices: Devices = Devices()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """Writes the vector of each item, or of each row of a file, with its name.
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      out: File to write: .parquet, .npz, or .npy (without names). An existing file is
+        replaced.
+      data: File of interactions: write the vectors of its rows instead of the items'.
+      format: Format of the file of interactions.
+      columns: Which columns of a table hold what. By default their names say it.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    out: Annotated[pathlib.Path, _File]
+    data: Annotated[str | None, _OptionalFile] = None
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Similar:
+    """Prints the most similar items: item<TAB>item,cosine:item,cosine...
+
+    Attributes:
+      run: Folder of the run that train wrote.
+      items: Names of items. Each gives a line of output.
+      k: Number of similar items for each.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    items: Annotated[Positional[tuple[str, ...]], _value("ITEM", "")]
+    k: int = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Says how much of each GPU's memory training takes, and whether it fits.
+
+    The exit status is 1 if it does not fit. No arrays of that size are made.
+
+    Attributes:
+      items: Number of items.
+      rows: Number of rows of the data.
+      entries: Number of entries of the data, over all rows.
+      features: Number of input features, if they are not the items. The targets are
+        separate data then.
+      target_entries: Number of entries of the targets, over all rows.
+      values: The entries have values.
+      mesh: Number of devices over which each batch is divided (data), and over which the
+        kernels of the first and the last layer are divided (model).
+      memory: Memory of a device, for example 141GB.
+      compile: Also print what the compiler takes, for a mesh of devices of the kind that
+        is here. Fewer devices than the mesh has are enough.
+      config: JSON file that describes the network, instead of the network options below.
+      optimizer: Name of the optimizer, as for train.
+      batch_size: Rows per step.
+      fused: Plan for training with --fused.
+      network: The network to plan for.
+    """
+
+    items: int
+    rows: int
+    entries: int
+    features: Annotated[int | None, _value("INT", "the items")] = None
+    target_entries: Annotated[int | None, _value("INT", "those of the inputs")] = None
+    values: Flag = False
+    mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
+    memory: Annotated[
+        str | None, _value("SIZE", "what JAX may take of the device here")
+    ] = None
+    compile: Flag = False
+    config: Annotated[pathlib.Path | None, _OptionalFile] = None
+    optimizer: str = "adam"
+    batch_size: int = 512
+    fused: Flag = False
+    network: Network = Network()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Trains on the data that comes with the package and shows recommendations.
+
+    Takes less than two minutes on two cores.
+
+    Attributes:
+      report: HTML page to write. An existing file is replaced.
+    """
+
+    report: Annotated[pathlib.Path, _File] = pathlib.Path("sparsejax-demo.html")
+
+
+Command = (
+    Train
+    | Evaluate
+    | Predict
+    | Export
+    | Convert
+    | Split
+    | Report
+    | Vectors
+    | Similar
+    | Plan
+    | Demo
+)
+
+# Commands that read files, by columns.
+Reading = Train | Evaluate | Predict | Convert | Split | Report | Vectors
+
+
+def flags_of(kind: type) -> dict[str, str]:
+    """The flag of each field that has one, also of the dataclasses within.
+
+    >>> flags_of(Export)
+    {'k': '--k', 'batch_size': '--batch-size'}
+
+    Args:
+      kind: the dataclass of a command, or of some of its flags.
+    """
+    flags = {}
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        settings = getattr(hint, "__metadata__", ())
+        if dataclasses.is_dataclass(hint):
+            flags |= flags_of(typing.cast(type, hint))
+        elif Positional not in settings:
+            names = (getattr(setting, "name", None) for setting in settings)
+            word = next(filter(None, names), name.replace("_", "-"))
+            flags[name] = f"--{word}"
+    return flags

@@ -1,0 +1,46 @@
+"""What commands print about training and measuring."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from tqdm import tqdm
+
+from sparsejax.cli.report import means_over
+from sparsejax.data import ScannedDataset, SparseDataset
+
+
+def print_summary(data: SparseDataset | ScannedDataset, model: nnx.Module) -> None:
+    """Prints to stderr how large the data and the model are."""
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    parameters = sum(leaf.size for leaf in leaves)
+    print(
+        f"{data.num_rows:,} rows, {data.num_features:,} features, "
+        f"{data.num_entries:,} entries, {parameters:,} parameters",
+        file=sys.stderr,
+    )
+
+
+def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
+    """Prints to stderr how an epoch went, above the progress bar; `fit` calls it."""
+    shown = [name for name in entry if name.startswith(("recall@", "ndcg@"))]
+    metrics = "".join(f"  {name} {entry[name]:.4f}" for name in shown)
+    tqdm.write(
+        f"epoch {entry['epoch']}/{num_epochs}  loss {entry['loss']:.5g}  "
+        f"{entry['examples_per_second']:,.0f} examples/s{metrics}",
+        file=sys.stderr,
+    )
+
+
+def print_metrics(measured: Mapping[str, float]) -> None:
+    """Prints a table of metrics: of the model, and of recommending by popularity."""
+    names = [name for name in measured if f"popularity_{name}" in measured]
+    width = max(map(len, names))
+    print(f"{'':{width}}  {'model':>10}  {'popularity':>10}")
+    for name in names:
+        model, popularity = measured[name], measured[f"popularity_{name}"]
+        print(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
+    print(means_over(measured))

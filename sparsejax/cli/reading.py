@@ -1,0 +1,81 @@
+"""The files of interactions that commands read."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from sparsejax.cli.flags import Reading
+from sparsejax.cli.wording import in_flags
+from sparsejax.data import DataError, SparseDataset, read
+from sparsejax.data.assemble import Features
+from sparsejax.data.columns import account_of
+from sparsejax.data.files import shown
+from sparsejax.data.names import find_names, quoted
+
+
+def read_file(
+    path: str, command: Reading, *, features: Features = None, indicator: bool = False
+) -> SparseDataset:
+    """Reads a file of a command, and prints to stderr what was read.
+
+    Args:
+      path: the file.
+      command: names the format and the columns.
+      features: see `read`.
+      indicator: ignore values, whatever the flags say.
+    """
+    data = read(
+        path,
+        format=command.format,
+        user=command.columns.user,
+        item=command.columns.item,
+        value=command.columns.value,
+        time=command.columns.time,
+        delimiter=command.columns.delimiter,
+        features=features,
+        indicator=indicator or command.columns.no_value,
+    )
+    account = str(data.columns or account_of(data.matrix))
+    print(f"{shown(path)}: {in_flags(account, command)}", file=sys.stderr)
+    return data
+
+
+def read_heldout(
+    path: str, command: Reading, data: SparseDataset, data_path: str
+) -> SparseDataset:
+    """Reads held-out entries of rows of `data`; warns of rows that `data` does not have.
+
+    Args:
+      path: the file.
+      command: see `read_file`.
+      data: the data set whose rows and features count.
+      data_path: where `data` was read from, for messages.
+
+    Raises:
+      DataError: `data` has none of the rows.
+    """
+    heldout = read_file(path, command, features=data, indicator=True)
+    unknown = find_names(heldout.row_names, data.row_names) < 0
+    if unknown.any():
+        names = heldout.row_names[unknown]
+        text = (
+            f"{path}: {names.size:,} of {heldout.num_rows:,} rows are not in "
+            f"{data_path}: {quoted(names)}"
+        )
+        if unknown.all():
+            raise DataError(text)
+        warnings.warn(f"{text}; they are left out", stacklevel=2)
+        heldout = heldout.align_rows(heldout.row_names[~unknown])
+    return heldout
+
+
+def with_times(data: SparseDataset, path: str) -> SparseDataset:
+    """The data set, after a check that it has times.
+
+    Raises:
+      DataError: it has no times.
+    """
+    if data.times is None:
+        raise DataError.at(path, "has no times; name their column: --time COLUMN")
+    return data

@@ -1,0 +1,300 @@
+"""What `sparsejax train` and `sparsejax plan` do."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax import optimizers
+from sparsejax.cli import flags, printing, run
+from sparsejax.cli.reading import read_file, read_heldout, with_times
+from sparsejax.data import ScannedDataset, SparseDataset, Split, scan_parquet
+from sparsejax.data.files import shown
+from sparsejax.data.names import find_names
+from sparsejax.mesh import processes
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.training import plan as planning
+from sparsejax.training.checkpoint import fingerprint
+from sparsejax.training.fit import EarlyStopping, check_seed, fit
+from sparsejax.training.streaming import Stream
+
+Log = Callable[[int, Mapping[str, float]], None]
+
+
+def train(command: flags.Train) -> None:
+    """`sparsejax train`."""
+    check = functools.partial(run.check_folder, command.run, resume=command.resume)
+    processes.in_first(check)
+    new_writer = None if command.tensorboard is None else _summary_writer()
+    stopping = _early_stopping(command)
+    network = network_of(command)
+    source = _whole(command) if command.chunk_rows is None else _scanned(command)
+    check_seed(command.seed)
+    settings = _settings(command, network, source)
+    model, optimizer = settings.build()
+    features = source.data.feature_names
+    with (
+        run.begun(
+            command.run, settings, features, resume=command.resume
+        ) as checkpoints,
+        _logging(command, new_writer) as log,
+    ):
+        printing.print_summary(source.data, model)
+        fit(
+            model,
+            optimizer,
+            source.data,
+            batch_size=command.batch_size,
+            fused=command.fused,
+            num_epochs=command.epochs,
+            seed=command.seed,
+            validation=source.heldout,
+            k=command.k,
+            early_stopping=stopping,
+            checkpoint_dir=checkpoints,
+            checkpoint_seconds=command.checkpoint_seconds,
+            resume=command.resume,
+            log=log,
+        )
+    print(f"the model is in {command.run}", file=sys.stderr)
+
+
+def plan(command: flags.Plan) -> bool:
+    """`sparsejax plan`: whether it fits."""
+    data, model = processes.axes_of(command.mesh)
+    if command.compile and data * model > 1:
+        _pretend_devices(data * model)
+    memory = command.memory
+    planned = planning.plan(
+        network_of(command),
+        optimizers.get(command.optimizer, learning_rate=1e-3),
+        inputs=command.items if command.features is None else command.features,
+        outputs=None if command.features is None else command.items,
+        rows=command.rows,
+        entries=command.entries,
+        target_entries=command.target_entries,
+        values=command.values,
+        batch_size=command.batch_size,
+        fused=command.fused,
+        data=data,
+        model=model,
+        memory=None if memory is None else planning.read_bytes(memory),
+        compile=command.compile,
+    )
+    if planned.fits is None:
+        raise ValueError("the device here does not say its memory: pass --memory 141GB")
+    print(planned.table())
+    return planned.fits
+
+
+def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
+    """The network that a file or the flags describe."""
+    if command.config is None:
+        return NetworkConfig.autoencoder(**vars(command.network))
+    return NetworkConfig.load(command.config)
+
+
+def rule_of(command: flags.Train, chunks: Sequence[int]) -> optimizers.Rule:
+    """The optimizer's rule. A schedule counts the steps that `fit` does.
+
+    Args:
+      command: the flags.
+      chunks: number of rows in each chunk of the data; together they are an epoch.
+
+    Raises:
+      ValueError: the optimizer does not take these options.
+    """
+    options: dict[str, Any] = {"learning_rate": command.learning_rate}
+    if command.weight_decay is not None:
+        options["weight_decay"] = command.weight_decay
+    optimizers.get(command.optimizer, **options)  # checks them
+    epoch = sum(math.ceil(rows / max(command.batch_size, 1)) for rows in chunks)
+    peak, decay = command.learning_rate, command.epochs * epoch
+    is_number = 0 <= command.warmup_epochs < math.inf
+    warmup = round(command.warmup_epochs * epoch) if is_number else 0
+    if not is_number or (command.cosine_decay and warmup >= decay):
+        raise ValueError(
+            f"--warmup-epochs is {command.warmup_epochs}; it must be 0 or more, and with "
+            f"--cosine-decay below the {command.epochs} epochs"
+        )
+    match warmup > 0, command.cosine_decay:
+        case True, True:
+            options["learning_rate"] = optimizers.schedule(
+                "warmup_cosine_decay_schedule",
+                init_value=0.0,
+                peak_value=peak,
+                warmup_steps=warmup,
+                decay_steps=decay,
+            )
+        case True, False:
+            options["learning_rate"] = optimizers.schedule(
+                "warmup_constant_schedule",
+                init_value=0.0,
+                peak_value=peak,
+                warmup_steps=warmup,
+            )
+        case False, True:
+            options["learning_rate"] = optimizers.schedule(
+                "cosine_decay_schedule", init_value=peak, decay_steps=decay
+            )
+    return optimizers.get(command.optimizer, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The data to train on.
+
+    Attributes:
+      data: the rows, in memory or on disk.
+      chunks: number of rows in each chunk of the data.
+      indicator: whether the data has no values, or its values are ignored.
+      heldout: entries to rank after each epoch, if there are any.
+      validation: `fingerprint` of the held-out entries, each in its row.
+      split: how the held-out entries were chosen from the data, unless a file has them.
+    """
+
+    data: SparseDataset | ScannedDataset
+    chunks: Sequence[int]
+    indicator: bool
+    heldout: SparseDataset | None = None
+    validation: str | None = None
+    split: str | None = None
+
+
+def _whole(command: flags.Train) -> _Source:
+    """Reads all of the data and the held-out entries."""
+    data = read_file(command.data, command)
+    heldout = validation = split = None
+    indicator, chunks = data.matrix.data is None, [data.num_rows]
+    if command.validation is not None:
+        parts = _validation_split(command, data)
+        if parts is None:
+            heldout = read_heldout(command.validation, command, data, command.data)
+        else:
+            data, heldout = parts.train, parts.heldout.without_values()
+            split = command.validation
+            print(f"validation: {parts}", file=sys.stderr)
+        rows = np.sort(find_names(heldout.row_names, data.row_names))
+        aligned = heldout.align_rows(data.row_names[rows])
+        validation = fingerprint(aligned.matrix, rows)
+    return _Source(
+        data=data,
+        chunks=chunks,
+        indicator=indicator,
+        heldout=heldout,
+        validation=validation,
+        split=split,
+    )
+
+
+def _validation_split(command: flags.Train, data: SparseDataset) -> Split | None:
+    """What `--validation` holds out of DATA; None if it names a file."""
+    text = command.validation or ""
+    if text == "last":
+        return with_times(data, command.data).split_last()
+    if not re.fullmatch(r"[-+]?\d*\.?\d+", text):
+        return None
+    if not 0 < float(text) < 1:
+        raise ValueError(
+            f"--validation {text}: a share must be between 0 and 1; a file of this name "
+            f"is written ./{text}"
+        )
+    # Not --seed, so that models of several seeds are compared on the same entries.
+    return data.split(1 - float(text), seed=0)
+
+
+def _scanned(command: flags.Train) -> _Source:
+    """Scans the file of data that is read in chunks while training."""
+    if command.validation is not None:
+        raise ValueError("--validation needs all of the data; leave out --chunk-rows")
+    if command.columns.time is not None:
+        raise ValueError("--time is for data in memory; leave out --chunk-rows")
+    assert command.chunk_rows is not None
+    data = scan_parquet(
+        command.data,
+        user=command.columns.user,
+        item=command.columns.item,
+        value=command.columns.value,
+        indicator=command.columns.no_value,
+        chunk_rows=command.chunk_rows,
+    )
+    chunks = Stream(data, None, None).chunks
+    return _Source(data=data, chunks=chunks, indicator=data.indicator)
+
+
+def _settings(command: flags.Train, network: NetworkConfig, source: _Source) -> run.Run:
+    """What `run.json` will hold."""
+    data = source.data
+    if isinstance(data, ScannedDataset):
+        data_fingerprint = data.fingerprint()
+    else:
+        data_fingerprint = fingerprint(data.matrix)
+    return run.Run(
+        network=network,
+        optimizer=rule_of(command, source.chunks),
+        num_features=data.num_features,
+        num_epochs=command.epochs,
+        batch_size=command.batch_size,
+        seed=command.seed,
+        indicator=source.indicator,
+        data=shown(command.data),
+        data_fingerprint=data_fingerprint,
+        vocabulary_fingerprint=fingerprint(data.feature_names),
+        validation=source.validation,
+        validation_split=source.split,
+        k=command.k,
+        patience=command.patience,
+    )
+
+
+def _early_stopping(command: flags.Train) -> EarlyStopping | None:
+    if command.patience is None:
+        return None
+    if command.validation is None:
+        raise ValueError("--patience needs --validation, the data to stop on")
+    return EarlyStopping(metric=f"ndcg@{command.k}", patience=command.patience)
+
+
+def _summary_writer() -> Callable[..., Any]:
+    """The class that writes TensorBoard's files."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "--tensorboard needs another package: pip install 'sparsejax[tensorboard]'"
+        ) from None
+    return SummaryWriter
+
+
+@contextlib.contextmanager
+def _logging(
+    command: flags.Train, new_writer: Callable[..., Any] | None
+) -> Generator[Log]:
+    """A function for `fit` to call after each epoch. It prints and writes the metrics."""
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if new_writer is not None and processes.is_first():
+            writer = stack.enter_context(new_writer(command.tensorboard))
+
+        def log(step: int, entry: Mapping[str, float]) -> None:
+            printing.print_epoch(command.epochs, step, entry)
+            if writer is not None:
+                for name, value in entry.items():
+                    writer.add_scalar(name, value, step)
+
+        yield log
+
+
+def _pretend_devices(count: int) -> None:
+    """Makes the CPU this many devices, unless JAX has begun already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)

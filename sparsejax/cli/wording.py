@@ -1,0 +1,41 @@
+"""Messages of Python functions, in the words of the command line."""
+
+import re
+
+from sparsejax.cli.flags import Command, flags_of
+
+# What Python calls a flag whose name is another.
+_ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
+_ELSEWHERE |= {"keep_seen": "exclude=None"}
+# Names and paths in a message are the user's, whatever words they contain.
+_OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
+
+
+def in_flags(text: str, command: Command | None) -> str:
+    """A message in which Python's arguments are the flags of a command.
+
+    For `export`, "batch_size=0 must be positive" is "--batch-size 0 must be positive".
+
+    Args:
+      text: may hold arguments as `name=value`, `name=True`, `name=...`, or by name alone
+        where the name has an underscore, which no other word has.
+      command: whose flags they are, if there is one.
+    """
+    known = {} if command is None else flags_of(type(command))
+    flags = known | {_ELSEWHERE[n]: known[n] for n in known.keys() & _ELSEWHERE.keys()}
+    arguments = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    if not flags:
+        return text
+
+    def flag(match: re.Match[str]) -> str:
+        argument, end = match["argument"], match["end"]
+        if argument is None or (not end and argument.isalpha()):
+            return match[0]
+        return flags[argument] + " " * (end == "=")
+
+    return re.sub(
+        rf"{_OF_THE_USER}|(?<![\w.-])(?P<argument>{arguments})"
+        r"(?P<end>=True\b|=\.\.\.|=(?=\S)|(?![\w=]|\.\w))",
+        flag,
+        text,
+    )

@@ -1,0 +1,100 @@
+"""Data and runs of a checkerboard: even users like even items, odd users odd ones."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.cli import run
+from sparsejax.data import SparseDataset
+
+USERS, ITEMS = 60, 20
+NETWORK = ["--hidden", "16"]
+FIT = ["--learning-rate", "0.01", "--batch-size", "16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """A trained run and the files it was made from.
+
+    Attributes:
+      folder: with `train.txt`, `heldout.txt` and `run`.
+      train: what is in `train.txt`.
+      heldout: two more items of each user, of its colour.
+      stderr: what training said.
+    """
+
+    folder: pathlib.Path
+    train: SparseDataset
+    heldout: SparseDataset
+    stderr: str
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / name) for name in ("train.txt", "heldout.txt")]
+
+    @property
+    def run(self) -> str:
+        return str(self.folder / "run")
+
+
+def checkerboard() -> tuple[SparseDataset, SparseDataset]:
+    """All items of its colour for each user: `(train, two held out for each)`."""
+    full = np.add.outer(np.arange(USERS), np.arange(ITEMS)) % 2 == 0
+    rng = np.random.default_rng(0)
+    order = np.argsort(rng.random(full.shape) + ~full, axis=1)  # its colour first
+    heldout = np.zeros_like(full)
+    np.put_along_axis(heldout, order[:, :2], True, axis=1)
+
+    def dataset(dense: np.ndarray) -> SparseDataset:
+        return SparseDataset.from_scipy(
+            scipy.sparse.csr_array(dense),
+            row_names=[f"user {u}" for u in range(USERS)],
+            feature_names=[f"item{i}" for i in range(ITEMS)],
+        )
+
+    return dataset(full & ~heldout), dataset(heldout)
+
+
+def write_lines(path: pathlib.Path, data: SparseDataset) -> str:
+    """The data set in the text form, written without the code under test."""
+    indptr, names = data.matrix.indptr, data.feature_names
+    lines = (
+        f"{row}\t{':'.join(names[data.matrix.indices[indptr[i] : indptr[i + 1]]])}\n"
+        for i, row in enumerate(data.row_names)
+    )
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def names_of(*names: str) -> np.ndarray:
+    """Names as a data set has them."""
+    return np.array(names, dtype=np.dtypes.StringDType())
+
+
+def recommendations(path: pathlib.Path) -> dict[str, dict[str, float]]:
+    """`{user: {item: score}}` of a file that `predict` wrote, in its order."""
+    found = {}
+    for line in path.read_text().splitlines():
+        user, _, rest = line.partition("\t")
+        entries = (entry.split(",") for entry in rest.split(":") if rest)
+        found[user] = {item: float(score) for item, score in entries}
+    return found
+
+
+def items_of(data: SparseDataset, row: int) -> set[str]:
+    """The names of a row's items."""
+    start, end = data.matrix.indptr[row : row + 2]
+    return set(data.feature_names[data.matrix.indices[start:end]])
+
+
+def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
+    """Every parameter of a run's model, bit for bit."""
+    state = nnx.to_pure_dict(nnx.state(run.load_model(folder)[0], nnx.Param))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves
+    }

@@ -1,0 +1,207 @@
+"""Errors, help and exit status of every command."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+from checkerboard import (
+    names_of,
+)
+
+from sparsejax.cli import flags
+from sparsejax.cli import train as training
+from sparsejax.cli.main import main
+from sparsejax.data import sniff
+
+
+@pytest.fixture
+def errors_folder(board, tmp_path, monkeypatch) -> pathlib.Path:
+    """A folder with whatever the wrong commands below name."""
+    monkeypatch.chdir(tmp_path)
+    write = {
+        "data": "a\tx:y\nb\tx\n",
+        "bad": "a\tx:y\nno tab here\n",
+        "number": "a\tx,1\nb\tx,one\n",
+        "valued": "a\tx,1\nb\tx,2\n",
+        "unknown": "a\tfoo:bar\n",
+        "board": "user 0\titem1:item2\n",
+        "spaces": "a b\tx:y\n",
+        "empty": "",
+        "none.json": "{",
+        "wrong.json": '{"version": 1, "layers": [{"kind": "magic"}]}',
+        "a folder/file": "",
+        "damaged/run.json": "[1]",
+        "newer/run.json": '{"version": 2}',
+    }
+    for name, text in write.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    board.train.align_rows(["user 1"]).save("user.parquet")
+    zeros = names_of(*(f"{name}\0x" for name in board.train.row_names))
+    dataclasses.replace(board.train, row_names=zeros).save("zeros.parquet")
+    os.symlink(board.run, "run")
+    return tmp_path
+
+
+TRAIN = "train data --run new --format text "
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train missing --run new", "missing: no such file"),
+        ("train 'a folder' --run new", "is a directory"),
+        ("train empty --run new", "empty"),
+        ("train bad --run new --format text", "bad:2: no TAB"),
+        (
+            "train number --run new --format text",
+            "number:2: value 'one' is not a number",
+        ),
+        (TRAIN + "--validation missing", "missing: no such file"),
+        (TRAIN + "--validation unknown", "unknown: all 2 entries are of features"),
+        (TRAIN + "--validation board", "board: "),
+        (TRAIN + "--patience 3", "--patience needs --validation"),
+        (TRAIN + "--validation data --patience 0", "patience must be at least 1"),
+        (TRAIN + "--config missing.json", "missing.json: No such file"),
+        (TRAIN + "--config none.json", "none.json: not JSON"),
+        (TRAIN + "--config wrong.json", "wrong.json: layer 0"),
+        (TRAIN + "--config none.json --tied", "leave out --tied, or --config"),
+        (TRAIN + "--activation magic", "unknown activation 'magic'"),
+        (TRAIN + "--loss magic", "magic"),
+        (TRAIN + "--optimizer magic", "magic"),
+        (TRAIN + "--learning-rate -1", "--learning-rate must be finite"),
+        (TRAIN + "--weight-decay 0.1", "--weight-decay of adam would be an L2"),
+        (TRAIN + "--warmup-epochs -1", "--warmup-epochs is -1.0; it must be 0"),
+        (TRAIN + "--warmup-epochs 30 --cosine-decay", "below the 20 epochs"),
+        (TRAIN + "--hidden", "hidden"),
+        (TRAIN + "--hidden 10000000000000", "Out of memory"),
+        (TRAIN + "--hidden 0", "'hidden1': size 0"),
+        (TRAIN + "--corruption 1", "corruption"),
+        (TRAIN + "--dropout -0.5", "dropout"),
+        (TRAIN + "--temperature 0", "temperature"),
+        (TRAIN + "--hidden 3 4 --tied", "must have 3 units"),
+        (TRAIN + "--batch-size 0", "--batch-size 0 and --epochs 20 must be"),
+        (TRAIN + "--epochs 0", "--epochs 0 must be positive"),
+        (TRAIN + "--seed -1", "--seed -1 must be from 0"),
+        (TRAIN + "--checkpoint-seconds -1", "--checkpoint-seconds -1.0 must not"),
+        (TRAIN + "--validation data --k 0", "k must be"),
+        ("train data --run 'a folder'", "a folder: exists"),
+        ("train data --run 'a folder' --resume", "a folder: is not a run folder"),
+        ("train data --run data --resume", "data: is not a folder"),
+        ("evaluate missing data data", "missing: is not a run folder"),
+        ("evaluate damaged data data", "run.json: these are not the settings"),
+        ("evaluate newer data data", "run.json: settings of version 2"),
+        ("evaluate run unknown board --format text", "unknown: all 2 entries"),
+        ("evaluate run board missing --format text", "missing: no such file"),
+        ("evaluate run user.parquet board", "board: "),
+        ("evaluate run board board --format text --k 0", "k must be"),
+        ("predict run missing --out out", "missing: no such file"),
+        ("predict run board --format text --out no/out", "there is no folder"),
+        ("predict run board --format text --out 'a folder'", "a folder: is not a file"),
+        ("predict run board --format text --out out --k 0", "k must be"),
+        ("predict run unknown --format text --out out", "unknown: all 2 entries"),
+        (
+            "predict run zeros.parquet --out out",
+            r"row name 'user 0\x00x' contains '\x00'",
+        ),
+        ("predict run user.parquet --out out --exclude board", "'user 1'"),
+        ("report missing", "missing: is not a run folder"),
+        ("report run --test board", "--test needs --train"),
+        ("report run --train unknown --format text", "unknown: all 2 entries"),
+        ("report run --out no/page.html", "there is no folder"),
+        ("vectors missing --out items.npy", "missing: is not a run folder"),
+        ("vectors run --out items.csv", "items.csv: vectors are written to .npy"),
+        ("vectors run --out no/items.npy", "there is no folder"),
+        ("vectors run --out items.npy --data missing", "missing: no such file"),
+        ("similar missing tea", "missing: is not a run folder"),
+        ("similar run tea", "no item is called 'tea'; names are 'item"),
+        ("similar run item0 --k 0", "k must be"),
+        (
+            "similar run",
+            "name an ITEM after the folder, for example: sparsejax similar run/",
+        ),
+        ("convert missing out.csv", "missing: no such file"),
+        ("convert data out.txt --from text", "pass --to text, pairs, adjacency"),
+        ("convert bad out.csv --from text", "bad:2: no TAB"),
+        ("convert valued out.txt --from text --to adjacency", "--no-value"),
+        ("convert spaces out.txt --from text --to adjacency", "'a b' contains ' '"),
+        ("convert data no/out.csv --from text", "there is no folder"),
+        ("convert data no/out.parquet --from text", "there is no folder"),
+        ("convert data 'a folder' --from text --to parquet", "a folder: is not a file"),
+    ],
+)
+def test_errors(errors_folder, capsys, command, message):
+    before = sorted(str(path) for path in errors_folder.rglob("*"))
+    argv = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", command)]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    # Beside what was read.
+    lines = [
+        line
+        for line in captured.err.splitlines()
+        if " features, " not in line and " items, " not in line
+    ]
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sparsejax: error: ")
+    assert message in lines[0]
+    assert captured.out == ""
+    assert sorted(str(path) for path in errors_folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "magic", "train", "train data", "train data --run new --epochs many"]
+    + ["train data --run new --format magic", "predict run data", "convert one"],
+)
+def test_wrong_usage(capsys, command):
+    assert main(command.split()) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_flags_that_are_called_otherwise_elsewhere(capsys):
+    assert main(["train", "data", "--run", "new", "--lr=0.1"]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == "sparsejax: --lr is called --learning-rate here"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "train", "evaluate", "predict", "export", "convert", "report", "vectors"]
+    + ["similar", "plan", "demo"],
+)
+def test_help(capsys, command):
+    assert main([*command.split(), "--help"]) == 0
+    assert f"usage: sparsejax {command}".strip() in capsys.readouterr().out
+
+
+def test_formats_are_those_of_the_readers():
+    assert typing.get_args(flags.Format) == typing.get_args(sniff.Format)
+
+
+def test_a_bug_is_not_hidden(small, monkeypatch):
+    def broken(flags):
+        raise KeyError("oops")
+
+    monkeypatch.setattr(training, "train", broken)
+    with pytest.raises(KeyError):
+        main(small)
+
+
+def test_a_reader_that_stops_is_no_error():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [sys.executable, "-m", "sparsejax", "--version"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        check=False,
+    )
+    os.close(write_end)
+    assert process.stderr == b""

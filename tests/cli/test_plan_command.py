@@ -1,0 +1,82 @@
+"""`sparsejax plan`."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from sparsejax import optimizers
+from sparsejax.cli.main import main
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.training import plan as planning
+
+PLAN = ["plan", "--items", "8000000", "--rows", "1000000", "--entries", "30000000"]
+
+
+def test_plan_says_whether_it_fits(capsys):
+    rmsprop = [*PLAN, "--optimizer", "rmsprop", "--memory", "45GB"]
+    assert main(rmsprop) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "on one device, data=1, model=1" and last == "fits in 45.0 GB"
+    assert main([*rmsprop, "--hidden", "1024"]) == 1
+    out, err = capsys.readouterr()
+    assert out.endswith("does not fit in 45.0 GB; needs model=4 at least\n") and not err
+    mesh = ["--hidden", "1024", "--mesh", "model=4"]
+    assert main([*rmsprop, *mesh, "--fused", "--output-dtype", "bfloat16"]) == 0
+    assert "on each of 4 devices, data=1, model=4" in capsys.readouterr().out
+
+
+def test_plan_of_a_network_from_a_file(tmp_path, capsys):
+    path = str(tmp_path / "net.json")
+    config = NetworkConfig.autoencoder((8, 4))
+    pathlib.Path(path).write_text(config.to_json())
+    targets = ["--features", "9000000", "--target-entries", "5000000", "--values"]
+    argv = [*PLAN, *targets, "--config", path, "--memory", "9GB"]
+    assert main(argv) == 0
+    planned = planning.plan(
+        config,
+        optimizers.adam(1e-3),
+        inputs=9_000_000,
+        outputs=8_000_000,
+        rows=1_000_000,
+        entries=30_000_000,
+        target_entries=5_000_000,
+        values=True,
+        memory=9 * 10**9,
+    )
+    assert capsys.readouterr().out == planned.table() + "\n"
+    assert main([*argv, "--tied"]) == 1
+    assert "leave out --tied, or --config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "does not say its memory: pass --memory 141GB"),
+        (["--memory", "141"], 'expected a size as "141GB"'),
+        (["--memory", "1GB", "--mesh", "4"], "--mesh is written data=2,model=4"),
+        (["--memory", "1GB", "--mesh", "model=3"], "model must be a divisor of 256"),
+        (["--memory", "1GB", "--optimizer", "magic"], "unknown optimizer 'magic'"),
+    ],
+)
+def test_plan_says_what_is_wrong(capsys, options, message):
+    assert main([*PLAN, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_plan_compiles_for_a_mesh_that_is_not_here():
+    """For 64 devices, in a process of its own, which must be told before JAX begins."""
+    argv = ["plan", "--items", "70000", "--rows", "5000", "--entries", "200000"]
+    argv += ["--hidden", "32", "--optimizer", "sgd", "--batch-size", "64", "--fused"]
+    argv += ["--mesh", "data=2,model=32", "--memory", "1GB", "--compile"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsejax", *argv],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    _, kept, *_ = done.stdout.splitlines()
+    assert re.fullmatch(r"kept +(.*B) +\1", kept)

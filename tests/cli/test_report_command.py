@@ -1,0 +1,25 @@
+"""`sparsejax report`; the page itself is tested in test_report.py."""
+
+import pathlib
+
+from sparsejax.cli.main import main
+
+
+def test_report_of_a_run(board, tmp_path, capsys):
+    out = str(tmp_path / "report.html")
+    train, heldout = board.files
+    argv = ["report", board.run, "--out", out, "--k", "2"]
+    assert main([*argv, "--train", train, "--test", heldout]) == 0
+    assert f"the report is in {out}" in capsys.readouterr().err
+    page = pathlib.Path(out).read_text()
+    # 25 epochs of loss, speed and validation metrics, not those of the best only.
+    assert "best ndcg@2, epoch " in page and page.count("epoch 25: ") >= 4
+    assert "popularity" in page and page.count("<section>") == 6
+    assert "means over 60 users." in page
+    assert "user 0" in page and "hidden1 size" in page and "adam" in page
+    assert main(argv) == 0  # without data, over the old one
+    page = pathlib.Path(out).read_text()
+    assert "popularity" not in page and "user 0" not in page
+    assert "item0" in page and "epoch 25: " in page
+    assert main(argv[:2]) == 0
+    assert (pathlib.Path(board.run) / "report.html").read_text() == page

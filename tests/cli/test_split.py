@@ -1,0 +1,130 @@
+"""`sparsejax split`."""
+
+import errno
+import os
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from sparsejax.cli.main import main
+from sparsejax.data import SparseDataset, read
+
+
+def pairs_of(data: SparseDataset) -> set[tuple[str, str]]:
+    rows = data.row_names.repeat(np.diff(data.matrix.indptr)).tolist()
+    return set(zip(rows, data.feature_names[data.matrix.indices].tolist(), strict=True))
+
+
+def parts_of(folder: pathlib.Path) -> list[SparseDataset]:
+    assert sorted(os.listdir(folder)) == ["heldout.parquet", "train.parquet"]
+    return [read(folder / f"{part}.parquet") for part in ("train", "heldout")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "printed", "expected"),
+    [
+        (
+            "--by last",
+            "8 of 32 entries.* in 8 rows; .*, rows too short: 1",
+            lambda data: data.split_last(),
+        ),
+        (
+            "--by last --n 3",
+            "in 8 rows; .*, rows too short: 4",
+            lambda data: data.split_last(3),
+        ),
+        ("--by time --at 30", "of 32", lambda data: data.split_at(30)),
+        ("--by time --at 29.5", "of 32", lambda data: data.split_at(29.5)),
+        ("--by time --fraction .7", "of", lambda data: data.split_at(fraction=0.7)),
+        ("--by random --fraction .7", "of", lambda data: data.split(0.7, seed=0)),
+        (
+            "--by random --fraction .7 --seed 3",
+            "of 32",
+            lambda data: data.split(0.7, seed=3),
+        ),
+        (
+            "--by rows --fraction .7",
+            "in 3 rows; new rows: 3",
+            lambda data: data.split_rows(0.7, seed=0),
+        ),
+    ],
+)
+def test_split(events, tmp_path, capsys, argv, printed, expected):
+    out = tmp_path / "parts"
+    assert main(["split", events, "--out", str(out), *argv.split()]) == 0
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"^held out .*{printed}", line)
+    for part, wanted in zip(parts_of(out), expected(read(events)), strict=True):
+        assert part.times is not None and wanted.times is not None
+        np.testing.assert_array_equal(part.times, wanted.times)
+        assert pairs_of(part) == pairs_of(wanted)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--by last --at 3", "--at does not go with --by last"),
+        ("--by random --fraction .5 --n 2", "--n does not go with --by random"),
+        ("--by time --at 3 --seed 2", "--seed does not go with --by time"),
+        ("--by time", "--by time needs the time, --at, or a share, --fraction"),
+        (
+            "--by time --at 3 --fraction .5",
+            "--by time needs the time, --at, or a share",
+        ),
+        ("--by random", "--by random needs --fraction"),
+        ("--by rows", "--by rows needs --fraction"),
+        ("--by random --fraction 2", "fraction must lie in"),
+        ("--by random --fraction .999", "nothing is held out"),
+        ("--by last --n 0", "n must be 1 or more"),
+        ("--by time --at soon", "times are numbers, from 0 to 45.*got 'soon'"),
+        ("--by time --at 99", "nothing is held out: .*from 0 to 45, the cut is 99"),
+        ("--by time --at -1", "everything is held out"),
+    ],
+)
+def test_split_refuses(events, tmp_path, capsys, argv, message):
+    out = ["--out", str(tmp_path / "parts")]
+    assert main(["split", events, *out, *argv.split()]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("sparsejax: error: ") and re.search(message, error)
+    assert os.listdir(tmp_path) == ["events.csv"]
+
+
+def test_split_of_dates(tmp_path, capsys):
+    path = tmp_path / "events.csv"
+    path.write_text("user,item,date\na,x,2024-01-31\na,y,2024-02-01\nb,x,2024-03-01\n")
+    argv = ["split", str(path), "--out", str(tmp_path / "parts"), "--by", "time"]
+    assert main([*argv, "--at", "soon"]) == 1
+    assert "expected a time as '2024-01-31'" in capsys.readouterr().err
+    assert main([*argv, "--at", "20240201"]) == 0
+    _, heldout = parts_of(tmp_path / "parts")
+    assert pairs_of(heldout) == {("a", "y"), ("b", "x")}
+    assert main([*argv, "--at", "2024-02-01"]) == 1
+    assert "parts: exists; name another folder" in capsys.readouterr().err
+
+
+def test_split_by_time_needs_times(board, tmp_path, capsys):
+    argv = ["split", board.files[0], "--out", str(tmp_path / "parts"), "--by"]
+    for by in (["last"], ["time", "--at", "3"]):
+        assert main([*argv, *by]) == 1
+        assert "has no times; name their column: --time" in capsys.readouterr().err
+    run = ["train", board.files[0], "--run", str(tmp_path / "run")]
+    assert main([*run, "--validation", "last"]) == 1
+    assert "has no times; name their column: --time" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_split_is_whole_or_not_there(events, tmp_path, capsys, monkeypatch):
+    save = SparseDataset.save
+
+    def full(data, path):
+        if path.name == "heldout.parquet":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(data, path)
+
+    monkeypatch.setattr(SparseDataset, "save", full)
+    argv = ["split", events, "--out", str(tmp_path / "parts"), "--by", "last"]
+    assert main(argv) == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["events.csv"]

@@ -1,0 +1,259 @@
+"""`sparsejax train`."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from checkerboard import FIT, NETWORK, checkerboard, parameters, write_lines
+
+from sparsejax import optimizers
+from sparsejax.cli import flags, run
+from sparsejax.cli import train as training
+from sparsejax.cli.main import main
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.training.checkpoint import Checkpoints
+
+
+def test_train_says_what_it_does(board):
+    lines = board.stderr.splitlines()
+    entries = board.train.num_entries
+    count = sum(len(bits) // 4 for bits in parameters(board.run).values())
+    counts = f"60 rows, 20 items, {entries} entries; every entry counts 1"
+    assert lines[0].endswith(f"train.txt: {counts}")
+    assert lines[2] == f"60 rows, 20 features, {entries} entries, {count:,} parameters"
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert len(epochs) == 25
+    assert re.match(r"epoch 1/25  loss \d.*examples/s.*ndcg@2 \d", epochs[0])
+    assert "Traceback" not in board.stderr
+
+
+def test_network_from_a_file(small, tmp_path, capsys):
+    config = NetworkConfig.autoencoder((4, 3), activation="tanh", tied=False)
+    (tmp_path / "net.json").write_text(config.to_json())
+    argv = [word for word in small if word not in NETWORK]
+    argv += ["--config", str(tmp_path / "net.json")]
+    # Also a flag that repeats its own default.
+    assert main([*argv, "--activation=relu"]) == 1
+    assert "leave out --activation, or --config" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(argv) == 0
+    assert run.load_run(tmp_path / "run")[0].network == config
+
+
+def test_every_setting_is_kept(small, tmp_path):
+    heldout = write_lines(tmp_path / "heldout.txt", checkerboard()[1])
+    argv = ["--optimizer", "adagrad", "--activation", "tanh", "--normalize", "--tied"]
+    argv += ["--corruption", "0.25", "--dropout", "0.5", "--temperature", "0.2"]
+    argv += ["--seed", "7", "--loss", "sigmoid_binary_cross_entropy"]
+    argv += ["--validation", heldout, "--k", "3", "--patience", "2"]
+    assert main([*small, *argv]) == 0
+    settings = run.load_run(tmp_path / "run")[0]
+    assert settings.network == NetworkConfig.autoencoder(
+        (16,),
+        activation="tanh",
+        normalize=True,
+        corruption=0.25,
+        dropout=0.5,
+        temperature=0.2,
+        tied=True,
+        loss="sigmoid_binary_cross_entropy",
+    )
+    assert settings.optimizer == optimizers.adagrad(1e-3)
+    assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
+    assert settings.indicator
+    assert run.Run.from_json(settings.to_json()) == settings
+
+
+def test_schedule_and_weight_decay(small, tmp_path):
+    """60 rows in batches of 10 are 6 steps an epoch."""
+    argv = [*small, "--batch-size", "10", "--learning-rate", "0.01"]
+    argv += ["--optimizer", "adamw", "--weight-decay", "0.1", "--warmup-epochs", "0.5"]
+    assert main(argv) == 0
+    rate = optimizers.schedule(
+        "warmup_constant_schedule", init_value=0.0, peak_value=0.01, warmup_steps=3
+    )
+    rule = optimizers.adamw(rate, weight_decay=0.1)
+    assert run.load_run(tmp_path / "run")[0].optimizer == rule
+    assert main([*argv, "--resume", "--epochs", "2"]) == 0
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == 12
+
+
+@pytest.mark.parametrize(
+    ("warmup", "name", "options"),
+    [
+        (0.0, "cosine_decay_schedule", {"init_value": 0.01, "decay_steps": 18}),
+        (
+            1.0,
+            "warmup_cosine_decay_schedule",
+            {
+                "init_value": 0.0,
+                "peak_value": 0.01,
+                "warmup_steps": 6,
+                "decay_steps": 18,
+            },
+        ),
+    ],
+)
+def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
+    command = flags.Train(
+        data="data",
+        run=pathlib.Path("run"),
+        optimizer="momentum",
+        learning_rate=0.01,
+        warmup_epochs=warmup,
+        cosine_decay=True,
+        batch_size=10,
+        epochs=3,
+    )
+    rate = optimizers.schedule(name, **options)
+    assert training.rule_of(command, [51]) == optimizers.momentum(rate)
+
+
+def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
+    rows = [[f"i{i % 9}", f"i{(i + 3) % 9}"] for i in range(100)]
+    table = pa.table({"user": [f"u{i}" for i in range(100)], "items": rows})
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=10)
+    argv = ["train", str(tmp_path / "c.parquet"), "--run", str(tmp_path / "run")]
+    argv += ["--chunk-rows", "10", "--batch-size", "8", "--epochs", "2", *NETWORK]
+    assert main([*argv, "--cosine-decay"]) == 0
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "'decay_steps': 40" in str(settings["optimizer"])  # 2 of each 10 chunks
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    assert checkpoints.steps()[-1] == 40
+
+
+def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
+    data, ones = tmp_path / "data.tsv", tmp_path / "ones.tsv"
+    data.write_text("user\titem\tvalue\na\tx\t1\na\ty\t5\nb\tx\t2\n")
+    ones.write_text("a\tx\na\ty\nb\tx\n")
+    argv = [*NETWORK, "--epochs", "1", "--optimizer", "sgd"]
+    argv += ["--temperature", "None", "--no-normalize"]  # the values stay visible
+
+    def predicted(folder: str, path: pathlib.Path) -> str:
+        out = tmp_path / "recs"
+        run = str(tmp_path / folder)
+        assert main(["predict", run, str(path), "--out", str(out)]) == 0
+        return out.read_text()
+
+    train = ["train", str(data), "--run"]
+    assert main([*train, str(tmp_path / "without"), *argv, "--no-value"]) == 0
+    assert predicted("without", data) == predicted("without", ones)
+    assert main([*train, str(tmp_path / "with"), *argv]) == 0
+    assert predicted("with", data) != predicted("with", ones)
+
+
+def test_train_on_a_part_of_the_data_at_a_time(small, tmp_path, capsys):
+    saved = str(tmp_path / "saved.parquet")
+    assert main(["convert", small[1], saved]) == 0
+    train = ["train", saved, *small[2:], "--chunk-rows", "10"]
+    assert main(train) == 0
+    assert "epoch 1/1" in capsys.readouterr().err
+    assert main([*train, "--resume", "--epochs", "2"]) == 0
+    assert main([*train, "--resume", "--validation", saved]) == 1
+    assert "leave out --chunk-rows" in capsys.readouterr().err
+    assert main(["train", *small[1:], "--chunk-rows", "10", "--resume"]) == 1
+    assert "is not a Parquet file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("validation", "by"), [("last", ["last"]), (".25", ["random", "--fraction", ".75"])]
+)
+def test_validation_from_the_data_is_that_of_two_files(
+    events, tmp_path, capsys, validation, by
+):
+    """The same model, bit for bit, as from the files that `split` writes."""
+    fit = [*NETWORK, *FIT, "--epochs", "2", "--k", "3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    train = ["train", events, "--run", str(one), "--validation", validation, *fit]
+    assert main([*train, "--epochs", "1"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"^validation: held out \d+ of 32 entries", err, re.MULTILINE)
+    assert "ndcg@3" in err
+    settings = run.load_run(one)[0]
+    assert settings.validation_split == validation
+    assert settings.described()["validation_split"] == validation
+    assert main([*train, "--resume"]) == 0
+    out = str(tmp_path / "parts")
+    assert main(["split", events, "--out", out, "--by", *by]) == 0
+    files = [f"{out}/train.parquet", "--validation", f"{out}/heldout.parquet"]
+    assert main(["train", *files, "--run", str(two), *fit]) == 0
+    assert parameters(one) == parameters(two)
+    assert run.load_run(two)[0].validation == settings.validation
+    # The files are the same data.
+    assert main(["train", *files, "--run", str(one), *fit, "--resume"]) == 0
+    other = ".5" if validation == "last" else ".1"
+    assert main([*train, "--resume", "--validation", other]) == 1
+    assert "other validation data" in capsys.readouterr().err
+
+
+def test_validation_of_a_wrong_share(small, tmp_path, monkeypatch, capsys):
+    for text in ("0", "1.5", "-.1", "2"):
+        assert main([*small, f"--validation={text}"]) == 1
+        assert (
+            "a share must be between 0 and 1; a file of this" in capsys.readouterr().err
+        )
+    assert main([*small, "--validation", ".001"]) == 1
+    assert "nothing is held out: 0.001 of each row" in capsys.readouterr().err
+    # Files of such names.
+    monkeypatch.chdir(tmp_path)
+    for name in ("last", ".1"):
+        write_lines(tmp_path / name, checkerboard()[1])
+    assert main([*small, "--validation", "./last"]) == 0
+    assert main([*small, "--resume", "--validation", "./.1"]) == 0
+    assert "other validation data" not in capsys.readouterr().err
+    chunked = [*small, "--resume", "--chunk-rows", "9", "--validation"]
+    for text in (".1", "last"):
+        assert main([*chunked, text]) == 1
+        assert "leave out --chunk-rows" in capsys.readouterr().err
+
+
+def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
+    logs = tmp_path / "logs"
+    assert main([*small, "--tensorboard", str(logs)]) == 0
+    (file,) = logs.iterdir()
+    assert b"examples_per_second" in file.read_bytes()
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    argv = [*small, "--run", str(tmp_path / "other"), "--tensorboard", str(logs)]
+    assert main(argv) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--tensorboard needs another package: pip install 'sparsejax[" in error
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(small, tmp_path):
+    limited = 'ulimit -f 8; exec "$@"'
+    argv = [
+        "sh",
+        "-c",
+        limited,
+        "sh",
+        sys.executable,
+        "-m",
+        "sparsejax",
+        *small,
+        "--hidden",
+        "64",
+    ]
+    # Else Python would leave its compiled modules cut off at that size.
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "epoch" not in line]
+    assert re.search("error: checkpoint .* cannot be written to .*run", lines[-1])
+    assert len(lines) < 5
+
+
+def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "deep" / "er" / "run"
+    argv = [*small, "--run", str(folder), "--learning-rate", "1e30"]
+    argv += ["--optimizer", "sgd", "--loss", "l2_loss", "--epochs", "3"]
+    before = sorted(os.listdir(tmp_path))
+    assert main([*argv, "--activation", "linear"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search("^sparsejax: error: the loss is (inf|nan) in epoch", error)
+    assert sorted(os.listdir(tmp_path)) == before

@@ -1,0 +1,48 @@
+"""Messages of Python in the words of the command line."""
+
+import pathlib
+
+import pytest
+
+from sparsejax.cli import flags
+from sparsejax.cli.wording import in_flags
+
+TRAIN = flags.Train(data="data", run=pathlib.Path("run"))
+CONVERT = flags.Convert(input="in", output=pathlib.Path("out"))
+EVALUATE = flags.Evaluate(run=pathlib.Path("run"), train="train")
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "expected"),
+    [
+        (TRAIN, "batch_size=0 and num_epochs=20 must", "--batch-size 0 and --epochs 20 must"),
+        (TRAIN, "pass resume=True; hidden=(3,)", "pass --resume; --hidden (3,)"),
+        (TRAIN, "needs validation=... or learning_rate.", "needs --validation or --learning-rate."),
+        (TRAIN, "user='my user', value=COLUMN", "--user 'my user', --value COLUMN"),
+        (TRAIN, "delimiter=',', or indicator=True", "--delimiter ',', or --no-value"),
+        (CONVERT, "format='text' of features", "--from 'text' of features"),
+        (EVALUATE, "fold_in chooses; exclude=None", "--fold-in chooses; --keep-seen"),
+    ],
+)  # fmt: skip
+def test_arguments_are_flags(command, text, expected):
+    assert in_flags(text, command) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data/seed=3/batch_size.txt: no such file",
+        "no item is called 'the k=3 of batch_size'",
+        'expected a size as "batch_size"',
+        "the mesh has data=2 and model=4",
+        "k must be positive; the time of a user and an item",
+        "name it with format= (or so)",
+        "sparsejax.optimizers.learning_rate and my_batch_size",
+    ],
+)
+def test_other_words_stay(text):
+    assert in_flags(text, TRAIN) == text
+
+
+def test_without_a_command_nothing_is_a_flag():
+    assert in_flags("batch_size=0", None) == "batch_size=0"
