@@ -50,7 +50,7 @@ from .optimizers.row_gradient import global_norm as global_norm
 from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor
 from .prediction.predictor import Predictor as Predictor
-from .prediction.predictor import load_predictor as load_predictor
+from .prediction.predictor_files import load_predictor as load_predictor
 from .prediction.recommend import recommend as recommend
 from .prediction.recommendations import Recommendations as Recommendations
 from .prediction.vectors import item_vectors as item_vectors

@@ -1,5 +1,5 @@
 """From a trained model to answers: recommend, evaluate, vectors, exported predictors.
 
-Above `nn` and `data`, below training, which measures what it trains. `predictor` and
-`programs` run without Flax.
+This wing stands above `nn` and `data`, and below `training`, which measures what it
+trains. `predictor`, `predictor_files` and `programs` run without Flax.
 """

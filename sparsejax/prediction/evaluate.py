@@ -82,21 +82,22 @@ def evaluate(
     >>> list(measured)[:3], "popularity_recall@20" in measured
     (['recall@20', 'truncated_recall@20', 'ndcg@20'], True)
 
-    Means over the rows with at least one held-out entry, and what the lists of all
-    these have in common: "coverage", "gini" and "mean_popularity", where an item's
-    popularity is the share of the rows of `popularity` that have it. For the metrics
-    see `sparsejax.metrics`. The baseline recommends to everyone what most rows of
-    `popularity` have, leaving out the same items as the model does, and never an item
-    that no row has.
+    Most metrics are means over the rows with at least one held-out entry. "coverage",
+    "gini" and "mean_popularity" describe the lists of all these rows together; an item's
+    popularity is the share of the rows of `popularity` that have it. `sparsejax.metrics`
+    defines the metrics.
 
-    An item is unknown if the training data has no entry of it, whether the vocabulary
-    has it or lacks it. Held-out entries of unknown items count as missed, unless the
-    model ranks one that the vocabulary has, and finds it. "users" is the number of rows
-    in the means, "users_unknown" that of rows whose held-out items are all unknown, and
-    "entries_unknown" that of held-out entries of unknown items.
+    The baseline recommends the most popular items to everyone. It leaves out the same
+    items as the model does, and it never recommends an item that no row has.
 
-    Rows that the model was not trained on (strong generalisation) are shown with a part
-    of their entries, and the rest is held out::
+    An item is unknown if the training data has no entry of it. The vocabulary may have
+    it or not. A held-out entry of an unknown item counts as missed, unless the vocabulary
+    has the item and the model finds it. "users" is the number of rows in the means.
+    "users_unknown" is the number of rows whose held-out items are all unknown.
+    "entries_unknown" is the number of held-out entries of unknown items.
+
+    To measure on rows that the model was not trained on (strong generalisation), show it
+    a part of their entries, and hold out the rest::
 
         train, others = data.split_rows(0.9, seed=0)
         evaluate(model, others, fold_in=0.8, popularity=train)
@@ -107,36 +108,37 @@ def evaluate(
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
-      fold_in: in place of `heldout`: the share of each row's entries in `inputs`, a
-        `SparseDataset`, that the model is shown; see `SparseDataset.split`.
-      features: with `fold_in`: the names of the model's features, or a data set with
-        them, where `inputs` were read with a vocabulary of their own. Entries of other
-        features are left out after the choice, and so are counted as unknown.
-      seed: of that choice.
-      exclude: `[rows, items]`, what is never recommended, see `recommend`; by default
-        what the row has in `inputs`. Of several inputs name one, here and below.
-        Held-out entries among it count as missed, and a warning gives their share. None
-        ranks all items.
-      unknown: "miss" counts held-out entries of unknown items as said above. "skip"
-        leaves them out, and so the rows that have no others.
-      candidates: `[rows, items]`: rank only these items of each row, together with its
-        held-out ones, as where one held-out item is ranked among 100 others. Rows are
-        matched as those of `heldout`. The model needs `item_scores`, too.
-      popularity: `[any rows, items]`, what the baseline counts; by default `inputs`.
-        Where these are rows the model was not trained on, name the training data. None
-        leaves the baseline and "mean_popularity" out. These are also the training data
-        by which items are known or not; with None the inputs are, if they are excluded.
-        With `fold_in` the inputs are not: all items of the vocabulary are known then,
+      fold_in: used in place of `heldout`. It is the share of each row's entries in
+        `inputs`, a `SparseDataset`, that the model is shown; see `SparseDataset.split`.
+      features: used with `fold_in`, where `inputs` were read with a vocabulary of their
+        own: the names of the model's features, or a data set with them. Entries of other
+        features are left out after the choice, so they count as unknown.
+      seed: of the choice that `fold_in` makes.
+      exclude: `[rows, items]`, what is never recommended, see `recommend`. The default is
+        what the row has in `inputs`. Where there are several inputs, name one, here and
+        below. Held-out entries that are excluded count as missed, and a warning gives
+        their share. None ranks all items.
+      unknown: "miss" counts held-out entries of unknown items as described above. "skip"
+        leaves them out, and with them the rows that have no others.
+      candidates: `[rows, items]`: for each row, rank only these items and its held-out
+        ones, for example one held-out item among 100 others. Rows are matched as those
+        of `heldout`. The model also needs `item_scores`.
+      popularity: `[any rows, items]`, what the baseline counts, `inputs` by default. If
+        the model was not trained on these rows, name the training data. None leaves out
+        the baseline and "mean_popularity". This is also the training data that decides
+        which items are known. With None the inputs decide, if they are excluded. With
+        `fold_in` the inputs do not decide: then all items of the vocabulary are known,
         unless training data is named here.
       optimizer: see `recommend`.
       batch_size: rows scored at a time.
 
     Raises:
-      FloatingPointError: a score is NaN; names the row.
-      TypeError: `inputs`, `heldout` or `exclude` is nothing of the kind, or the model
-        cannot score candidates.
-      ValueError: nothing is held out, or nothing but what is excluded; a held-out row
-        is not in `inputs` or has no candidates; or one does not fit the model or another.
+      FloatingPointError: a score is NaN; the message names the row.
+      TypeError: `inputs`, `heldout` or `exclude` has a type that is not supported, or the
+        model cannot score candidates.
+      ValueError: nothing is held out, or all of it is excluded. A held-out row is not in
+        `inputs`, or has no candidates. An argument does not fit the model or another
+        argument.
     """
     setup = Setup(
         k=k,
@@ -286,16 +288,18 @@ class Evaluation:
 
     Attributes:
       ks: the cut-offs.
-      inputs: what the model is shown as it was given.
-      heldout: the held-out entries as they were given.
+      inputs: what the model is shown, all rows of it.
+      heldout: the held-out entries, all rows of them.
       rows: `[users]` the rows of `heldout` that have entries.
-      batches: what the model is shown for these.
-      exclude: what is not to be recommended to them.
-      labels: what it should find.
-      left_out: `[steps, batch]` how much more, that has no item number; None if nothing.
-      users_unknown: rows of `heldout` whose items are all unknown.
-      entries_unknown: its entries of unknown items.
-      candidates: `[steps, batch, count]` the items to rank, -1 is none; all if None.
+      batches: what the model is shown for these rows.
+      exclude: what is not recommended to them.
+      labels: what the model should find.
+      left_out: `[steps, batch]` number of held-out entries that have no item number; None
+        if there are no such entries.
+      users_unknown: number of rows of `heldout` whose items are all unknown.
+      entries_unknown: number of its entries of unknown items.
+      candidates: `[steps, batch, count]` the items to rank, filled up with -1. None ranks
+        all items.
       popularity: `[items]` share of the rows that have the item, or None.
       baseline: metrics of the baseline, or empty.
     """
@@ -324,8 +328,8 @@ class Evaluation:
         check_columns("heldout", items, model.num_items, "items")
         if self.candidates is not None and not hasattr(model, "item_scores"):
             raise TypeError(
-                f"candidates need a model with item_scores(x, ids), which "
-                f"{type(model).__name__} has not"
+                f"candidates need a model with the method item_scores(x, ids), but "
+                f"{type(model).__name__} does not have it"
             )
         graphdef, state = split(model, optimizer)
         counts = put_on_mesh(jnp.zeros((len(self.ks), items), jnp.int32))
@@ -402,7 +406,7 @@ def _num_entries(heldout: NamedCSR) -> np.ndarray:
 
 
 def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
-    """The entries of the `chosen: [items]`, of all if None; none that was left out."""
+    """The entries of the `chosen: [items]` items, or of all; nothing in `left_out`."""
     heldout = dataclasses.replace(heldout, left_out=None)
     if chosen is None or chosen.all():
         return heldout
@@ -417,7 +421,7 @@ def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
 def _left_out(
     heldout: NamedCSR, rows: np.ndarray, batch_size: int
 ) -> np.ndarray | None:
-    """`[steps, batch]` how many entries of the rows were left out, None if none."""
+    """`[steps, batch]` number of entries of the rows that were left out, or None."""
     if heldout.left_out is None:
         return None
     counts = heldout.left_out[rows]
@@ -427,13 +431,13 @@ def _left_out(
 def _check_repeats(
     heldout: NamedCSR, rows: np.ndarray, seen: NamedCSR, seen_rows: np.ndarray
 ) -> None:
-    """Warns of held-out entries that are excluded, and so cannot be found.
+    """Warns of held-out entries that are excluded, so that they cannot be found.
 
     Args:
-      heldout: what is to be found.
+      heldout: what the model should find.
       rows: of `heldout`.
       seen: what is excluded.
-      seen_rows: the row of `seen` for each of `rows`, -1 if it has none.
+      seen_rows: the row of `seen` for each of `rows`, or -1.
 
     Raises:
       ValueError: all are excluded.
@@ -465,7 +469,10 @@ def _ranked_among(
     exclude: SparseRows | None,
     k: int,
 ):
-    """As `model.top_k`, of `candidates: [batch, count]` alone, ascending, then -1."""
+    """As `model.top_k`, but of the `candidates: [batch, count]` alone.
+
+    In each row candidates ascend, and -1 fills it up.
+    """
     valid = candidates >= 0
     if exclude is not None:
         valid &= ~metrics.is_label(candidates, exclude)
@@ -497,8 +504,12 @@ def _measured(
     counts,
     ks,
 ):
-    """`[len(ks) * metrics, batch]`, NaN for a row with a NaN score; and the `counts:
-    [len(ks), items]` with those of these recommendations added."""
+    """Metrics of each row, and how often each item is recommended.
+
+    Returns:
+      `[len(ks) * metrics, batch]`, NaN for a row with a NaN score; and
+      `counts: [len(ks), items]`, to which these recommendations are added.
+    """
     with merged(graphdef, state) as model:
         x, k = taken(shown), max(ks)
         unwanted = None if exclude is None else exclude.take()
@@ -537,7 +548,7 @@ def _candidate_ids(
 ) -> np.ndarray:
     """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
 
-    Ascending, and -1 from where there are no more.
+    In each row ids ascend, and -1 fills it up.
     """
     found = find_rows(labels, among)[rows]
     lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row

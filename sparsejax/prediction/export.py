@@ -1,4 +1,4 @@
-"""A model written as a program that runs without it."""
+"""Writes a model as programs that run without it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.prediction.loop import check_positive
-from sparsejax.prediction.predictor import (
-    save_predictor,
-    sizes_of_programs,
-    unflattened,
-)
+from sparsejax.prediction.predictor import sizes_of_programs, unflattened
+from sparsejax.prediction.predictor_files import save_predictor
 from sparsejax.prediction.programs import Signature, check
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
@@ -35,32 +32,35 @@ def export_predictor(
     names: SparseDataset | Iterable[object] | None = None,
     batch_size: int = 512,
 ) -> None:
-    """Writes a file with which `sparsejax.load_predictor` recommends without the model.
+    """Writes a model to a file, which `sparsejax.load_predictor` reads.
 
-    The file holds the weights and, as StableHLO for CPUs and CUDA, programs for 1, 8,
-    64, ... rows; the number of entries is dynamic. What depends on the weights alone, as
-    the norms of the items' vectors, is made now. The file appears at `path` whole or not
-    at all.
+    A predictor recommends without Flax and without the model's code. The file holds the
+    weights, and programs for 1, 8, 64, ... rows as StableHLO for CPUs and CUDA. The
+    number of entries is dynamic. What depends on the weights alone, like the norms of
+    the items' vectors, is computed now. The file appears at `path` whole or not at all.
 
-    A model on a mesh is written for one device. In several processes all call this, the
-    first writes, and no host has to have room for the whole of a divided kernel.
+    A model on a mesh is written for one device. With several processes all call this
+    function and the first one writes. No host needs room for the whole of a kernel that
+    is divided.
 
     >>> export_predictor(model, "model.predictor", k=10, names=train)
 
     Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`;
-        its rows up to date, as after `fit` or `Optimizer.flush`. It may have several
-        inputs; a dense one is float32 unless `num_features` gives its dtype.
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
+        Its rows must be up to date, as they are after `fit` or `Optimizer.flush`. It may
+        have several inputs; a dense one is float32 unless `num_features` gives its dtype.
       path: the file, which is replaced if it exists.
-      k: items per row, at most.
-      names: of the items, or a data set whose features they are, to be kept in the file.
-      batch_size: rows scored at a time, at most.
+      k: most items per row that the predictor can recommend.
+      names: names of the items, or a data set whose features they are. The file keeps
+        them.
+      batch_size: most rows that the predictor scores at a time.
 
     Raises:
       OSError: the file cannot be written.
-      OtherProcessError: process 0 could not write it, and says why.
-      ValueError: not as many names as items; `path` is not a file's; the model does what
-        a predictor may not, as a callback into Python.
+      OtherProcessError: process 0 could not write the file; the message says why.
+      ValueError: the number of names is not that of the items. `path` cannot be a file.
+        The model does something that a predictor may not do, for example a callback into
+        Python.
     """
     check_positive(k=k, batch_size=batch_size)
     features = features_of(model)
@@ -80,7 +80,7 @@ def export_predictor(
             node.fold()
     for _, node in nnx.iter_graph(model):
         if isinstance(node, SparseLinear | SparseOutput):
-            # A kernel is of one platform and cannot be in a program for two.
+            # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"
         elif isinstance(node, nnx.Variable):
             node.set_metadata(out_sharding=None)  # the program is for one device
@@ -118,7 +118,7 @@ def export_predictor(
 
 
 def _here(state: jax.Array) -> jax.Array:
-    """A key or a count, which all processes have, as one of this process alone."""
+    """A key or a count that all processes have, on this process's devices alone."""
     if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
         return jnp.asarray(np.asarray(state))
     words = jnp.asarray(np.asarray(jax.random.key_data(state)))

@@ -1,4 +1,4 @@
-"""Rows that are scored a batch at a time."""
+"""What scoring rows batch by batch needs: exclusion, checks, and results in order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def collect(
     counts: Sequence[int],
     results: Iterable[tuple[jax.Array, jax.Array]],
 ) -> Recommendations:
-    """The first `k` of each row, from the results of one batch after the other.
+    """The first `k` recommendations of each row, from the results of all batches.
 
     Args:
-      x: what was scored.
+      x: the rows that are scored.
       k: items per row.
-      counts: rows in each batch; its results may have more.
-      results: ids and scores, `[at least count, at least k]`, of each batch.
+      counts: number of rows in each batch; its results may have more rows.
+      results: ids and scores, `[at least count, at least k]`, of each batch in order.
 
     Raises:
-      FloatingPointError: a score is NaN; names the row.
+      FloatingPointError: a score is NaN; the message names the row.
     """
     ids = np.empty((x.num_rows, k), np.int32)
     scores = np.empty((x.num_rows, k), np.float32)
@@ -47,7 +47,10 @@ def collect(
 def exclusion(
     inputs: Inputs, rows: np.ndarray, held: Held, seen: NamedCSR, batch_size: int
 ) -> Batches:
-    """What `seen` has for some rows of the inputs, which are `held` for batches."""
+    """What `seen` has for some rows of the inputs, in batches.
+
+    `held` is what `Inputs.for_batches` returned.
+    """
     for name, part in inputs.parts.items():
         matrix = held[name]
         if part.matrix is seen.matrix and isinstance(matrix, CSR):
@@ -58,10 +61,10 @@ def exclusion(
 
 
 def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:
-    """`[rows of x]`: the row of `seen` for each, -1 if it has none.
+    """`[rows of x]`: the row of `seen` for each row of `x`, -1 if it is missing.
 
     Raises:
-      ValueError: it has none for any.
+      ValueError: all are missing.
     """
     found = find_rows(x, seen)
     if found.size and found.max() < 0:
@@ -79,7 +82,7 @@ def indicator(matrix: CSR) -> CSR:
 
 
 def each(batches: Iterable | None) -> Iterable:
-    """The batches, or None for ever."""
+    """The batches; where there are none, None again and again."""
     return itertools.repeat(None) if batches is None else batches
 
 
@@ -101,6 +104,9 @@ def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
 
 
 def _one_late[T](results: Iterable[T]) -> Iterator[T]:
-    """The same, each after the next was asked for: so the device is never idle."""
+    """The same results, each after the next one was asked for.
+
+    So the device works on the next batch while the host reads a result.
+    """
     pairs = itertools.pairwise(itertools.chain(results, [None]))
     return (current for current, _ in pairs if current is not None)

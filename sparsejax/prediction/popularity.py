@@ -1,4 +1,4 @@
-"""The baseline: what most rows have, recommended to everyone."""
+"""The baseline, which recommends the most popular items to everyone."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ def column_counts(matrix: CSR) -> np.ndarray:
 
 
 class Popularity(nnx.Module):
-    """Scores every item by the number of rows that have it, whatever the input.
+    """Scores every item by the number of rows that have it, whatever the input is.
 
-    An item that no row has is never recommended: in the vocabulary of other training
-    data it would not be.
+    An item that no row has is never recommended: a vocabulary made of these rows would
+    not have it.
+
+    Args:
+      counts: `[items]`, or shares of rows.
+      features: `num_features` of the models that it is compared with.
     """
 
     def __init__(self, counts: np.ndarray, features: Features):

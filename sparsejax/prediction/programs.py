@@ -1,16 +1,16 @@
 """Programs that recommend: functions of arrays as StableHLO, for CPUs and CUDA.
 
-A program is called as ``program(weights, inputs, exclude)`` and gives ids and scores::
+A program is called as ``program(weights, inputs, exclude)`` and returns ids and scores::
 
     weights    arrays
-    inputs     for each input of the model (data, indices, indptr), a CSR's; of a dense
-               one its rows, an array
+    inputs     for each sparse input of the model (data, indices, indptr), as in a CSR;
+               for each dense input its rows, an array
     exclude    (indices, indptr)
 
-The number of rows is fixed, the room for entries is the caller's, the same for all
-matrices. What is kept of a program is the StableHLO alone. JAX's own form of an exported
-function has more that a file from elsewhere could say; here all of it follows from the
-sizes, which the file states in JSON.
+The number of rows is fixed. The caller chooses the room for entries, the same for all
+matrices. A file keeps only the StableHLO of a program. JAX's own form of an exported
+function says more, and a file from elsewhere could say anything there. Here everything
+else follows from the sizes, which the file states in JSON.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from sparsejax.mesh.layout import without_mesh
 
 PLATFORMS = ("cpu", "cuda")
 
-_BYTECODE = b"ML\xefR"  # what it begins with; text would be read as well
+_BYTECODE = b"ML\xefR"  # first bytes; MLIR would also read text
 
-# What the compiler replaces by operations of its own. No others: a custom call may run
-# whatever is registered under its name, a callback into Python for example.
+# Custom calls that the compiler replaces by its own operations. Others are refused: a
+# custom call runs whatever is registered under its name, for example a callback into
+# Python.
 _CUSTOM_CALLS = {"shape_assertion", "stablehlo.dynamic_reduce_window"}
 _DIALECTS = {"builtin", "chlo", "func", "stablehlo"}
-# Operations that wait for somebody else.
+# Operations that wait for another device or for the host.
 _EXCHANGES = {
     f"stablehlo.{name}"
     for name in (
@@ -57,12 +58,12 @@ _EXCHANGES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a program takes and gives.
+    """The types of a program's arguments and results.
 
     Attributes:
       rows: number of rows.
-      k: items for each.
-      weights: shape and dtype of each.
+      k: number of items for each row.
+      weights: shape and dtype of each array of weights.
       inputs: for each input None if it is sparse, else shape and dtype of a dense row.
     """
 
@@ -73,7 +74,7 @@ class Signature:
 
     @property
     def arguments(self) -> tuple[Any, Any, Any]:
-        """What a program is given, as shapes and dtypes; "entries" is dynamic."""
+        """The arguments as shapes and dtypes; the number of entries is dynamic."""
         (entries,) = export.symbolic_shape("entries")
         data = jax.ShapeDtypeStruct((entries,), jnp.float32)
         indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
@@ -87,7 +88,7 @@ class Signature:
         return list(self.weights), inputs, (indices, indptr)
 
     def program(self, function: Callable[..., Any]) -> export.Exported:
-        """A traceable function of these arguments as a program."""
+        """Makes a program from a function of these arguments that JAX can trace."""
 
         def typed(weights, inputs, exclude):
             ids, scores = function(weights, inputs, exclude)
@@ -100,15 +101,15 @@ class Signature:
         return dataclasses.replace(exported, mlir_module_serialized=code)
 
     def load(self, code: bytes, convention: int) -> export.Exported:
-        """What `program` made, from its StableHLO.
+        """Makes a program that `program` made once again, from its StableHLO.
 
         Args:
-          code: `mlir_module_serialized` of it.
-          convention: its `calling_convention_version`.
+          code: the program's `mlir_module_serialized`.
+          convention: the program's `calling_convention_version`.
 
         Raises:
-          ValueError: it is no program of this signature, does what a program may not,
-            or JAX is too old or too new for it.
+          ValueError: the code is not a program of this signature, or does something that
+            a program may not do, or JAX is too old or too new for it.
         """
         oldest = export.minimum_supported_calling_convention_version
         newest = export.maximum_supported_calling_convention_version
@@ -132,12 +133,12 @@ class Signature:
 
 
 def check(program: export.Exported) -> None:
-    """Raises ValueError if `Signature.load` would refuse what the program does."""
+    """Raises ValueError if the program does something that `Signature.load` refuses."""
     _checked_type(program.mlir_module_serialized)
 
 
 def _without_locations(code: bytes) -> bytes:
-    """The same module, which does not say in which files it was written."""
+    """The same module without the names of the source files."""
     stated = re.match(rb"ML\xefR.StableHLO_v([0-9.]+)\0", code, re.DOTALL)
     assert stated is not None
     with make_ir_context():
@@ -148,7 +149,11 @@ def _without_locations(code: bytes) -> bytes:
 
 
 def _checked_type(code: bytes) -> str:
-    """The type of the function in a module that does only what a program may."""
+    """The type of a module's function.
+
+    Raises:
+      ValueError: the module does something that a program may not do.
+    """
     with make_ir_context():
         try:
             if not code.startswith(_BYTECODE):

@@ -37,9 +37,10 @@ def recommend(
 ) -> Recommendations:
     """The `k` best of all items for each row of `inputs`.
 
-    A row without entries gets what the model says for an empty row. One program is
-    compiled for all batches; it also serves later calls with data of similar size.
-    Under `jax.set_mesh`, with a model made there, batches and kernels are divided.
+    A row without entries gets the recommendations that the model makes for an empty row.
+    One program is compiled for all batches. It also serves later calls with data of
+    similar size. Under `jax.set_mesh`, with a model made there, batches and kernels are
+    divided over the mesh.
 
     >>> found = recommend(model, train, k=10, exclude=train)
     >>> found.names(train)[0]
@@ -53,14 +54,15 @@ def recommend(
         row already has, or the name of one of several inputs. Two data sets are matched
         by row name, and a row that `exclude` lacks has nothing excluded. Otherwise row
         `i` belongs to row `i`.
-      optimizer: the model's, while rows of its weights may be behind (see
-        `Optimizer.flush`): they are read as if they were up to date.
+      optimizer: the model's optimizer. Pass it while rows of the weights may be behind
+        (see `Optimizer.flush`): they are then read as if they were up to date.
       batch_size: rows scored at a time.
 
     Raises:
-      FloatingPointError: a score is NaN; names the row.
-      TypeError: `inputs` or `exclude` has another type.
-      ValueError: `inputs` or `exclude` does not fit the model or the other.
+      FloatingPointError: a score is NaN; the message names the row.
+      TypeError: `inputs` or `exclude` has a type that is not supported.
+      ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
+        other.
     """
     shown = Inputs.of(inputs)
     check_positive(k=k, batch_size=batch_size)

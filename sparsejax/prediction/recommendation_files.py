@@ -35,7 +35,7 @@ def save_recommendations(
     *,
     rows_at_a_time: int = 2**16,
 ) -> None:
-    """Writes what is recommended, best first; the file's name says in which form.
+    """Writes recommendations, best first, in the form that the file's name asks for.
 
     ::
 
@@ -44,8 +44,8 @@ def save_recommendations(
         .jsonl     {"user": "ann", "items": ["tea"], "scores": [2.5]} for each row
         others     see `write_recommendations`
 
-    The file appears at once and whole, or not at all, and all but `.parquet` compressed
-    where `.gz` or `.xz` follows.
+    The file appears whole or not at all. All forms but `.parquet` are compressed if the
+    name ends in `.gz` or `.xz`.
 
     Args:
       path: the file, which is replaced if it exists.
@@ -88,11 +88,11 @@ def write_recommendations(
 ) -> None:
     """Writes `row<TAB>item,score:item,score...` lines, best first.
 
-    A row without candidates has nothing behind its TAB. Names are escaped as
-    `sparsejax.read_text` reads them. Scores have six digits.
+    A row without candidates has nothing after its TAB. Names are escaped as
+    `sparsejax.read_text` expects. Scores have six digits.
 
     Raises:
-      ValueError: a name is empty or holds a zero byte.
+      ValueError: a name is empty or has a zero byte.
     """
     rows, items = escaped("row", rows), escaped("item", items)
     for row, names, scores in _recommended(rows, found, items):
@@ -103,10 +103,10 @@ def write_recommendations(
 def check_recommendation_names(
     path: str | os.PathLike[str], rows: Names, items: Names
 ) -> None:
-    """Looks for names that a file of recommendations cannot hold.
+    """Checks that a file of recommendations can hold the names.
 
     Raises:
-      ValueError: in the text form a name is empty or holds a zero byte.
+      ValueError: the file has the text form, and a name is empty or has a zero byte.
     """
     if _ending(path) not in _TABLES:
         check_names("row", rows, "\ufeff", "text")
@@ -114,7 +114,7 @@ def check_recommendation_names(
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
-    """What a file's name says of its form."""
+    """The end of a file's name that tells its form, without that of compression."""
     path = pathlib.Path(path)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 

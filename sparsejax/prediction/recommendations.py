@@ -1,4 +1,4 @@
-"""What is recommended to each row."""
+"""The items that are recommended to each row."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Recommendations:
     [['rye', 'milk']]
 
     Attributes:
-      ids: `[rows, k]` int32, item numbers from the best down; -1 where candidates ran
-        out.
-      scores: `[rows, k]` float32, the model's scores; -inf where candidates ran out.
+      ids: `[rows, k]` int32, numbers of items, best first. Where a row has fewer than `k`
+        candidates, -1 fills it up.
+      scores: `[rows, k]` float32, the model's scores; -inf where the id is -1.
     """
 
     ids: np.ndarray
@@ -33,7 +33,7 @@ class Recommendations:
         return len(self.ids)
 
     def names(self, items: SparseDataset | Iterable[object]) -> list[list[str]]:
-        """The recommended items of each row by name; where they ran out, fewer than k.
+        """The names of the recommended items of each row; fewer than `k` if they ran out.
 
         Args:
           items: the names of all items, or a data set whose features they are.
@@ -53,10 +53,10 @@ class Recommendations:
         users: SparseDataset | Iterable[object],
         items: SparseDataset | Iterable[object],
     ) -> pa.Table:
-        """A table with a line for each recommendation, best first, as Arrow has it.
+        """An Arrow table with a line for each recommendation, best first.
 
-        Its columns are user, item (text), score (float32) and rank (int32, from 1). pandas
-        and polars take it: `table.to_pandas()`, `polars.from_arrow(table)`.
+        Its columns are user, item (text), score (float32) and rank (int32, from 1). For
+        pandas and polars: `table.to_pandas()`, `polars.from_arrow(table)`.
 
         >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
         >>> found.to_arrow(["ann"], ["milk", "tea", "rye"]).to_pylist()[0]
@@ -67,7 +67,8 @@ class Recommendations:
           items: the names of all items, or a data set whose features they are.
 
         Raises:
-          ValueError: there are not as many users as rows, or fewer names than items.
+          ValueError: the number of users is not that of the rows, or there are fewer
+            names than items.
         """
         known = as_names(users.row_names if isinstance(users, SparseDataset) else users)
         if len(known) != len(self):

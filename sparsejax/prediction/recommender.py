@@ -17,19 +17,19 @@ from sparsejax.sparse import CSR
 
 @runtime_checkable
 class Recommender(Protocol):
-    """What `recommend` and `evaluate` need of a model: an `nnx.Module` with these.
+    """What `recommend` and `evaluate` need of a model, which is an `nnx.Module`.
 
-    `sparsejax.FeedForward` has them. On a mesh it is given `ShardedCSR`s.
+    `sparsejax.FeedForward` has these methods. On a mesh, `top_k` is given `ShardedCSR`s.
     """
 
     @property
     def num_features(self) -> Features:
         """Number of input features.
 
-        Where there are several inputs, a dict: by name the number of features of a
-        sparse one, and the shape of a row of a dense one, a tuple. A
-        `jax.ShapeDtypeStruct` in place of the tuple gives its dtype as well, for
-        `export_predictor`; else that is float32.
+        With several inputs this is a dict: for the name of a sparse input the number of
+        its features, for the name of a dense input the shape of a row, a tuple. A
+        `jax.ShapeDtypeStruct` in place of the tuple also gives the dtype, which
+        `export_predictor` uses; with a tuple that is float32.
         """
         ...
 
@@ -49,7 +49,11 @@ class Recommender(Protocol):
 
 
 def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
-    """A model, and its optimizer if its rows may be behind, for a compiled program.
+    """A model as arguments of a compiled program, which makes it again by `merged`.
+
+    Args:
+      model: an `nnx.Module`.
+      optimizer: its optimizer, if rows of its weights may be behind.
 
     Returns:
       `(graphdef, state)`: a static argument, and arrays that are on the mesh.
@@ -60,7 +64,10 @@ def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def merged(graphdef: Any, state: Any) -> Iterator[Any]:
-    """The model that was `split`, in a program; its rows read as if up to date."""
+    """The model from the results of `split`, inside a compiled program.
+
+    Rows that are behind are read as if they were up to date.
+    """
     model, optimizer = nnx.merge(graphdef, state)
     with contextlib.nullcontext() if optimizer is None else optimizer.reading(model):
         yield model

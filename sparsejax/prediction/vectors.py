@@ -1,4 +1,4 @@
-"""The vectors of items and users, and which items are alike."""
+"""Vectors of items and users, and similar items."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".npz", ".parquet")
 
-# `.npz` may pad names to so many bytes in all, or to so many times their own.
+# `.npz` pads all names to the same length. It may use so many bytes for that, or so many
+# times the names' own bytes.
 _SMALL_BYTES, _MAX_PADDING = 2**26, 16
 
 
@@ -47,15 +48,15 @@ class HasItems(Protocol):
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What `user_vectors` needs of a model: an `nnx.Module` with these."""
+    """What `user_vectors` needs of a model, which is an `nnx.Module`."""
 
     @property
     def num_features(self) -> Features:
-        """Number of input features; of several inputs see `recommend`."""
+        """Number of input features; for several inputs see `Recommender`."""
         ...
 
     def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
-        """`[batch, hidden]`, what the output layer is given."""
+        """`[batch, hidden]`, the input of the output layer."""
         ...
 
 
@@ -63,16 +64,16 @@ class Encoder(Protocol):
 def item_vectors(model: HasItems) -> np.ndarray:
     """The items' rows of the output kernel, `[num_items, hidden]` float32.
 
-    With `u` a row of `user_vectors` and `v` one of these, the score of the item is
-    `u . v + bias`, or `u . v / (|u| |v| temperature) + bias` where the output layer has
-    a temperature. Rows that only fill up the kernel are left out.
+    If `u` is a row of `user_vectors` and `v` is an item's vector, the score of the item is
+    `u . v + bias`. If the output layer has a temperature, it is
+    `u . v / (|u| |v| temperature) + bias`. Rows that only fill up the kernel are left out.
 
     >>> item_vectors(model).shape
     (294, 64)
 
     Args:
-      model: a `FeedForward`, or a module with a `SparseOutput` called `output`; its rows
-        up to date, as after `fit`, `load_model` or `Optimizer.flush`.
+      model: a `FeedForward`, or a module with a `SparseOutput` called `output`. Its rows
+        must be up to date, as they are after `fit`, `load_model` or `Optimizer.flush`.
     """
     output = model.output
     return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
@@ -86,7 +87,7 @@ def user_vectors(
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> np.ndarray:
-    """What the model makes of each row of `inputs`, `[rows, hidden]` float32.
+    """The last hidden layer's output for each row of `inputs`, `[rows, hidden]` float32.
 
     >>> user_vectors(model, train).shape
     (32711, 64)
@@ -98,14 +99,14 @@ def user_vectors(
       batch_size: rows at a time.
 
     Raises:
-      TypeError: `inputs` is nothing of the kind.
+      TypeError: `inputs` has a type that is not supported.
       ValueError: `inputs` does not fit the model.
     """
     check_positive(batch_size=batch_size)
     x = Inputs.of(inputs)
     check_inputs(x, features_of(model))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    # Without rows one that is empty, so that there is a batch to take the width from.
+    # Without rows, one empty row: its result has the width of the vectors.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = x.batches(x.for_batches(), rows, batch_size)
     graphdef, state = split(model, optimizer)
@@ -123,7 +124,8 @@ def similar_items(
 ) -> Recommendations:
     """The `k` items whose vectors have the largest cosine with each given item's.
 
-    An item is not similar to itself. A vector of zeros has the cosine 0 with all.
+    An item is not among the items similar to it. A vector of zeros has the cosine 0 with
+    all others.
 
     >>> similar_items(model, ["/products"], k=3, names=train).names(train)
     [['/...', '/...', '/...']]
@@ -132,7 +134,8 @@ def similar_items(
       model: as for `item_vectors`.
       items: `[n]` numbers of items, or their names.
       k: similar items for each.
-      names: of all items, or a data set whose features they are; needed for names.
+      names: names of all items, or a data set whose features they are; needed if `items`
+        are names.
 
     Returns:
       Ids `[n, k]`, and cosines as scores.
@@ -152,7 +155,7 @@ def similar_items(
 def save_vectors(
     path: str | os.PathLike[str], vectors: np.ndarray, names: Iterable[object]
 ) -> None:
-    """Writes vectors, whole or not at all; the file's name says in which form.
+    """Writes vectors, whole or not at all, in the form that the file's name asks for.
 
     ::
 
@@ -169,8 +172,9 @@ def save_vectors(
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: another ending, or not as many names as vectors, or names that `.npz`
-        cannot hold: of very different lengths, or with zero bytes at the end.
+      ValueError: the name has another ending, or the number of names is not that of the
+        vectors, or `.npz` cannot hold the names, because their lengths differ very much
+        or because zero bytes end one.
     """
     check_ending(path)
     check_writable(path)
@@ -185,7 +189,7 @@ def save_vectors(
     with whole_file(path) as file:
         match pathlib.Path(path).suffix:
             case ".npy":
-                # Not to the file itself, where NumPy would not say that the disk is full.
+                # By `write`: to a real file NumPy writes without telling of a full disk.
                 np.save(types.SimpleNamespace(write=file.write), vectors)
             case ".npz":
                 fixed = np.array(known.tolist(), np.str_)
@@ -204,7 +208,7 @@ def check_ending(path: str | os.PathLike[str]) -> None:
 
 
 def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
-    """Raises ValueError for names that NumPy's type `<U` holds badly, or not at all."""
+    """Raises ValueError for names that NumPy's type `<U` cannot hold, or not well."""
     lengths = np.strings.str_len(names)
     size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
     if size > max(_SMALL_BYTES, _MAX_PADDING * used):

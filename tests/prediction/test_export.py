@@ -24,8 +24,8 @@ from jax.interpreters.mlir import make_ir_context
 import sparsejax as sj
 from sparsejax import CSR
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
-from sparsejax.prediction import predictor as predictor_module
 from sparsejax.prediction.predictor import sizes_of_programs
+from sparsejax.prediction.predictor_files import Settings
 from sparsejax.prediction.programs import Signature
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
@@ -350,7 +350,7 @@ def test_the_numbers_of_rows():
 
 def test_runs_are_for_both_platforms():
     signature = Signature(rows=2, k=3, weights=())
-    made = signature.program(signature._nothing)
+    made = signature.program(lambda weights, inputs, exclude: jnp.zeros((2, 2, 3)))
     loaded = signature.load(made.mlir_module_serialized, 10)
     assert loaded.platforms == ("cpu", "cuda")
 
@@ -376,7 +376,7 @@ def test_a_failed_export_leaves_the_old_file(model, path, monkeypatch):
     def broken(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(predictor_module, "_bytes_of", broken)
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", broken)
     with pytest.raises(OSError, match="disk full"):
         sj.export_predictor(model, path, batch_size=1)
     assert path.read_bytes() == before
@@ -537,12 +537,12 @@ def _edited(value, path, other):
 def test_settings_edited_in_every_field(shop, shop_path):
     with zipfile.ZipFile(shop_path) as archive:
         settings = json.loads(archive.read("predictor.json"))
-    before = predictor_module._Settings.of(settings)
+    before = Settings.of(settings)
     refused = 0
     for path in _edits(settings):
         for other in _OTHERS:
             try:
-                changed = predictor_module._Settings.of(_edited(settings, path, other))
+                changed = Settings.of(_edited(settings, path, other))
             except ValueError as error:
                 refused += 1
                 assert "\n" not in str(error)

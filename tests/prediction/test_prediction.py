@@ -544,7 +544,7 @@ def test_errors_of_candidates(problem, model):
         num_features = num_items = 19
         top_k = Linear.top_k
 
-    with pytest.raises(TypeError, match="item_scores.*NoScores has not"):
+    with pytest.raises(TypeError, match="item_scores.*NoScores does not have it"):
         evaluate(NoScores(), inputs, heldout, candidates=candidates)
 
 
