@@ -37,7 +37,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.evaluate import Evaluation, Setup, metric_names, prepare
+from sparsejax.prediction.evaluation import Evaluation, Setup, metric_names, prepare
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
 from sparsejax.training import fused as fused_output

@@ -14,7 +14,8 @@ from sparsejax.data.batching import on_device
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.evaluate import Setup, evaluate, prepare
+from sparsejax.prediction.evaluate import evaluate
+from sparsejax.prediction.evaluation import Setup, prepare
 from sparsejax.prediction.popularity import Popularity
 from sparsejax.prediction.recommend import recommend
 from sparsejax.prediction.recommendations import Recommendations

@@ -15,7 +15,7 @@ from flax import nnx
 from linear import Linear
 
 import sparsejax as sj
-from sparsejax.prediction.evaluate import Setup, prepare
+from sparsejax.prediction.evaluation import Setup, prepare
 
 KS = (2, 10)
 OPTIONS = {"k": KS, "batch_size": 64}  # the same everywhere: few programs are compiled

@@ -1,0 +1,151 @@
+"""Batches of rows with held-out entries, and the program that measures a model on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import metrics
+from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, taken
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.layout import replicated
+from sparsejax.prediction.loop import each
+from sparsejax.prediction.recommender import merged
+
+METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A batch of rows for which a model should find the held-out items.
+
+    Attributes:
+      shown: what the model is shown.
+      exclude: what it may not recommend, or None.
+      labels: what it should find.
+      left_out: `[batch]` number of held-out entries that have no item number, or None.
+      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 fills
+        it up. None ranks all items.
+    """
+
+    shown: Shown
+    exclude: Batch | None
+    labels: Batch
+    left_out: Array | None
+    candidates: Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tasks:
+    """All batches: an iterable of `Task`, which has the attributes of one batch.
+
+    Attributes:
+      shown: batches of what the model is shown.
+      exclude: batches of what it may not recommend, or None.
+      labels: batches of what it should find.
+      left_out: `[steps, batch]`, or None.
+      candidates: `[steps, batch, count]`, or None.
+    """
+
+    shown: Batches | NamedBatches
+    exclude: Batches | None
+    labels: Batches
+    left_out: np.ndarray | None
+    candidates: np.ndarray | None
+
+    def __iter__(self) -> Iterator[Task]:
+        for parts in zip(
+            self.shown,
+            each(self.exclude),
+            self.labels,
+            each(self.left_out),
+            each(self.candidates),
+            strict=False,
+        ):
+            yield Task(*parts)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "ks"), donate_argnames="counts"
+)
+def measured(graphdef, state, task: Task, counts: Array, ks: tuple[int, ...]):
+    """Metrics of each row, and how often each item is recommended.
+
+    Args:
+      graphdef: from `recommender.split`.
+      state: from `recommender.split`.
+      task: the rows.
+      counts: `[len(ks), items]` int32, of the batches before.
+      ks: the cut-offs.
+
+    Returns:
+      `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`, to
+      which these recommendations are added.
+    """
+    left_out = task.left_out
+    with merged(graphdef, state) as model:
+        x, k = taken(task.shown), max(ks)
+        unwanted = None if task.exclude is None else task.exclude.take()
+        if task.candidates is None:
+            ids, scores = model.top_k(x, k, exclude=unwanted)
+        else:
+            ids, scores = _ranked_among(model, x, task.candidates, unwanted, k)
+    wanted = task.labels.take()
+    values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
+    bad = jnp.isnan(scores).any(axis=1)
+    # Rows that only fill up the last batch have nothing to find.
+    lengths = wanted.row_lengths()
+    lengths = lengths if left_out is None else lengths + left_out
+    ids = jnp.where(lengths[:, None] > 0, ids, -1)
+    num_items = counts.shape[1]
+    counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
+    values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
+    return replicated((values, counts))
+
+
+def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
+    """`[batch]` each of `METRICS`, in this order."""
+    return [
+        metrics.recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.truncated_recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.ndcg_at_k(ids, labels, k, left_out=left_out),
+        metrics.precision_at_k(ids, labels, k),
+        metrics.hit_rate_at_k(ids, labels, k),
+        metrics.mrr_at_k(ids, labels, k),
+        metrics.map_at_k(ids, labels, k, left_out=left_out),
+    ]
+
+
+def _ranked_among(
+    model,
+    x: Any,
+    candidates,
+    exclude: SparseRows | None,
+    k: int,
+):
+    """As `model.top_k`, but of the `candidates: [batch, count]` alone.
+
+    In each row candidates ascend, and -1 fills it up.
+    """
+    valid = candidates >= 0
+    if exclude is not None:
+        valid &= ~metrics.is_label(candidates, exclude)
+    scores = model.item_scores(x, jnp.maximum(candidates, 0))
+    scores = jnp.where(valid, scores, -jnp.inf)
+    room = max(k - candidates.shape[1], 0)
+    best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
+    ids = jnp.take_along_axis(candidates, at, axis=1)
+    ids = jnp.where(best == -jnp.inf, -1, ids)
+    best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)
+    fill = ((0, 0), (0, room))
+    return (
+        jnp.pad(ids, fill, constant_values=-1),
+        jnp.pad(best, fill, constant_values=-jnp.inf),
+    )
