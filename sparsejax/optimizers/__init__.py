@@ -4,15 +4,19 @@ Above the operations, below the layers. Users import the names below; the other 
 import `optimizer`, `gradients`, `row_gradient`, `rules` and `schedules`.
 """
 
-from sparsejax.optimizers import rules
 from sparsejax.optimizers.optimizer import Optimizer as Optimizer
 from sparsejax.optimizers.rules import Rule as Rule
+from sparsejax.optimizers.rules import adadelta as adadelta
+from sparsejax.optimizers.rules import adagrad as adagrad
+from sparsejax.optimizers.rules import adam as adam
+from sparsejax.optimizers.rules import adamw as adamw
 from sparsejax.optimizers.rules import from_json as from_json
 from sparsejax.optimizers.rules import get as get
+from sparsejax.optimizers.rules import lazy_adam as lazy_adam
+from sparsejax.optimizers.rules import momentum as momentum
+from sparsejax.optimizers.rules import nesterov as nesterov
+from sparsejax.optimizers.rules import rmsprop as rmsprop
+from sparsejax.optimizers.rules import rowwise_adagrad as rowwise_adagrad
+from sparsejax.optimizers.rules import sgd as sgd
 from sparsejax.optimizers.rules import to_json as to_json
 from sparsejax.optimizers.schedules import schedule as schedule
-
-sgd, momentum, nesterov = rules.Sgd, rules.Momentum, rules.Nesterov
-adagrad, rowwise_adagrad = rules.Adagrad, rules.RowwiseAdagrad
-rmsprop, adadelta = rules.RmsProp, rules.Adadelta
-adam, adamw, lazy_adam = rules.Adam, rules.AdamW, rules.LazyAdam

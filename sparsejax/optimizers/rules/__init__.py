@@ -18,30 +18,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsejax.optimizers import schedules
-from sparsejax.optimizers.rules.adam import Adam, AdamW, LazyAdam
 from sparsejax.optimizers.rules.adaptive import (
-    Adadelta,
-    Adagrad,
-    RmsProp,
-    RowwiseAdagrad,
+    adadelta,
+    adagrad,
+    rmsprop,
+    rowwise_adagrad,
 )
 from sparsejax.optimizers.rules.base import Rule
-from sparsejax.optimizers.rules.sgd import Momentum, Nesterov, Sgd
+from sparsejax.optimizers.rules.moments import adam, adamw, lazy_adam
+from sparsejax.optimizers.rules.plain import momentum, nesterov, sgd
 from sparsejax.optimizers.schedules import Schedule
 
 _RULES: dict[str, type[Rule]] = {
-    rule.name: rule
+    rule.__name__: rule
     for rule in (
-        Sgd,
-        Momentum,
-        Nesterov,
-        Adagrad,
-        RowwiseAdagrad,
-        RmsProp,
-        Adadelta,
-        Adam,
-        AdamW,
-        LazyAdam,
+        sgd,
+        momentum,
+        nesterov,
+        adagrad,
+        rowwise_adagrad,
+        rmsprop,
+        adadelta,
+        adam,
+        adamw,
+        lazy_adam,
     )
 }
 NAMES = tuple(_RULES)

@@ -13,7 +13,7 @@ from sparsejax.optimizers.rules.base import Rule, check_below_one, check_positiv
 
 
 @dataclasses.dataclass(frozen=True)
-class Adagrad(Rule):
+class adagrad(Rule):
     """Adagrad.
 
     ::
@@ -22,7 +22,6 @@ class Adagrad(Rule):
         w -= learning_rate g / sqrt(v + eps)
     """
 
-    name = "adagrad"
     elementwise = True
     initial_accumulator_value: float = 0.1
     eps: float = 1e-7
@@ -43,7 +42,7 @@ class Adagrad(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class RowwiseAdagrad(Rule):
+class rowwise_adagrad(Rule):
     """Adagrad with one number a row, the exact row-wise Adagrad of FBGEMM and TorchRec.
 
     ::
@@ -55,7 +54,6 @@ class RowwiseAdagrad(Rule):
     a bias has plain Adagrad.
     """
 
-    name = "rowwise_adagrad"
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
 
@@ -98,7 +96,7 @@ class RowwiseAdagrad(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class RmsProp(Rule):
+class rmsprop(Rule):
     """RMSProp.
 
     ::
@@ -107,7 +105,6 @@ class RmsProp(Rule):
         w -= learning_rate g / sqrt(v + eps)
     """
 
-    name = "rmsprop"
     elementwise = True
     shrinks_state = True
     decay: float = 0.9
@@ -133,7 +130,7 @@ class RmsProp(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adadelta(Rule):
+class adadelta(Rule):
     """Adadelta.
 
     ::
@@ -144,7 +141,6 @@ class Adadelta(Rule):
         w -= learning_rate u
     """
 
-    name = "adadelta"
     elementwise = True
     shrinks_state = True
     rho: float = 0.9

@@ -33,7 +33,6 @@ class Rule:
         weight. All parameters decay, biases too.
     """
 
-    name: ClassVar[str]
     # What a step does to rows that it does not touch, weight decay apart.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
@@ -65,6 +64,11 @@ class Rule:
                 "adamw, which decays weights beside the gradient, or sgd, momentum or "
                 "nesterov; for a model without sparse kernels, optax"
             )
+
+    @property
+    def name(self) -> str:
+        """What JSON and messages call the rule: the name of its class."""
+        return type(self).__name__
 
     @property
     def drifts(self) -> bool:

@@ -13,7 +13,7 @@ from sparsejax.optimizers.rules.missed_steps import Linear
 
 
 @dataclasses.dataclass(frozen=True)
-class Sgd(Rule):
+class sgd(Rule):
     """::
 
         w -= learning_rate (g + weight_decay w)
@@ -21,7 +21,6 @@ class Sgd(Rule):
     `weight_decay` is the derivative of an L2 penalty, `weight_decay |w|^2 / 2`.
     """
 
-    name = "sgd"
     elementwise = True
     takes_weight_decay = True
 
@@ -42,7 +41,7 @@ class Sgd(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(Rule):
+class momentum(Rule):
     """::
 
         m = momentum m + g + weight_decay w
@@ -51,7 +50,6 @@ class Momentum(Rule):
     `weight_decay` is that of an L2 penalty, as in torch's SGD.
     """
 
-    name = "momentum"
     elementwise = True
     takes_weight_decay = True
     shrinks_state = True
@@ -66,8 +64,8 @@ class Momentum(Rule):
 
     def dense(self):
         decay = optax.add_decayed_weights(self.weight_decay)
-        sgd = optax.sgd(self.learning_rate, self.momentum, nesterov=self.nesterov)
-        return optax.chain(decay, sgd)
+        step = optax.sgd(self.learning_rate, self.momentum, nesterov=self.nesterov)
+        return optax.chain(decay, step)
 
     def init(self, shape):
         return {"trace": jnp.zeros(shape, jnp.float32)}
@@ -94,7 +92,7 @@ class Momentum(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Nesterov(Momentum):
+class nesterov(momentum):
     """Nesterov's momentum.
 
     ::
@@ -103,5 +101,4 @@ class Nesterov(Momentum):
         w -= learning_rate (g + weight_decay w + momentum m)
     """
 
-    name = "nesterov"
     nesterov = True

@@ -119,7 +119,7 @@ class _Moments(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Adam(_Moments):
+class adam(_Moments):
     """::
 
         m = b1 m + (1 - b1) g
@@ -130,30 +130,26 @@ class Adam(_Moments):
       ValueError: b1 is not below sqrt(b2).
     """
 
-    name = "adam"
-
 
 @dataclasses.dataclass(frozen=True)
-class AdamW(_Moments):
-    """As `Adam`, and each step also takes `learning_rate weight_decay w` off a weight.
+class adamw(_Moments):
+    """As `adam`, and each step also takes `learning_rate weight_decay w` off a weight.
 
     The decay is decoupled: the moments do not see it.
     """
 
-    name = "adamw"
     takes_weight_decay = True
     weight_decay: float = dataclasses.field(default=1e-4, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class LazyAdam(Adam):
-    """As `Adam`, but rows that a step does not touch stay as they are, moments too.
+class lazy_adam(adam):
+    """As `adam`, but rows that a step does not touch stay as they are, moments too.
 
     It is another rule than Adam: torch's SparseAdam, and LazyAdam of TensorFlow
     Addons. Ordinary parameters have plain Adam.
     """
 
-    name = "lazy_adam"
     shrinks_state = False
     moves_weights = False
 
