@@ -3,7 +3,7 @@
     python benchmarks/optimizers.py
 
 Writes `results/optimizers.json` and the table in README.md. It needs no GPU and takes
-some minutes. What is trained has two lookups in one table and ordinary parameters; the
+some minutes. What is trained has two lookups in one kernel and ordinary parameters; the
 twin is plain JAX and optax. Ids are skewed. After 200 steps most rows are left alone for
 1,000 steps, and then some come back.
 """
@@ -55,7 +55,7 @@ def main() -> None:
             "optax": optax.__version__,
             "device": jax.devices()[0].device_kind,
         },
-        "table": [_FEATURES, _HIDDEN],
+        "kernel": [_FEATURES, _HIDDEN],
         "steps": {"busy": _BUSY, "idle": _IDLE, "back": _BACK},
         "results": results,
     }
@@ -142,16 +142,16 @@ def _train_rows(rule: Rule, batches) -> np.ndarray:
 def _train_dense(rule: Rule, batches, dtype) -> np.ndarray:
     model, dense = _Net(), rule.dense()
     params = {
-        "table": model.first.kernel[...][:_FEATURES],
-        "kernel": model.out.kernel[...],
+        "first": model.first.kernel[...][:_FEATURES],
+        "out": model.out.kernel[...],
         "bias": np.zeros(_OUT),
     }
     params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), dtype), params)
 
     def loss_fn(params, ids, labels):
-        rows = params["table"][ids.reshape(2, _BATCH, _LENGTH)]
+        rows = params["first"][ids.reshape(2, _BATCH, _LENGTH)]
         h = jnp.tanh(jnp.sum(rows, axis=(0, 2)))
-        return jnp.mean((h @ params["kernel"] + params["bias"] - labels) ** 2)
+        return jnp.mean((h @ params["out"] + params["bias"] - labels) ** 2)
 
     def step(carry, batch):
         params, state = carry
@@ -162,7 +162,7 @@ def _train_dense(rule: Rule, batches, dtype) -> np.ndarray:
 
     start = params, dense.init(params)
     (params, _), _ = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(start, batches)
-    return np.asarray(params["table"])
+    return np.asarray(params["first"])
 
 
 def _compare(rule: Rule, batches) -> dict:

@@ -5,7 +5,7 @@
 
 Two tasks. *gradient*: the summed rows of `x^T dy` that the batch touches, the sort of
 its entries included. *step*: the gather-matmul, that gradient, and an Adagrad update of
-the table in place. Everything is checked against float64 before it is timed.
+the kernel in place. Everything is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Case:
 
     @property
     def step_bytes(self) -> float:
-        """Two gathers, and the touched rows of table and state read and written."""
+        """Two gathers, and the touched rows of kernel and state read and written."""
         unique = np.mean([len(touched) for touched in self.touched])
         return (2 * self.workload.entries + 4 * unique) * self.workload.hidden * 4
 
@@ -168,10 +168,10 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         x = jax.tree.map(lambda leaf: leaf[i % _STACK], stack)
         y = gather_matmul.gather_matmul(x, w)
         dy = dys[i % _BATCHES] + 0 * y
-        state_table = row_update.Table(w, {"sum_of_squares": state}, None)
+        trained = row_update.TrainedKernel(w, {"sum_of_squares": state}, None)
         terms = scatter_gradient.row_terms([x], [dy], num_rows)
         after = row_update.step_terms(
-            rule, state_table, terms, i, implementation=None if fused else "xla"
+            rule, trained, terms, i, implementation=None if fused else "xla"
         )
         return after.w, after.state["sum_of_squares"]
 

@@ -1,7 +1,7 @@
-"""Optimizer rules on the rows of a table that a batch touches, in place.
+"""Optimizer rules on the rows of a kernel that a batch touches, in place.
 
 Rows that are not touched are not written. A rule under which they change nevertheless
-says how many steps they have missed make up for; `Table.last` remembers since when.
+says how many steps they have missed make up for; `TrainedKernel.last` remembers since when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import row_update as kernel
+from pallas_kernels import row_update as mosaic
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.mesh.per_device import own_block
@@ -29,7 +29,7 @@ from sparsejax.sparse import CSR, segment_ids
 State = dict[str, jax.Array]
 
 # Rows that are worked on together. On a CPU 64 to 256 rows of 256 floats, which stay in
-# the cache, are alike; elsewhere a block has to be worth the launch of its kernels.
+# the cache, are alike; elsewhere a block has to be worth the launch of its programs.
 _CPU_BLOCK, _BLOCK = 128, 8192
 NEVER = -1
 
@@ -69,8 +69,8 @@ class RowRule(Protocol):
         ...
 
 
-class Table(NamedTuple):
-    """A kernel and what an optimizer keeps beside it.
+class TrainedKernel(NamedTuple):
+    """A kernel together with what an optimizer keeps of it.
 
     Attributes:
       w: `[num_rows, hidden]`.
@@ -98,29 +98,29 @@ class Table(NamedTuple):
 
 def step_rows(
     rule: RowRule,
-    table: Table,
+    trained: TrainedKernel,
     ids: Int[Array, "capacity"],
     gradient: Float[Array, "capacity hidden"],
     count: jax.Array,
     *,
     divided: bool = False,
-) -> Table:
+) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, with those of padding out of range. Everything is written once.
-    `divided`, the rows of the table lie over "model", and so do ids and gradients, each
+    `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
     where its row is.
     """
     if divided:
 
-        def part(table, ids, gradient, count):
-            ids = ids - lax.axis_index("model") * table.num_rows
-            return step_rows(rule, table, ids, gradient, count)
+        def part(trained, ids, gradient, count):
+            ids = ids - lax.axis_index("model") * trained.num_rows
+            return step_rows(rule, trained, ids, gradient, count)
 
         rows = P("model")
         return call_on_each_device(
             part,
-            table,
+            trained,
             ids,
             gradient,
             count,
@@ -128,47 +128,47 @@ def step_rows(
             out_specs=rows,
         )
 
-    def step(table, ids, gradient, count, block):
-        order = _longest_lag_first(rule, table, ids, count)
+    def step(trained, ids, gradient, count, block):
+        order = _longest_lag_first(rule, trained, ids, count)
         numbers = rule.numbers(count + 1)
 
-        def work(table, block_ids, positions):
+        def work(trained, block_ids, positions):
             source = order.at[positions].get(mode="clip")
-            w, state = _caught_up(rule, table, block_ids, count)
+            w, state = _caught_up(rule, trained, block_ids, count)
             slope = gradient.at[source].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
-            return _written(table, block_ids, w, state, count + 1)
+            return _written(trained, block_ids, w, state, count + 1)
 
-        used = jnp.sum(ids < table.num_rows)
-        return _in_blocks(block, used, ids[order], table.num_rows, work, table)
+        used = jnp.sum(ids < trained.num_rows)
+        return _in_blocks(block, used, ids[order], trained.num_rows, work, trained)
 
-    return _for_platform(step, table, ids, gradient, count, rows=ids.shape[0])
+    return _for_platform(step, trained, ids, gradient, count, rows=ids.shape[0])
 
 
 def step_terms(
     rule: RowRule,
-    table: Table,
+    trained: TrainedKernel,
     terms: Terms,
     count: jax.Array,
     *,
     implementation: Implementation = None,
-) -> Table:
-    """`step_rows` with gradients that are not summed yet: a kernel may do both.
+) -> TrainedKernel:
+    """`step_rows` with gradients that are not summed yet: one GPU program may do both.
 
     It takes rules that work element by element under which weights do not drift, and
     kernels whose width is a multiple of 128. Then gradients never get to memory.
     """
     if terms.divided:
-        num_rows = rows_per_device(table.num_rows)
+        num_rows = rows_per_device(trained.num_rows)
 
-        def part(table, by_column, data, dy, count):
+        def part(trained, by_column, data, dy, count):
             mine = Terms.on_device(by_column, data, dy, num_rows)
-            return step_terms(rule, table, mine, count, implementation=implementation)
+            return step_terms(rule, trained, mine, count, implementation=implementation)
 
         rows = P("model")
         return call_on_each_device(
             part,
-            table,
+            trained,
             terms.by_column,
             terms.data,
             terms.dy,
@@ -176,37 +176,37 @@ def step_terms(
             in_specs=(rows, rows, rows, P(), P()),
             out_specs=rows,
         )
-    fits = by_elements(rule, table.w, table.state) and not rule.drifts
+    fits = by_elements(rule, trained.w, trained.state) and not rule.drifts
     column, dy = terms.by_column.columns, terms.dy
     fits &= dy.shape[1] % 128 == 0 and mosaic_is_fastest(dy, column.shape[0])
     if implementation is None and fits:
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
-        return step_rows(rule, table, terms.ids(), terms.values(), count)
+        return step_rows(rule, trained, terms.ids(), terms.values(), count)
     by_column = terms.by_column
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
     is_last = (position < by_column.indptr[-1]) & (column != following)
-    lags, last = None, table.last
+    lags, last = None, trained.last
     if last is not None:
         lags = _lag(_read(last, column), count)
-        done = jnp.where(is_last, column, table.num_rows)
+        done = jnp.where(is_last, column, trained.num_rows)
         # Not `unique_indices`, as entries that are not the last of a row are alike.
         last = last.at[done].set(count + 1, mode="drop")
 
-    step, scalars = step_of_arrays(rule, table.state, count + 1)
+    step, scalars = step_of_arrays(rule, trained.state, count + 1)
 
     def update(arrays, gradient, lag, scalars):
         done, *scalars = scalars
         if lag is not None:
-            state = dict(zip(table.state, arrays[1:], strict=True))
+            state = dict(zip(trained.state, arrays[1:], strict=True))
             w, state = rule.catch_up(arrays[0], state, lag, done)
             arrays = [w, *state.values()]
         return step(arrays, gradient, scalars)
 
-    w, *state = kernel.row_update(
+    w, *state = mosaic.row_update(
         update,
-        [table.w, *table.state.values()],
+        [trained.w, *trained.state.values()],
         terms.data,
         by_column.rows,
         by_column.indptr,
@@ -215,18 +215,18 @@ def step_terms(
         terms.dy,
         [jnp.asarray(count, jnp.float32), *scalars],
     )
-    return Table(w, dict(zip(table.state, state, strict=True)), last)
+    return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
 
 
 def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
-    """Whether a kernel can do the rule's step, with pieces of rows."""
+    """Whether a GPU program can do the rule's step, with pieces of rows."""
     return rule.elementwise and all(x.shape == w.shape for x in state.values())
 
 
 def step_of_arrays(
     rule: RowRule, state: State, count: jax.Array
 ) -> tuple[Callable, list[Float[Array, ""]]]:
-    """Step `count` as a kernel has it.
+    """Step `count` as a GPU program does it.
 
     Returns:
       A function of `[w, *state.values()]`, gradient and scalars, to such a list; and the
@@ -244,61 +244,63 @@ def step_of_arrays(
 
 def step_whole(
     rule: RowRule,
-    table: Table,
+    trained: TrainedKernel,
     gradient: Float[Array, "num_rows hidden"],
     count: jax.Array,
-) -> Table:
+) -> TrainedKernel:
     """Step `count + 1` on all rows. Under a rule that drifts they must be up to date."""
-    w, state = _wide(table.w), table.state
-    if not rule.drifts and table.last is not None:
-        lag = _lag(table.last, count)[:, None]
+    w, state = _wide(trained.w), trained.state
+    if not rule.drifts and trained.last is not None:
+        lag = _lag(trained.last, count)[:, None]
         w, state = rule.catch_up(w, state, lag, count)
     slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
-    last = None if table.last is None else jnp.full_like(table.last, count + 1)
-    state = {name: state[name].astype(table.state[name].dtype) for name in state}
-    return Table(w.astype(table.w.dtype), state, last)
+    last = None if trained.last is None else jnp.full_like(trained.last, count + 1)
+    state = {name: state[name].astype(trained.state[name].dtype) for name in state}
+    return TrainedKernel(w.astype(trained.w.dtype), state, last)
 
 
 def settle(
-    rule: RowRule, table: Table, count: jax.Array, *, divided: bool = False
-) -> Table:
+    rule: RowRule, trained: TrainedKernel, count: jax.Array, *, divided: bool = False
+) -> TrainedKernel:
     """Brings all rows up to date. Costs next to nothing where they are."""
-    if table.last is None:
-        return table
+    if trained.last is None:
+        return trained
     if divided:
         return call_on_each_device(
             functools.partial(settle, rule),
-            table,
+            trained,
             count,
             in_specs=(P("model"), P()),
             out_specs=P("model"),
         )
     if not rule.drifts:  # the weights stay, the state changes in one pass
-        lag = _lag(table.last, count)[:, None]
-        _, state = rule.catch_up(table.w, table.state, lag, count)
-        return Table(table.w, state, jnp.where(table.last == NEVER, NEVER, count))
+        lag = _lag(trained.last, count)[:, None]
+        _, state = rule.catch_up(trained.w, trained.state, lag, count)
+        return TrainedKernel(
+            trained.w, state, jnp.where(trained.last == NEVER, NEVER, count)
+        )
 
-    def catch_up(table, count, block):
-        every = jnp.arange(table.num_rows, dtype=jnp.int32)
-        stale = jnp.sum(table.stale_rows(count))
+    def catch_up(trained, count, block):
+        every = jnp.arange(trained.num_rows, dtype=jnp.int32)
+        stale = jnp.sum(trained.stale_rows(count))
         ids = lax.cond(
             stale > 0,
-            lambda: _longest_lag_first(rule, table, every, count),
+            lambda: _longest_lag_first(rule, trained, every, count),
             lambda: every,
         )
 
-        def work(table, block_ids, _):
-            w, state = _caught_up(rule, table, block_ids, count)
-            return _written(table, block_ids, w, state, count)
+        def work(trained, block_ids, _):
+            w, state = _caught_up(rule, trained, block_ids, count)
+            return _written(trained, block_ids, w, state, count)
 
-        return _in_blocks(block, stale, ids, table.num_rows, work, table)
+        return _in_blocks(block, stale, ids, trained.num_rows, work, trained)
 
-    return _for_platform(catch_up, table, count, rows=table.num_rows)
+    return _for_platform(catch_up, trained, count, rows=trained.num_rows)
 
 
 def current_rows(
-    rule: RowRule, table: Table, ids: Int[Array, "capacity"], count: jax.Array
+    rule: RowRule, trained: TrainedKernel, ids: Int[Array, "capacity"], count: jax.Array
 ) -> tuple[Float[Array, "capacity hidden"], Int[Array, "capacity"]]:
     """Copies of the rows `ids` as they are after `count` steps; writes nothing.
 
@@ -307,25 +309,25 @@ def current_rows(
       places: where the row of each id is in `rows`.
     """
 
-    def read(table, ids, count, block):
-        order = _longest_lag_first(rule, table, ids, count)
+    def read(trained, ids, count, block):
+        order = _longest_lag_first(rule, trained, ids, count)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, table, block_ids, count)
+            w, _ = _caught_up(rule, trained, block_ids, count)
             return _write(rows, positions, w)
 
-        used = jnp.sum(ids < table.num_rows)
-        rows = jnp.zeros((ids.shape[0], table.w.shape[1]), table.w.dtype)
-        rows = _in_blocks(block, used, ids[order], table.num_rows, work, rows)
+        used = jnp.sum(ids < trained.num_rows)
+        rows = jnp.zeros((ids.shape[0], trained.w.shape[1]), trained.w.dtype)
+        rows = _in_blocks(block, used, ids[order], trained.num_rows, work, rows)
         every = jnp.arange(ids.shape[0], dtype=jnp.int32)
         return rows, jnp.zeros_like(every).at[order].set(every)
 
-    return _for_platform(read, table, ids, count, rows=ids.shape[0])
+    return _for_platform(read, trained, ids, count, rows=ids.shape[0])
 
 
 def gather_current(
     rule: RowRule,
-    table: Table,
+    trained: TrainedKernel,
     x: SparseRows,
     count: jax.Array,
     *,
@@ -334,22 +336,22 @@ def gather_current(
     """`gather_matmul` of the rows as they are after `count` steps; writes nothing."""
     if isinstance(x, ShardedCSR):
 
-        def part(table, blocks, count):
+        def part(trained, blocks, count):
             y = gather_current(
-                rule, table, own_block(blocks), count, implementation=implementation
+                rule, trained, own_block(blocks), count, implementation=implementation
             )
             return x.sum_over_columns(y)
 
         return call_on_each_device(
             part,
-            table,
+            trained,
             x.blocks,
             count,
             in_specs=(P("model"), P("data", "model"), P()),
             out_specs=x.rows_spec,
         )
-    ids, slots = touched_rows(x, table.num_rows)
-    rows, places = current_rows(rule, table, ids, count)
+    ids, slots = touched_rows(x, trained.num_rows)
+    rows, places = current_rows(rule, trained, ids, count)
     capacity = ids.shape[0]
     slots = places.at[slots].get(mode="fill", fill_value=capacity)
     return gather_sum(
@@ -360,7 +362,7 @@ def gather_current(
 def touched_rows(
     x: CSR, num_rows: int
 ) -> tuple[Int[Array, "capacity"], Int[Array, "nse"]]:
-    """The rows of a table that the entries of `x` name.
+    """The rows of a kernel that the entries of `x` name.
 
     Returns:
       ids: unique and ascending, padded with `num_rows`; `capacity` is the smaller of
@@ -392,7 +394,7 @@ def _lag(last, count):
     return jnp.where(last == NEVER, 0, count - last)
 
 
-def _longest_lag_first(rule, table, ids, count):
+def _longest_lag_first(rule, trained, ids, count):
     """Positions in `ids`, padding last.
 
     The rows of a block are caught up together, for as many steps as the one that has
@@ -402,26 +404,26 @@ def _longest_lag_first(rule, table, ids, count):
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
     if not rule.drifts:  # there is nothing to repeat
         return positions
-    lag = jnp.where(ids < table.num_rows, _lag(_read(table.last, ids), count), -1)
+    lag = jnp.where(ids < trained.num_rows, _lag(_read(trained.last, ids), count), -1)
     return lax.sort_key_val(-lag, positions)[1]
 
 
-def _caught_up(rule, table, ids, count):
+def _caught_up(rule, trained, ids, count):
     """Rows `ids`, up to date, in float32; an id out of range reads some row."""
-    w, state, last = jax.tree.map(lambda a: _read(a, ids), table)
+    w, state, last = jax.tree.map(lambda a: _read(a, ids), trained)
     w = _wide(w)
     if last is None:
         return w, state
-    lag = jnp.where(ids < table.num_rows, _lag(last, count), 0)
+    lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)
     return rule.catch_up(w, state, lag[:, None], count)
 
 
-def _written(table, ids, w, state, count):
-    state = {name: _write(table.state[name], ids, state[name]) for name in state}
-    last = table.last
+def _written(trained, ids, w, state, count):
+    state = {name: _write(trained.state[name], ids, state[name]) for name in state}
+    last = trained.last
     if last is not None:
         last = _write(last, ids, jnp.broadcast_to(count, ids.shape))
-    return Table(_write(table.w, ids, w), state, last)
+    return TrainedKernel(_write(trained.w, ids, w), state, last)
 
 
 def _wide(w):

@@ -179,12 +179,12 @@ def value_and_grad_with(
                 f"the first argument must be a module, not a {type(model).__name__}; "
                 "several can be in an nnx.List or an nnx.Dict"
             )
-        tables = row_params(model, wrt)
-        calls, elsewhere = _trace(f, tables, has_aux, model, args, kwargs)
+        kernels = row_params(model, wrt)
+        calls, elsewhere = _trace(f, kernels, has_aux, model, args, kwargs)
         if elsewhere and dense == "error":
             path = min(elsewhere, key=str)
-            _raise_dense(path, tables[path])
-        capacities = dict.fromkeys(tables, 0)
+            _raise_dense(path, kernels[path])
+        capacities = dict.fromkeys(kernels, 0)
         for call in calls:
             capacities[call.path] += call.nse
         plan = Plan({}, frozenset())
@@ -207,13 +207,13 @@ def value_and_grad_with(
             return loss, (aux, recorder.inputs)
 
         def differentiated(path, variable):
-            return tuple(path) not in tables or tuple(path) in elsewhere
+            return tuple(path) not in kernels or tuple(path) in elsewhere
 
         argnums = (nnx.DiffState(0, nnx.All(wrt, differentiated)), 1)
         transformed = nnx.value_and_grad(run, argnums=argnums, has_aux=True)
         (loss, (aux, inputs)), (grads, slopes) = transformed(model, taps, args, kwargs)
         flat = dict(nnx.to_flat_state(grads))
-        for path, kernel in tables.items():
+        for path, kernel in kernels.items():
             mine = [i for i, call in enumerate(calls) if call.path == path]
             xs, dys = [inputs[i] for i in mine], [slopes[i] for i in mine]
             if path in elsewhere or path in plan.whole:
@@ -303,9 +303,9 @@ class _Call:
 class _Recorder:
     """What `lookup` does within the loss of `value_and_grad`."""
 
-    def __init__(self, tables: Mapping[Path, RowParam], arguments: Any):
+    def __init__(self, kernels: Mapping[Path, RowParam], arguments: Any):
         self.trace = _trace_state()
-        self.paths = {id(kernel): path for path, kernel in tables.items()}
+        self.paths = {id(kernel): path for path, kernel in kernels.items()}
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
         self.inputs: list[SparseRows] = []
@@ -361,8 +361,8 @@ _mode = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def _recording(tables, arguments) -> Iterator[_Recorder]:
-    recorder = _Recorder(tables, arguments)
+def _recording(kernels, arguments) -> Iterator[_Recorder]:
+    recorder = _Recorder(kernels, arguments)
     token = _scope.set(recorder)
     try:
         with _mode("gradients"):
@@ -375,7 +375,7 @@ def _trace_state():
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
-def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Path]]:
+def _trace(f, kernels, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Path]]:
     """Traces the loss abstractly: its lookups, and the kernels it also reads elsewhere.
 
     Each kernel goes through a custom_vjp identity, whose backward rule JAX runs (while
@@ -384,7 +384,7 @@ def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Pa
     that no zeros of the kernel's size come up. Nothing is computed, and what the loss
     does to the model's state is done to a copy.
     """
-    if not tables:
+    if not kernels:
         return [], set()
     graphdef, state = nnx.split((model, args, kwargs))
     calls: list[_Call] = []
@@ -393,7 +393,7 @@ def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Pa
     def abstract(probes, state):
         model, args, kwargs = nnx.merge(graphdef, state, copy=True)
         copies = row_params(model, ...)
-        copies = {path: copies[path] for path in tables}
+        copies = {path: copies[path] for path in kernels}
         for (path, kernel), probe in zip(copies.items(), probes, strict=True):
             kernel.set_value(_guard(path, elsewhere)(kernel[...], probe))
         with _recording(copies, (model, args, kwargs)) as recorder:
@@ -401,7 +401,7 @@ def _trace(f, tables, has_aux, model, args, kwargs) -> tuple[list[_Call], set[Pa
         calls.extend(recorder.calls)
         return out[0] if has_aux else out
 
-    probes = [jnp.zeros(()) for _ in tables]
+    probes = [jnp.zeros(()) for _ in kernels]
     jax.eval_shape(jax.grad(abstract), probes, state)
     return calls, elsewhere
 

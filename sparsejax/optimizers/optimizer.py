@@ -29,7 +29,7 @@ from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.ops.row_update import State, Table
+from sparsejax.ops.row_update import State, TrainedKernel
 from sparsejax.optimizers import gradients, inplace, rules
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient
@@ -37,7 +37,7 @@ from sparsejax.optimizers.rules import Rule
 
 # A kernel of at most this many rows for each that a batch may touch is updated as a
 # whole, if its rows drift: reading a row up to date and writing it costs about ten
-# times as much as a row of a pass over the table (on a CPU, 256 floats a row: 3.6 us
+# times as much as a row of a pass over the kernel (on a CPU, 256 floats a row: 3.6 us
 # against .36), and the batch touches somewhat fewer rows than it may.
 _LARGE_PART = 8
 
@@ -159,7 +159,7 @@ class Optimizer(nnx.Pytree):
                     f"the gradient of '{_dotted(path)}' has shape {g.shape}, the "
                     f"kernel {kernel.shape}"
                 )
-            self._set_table(path, kernel, self._moved(path, kernel, g, step))
+            self._set_trained(path, kernel, self._moved(path, kernel, g, step))
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
 
@@ -201,18 +201,20 @@ class Optimizer(nnx.Pytree):
             )
         return self.rows[_key(path)]
 
-    def _table(self, path: Path, w: jax.Array) -> Table:
+    def _trained(self, path: Path, w: jax.Array) -> TrainedKernel:
         variables = self._rows_of(path)
         arrays = {name: variable[...] for name, variable in variables.items()}
-        return Table(w, arrays, arrays.pop("last_step", None))
+        return TrainedKernel(w, arrays, arrays.pop("last_step", None))
 
-    def _set_table(self, path: Path, kernel: RowParam, table: Table) -> None:
-        kernel.set_value(table.w)
+    def _set_trained(
+        self, path: Path, kernel: RowParam, trained: TrainedKernel
+    ) -> None:
+        kernel.set_value(trained.w)
         variables = self._rows_of(path)
-        for name, array in table.state.items():
+        for name, array in trained.state.items():
             variables[name].set_value(array)
-        if table.last is not None:
-            variables["last_step"].set_value(table.last)
+        if trained.last is not None:
+            variables["last_step"].set_value(trained.last)
 
     def _settle(self, path: Path, kernel: RowParam) -> None:
         """Brings a whole kernel up to date, in place."""
@@ -220,14 +222,14 @@ class Optimizer(nnx.Pytree):
 
         def settled():
             # Compiled, so that the arrays are donated where this is under no jit.
-            table = _settle(
+            trained = _settle(
                 self.rule,
-                self._table(path, kernel[...]),
+                self._trained(path, kernel[...]),
                 self.step[...],
                 divided=gradients.is_divided(kernel),
             )
-            arrays = {**table.state, "last_step": table.last}
-            return [table.w, *(arrays[name] for name in state)], None
+            arrays = {**trained.state, "last_step": trained.last}
+            return [trained.w, *(arrays[name] for name in state)], None
 
         inplace.overwrite([kernel, *state.values()], settled)
 
@@ -255,26 +257,28 @@ class Optimizer(nnx.Pytree):
         """
 
         def read(x: SparseRows, w: jax.Array, implementation: Implementation):
-            table, step = self._table(path, w), self.step[...]
+            trained, step = self._trained(path, w), self.step[...]
 
             def plain():
                 return gather.gather_matmul(x, w, implementation=implementation)
 
             def current():
                 return row_update.gather_current(
-                    self.rule, table, x, step, implementation=implementation
+                    self.rule, trained, x, step, implementation=implementation
                 )
 
             if x.nse == 0:
                 return plain()
             if not skip:
                 return current()
-            return jax.lax.cond(jnp.any(table.stale_rows(step)), current, plain)
+            return jax.lax.cond(jnp.any(trained.stale_rows(step)), current, plain)
 
         return read
 
-    def _moved(self, path: Path, kernel: RowParam, g: Any, step: jax.Array) -> Table:
-        table, rule = self._table(path, kernel[...]), self.rule
+    def _moved(
+        self, path: Path, kernel: RowParam, g: Any, step: jax.Array
+    ) -> TrainedKernel:
+        trained, rule = self._trained(path, kernel[...]), self.rule
         if isinstance(g, RowGradient):
             if rule.drifts and not g.current:
                 raise ValueError(
@@ -283,15 +287,15 @@ class Optimizer(nnx.Pytree):
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
             if g.ids.shape[0] == 0:
-                return table
+                return trained
             if g.terms is not None:
-                return row_update.step_terms(rule, table, g.terms, step)
+                return row_update.step_terms(rule, trained, g.terms, step)
             return row_update.step_rows(
-                rule, table, g.ids, g.values, step, divided=g.divided
+                rule, trained, g.ids, g.values, step, divided=g.divided
             )
         if rule.drifts:
-            g = _refuse_stale(path, table, g, step)
-        return row_update.step_whole(rule, table, g, step)
+            g = _refuse_stale(path, trained, g, step)
+        return row_update.step_whole(rule, trained, g, step)
 
     def _update_ordinary(self, model: Any, grads: Any, updated: Sequence[Path]) -> None:
         others = {_key(path) for path in updated}
@@ -378,9 +382,11 @@ def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _refuse_stale(path: Path, table: Table, g: jax.Array, step: jax.Array) -> jax.Array:
+def _refuse_stale(
+    path: Path, trained: TrainedKernel, g: jax.Array, step: jax.Array
+) -> jax.Array:
     """A dense gradient that was taken at rows that are up to date; else an error."""
-    stale = table.stale_rows(step)
+    stale = trained.stale_rows(step)
     if isinstance(stale, jax.core.Tracer):
         return jnp.where(stale[:, None], jnp.nan, g)
     if stale.any():

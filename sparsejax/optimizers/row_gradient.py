@@ -274,7 +274,7 @@ def global_norm(grads: Any) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all gradients, dense ones and row gradients.
 
     >>> g = RowGradient(jnp.array([1, 3]), jnp.full((2, 1), 2.0), num_rows=4)
-    >>> float(global_norm({"table": g, "bias": jnp.ones(1)}))
+    >>> float(global_norm({"kernel": g, "bias": jnp.ones(1)}))
     3.0
 
     The ids of a `RowGradient` are unique, so this is the norm of the dense gradient.

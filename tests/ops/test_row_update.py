@@ -1,4 +1,4 @@
-"""Rows of a table, against NumPy. The rules themselves: test_optimizers.py."""
+"""Rows of a kernel, against NumPy. The rules themselves: test_optimizers.py."""
 
 import functools
 
@@ -13,7 +13,7 @@ from matrices import csrs
 
 from sparsejax import optimizers
 from sparsejax.ops import row_update
-from sparsejax.ops.row_update import Table
+from sparsejax.ops.row_update import TrainedKernel
 from sparsejax.sparse import CSR
 
 
@@ -62,32 +62,34 @@ def test_blocks_do_not_change_what_is_done(block, monkeypatch):
     arrays = jnp.asarray(rng.random((3, 20, 2)), jnp.float32)
     last = np.array([-1, 50, *rng.integers(0, 50, 18)], np.int32)
     last[7] = 50
-    table = Table(arrays[0], {"mu": arrays[1], "nu": arrays[2]}, jnp.asarray(last))
+    trained = TrainedKernel(
+        arrays[0], {"mu": arrays[1], "nu": arrays[2]}, jnp.asarray(last)
+    )
     close = {"rtol": 1e-5, "atol": 1e-6}
     count = jnp.int32(50)
     lag = np.where(last >= 0, 50 - last, 0)[:, None]
-    w, state = rule.catch_up(table.w, table.state, jnp.asarray(lag), count)
-    settled = row_update.settle(rule, table, count)
+    w, state = rule.catch_up(trained.w, trained.state, jnp.asarray(lag), count)
+    settled = row_update.settle(rule, trained, count)
     np.testing.assert_allclose(settled.w, w, **close)
     np.testing.assert_allclose(settled.state["mu"], state["mu"], **close)
     np.testing.assert_array_equal(settled.last, np.where(last >= 0, 50, -1))
 
     ids = jnp.array([1, 4, 7, 12, 19, 20, 20])
-    rows, places = row_update.current_rows(rule, table, ids, count)
+    rows, places = row_update.current_rows(rule, trained, ids, count)
     used = np.asarray(ids)[:5]
     np.testing.assert_allclose(rows[places[:5]], w[used], **close)
 
     gradient = jnp.asarray(rng.random((7, 2)), jnp.float32)
-    after = row_update.step_rows(rule, table, ids, gradient, count)
+    after = row_update.step_rows(rule, trained, ids, gradient, count)
     moved, moments = rule.step(
         w[used],
         jax.tree.map(lambda a: a[used], state),
         gradient[:5],
         rule.numbers(count + 1),
     )
-    np.testing.assert_allclose(after.w, table.w.at[used].set(moved), **close)
+    np.testing.assert_allclose(after.w, trained.w.at[used].set(moved), **close)
     for name, rows in moments.items():
-        expected = table.state[name].at[used].set(rows)
+        expected = trained.state[name].at[used].set(rows)
         np.testing.assert_allclose(after.state[name], expected, **close)
     last[used] = 51
     np.testing.assert_array_equal(after.last, last)
@@ -104,20 +106,20 @@ def test_on_a_mesh(name):
         for n, a in rule.init(shape).items()
     }
     last = jnp.asarray(rng.integers(0, 30, 40, np.int32)) if rule.decays else None
-    table = Table(jnp.asarray(rng.random(shape, np.float32)), state, last)
+    trained = TrainedKernel(jnp.asarray(rng.random(shape, np.float32)), state, last)
     ids = jnp.array([0, 4, 5, 17, 38, 39, 40, 40])
     gradient = jnp.asarray(rng.random((8, 3), np.float32))
 
-    def run(table):
-        rows, places = row_update.current_rows(rule, table, ids, jnp.int32(30))
-        after = row_update.step_rows(rule, table, ids, gradient, jnp.int32(30))
+    def run(trained):
+        rows, places = row_update.current_rows(rule, trained, ids, jnp.int32(30))
+        after = row_update.step_rows(rule, trained, ids, gradient, jnp.int32(30))
         return rows[places[:6]], after, row_update.settle(rule, after, jnp.int32(31))
 
-    expected = jax.jit(run)(table)
+    expected = jax.jit(run)(trained)
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     by_rows = NamedSharding(mesh, P("model"))
     spread = jax.jit(run, out_shardings=(None, by_rows, by_rows))(
-        jax.device_put(table, by_rows)
+        jax.device_put(trained, by_rows)
     )
     for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

@@ -42,7 +42,7 @@ by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 class Net(nnx.Module):
-    """Two features that share a table, and ordinary parameters."""
+    """Two features that share a kernel, and ordinary parameters."""
 
     def __init__(self, features=FEATURES, hidden=HIDDEN):
         make = functools.partial(SparseLinear, features, hidden, rngs=nnx.Rngs(0))
@@ -407,13 +407,13 @@ def test_updates_are_in_place(rule, features):
     run = jax.jit(lambda s: jax.lax.scan(body, s, None, length=3), donate_argnums=0)
     memory = run.lower(state).compile().memory_analysis()
     assert memory is not None
-    table = -(-features // 256) * 256 * 64 * 4
-    tables = 1 + len(rule.init((1, 1)))
-    assert memory.alias_size_in_bytes >= tables * table
+    kernel = -(-features // 256) * 256 * 64 * 4
+    arrays = 1 + len(rule.init((1, 1)))
+    assert memory.alias_size_in_bytes >= arrays * kernel
     touched = 2 * x.nse * 64 * 4
     ranks = 5 * 4 * features  # some [num_rows] integers at most
     assert memory.temp_size_in_bytes < 8 * touched + ranks + 2**17
-    assert memory.temp_size_in_bytes < table / 2
+    assert memory.temp_size_in_bytes < kernel / 2
 
 
 def test_errors_of_update():

@@ -13,7 +13,7 @@ from pallas_kernels.gather_matmul import Config
 from sparsejax import optimizers
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.ops import gather_sum, row_update
-from sparsejax.ops.row_update import Table
+from sparsejax.ops.row_update import TrainedKernel
 from sparsejax.ops.scatter_gradient import row_terms
 from sparsejax.sparse import CSR
 
@@ -50,23 +50,23 @@ def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
     return jax.tree.map(jnp.asarray, CSR(data, indices, indptr, num_cols=rows))
 
 
-def table_of(rule, *, rows=ROWS, dtype=jnp.float32) -> Table:
+def trained_kernel(rule, *, rows=ROWS, dtype=jnp.float32) -> TrainedKernel:
     rng = np.random.default_rng(1)
     w = jnp.asarray(rng.standard_normal((rows + 8, HIDDEN)), dtype)
     last = jnp.full(rows + 8, row_update.NEVER) if rule.decays else None
-    return Table(w, rule.init(w.shape), last)
+    return TrainedKernel(w, rule.init(w.shape), last)
 
 
-def steps(rule, table, xs, implementation):
+def steps(rule, trained, xs, implementation):
     """Some steps, rows of most of which rest in between."""
     rng = np.random.default_rng(2)
     for count, x in zip((0, 5), xs, strict=False):
         dy = jnp.asarray(rng.standard_normal((x.num_rows, HIDDEN)), jnp.float32)
-        terms = row_terms([x], [dy], table.num_rows)
-        table = row_update.step_terms(
-            rule, table, terms, jnp.int32(count), implementation=implementation
+        terms = row_terms([x], [dy], trained.num_rows)
+        trained = row_update.step_terms(
+            rule, trained, terms, jnp.int32(count), implementation=implementation
         )
-    return table
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,22 @@ def steps(rule, table, xs, implementation):
 def test_equals_summing_first(running, rule, dtype):
     xs = [batch(seed, valued=seed != 2) for seed in (1, 2)]
     run = jax.jit(functools.partial(steps, rule), static_argnums=2)
-    expected = run(table_of(rule, dtype=dtype), xs, "xla")
+    expected = run(trained_kernel(rule, dtype=dtype), xs, "xla")
     with running():
-        actual = run(table_of(rule, dtype=dtype), xs, "mosaic_gpu")
+        actual = run(trained_kernel(rule, dtype=dtype), xs, "mosaic_gpu")
     np.testing.assert_array_equal(actual.last, expected.last)
     rtol = 1e-5 if dtype == jnp.float32 else 2e-2
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-    assert np.abs(np.asarray(actual.w - table_of(rule, dtype=dtype).w)).max() > 0.01
+    assert (
+        np.abs(np.asarray(actual.w - trained_kernel(rule, dtype=dtype).w)).max() > 0.01
+    )
 
 
 def test_rows_not_touched_keep_their_bits(running):
     rule, x = optimizers.rmsprop(0.1), batch(0)
-    before = table_of(rule)
+    before = trained_kernel(rule)
     before = before._replace(w=before.w.at[ROWS:].set(jnp.nan))
     with running():
         after = jax.jit(lambda t: steps(rule, t, [x], "mosaic_gpu"))(before)
@@ -108,16 +110,16 @@ def test_rows_not_touched_keep_their_bits(running):
 def test_nothing_touched(running):
     rule = optimizers.sgd(0.1)
     x = CSR(None, jnp.zeros(5, int), jnp.zeros(4, int), num_cols=ROWS)
-    table = table_of(rule)
+    trained = trained_kernel(rule)
     with running():
-        after = steps(rule, table, [x], "mosaic_gpu")
-    np.testing.assert_array_equal(after.w, table.w)
+        after = steps(rule, trained, [x], "mosaic_gpu")
+    np.testing.assert_array_equal(after.w, trained.w)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_lowers_for_cuda(rule):
     traced = jax.jit(lambda t, x: steps(rule, t, [x], "mosaic_gpu")).trace(
-        table_of(rule), batch(0)
+        trained_kernel(rule), batch(0)
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -154,8 +156,8 @@ def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
 def test_same_bits_again_at_real_size(monkeypatch):
     monkeypatch.undo()
     rule, x = optimizers.rmsprop(0.1), batch(0, rows=20_000)
-    table = table_of(rule, rows=20_000)
+    trained = trained_kernel(rule, rows=20_000)
     run = jax.jit(lambda t: steps(rule, t, [x], "mosaic_gpu"))
-    expected = run(table)
+    expected = run(trained)
     for _ in range(3):
-        np.testing.assert_array_equal(run(table).w, expected.w)
+        np.testing.assert_array_equal(run(trained).w, expected.w)

@@ -54,11 +54,11 @@ def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
     for _ in range(31):
         powers.append(step)
         step = step.then(step)
-    table = np.asarray(powers, np.float32)
+    powers_of_two = np.asarray(powers, np.float32)
 
     def bit(i, total):
         chosen = (lag >> i) & 1 == 1
-        longer = total.then(Linear(*jnp.asarray(table)[i]))
+        longer = total.then(Linear(*jnp.asarray(powers_of_two)[i]))
         return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), longer, total)
 
     bits = 32 - lax.clz(jnp.max(lag, initial=0))
