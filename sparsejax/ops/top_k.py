@@ -27,39 +27,39 @@ from sparsejax.ops.implementations import (
 )
 from sparsejax.ops.item_chunks import Shard
 
-# Scores in a chunk: on a CPU, at k 20, 2^19 takes 1.3 times as long, 2^20 and 2^22 1.1
-# times (two cores, batch 512, hidden 256, 40,960 items). On a GPU choosing the best
-# takes as long for a large chunk as for a small one, so 1 GiB of scores.
-_CHUNK_ELEMENTS = 2**21
-_GPU_CHUNK_ELEMENTS = 2**28
-# Items in a chunk for each of the k old candidates that are sorted with it.
-_CHUNK_PER_K = 16
-# Up to this many items for each of the k and each number of a hidden vector the kernel
-# writes the scores; of more it is faster to make the best groups' again.
-_WRITTEN = 5
 
-
-class _Cut(NamedTuple):
-    """How the best of many scores are found, see `_select`.
+class Tuning(NamedTuple):
+    """Numbers that decide how long `top_k` takes and how much memory, not what it finds.
 
     Attributes:
-      group: scores in a group, where there are many.
-      small: the same where there are fewer than `many` for each of the k.
-      many: see there.
-      direct: with no more than this many scores for each of the k all are sorted.
+      chunk_scores: about how many scores a chunk of items has, `batch` times its items.
+      group: scores in a group of neighbours, see `select`, where there are many.
+      small_group: the same where there are fewer than `many` for each of the k.
+      many: see `small_group`.
+      direct: up to this many scores for each of the k are sorted without groups.
+      chunk_items: a chunk has at least this many items for each of the k: k candidates
+        of the chunks before are sorted with it.
+      written: up to this many items for each of the k and each element of a hidden
+        vector, the GPU program writes the scores. With more it is faster to compute
+        those of the best groups again.
     """
 
+    chunk_scores: int
     group: int
-    small: int
+    small_group: int
     many: int
     direct: int
+    chunk_items: int = 16
+    written: int = 5
 
 
-# On a CPU sorting is cheap: groups of 16 to 64 differ little, and with fewer than four
-# groups for each of the k they lose. On a GPU a sort of 512 numbers takes 25 us, of
-# 2,048 five times that (H200, batch 1,024).
-_CPU_CUT = _Cut(group=32, small=32, many=0, direct=127)
-_GPU_CUT = _Cut(group=16, small=4, many=64, direct=8)
+# At k 20, chunks of 2^19 scores take 1.3 times as long, 2^20 and 2^22 1.1 times (two
+# cores, batch 512, hidden 256, 40,960 items). Sorting is cheap: groups of 16 to 64 differ
+# little, and with fewer than four groups for each of the k they lose.
+CPU = Tuning(chunk_scores=2**21, group=32, small_group=32, many=0, direct=127)
+# The best of a large chunk are found as fast as those of a small one, so 1 GiB of
+# scores. A sort of 512 numbers takes 25 us, of 2,048 five times that (H200, batch 1,024).
+GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
 
 
 def top_k(
@@ -124,14 +124,43 @@ def top_k(
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
-    k = int(k)
-    num_items = _num_items(h, kernel, exclude, num_items)
-    on_gpu = jax.default_backend() == "gpu"
     why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
+    num_items = _num_items(h, kernel, exclude, num_items)
     if implementation == "mosaic_gpu" and why:
         raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
     if implementation is None and not why and mosaic_can_run(HOPPER):
         implementation = "mosaic_gpu"
+    return top_k_tuned(
+        h,
+        kernel,
+        bias,
+        int(k),
+        scale=scale,
+        exclude=exclude,
+        num_items=num_items,
+        kernel_spec=kernel_spec,
+        implementation=implementation,
+        tuning=GPU if jax.default_backend() == "gpu" else CPU,
+    )
+
+
+def top_k_tuned(
+    h: Float[Array, "batch hidden"],
+    kernel: Float[Array, "items hidden"],
+    bias: Float[Array, "items"] | None,
+    k: int,
+    *,
+    scale: Float[Array, "items"] | None = None,
+    exclude: SparseRows | None = None,
+    num_items: int,
+    kernel_spec: P | None = None,
+    implementation: Implementation = None,
+    tuning: Tuning,
+) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+    """What `top_k` does with checked arguments.
+
+    `implementation` None is "xla" here.
+    """
     return _compiled(
         h,
         kernel,
@@ -141,10 +170,8 @@ def top_k(
         k=k,
         num_items=num_items,
         kernel_spec=kernel_spec,
-        elements=_GPU_CHUNK_ELEMENTS if on_gpu else _CHUNK_ELEMENTS,
-        cut=_GPU_CUT if on_gpu else _CPU_CUT,
-        with_kernel=implementation == "mosaic_gpu",
-        written=_WRITTEN,
+        tuning=tuning,
+        with_mosaic=implementation == "mosaic_gpu",
     )
 
 
@@ -178,10 +205,8 @@ def _num_items(
         "k",
         "num_items",
         "kernel_spec",
-        "elements",
-        "cut",
-        "with_kernel",
-        "written",
+        "tuning",
+        "with_mosaic",
     ),
 )
 def _compiled(
@@ -194,10 +219,8 @@ def _compiled(
     k: int,
     num_items: int,
     kernel_spec: P | None,
-    elements: int,
-    cut: _Cut,
-    with_kernel: bool,
-    written: int,
+    tuning: Tuning,
+    with_mosaic: bool,
 ) -> tuple[jax.Array, jax.Array]:
     shard = item_chunks.shard_of(kernel_spec, exclude, len(h))
     best = functools.partial(
@@ -205,10 +228,8 @@ def _compiled(
         k=k,
         num_items=num_items,
         shard=shard or Shard(),
-        elements=elements,
-        cut=cut,
-        with_kernel=with_kernel,
-        written=written,
+        tuning=tuning,
+        with_mosaic=with_mosaic,
     )
     if shard is None:
         return best(h, kernel, bias, scale, exclude)
@@ -237,24 +258,22 @@ def _best(
     k,
     num_items,
     shard,
-    elements,
-    cut,
-    with_kernel,
-    written,
+    tuning,
+    with_mosaic,
 ):
     """The best of all items for a device's part of the batch."""
     batch, rows = len(h), len(kernel)
     here = rows
     if shard.items is None:
         here = item_chunks.rounded_items(num_items, rows)
-    least = batch * k * _CHUNK_PER_K
-    size = item_chunks.chunk_size(batch, here, max(elements, least))
+    least = batch * k * tuning.chunk_items
+    size = item_chunks.chunk_size(batch, here, max(tuning.chunk_scores, least))
     again = False
-    if with_kernel:
+    if with_mosaic:
         # Instead of scores there are maxima, and half as many words with what is excluded.
-        larger = max(elements * kernels.GROUP // 2, least)
+        larger = max(tuning.chunk_scores * kernels.GROUP // 2, least)
         larger = item_chunks.chunk_size(batch, here, larger)
-        again = larger > written * k * h.shape[1]
+        again = larger > tuning.written * k * h.shape[1]
         size = larger if again else size
         size = -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
     first_item = shard.first_item(rows)
@@ -262,7 +281,7 @@ def _best(
     if exclude is not None:
         excluded, broken = item_chunks.entries_of(exclude, shard, batch, rows)
 
-    def step_with_kernel(start, size, best):
+    def step_with_mosaic(start, size, best):
         padded = item_chunks.pad_rows(h)
         operands = (
             padded,
@@ -302,8 +321,8 @@ def _best(
         scores = jnp.where(inside[None], scores, -jnp.inf)
         places = jnp.arange(size, dtype=jnp.int32)[None]
         places = jnp.broadcast_to(places, scores.shape)
-        if size > cut.direct * k:  # else joining sorts them anyway
-            places, scores = _select(scores, k, cut)
+        if size > tuning.direct * k:  # else joining sorts them anyway
+            places, scores = select(scores, k, tuning)
         return _join(best, (places + first_item + start, scores), k)
 
     # With one chunk only what is missing, so that no more is sorted.
@@ -312,7 +331,7 @@ def _best(
         jnp.full((batch, width), -1, jnp.int32),
         jnp.full((batch, width), -jnp.inf, item_chunks.accumulator(h.dtype)),
     )
-    step = step_with_kernel if with_kernel else step
+    step = step_with_mosaic if with_mosaic else step
     ids, scores = item_chunks.fold(step, nothing, here, size)
     if shard.items is not None:
         ids, scores = (
@@ -349,7 +368,9 @@ def _largest(grouped: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(grouped).any(axis=2), jnp.nan, largest)
 
 
-def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]:
+def select(
+    scores: Float[Array, "batch size"], k: int, tuning: Tuning
+) -> tuple[Int[Array, "batch found"], Float[Array, "batch found"]]:
     """Places and scores of the k best of each row, or of all where there are fewer.
 
     Where there are many, only the k groups of neighbours with the largest maxima, ties
@@ -359,13 +380,13 @@ def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]
     before x.
     """
     batch, size = scores.shape
-    if size <= cut.direct * k:
+    if size <= tuning.direct * k:
         scores, places = lax.top_k(scores, min(k, size))
         return places, scores
-    group = cut.group if size >= cut.many * k else cut.small
+    group = tuning.group if size >= tuning.many * k else tuning.small_group
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
-    chosen, _ = _select(_largest(grouped), k, cut)
+    chosen, _ = select(_largest(grouped), k, tuning)
     # In order of place, because `lax.top_k` breaks ties by it.
     chosen = jnp.sort(chosen, axis=1)
     inside = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1)
@@ -373,5 +394,5 @@ def _select(scores: jax.Array, k: int, cut: _Cut) -> tuple[jax.Array, jax.Array]
     rest = jnp.arange(split, size, dtype=jnp.int32)[None]
     rest = jnp.broadcast_to(rest, (batch, size - split))
     places = jnp.concatenate([members(chosen, group), rest], axis=1)
-    found, scores = _select(inside, k, cut)
+    found, scores = select(inside, k, tuning)
     return jnp.take_along_axis(places, found, axis=1), scores

@@ -18,7 +18,7 @@ from sparsejax.data.batching import bucket
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.ops import gather_sum, item_chunks, output_loss
+from sparsejax.ops import chunked_loss, gather_sum, item_chunks
 from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
@@ -273,10 +273,10 @@ def _output(job: Job, data: int, model: int) -> _Output:
     if job.fused:
         gradient = 0
     with_kernel = not job.values and not score_tiles.unsupported(width, items, dtype)
-    budget = output_loss._GPU_CHUNK_ELEMENTS
+    budget = chunked_loss.GPU_CHUNK_SCORES
     if with_kernel:
         batch = -(-batch // score_tiles.TILE_ROWS) * score_tiles.TILE_ROWS
-        budget = output_loss._KERNEL_CHUNK_ELEMENTS
+        budget = chunked_loss.MOSAIC_CHUNK_SCORES
     size = item_chunks.chunk_size(batch, items, budget)
     scores, rows = batch * size, size * width
     # Slopes and the bits of labels; or scores, where there is a label, and its value.

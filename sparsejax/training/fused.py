@@ -23,13 +23,13 @@ from pallas_kernels import weight_update
 from sparsejax.losses import LossRule
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
-from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
-from sparsejax.ops.output_loss import (
+from sparsejax.ops.chunked_loss import (
     Layer,
     loss_and_updates,
     over_items,
     weighted_sum,
 )
+from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.row_update import State, by_elements, step_of_arrays
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -114,8 +114,20 @@ def train_step(
     labels: SparseRows,
     weights: Float[Array, "batch"],
     derived: Derived,
+    *,
+    chunk_scores: int | None = None,
 ) -> tuple[Float[Array, ""], Derived]:
     """One step of all parameters, in place: as of `sum_b weights_b loss_b`.
+
+    Args:
+      model: with the parameters.
+      optimizer: of this model.
+      x: what the model encodes.
+      labels: of the output.
+      weights: of the examples.
+      derived: from the output layer as it is now, see `derive`.
+      chunk_scores: about how many scores of the output exist at a time; None is what is
+        fastest here.
 
     Returns:
       The loss, and what was derived from the output layer as it is now.
@@ -225,6 +237,7 @@ def train_step(
             update_kernel=update_kernel if fits else None,
             shard=shard,
             implementation=layer.implementation,
+            chunk_scores=chunk_scores,
         )
 
     def surrogate(model):

@@ -20,8 +20,13 @@ from memory import temporary_bytes
 from tolerances import assert_close
 
 from sparsejax import losses
-from sparsejax.ops import output_loss as module
-from sparsejax.ops.output_loss import output_loss, output_loss_per_example
+from sparsejax.ops.chunked_loss import Layer, loss_and_updates
+from sparsejax.ops.output_loss import (
+    output_loss,
+    output_loss_in_chunks,
+    output_loss_per_example,
+    output_loss_per_example_in_chunks,
+)
 from sparsejax.sparse import CSR
 
 RULES = [
@@ -134,12 +139,6 @@ def oracle(rule, problem):
     )
 
 
-def use_chunks(monkeypatch, elements):
-    """Chunks of so many scores."""
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
-    module._compiled.clear_cache()  # pyrefly: ignore[missing-attribute]
-
-
 def make_problem(
     labels, *, hidden=5, extra_rows=3, options=OPERANDS, dtype=jnp.float32, seed=0
 ):
@@ -163,8 +162,11 @@ def make_problem(
     return SimpleNamespace(**kept, labels=labels)
 
 
-def loss_of(rule, operands, labels, **options):
-    return output_loss(
+def loss_of(rule, operands, labels, *, chunk_scores=None, **options):
+    function = output_loss
+    if chunk_scores is not None:
+        function = functools.partial(output_loss_in_chunks, chunk_scores=chunk_scores)
+    return function(
         operands["h"],
         operands["kernel"],
         operands["bias"],
@@ -177,24 +179,22 @@ def loss_of(rule, operands, labels, **options):
 
 
 @functools.cache
-def compiled(rule, budget, implementation):
-    """Loss and gradients; `budget` is what the chunk size is made of when tracing."""
-    function = functools.partial(loss_of, rule, implementation=implementation)
-    return jax.jit(jax.value_and_grad(function))
+def compiled(rule, **options):
+    """Loss and gradients."""
+    return jax.jit(jax.value_and_grad(functools.partial(loss_of, rule, **options)))
 
 
-def run(rule, problem, implementation=None) -> tuple[jax.Array, dict[str, jax.Array]]:
+def run(rule, problem, **options) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss and gradients by name."""
     operands = {name: getattr(problem, name) for name in OPERANDS}
-    function = compiled(rule, module._CHUNK_ELEMENTS, implementation)
-    loss, gradients = function(operands, problem.labels)
+    loss, gradients = compiled(rule, **options)(operands, problem.labels)
     return loss, {name: g for name, g in gradients.items() if g is not None}
 
 
-def check(rule, problem, implementation=None):
+def check(rule, problem, **options):
     want = oracle(rule, problem)
     dtype = problem.h.dtype
-    loss, gradients = run(rule, problem, implementation)
+    loss, gradients = run(rule, problem, **options)
     batch, hidden = problem.h.shape
     terms = batch * problem.labels.num_cols * hidden
     assert loss.dtype == jnp.float32
@@ -224,19 +224,21 @@ def check(rule, problem, implementation=None):
 
 @every_rule
 @pytest.mark.parametrize(
-    ("valued", "budget"), [(False, 128), (True, 2**20)], ids=["chunks", "one_chunk"]
+    ("valued", "chunk_scores"),
+    [(False, 128), (True, None)],
+    ids=["chunks", "one_chunk"],
 )
-def test_equals_the_oracle(rule, valued, budget, monkeypatch):
-    use_chunks(monkeypatch, budget)
+def test_equals_the_oracle(rule, valued, chunk_scores):
     problem = make_problem(matrices.random_csr(6, 300, valued=valued))
-    check(rule, problem)
-    got = output_loss_per_example(
+    check(rule, problem, chunk_scores=chunk_scores)
+    got = output_loss_per_example_in_chunks(
         problem.h,
         problem.kernel,
         problem.bias,
         problem.labels,
         loss=rule,
         scale=problem.scale,
+        chunk_scores=chunk_scores,
     )
     want = oracle(rule, problem)
     assert_close(got, want.per_example, terms=1500, magnitude=want.per_example_size)
@@ -264,10 +266,10 @@ def test_labels_that_were_sorted_ahead(rule, valued):
 
 
 @main_rules
-def test_bfloat16(rule, monkeypatch):
-    use_chunks(monkeypatch, 128)
+def test_bfloat16(rule):
     labels = matrices.random_csr(6, 300)
-    check(rule, make_problem(labels, hidden=16, dtype=jnp.bfloat16, seed=1))
+    problem = make_problem(labels, hidden=16, dtype=jnp.bfloat16, seed=1)
+    check(rule, problem, chunk_scores=128)
 
 
 @every_rule
@@ -350,7 +352,7 @@ def test_second_derivatives(loss):
 # The kernel, under the same function
 
 
-def test_kernel_denies_items_under_l2(monkeypatch):
+def test_kernel_denies_items_under_l2():
     labels = matrices.random_csr(5, 300)
     problem = make_problem(labels, hidden=64, extra_rows=212, dtype=jnp.bfloat16)
     denied = ~matrices.oracle(labels).any(axis=0)
@@ -366,24 +368,22 @@ def test_kernel_denies_items_under_l2(monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]], ids=str)
-def test_kernel_equals_the_oracle(rule, monkeypatch):
-    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 128 * 256)
+def test_kernel_equals_the_oracle(rule):
     labels = matrices.random_csr(5, 300)
     extra = 512 - 300
     problem = make_problem(labels, hidden=64, extra_rows=extra, dtype=jnp.bfloat16)
     with kernel_can_run():
-        check(rule, problem, implementation="mosaic_gpu")
+        check(rule, problem, implementation="mosaic_gpu", chunk_scores=128 * 256)
 
 
-def test_kernel_reads_and_writes_in_place(monkeypatch):
-    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 256 * 256)
+def test_kernel_reads_and_writes_in_place():
     labels = matrices.random_csr(150, 500)
     options = ("bias", "weights")  # a scale makes copies of the kernel anyway
     problem = make_problem(
         labels, hidden=64, extra_rows=12, options=options, dtype=jnp.bfloat16
     )
     with kernel_can_run():
-        check(RULES[0], problem, implementation="mosaic_gpu")
+        check(RULES[0], problem, implementation="mosaic_gpu", chunk_scores=256 * 256)
 
 
 @both_kinds
@@ -421,14 +421,14 @@ def test_kernel_lowers_for_cuda(rule, options):
 
 # Of one block of columns that takes all shared memory, and of several.
 @pytest.mark.parametrize("hidden", [256, 1024])
-def test_kernel_in_place_lowers_for_cuda(hidden, monkeypatch):
-    monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 128 * 256)
+def test_kernel_in_place_lowers_for_cuda(hidden):
     labels = matrices.random_csr(5, 700)
     problem = make_problem(
         labels, hidden=hidden, extra_rows=68, options=("bias",), dtype=jnp.bfloat16
     )
     operands = {name: getattr(problem, name) for name in OPERANDS}
-    function = functools.partial(loss_of, RULES[0], implementation="mosaic_gpu")
+    options = {"implementation": "mosaic_gpu", "chunk_scores": 128 * 256}
+    function = functools.partial(loss_of, RULES[0], **options)
     traced = jax.jit(jax.value_and_grad(function)).trace(operands, labels)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -437,20 +437,21 @@ def test_kernel_in_place_lowers_for_cuda(hidden, monkeypatch):
 @pytest.mark.gpu
 @every_rule
 @pytest.mark.parametrize("in_place", [False, True])
-def test_kernel_equals_xla_at_real_sizes(rule, in_place, monkeypatch):
+def test_kernel_equals_xla_at_real_sizes(rule, in_place):
     labels = matrices.random_csr(700, 27_278, 0.005)
     extra = 27_392 - 27_278
-    options = OPERANDS
-    if in_place:
-        options = ("bias", "weights")
-        monkeypatch.setattr(module, "_KERNEL_CHUNK_ELEMENTS", 2**22)
+    options = ("bias", "weights") if in_place else OPERANDS
+    chunk_scores = 2**22 if in_place else None
     problem = make_problem(
         labels, hidden=1024, extra_rows=extra, options=options, dtype=jnp.bfloat16
     )
     problem.h = problem.h / 32
     results = [
-        run(rule, problem, implementation=implementation)
-        for implementation in ("xla", "mosaic_gpu", "mosaic_gpu")
+        run(rule, problem, implementation="xla"),
+        *(
+            run(rule, problem, implementation="mosaic_gpu", chunk_scores=chunk_scores)
+            for _ in range(2)
+        ),
     ]
     jax.tree.map(np.testing.assert_array_equal, *results[1:])
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
@@ -727,14 +728,14 @@ def test_memory_does_not_grow_with_the_number_of_items(rule, differentiate):
     assert many - few < 8 * (2**17 - 2**14) * 4
 
 
-def test_a_frozen_kernel_has_no_gradient_in_memory(monkeypatch):
-    use_chunks(monkeypatch, 2**14)
+def test_a_frozen_kernel_has_no_gradient_in_memory():
     batch, hidden, items = 64, 64, 2**15
     labels = matrices.random_csr(batch, items, 0.0)
     operands = make_problem(labels, hidden=hidden)
 
     def loss(h, kernel, bias):
-        return output_loss(h, kernel, bias, labels)
+        options = {"loss": RULES[0], "chunk_scores": 2**14}
+        return output_loss_in_chunks(h, kernel, bias, labels, **options)
 
     temporary = temporary_bytes(
         jax.grad(loss), operands.h, operands.kernel, operands.bias
@@ -750,12 +751,11 @@ def mesh_of(shape, axes=("data", "model")):
 
 @both_kinds
 @pytest.mark.parametrize("with_spec", [True, False], ids=["shard_map", "partitioner"])
-def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
+def test_sharded_by_items_equals_unsharded(rule, with_spec):
     mesh = mesh_of((2, 4))
-    use_chunks(monkeypatch, 8 * 128)
     # The last device has padding only in its last 12 rows.
     problem = make_problem(matrices.random_csr(8, 1000), extra_rows=24)
-    want = run(rule, problem)
+    want = run(rule, problem, chunk_scores=8 * 128)
     spec = P("model") if with_spec else None
 
     placed = {
@@ -765,7 +765,8 @@ def test_sharded_by_items_equals_unsharded(rule, with_spec, monkeypatch):
         )
         for name in OPERANDS
     }
-    function = jax.value_and_grad(functools.partial(loss_of, rule, kernel_spec=spec))
+    options = {"kernel_spec": spec, "chunk_scores": 8 * 128}
+    function = jax.value_and_grad(functools.partial(loss_of, rule, **options))
     with jax.set_mesh(mesh):
         value, gradients = jax.jit(function)(placed, problem.labels)
     np.testing.assert_allclose(value, want[0], rtol=1e-6)
@@ -817,7 +818,7 @@ def test_broken_labels_are_nan_on_a_mesh():
 # Updates where the gradients are made
 
 
-def fused_sgd(rule, problem, rate):
+def fused_sgd(rule, problem, rate, chunk_scores):
     """The layer after a step of SGD in each chunk, the gradient of h, the losses."""
 
     def update(start, gradients, layer):
@@ -828,23 +829,23 @@ def fused_sgd(rule, problem, rate):
 
         return jax.tree.map(descend, layer, gradients)
 
-    return module.loss_and_updates(
+    return loss_and_updates(
         rule,
         problem.h,
         problem.labels,
         problem.weights,
-        module.Layer(problem.kernel, problem.bias, problem.scale),
+        Layer(problem.kernel, problem.bias, problem.scale),
         layer=lambda layer: layer,
         update=update,
+        chunk_scores=chunk_scores,
     )
 
 
 @both_kinds
-def test_updates_in_chunks_equal_a_step_with_the_gradient(rule, monkeypatch):
-    use_chunks(monkeypatch, 128)
+def test_updates_in_chunks_equal_a_step_with_the_gradient(rule):
     problem = make_problem(matrices.random_csr(6, 300, valued=True))
-    _, gradients = run(rule, problem)
-    losses_, dh, layer = jax.jit(lambda: fused_sgd(rule, problem, 0.1))()
+    _, gradients = run(rule, problem, chunk_scores=128)
+    losses_, dh, layer = jax.jit(lambda: fused_sgd(rule, problem, 0.1, 128))()
     np.testing.assert_allclose(losses_, gradients["weights"], rtol=1e-6)
     np.testing.assert_allclose(dh, gradients["h"], rtol=1e-5, atol=1e-5)
     for name, new in layer._asdict().items():
@@ -853,15 +854,14 @@ def test_updates_in_chunks_equal_a_step_with_the_gradient(rule, monkeypatch):
 
 
 @both_kinds
-def test_updates_in_chunks_need_no_gradient_in_memory(rule, monkeypatch):
-    use_chunks(monkeypatch, 2**14)
+def test_updates_in_chunks_need_no_gradient_in_memory(rule):
     batch, hidden, items = 64, 64, 2**15
     problem = make_problem(matrices.random_csr(batch, items, 0.0), hidden=hidden)
     constants = {"h": problem.h, "weights": problem.weights, "labels": problem.labels}
 
     def step(kernel, bias, scale):
         new = SimpleNamespace(kernel=kernel, bias=bias, scale=scale, **constants)
-        return fused_sgd(rule, new, 0.1)
+        return fused_sgd(rule, new, 0.1, 2**14)
 
     operands = problem.kernel, problem.bias, problem.scale
     assert temporary_bytes(step, *operands, donate_argnums=(0, 1, 2)) < items * hidden

@@ -21,10 +21,14 @@ from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.models import FeedForward
-from sparsejax.ops import output_loss as loss_module
 from sparsejax.ops import top_k as top_k_module
-from sparsejax.ops.output_loss import output_loss, output_loss_per_example
-from sparsejax.ops.top_k import top_k
+from sparsejax.ops.output_loss import (
+    output_loss,
+    output_loss_in_chunks,
+    output_loss_per_example,
+    output_loss_per_example_in_chunks,
+)
+from sparsejax.ops.top_k import top_k, top_k_tuned
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
 from sparsejax.training import fused
@@ -34,13 +38,9 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 BCE, SOFTMAX = losses.SigmoidBinaryCrossEntropy(), losses.SoftmaxCrossEntropy()
 both_kinds = pytest.mark.parametrize("rule", [BCE, SOFTMAX], ids=str)
 BATCH, ITEMS, ROWS, HIDDEN = 16, 700, 768, 5
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """A device with 96 items has one chunk, one with 768 has six."""
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 128)
-    monkeypatch.setattr(top_k_module, "_CHUNK_ELEMENTS", 128)
+# A device with 96 items has one chunk, one with 768 has six.
+CHUNK_SCORES = 128
+TUNING = top_k_module.CPU._replace(chunk_scores=CHUNK_SCORES)
 
 
 def operands(dtype=jnp.float32, hidden=HIDDEN):
@@ -94,7 +94,13 @@ def blocks_of(matrix, mesh):
 def loss_of(rule, arrays, labels):
     h, kernel, bias = (arrays[name] for name in ("h", "kernel", "bias"))
     options = {name: arrays[name] for name in ("scale", "weights")}
-    return output_loss(h, kernel, bias, labels, loss=rule, **options)
+    options |= {"loss": rule, "chunk_scores": CHUNK_SCORES}
+    return output_loss_in_chunks(h, kernel, bias, labels, **options)
+
+
+def per_example(rule, h, kernel, labels):
+    options = {"loss": rule, "chunk_scores": CHUNK_SCORES}
+    return output_loss_per_example_in_chunks(h, kernel, None, labels, **options)
 
 
 loss_and_gradients = jax.jit(jax.value_and_grad(loss_of, 1), static_argnums=0)
@@ -130,10 +136,9 @@ def test_loss_per_example(rule):
 
     @jax.jit
     def function(h, kernel, labels):
-        def per_example(h, kernel):
-            return output_loss_per_example(h, kernel, None, labels, loss=rule)
-
-        values, pull = jax.vjp(per_example, h, kernel)
+        values, pull = jax.vjp(
+            lambda h, kernel: per_example(rule, h, kernel, labels), h, kernel
+        )
         return values, pull(1 + jnp.arange(BATCH, dtype=jnp.float32) / BATCH)
 
     h, kernel = arrays["h"], arrays["kernel"]
@@ -160,8 +165,8 @@ def test_rows_that_are_broken_in_a_block_are_nan(shape, rule):
     h, kernel = arrays["h"][:8], arrays["kernel"]
     with jax.set_mesh(mesh_of(shape)):
         blocks = jax.jit(ShardedCSR.of)(broken())
-        got = output_loss_per_example(h, kernel, None, blocks, loss=rule)
-        _, scores = top_k(h, kernel, None, 3, exclude=blocks)
+        got = per_example(rule, h, kernel, blocks)
+        _, scores = best({"h": h, "kernel": kernel, "bias": None}, blocks, 3)
     assert jnp.isnan(got).tolist() == expected
     assert jnp.isnan(scores).all(axis=1).tolist() == expected
     assert not jnp.isnan(scores[0]).any()
@@ -188,7 +193,8 @@ def test_one_wrong_index_in_the_last_block_is_seen_by_all():
 
 @functools.partial(jax.jit, static_argnums=2)
 def best(arrays, exclude, k):
-    return top_k(**arrays, k=k, exclude=exclude)
+    options = {"exclude": exclude, "num_items": ITEMS, "tuning": TUNING}
+    return top_k_tuned(**arrays, k=k, **options)
 
 
 @every_shape
@@ -285,7 +291,9 @@ def trained(shape, fuse, rule, **options):
         @nnx.jit(donate_argnums=(0, 1))
         def step(model, optimizer, x, labels, derived):
             if fuse:
-                return fused.train_step(model, optimizer, x, labels, weights, derived)
+                batch = x, labels, weights, derived
+                options = {"chunk_scores": CHUNK_SCORES}
+                return fused.train_step(model, optimizer, *batch, **options)
 
             def loss(model):
                 return model.loss(x, labels, weights=weights)

@@ -12,11 +12,8 @@ from matrices import csrs, oracle, random_csr, sizes
 from memory import temporary_bytes
 from tolerances import assert_close
 
-from sparsejax.ops import scatter_gradient as module
 from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
-from sparsejax.sparse import CSR, Transposed
-
-entries = jax.jit(module._entries, static_argnums=1)
+from sparsejax.sparse import CSR
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -59,9 +56,9 @@ def check_ids(ids, x: CSR, num_rows: int) -> None:
     assert (np.asarray(ids[len(touched) :]) == num_rows).all()
 
 
-@given(csrs(), st.sampled_from([1, 5]), st.sampled_from([0, 3, 5000]))
+@given(csrs(), st.sampled_from([1, 5]), st.sampled_from([0, 3, 7000]))
 def test_equals_scipy(x, hidden, extra_rows):
-    num_rows = x.num_cols + extra_rows  # 5000: by a sort, on a CPU too
+    num_rows = x.num_cols + extra_rows  # 7000: by a sort, on a CPU too
     dy = slopes(x.num_rows, hidden)
 
     ids, values = rows_of(x, dy, num_rows)
@@ -70,31 +67,14 @@ def test_equals_scipy(x, hidden, extra_rows):
     check(jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows), [x], [dy])
 
 
-def rows_by_sort(column, row, value, dy, num_rows):
-    by_column = Transposed.of(column, row, num_rows)
-    value = None if value is None else value[by_column.order]
-    terms = module.Terms(by_column, value, dy, num_rows)
-    return terms.ids(), terms.values()
-
-
-@pytest.mark.parametrize("form", [rows_by_sort, module._rows_by_count])
-@given(x=csrs(rows=5))
-def test_forms_agree(form, x):
-    dy = slopes(x.num_rows, 4)
-    column, row, value = entries(x, x.num_cols)
-    compiled = jax.jit(form, static_argnums=4)
-    ids, values = compiled(column, row, value, dy, x.num_cols)
-    check_ids(ids, x, x.num_cols)
-    check(dense_of(ids, values, x.num_cols), [x], [dy])
-
-
-@given(x=csrs(rows=5))
-def test_transposed_ahead_of_time(x):
+@given(csrs(rows=5), st.sampled_from([0, 3]))
+def test_transposed_ahead_of_time(x, extra_rows):
+    num_rows = x.num_cols + extra_rows
     dy = slopes(x.num_rows, 4)
     x = jax.jit(CSR.with_transposed)(x)
-    ids, values = rows_of(x, dy, x.num_cols + 3)
-    check_ids(ids, x, x.num_cols + 3)
-    check(dense_of(ids, values, x.num_cols + 3), [x], [dy])
+    ids, values = rows_of(x, dy, num_rows)
+    check_ids(ids, x, num_rows)
+    check(dense_of(ids, values, num_rows), [x], [dy])
     check(jax.jit(dense_gradient, static_argnums=2)(x, dy, x.num_cols), [x], [dy])
 
 

@@ -16,7 +16,7 @@ from kernels import kernel_can_run
 from memory import temporary_bytes
 
 from sparsejax.ops import top_k as module
-from sparsejax.ops.top_k import top_k
+from sparsejax.ops.top_k import Tuning, select, top_k, top_k_tuned
 from sparsejax.sparse import CSR
 
 
@@ -33,17 +33,18 @@ def full_sort(scores, k):
     return ids, best
 
 
-def by_score(scores, k, **options):
+def by_score(scores, k, tuning=module.CPU):
     """`top_k` of an array of scores: h picks a column of the kernel."""
     scores = np.asarray(scores, np.float32)
+    options = {"num_items": scores.shape[1], "tuning": tuning}
     one_hot = jnp.eye(len(scores), dtype=jnp.float32)
     finite = np.where(np.isfinite(scores), scores, 0)
     if (finite == scores).all():
-        return top_k(one_hot, jnp.asarray(scores.T), None, k, **options)
+        return top_k_tuned(one_hot, jnp.asarray(scores.T), None, k, **options)
     # 0 * inf is NaN, so rows with infinities go one by one, with the scores as bias.
     h = jnp.zeros((1, 1))
     kernel = jnp.zeros((scores.shape[1], 1))
-    rows = [top_k(h, kernel, jnp.asarray(row), k, **options) for row in scores]
+    rows = [top_k_tuned(h, kernel, jnp.asarray(row), k, **options) for row in scores]
     return tuple(jnp.concatenate(parts) for parts in zip(*rows, strict=True))
 
 
@@ -55,73 +56,62 @@ def check(scores, k, **options):
     assert got_ids.dtype == jnp.int32 and got.dtype == jnp.float32
 
 
-# Scores in a chunk, and how the best are found: one chunk or many, without groups, with
-# them, and with groups of groups.
-SPLITS = [
-    (2**21, module._CPU_CUT),
-    (2**21, module._GPU_CUT),
-    (256, module._Cut(group=4, small=4, many=0, direct=8)),
-    (256, module._Cut(group=4, small=4, many=0, direct=1000)),
-    (1, module._Cut(group=5, small=3, many=10, direct=6)),
+# One chunk or many, without groups, with them, and with groups of groups.
+FINE = Tuning(chunk_scores=256, group=4, small_group=4, many=0, direct=8, chunk_items=1)
+TUNINGS = [
+    module.CPU._replace(chunk_items=1),
+    module.GPU._replace(chunk_scores=2**21, chunk_items=1),
+    FINE,
+    FINE._replace(direct=1000),
+    Tuning(chunk_scores=1, group=5, small_group=3, many=10, direct=6, chunk_items=1),
 ]
-every_split = pytest.mark.parametrize("split", SPLITS, ids=str)
-
-
-def use(monkeypatch, split):
-    budget, cut = split
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", budget)
-    monkeypatch.setattr(module, "_CPU_CUT", cut)
-    monkeypatch.setattr(module, "_CHUNK_PER_K", 1)
+every_tuning = pytest.mark.parametrize("tuning", TUNINGS, ids=range(len(TUNINGS)))
 
 
 @pytest.mark.parametrize("k", [1, 5, 40, 700])
-@every_split
-def test_random_scores(split, k, monkeypatch):
-    use(monkeypatch, split)
+@every_tuning
+def test_random_scores(tuning, k):
     rng = np.random.default_rng(0)
-    check(rng.standard_normal((4, 701)), k)
+    check(rng.standard_normal((4, 701)), k, tuning=tuning)
 
 
 @pytest.mark.parametrize("k", [1, 5, 40])
-@every_split
-def test_ties_go_to_the_lower_id(split, k, monkeypatch):
-    use(monkeypatch, split)
+@every_tuning
+def test_ties_go_to_the_lower_id(tuning, k):
     rng = np.random.default_rng(1)
     # All of one shape, which compiles once.
-    check(rng.integers(0, 3, (4, 701)), k)
-    check(rng.integers(0, 100, (4, 701)), k)
+    check(rng.integers(0, 3, (4, 701)), k, tuning=tuning)
+    check(rng.integers(0, 100, (4, 701)), k, tuning=tuning)
     # The best one of each group of 4 is the same, but at different places.
     places = np.eye(4)[rng.integers(0, 4, (2, 176))].reshape(2, 704)[:, :701]
-    check(np.concatenate([np.ones((2, 701)), places]), k)
+    check(np.concatenate([np.ones((2, 701)), places]), k, tuning=tuning)
     falling = -np.arange(701.0)
-    check([np.zeros(701), falling, -falling, np.floor(falling / 7)], k)
+    check([np.zeros(701), falling, -falling, np.floor(falling / 7)], k, tuning=tuning)
 
 
-@every_split
-def test_zeros_of_both_signs_are_equal(split, monkeypatch):
-    use(monkeypatch, split)
+@every_tuning
+def test_zeros_of_both_signs_are_equal(tuning):
     rng = np.random.default_rng(2)
     signs = jnp.float32(rng.choice([-1, 1], 700))
-    ids, scores = top_k(jnp.zeros((1, 1)), jnp.ones((700, 1)), None, 9, scale=signs)
+    options = {"scale": signs, "num_items": 700, "tuning": tuning}
+    ids, scores = top_k_tuned(jnp.zeros((1, 1)), jnp.ones((700, 1)), None, 9, **options)
     np.testing.assert_array_equal(ids[0], np.arange(9))
     assert (scores == 0).all()
 
 
-@every_split
-def test_special_values(split, monkeypatch):
-    use(monkeypatch, split)
+@every_tuning
+def test_special_values(tuning):
     rng = np.random.default_rng(3)
     values = [-np.inf, -1, 0, 1, np.inf, np.nan]
     scores = rng.choice(values, (2, 300), p=[0.4, 0.2, 0.2, 0.1, 0.05, 0.05])
     for k in (3, 30, 299):
-        check(scores, k)
+        check(scores, k, tuning=tuning)
 
 
-@every_split
+@every_tuning
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_special_value_everywhere(split, value, monkeypatch):
-    use(monkeypatch, split)
-    check(np.full((1, 300), value), 5)
+def test_one_special_value_everywhere(tuning, value):
+    check(np.full((1, 300), value), 5, tuning=tuning)
 
 
 @pytest.mark.parametrize("items", [5_000, 70_000])
@@ -152,14 +142,14 @@ def test_nan_of_either_sign_comes_first():
     items=st.sampled_from([1, 3, 127, 129, 300, 1000]),
     levels=st.sampled_from([1, 2, 10, 10**6]),
     k=st.sampled_from([1, 4, 131]),
-    cut=st.sampled_from([cut for _, cut in SPLITS]),
+    tuning=st.sampled_from(TUNINGS),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_adversarial_sizes(items, levels, k, cut, seed):
+def test_adversarial_sizes(items, levels, k, tuning, seed):
     # The selection itself, as compiling `top_k` for each example is slow.
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, levels, (2, items)).astype(np.float32)
-    ids, best = module._select(jnp.asarray(scores), k, cut)
+    ids, best = select(jnp.asarray(scores), k, tuning)
     want_ids, want = full_sort(scores, k)
     np.testing.assert_array_equal(best, want[:, :items])
     np.testing.assert_array_equal(ids, want_ids[:, :items])
@@ -176,13 +166,13 @@ def layer(batch=6, items=500, hidden=8, extra_rows=12, dtype=jnp.float32, seed=0
     return h, kernel, normal(items + extra_rows), jnp.abs(normal(items + extra_rows))
 
 
-@every_split
+@every_tuning
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_projection_scale_bias_exclusion_and_padding(split, dtype, monkeypatch):
-    use(monkeypatch, split)
+def test_projection_scale_bias_exclusion_and_padding(tuning, dtype):
     h, kernel, bias, scale = layer(dtype=dtype)
     exclude = matrices.random_csr(6, 500, 0.3)
-    ids, scores = top_k(h, kernel, bias, 20, scale=scale, exclude=exclude)
+    options = {"scale": scale, "exclude": exclude, "num_items": 500, "tuning": tuning}
+    ids, scores = top_k_tuned(h, kernel, bias, 20, **options)
     exact = [np.asarray(x, np.float64) for x in (h, kernel, bias, scale)]
     want = (exact[0] @ exact[1].T * exact[3] + exact[2])[:, :500]
     seen = matrices.oracle(exclude) != 0
@@ -277,22 +267,22 @@ def test_memory_does_not_grow_with_the_number_of_items():
     ids=str,
 )
 @pytest.mark.parametrize("with_spec", [True, False], ids=["shard_map", "partitioner"])
-def test_sharded_by_items_equals_unsharded(shape, axes, batch, with_spec, monkeypatch):
+def test_sharded_by_items_equals_unsharded(shape, axes, batch, with_spec):
     if len(jax.devices()) < 8:
         pytest.skip("needs 8 devices")
-    use(monkeypatch, (8 * 128, SPLITS[2][1]))
     # Ties, and more padding than a device has rows.
     operands = layer(batch, 900, hidden=2, extra_rows=124)
     exclude = matrices.random_csr(batch, 900, 0.3)
     spec = P("model") if with_spec else None
-    options = {"k": 130, "exclude": exclude}
+    tuning = FINE._replace(chunk_scores=8 * 128)
+    options = {"k": 130, "exclude": exclude, "num_items": 900, "tuning": tuning}
 
     @jax.jit
     def function(h, kernel, bias, scale):
-        return top_k(h, kernel, bias, scale=scale, kernel_spec=spec, **options)
+        return top_k_tuned(h, kernel, bias, scale=scale, kernel_spec=spec, **options)
 
     h, kernel, bias, scale = operands
-    want = top_k(h, kernel, bias, scale=scale, **options)
+    want = top_k_tuned(h, kernel, bias, scale=scale, **options)
     mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
     rows = "data" if "data" in axes and batch % 2 == 0 else None
     sharded = [
@@ -352,9 +342,9 @@ def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
         (600, True, True),
     ],
 )
-def test_kernel_equals_a_full_sort(k, plain, again, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)  # two chunks, with a k of 5
-    monkeypatch.setattr(module, "_WRITTEN", 0 if again else 2**20)
+def test_kernel_equals_a_full_sort(k, plain, again):
+    # Two chunks, with a k of 5.
+    tuning = module.CPU._replace(chunk_scores=1, written=0 if again else 2**20)
     items = 500
     h, kernel = whole_numbers(5, items, extra_rows=12)
     h = h.at[1].set(0)
@@ -368,7 +358,7 @@ def test_kernel_equals_a_full_sort(k, plain, again, monkeypatch):
         denied = matrices.oracle(dataclasses.replace(exclude, data=None)) != 0
         want[denied | (np.arange(items) // 30 == 3)] = -np.inf
     with kernel_can_run():
-        ids, scores = top_k(
+        ids, scores = top_k_tuned(
             h,
             kernel,
             bias,
@@ -376,6 +366,7 @@ def test_kernel_equals_a_full_sort(k, plain, again, monkeypatch):
             exclude=exclude,
             num_items=items,
             implementation="mosaic_gpu",
+            tuning=tuning,
         )
     want_ids, want = full_sort(want, k)
     np.testing.assert_array_equal(ids, want_ids)
@@ -384,22 +375,24 @@ def test_kernel_equals_a_full_sort(k, plain, again, monkeypatch):
 
 @pytest.mark.parametrize("kernel_spec", [None, P("model")])
 @pytest.mark.parametrize("again", [False, True])
-def test_kernel_lowers_for_cuda(kernel_spec, again, monkeypatch):
-    monkeypatch.setattr(module, "_WRITTEN", 0 if again else 2**20)
+def test_kernel_lowers_for_cuda(kernel_spec, again):
+    tuning = module.CPU._replace(written=0 if again else 2**20)
     h, kernel = whole_numbers(4, 512)
     exclude = matrices.random_csr(4, 512)
     axes = {"axis_types": (AxisType.Auto, AxisType.Auto)}
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), **axes)):
 
         def function(h, kernel, exclude):
-            return top_k(
+            return top_k_tuned(
                 h,
                 kernel,
                 None,
                 3,
                 exclude=exclude,
+                num_items=512,
                 kernel_spec=kernel_spec,
                 implementation="mosaic_gpu",
+                tuning=tuning,
             )
 
         traced = jax.jit(function).trace(h, kernel, exclude)
