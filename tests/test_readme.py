@@ -1,5 +1,6 @@
 """What the README shows is run."""
 
+import json
 import pathlib
 import re
 import shlex
@@ -56,7 +57,10 @@ def test_network_of_the_docs_is_the_default():
     from sparsejax.nn.config import NetworkConfig
 
     (text,) = blocks((ROOT / "docs" / "network.md").read_text(), "json")
-    written, default = NetworkConfig.from_json(text), NetworkConfig.autoencoder()
+    written, default = (
+        NetworkConfig.from_json(json.loads(text)),
+        NetworkConfig.autoencoder(),
+    )
     assert (written.loss, written.input) == (default.loss, default.input)
     assert written.output.temperature == default.output.temperature
 

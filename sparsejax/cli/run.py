@@ -88,31 +88,30 @@ class Run:
         nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
         return model, optimizer
 
-    def to_json(self) -> str:
-        """JSON text that `from_json` reads."""
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` reads."""
         document = {"version": VERSION, **_shallow_dict(self)}
-        document["network"] = json.loads(self.network.to_json())
+        document["network"] = self.network.to_json()
         document["optimizer"] = optimizers.to_json(self.optimizer)
-        return json.dumps(document, indent=2) + "\n"
+        return document
 
     @classmethod
-    def from_json(cls, text: str) -> Run:
+    def from_json(cls, document: object) -> Run:
         """Reads what `to_json` wrote.
 
         Raises:
-          ValueError: the text is not such JSON, or it is of another version.
+          ValueError: the document is something else, or of another version.
         """
-        document = json.loads(text)
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError("these are not the settings of a run")
+        document = dict(document)
         version = document.pop("version")
         if version != VERSION:
             raise ValueError(
                 f"settings of version {version!r}; this release reads version {VERSION}"
             )
         if "network" in document:
-            network = json.dumps(document["network"])
-            document["network"] = NetworkConfig.from_json(network)
+            document["network"] = NetworkConfig.from_json(document["network"])
         if "optimizer" in document:
             document["optimizer"] = optimizers.from_json(document["optimizer"])
         return cls(**checked(cls, document, "settings"))
@@ -204,7 +203,7 @@ def _load_settings(directory: pathlib.Path) -> Run:
         )
     wrong = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)
     try:
-        return Run.from_json(path.read_text(encoding="utf-8"))
+        return Run.from_json(json.loads(path.read_text(encoding="utf-8")))
     except wrong as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -290,7 +289,7 @@ def begun(
 
         def write(settings: Run):
             with whole_text_file(directory / _SETTINGS) as file:
-                file.write(settings.to_json())
+                file.write(json.dumps(settings.to_json(), indent=2) + "\n")
 
         def make():
             _vocabulary(features).save(directory / _VOCABULARY)

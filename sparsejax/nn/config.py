@@ -188,26 +188,21 @@ class NetworkConfig:
             loss_options=tuple(sorted(loss_options.items())),
         )
 
-    def to_json(self) -> str:
-        """The configuration as JSON text; defaults are left out."""
-        document = {
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object; defaults are left out."""
+        return {
             "version": VERSION,
             "loss": {"name": self.loss, **dict(self.loss_options)},
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
-        return json.dumps(document, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> NetworkConfig:
-        """Reads what `to_json` writes, or a person wrote.
+    def from_json(cls, document: object) -> NetworkConfig:
+        """The configuration of a JSON object, which `to_json` or a person has made.
 
         Raises:
-          ValueError: not JSON, an unknown version, key or kind, or a wrong type.
+          ValueError: not an object; an unknown version, key or kind; a wrong type.
         """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error}") from error
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got {type(document).__name__}")
         _no_unknown_keys(document, ("version", "loss", "layers"), "the network")
@@ -235,9 +230,12 @@ class NetworkConfig:
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> NetworkConfig:
-        """Reads a JSON file; errors name it."""
+        """Reads a JSON file. Errors name the file."""
+        text = pathlib.Path(path).read_text(encoding="utf-8")
         try:
-            return cls.from_json(pathlib.Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from error
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -1,5 +1,6 @@
 """`sparsejax plan`."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -31,7 +32,7 @@ def test_plan_says_whether_it_fits(capsys):
 def test_plan_of_a_network_from_a_file(tmp_path, capsys):
     path = str(tmp_path / "net.json")
     config = NetworkConfig.autoencoder((8, 4))
-    pathlib.Path(path).write_text(config.to_json())
+    pathlib.Path(path).write_text(json.dumps(config.to_json()))
     targets = ["--features", "9000000", "--target-entries", "5000000", "--values"]
     argv = [*PLAN, *targets, "--config", path, "--memory", "9GB"]
     assert main(argv) == 0

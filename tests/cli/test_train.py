@@ -35,7 +35,7 @@ def test_train_says_what_it_does(board):
 
 def test_network_from_a_file(small, tmp_path, capsys):
     config = NetworkConfig.autoencoder((4, 3), activation="tanh", tied=False)
-    (tmp_path / "net.json").write_text(config.to_json())
+    (tmp_path / "net.json").write_text(json.dumps(config.to_json()))
     argv = [word for word in small if word not in NETWORK]
     argv += ["--config", str(tmp_path / "net.json")]
     # Also a flag that repeats its own default.
@@ -67,7 +67,7 @@ def test_every_setting_is_kept(small, tmp_path):
     assert settings.optimizer == optimizers.adagrad(1e-3)
     assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
     assert settings.indicator
-    assert run.Run.from_json(settings.to_json()) == settings
+    assert run.Run.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
 def test_schedule_and_weight_decay(small, tmp_path):

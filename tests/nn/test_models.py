@@ -1,5 +1,6 @@
 """FeedForward: what a NetworkConfig becomes."""
 
+import json
 import pickle
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_hidden_layers_in_bfloat16():
         OutputConfig(),
     )
     config = NetworkConfig(layers=layers)
-    assert NetworkConfig.from_json(config.to_json()) == config
+    assert NetworkConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     model = FeedForward(config, inputs=12, outputs=12, rngs=nnx.Rngs(0))
     x = random_csr(4, 12, 0.4)
 
