@@ -42,7 +42,7 @@ docs: $(VENV)/.installed
 	$(VENV)/bin/sphinx-build -W --keep-going --quiet docs docs/_build
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal tests/ops tests/test_sparse.py tests/training/test_training.py
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal tests/ops tests/test_sparse.py tests/training/test_fit.py tests/training/test_dispatch.py tests/training/test_progress.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache

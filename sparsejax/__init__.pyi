@@ -4,6 +4,7 @@ from . import data as data
 from . import losses as losses
 from . import metrics as metrics
 from . import optimizers as optimizers
+from . import training as training
 from .cli.report import Example as Example
 from .cli.report import write_report as write_report
 from .cli.run import load_model as load_model
@@ -60,9 +61,9 @@ from .prediction.vectors import user_vectors as user_vectors
 from .sparse import CSR as CSR
 from .training.build import build as build
 from .training.checkpoint import CheckpointWarning as CheckpointWarning
-from .training.fit import EarlyStopping as EarlyStopping
 from .training.fit import fit as fit
 from .training.plan import Plan as Plan
 from .training.plan import plan as plan
+from .training.progress import EarlyStopping as EarlyStopping
 
 __version__: str

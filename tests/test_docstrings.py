@@ -19,8 +19,9 @@ from sparsejax.cli import main as cli
 
 OBJECTS = {
     name: value
-    for name in dir(sj)
-    if not isinstance(value := getattr(sj, name), types.ModuleType)
+    for module in (sj, sj.training)
+    for name in dir(module)
+    if not isinstance(value := getattr(module, name), types.ModuleType)
 }
 WITH_EXAMPLES = {n for n, v in OBJECTS.items() if ">>>" in (v.__doc__ or "")}
 PURCHASES = "ann\tmilk:rye\nbob\ttea:rye\neve\tmilk:tea\n"

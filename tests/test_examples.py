@@ -8,6 +8,8 @@ import types
 import numpy as np
 import pytest
 
+import sparsejax as sj
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 FILMS = [f"Film {i}: the {i} | rest" for i in range(12)]
 
@@ -101,7 +103,18 @@ def test_two_towers(capsys):
     assert "of the recommendations are such items" in capsys.readouterr().out
 
 
-def test_the_readme_lists_each_example():
-    readme = (EXAMPLES.parent / "README.md").read_text()
+def test_own_loop_at_full_speed(capsys):
+    losses = example("05_own_loop_at_full_speed").main(num_epochs=2)
+    train, _ = sj.datasets.msweb().train.split(0.8, seed=0)
+    config = sj.NetworkConfig.autoencoder(hidden=(64,))
+    model, optimizer = sj.build(config, train, sj.optimizers.adam(1e-3))
+    history = sj.fit(model, optimizer, train, batch_size=512, num_epochs=2)
+    assert losses == [entry["loss"] for entry in history]
+    assert "ndcg@20 0." in capsys.readouterr().out
+
+
+def test_the_docs_name_each_example_program():
+    pages = [EXAMPLES.parent / "README.md", *(EXAMPLES.parent / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
     for path in EXAMPLES.glob("*.py"):
-        assert path.name in readme
+        assert path.name in text

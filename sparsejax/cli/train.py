@@ -24,7 +24,9 @@ from sparsejax.mesh import processes
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
-from sparsejax.training.fit import EarlyStopping, check_seed, fit
+from sparsejax.training.dispatch import check_seed
+from sparsejax.training.fit import fit
+from sparsejax.training.progress import EarlyStopping
 from sparsejax.training.streaming import Stream
 
 Log = Callable[[int, Mapping[str, float]], None]

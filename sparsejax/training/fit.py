@@ -5,94 +5,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import ArrayLike
 from tqdm import tqdm
 
 from sparsejax.data import ScannedDataset
-from sparsejax.data.batching import bucket
 from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
-from sparsejax.losses import LossRule
 from sparsejax.mesh import interrupts, processes
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
-    mesh_is_set,
     put_on_mesh,
-    shardings_of,
     using_auto_axes,
-    with_shardings,
 )
 from sparsejax.optimizers import inplace
-from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.evaluation import Evaluation, Setup, metric_names, prepare
 from sparsejax.prediction.recommender import Recommender
-from sparsejax.sparse import CSR
-from sparsejax.training import fused as fused_output
+from sparsejax.training import dispatch as dispatching
 from sparsejax.training.checkpoint import Checkpoints
-from sparsejax.training.resident import Examples, Resident, epoch_order, step_size
+from sparsejax.training.dispatch import Epochs, Program
+from sparsejax.training.progress import EarlyStopping, Progress, Saver
+from sparsejax.training.resident import Examples, check_labels
 from sparsejax.training.streaming import Stream
-
-# Epochs for whose largest batch a program is compiled.
-_PLANNED_EPOCHS = 32
-
-# Entries of the batches of a dispatch: some 300 MB, and several milliseconds of work.
-_DISPATCH_ENTRIES = 2**23
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
-    """Stop when a validation metric has not risen for some epochs.
-
-    >>> EarlyStopping(metric="recall@20", patience=3).restore_best
-    True
-
-    A line on stderr says when training stopped and which epoch was the best.
-
-    Attributes:
-      metric: a key of the validation metrics, as "recall@20"; higher is better. By
-        default "ndcg@k", with the `k` of `fit`.
-      patience: epochs without a new best before training stops.
-      restore_best: end with model and optimizer as they were after the best epoch, also
-        if training was not stopped. They come from its checkpoint, if there is a
-        `checkpoint_dir`; else from a copy in the host's memory, which is made after each
-        epoch that is the best so far.
-    """
-
-    metric: str | None = None
-    patience: int = 5
-    restore_best: bool = True
-
-    def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1, got {self.patience}")
 
 
 @runtime_checkable
-class Trainable(Recommender, Protocol):
-    """What `fit` needs of a model: an `nnx.Module` with these, as `FeedForward` is."""
-
-    def loss(
-        self, x: Any, labels: CSR, *, weights: jax.Array | None = None
-    ) -> jax.Array:
-        """`sum_b weights_b loss_b`, a scalar. `x` is a `CSR`, or a dict of inputs."""
-        ...
-
-    def train(self) -> None:
-        """Switches noise on, as `nnx.Module.train` does."""
-        ...
+class Fittable(dispatching.Trainable, Recommender, Protocol):
+    """What `fit` needs of a model: an `nnx.Module` that is both, as `FeedForward` is."""
 
 
 def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
@@ -130,7 +78,7 @@ def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 @_on_auto_axes
 @_alone
 def fit(
-    model: Trainable,
+    model: Fittable,
     optimizer: Optimizer,
     inputs: Sources | ScannedDataset,
     targets: Source | ScannedDataset | str | None = None,
@@ -174,7 +122,7 @@ def fit(
     While it runs on a terminal, a bar shows loss, examples per second and time left.
 
     Args:
-      model: a `FeedForward`, or a module with the methods of `Trainable`.
+      model: a `FeedForward`, or a module with the methods of `Fittable`.
       optimizer: of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
         `scan_parquet` gives, which is read from disk a chunk at a time; or several by
@@ -224,10 +172,8 @@ def fit(
         way were done. A second Ctrl-C does not wait for these. Of several processes one
         was told to end, also by SIGTERM: all have saved.
     """
-    _check_modules(model, optimizer)
-    if batch_size < 1 or num_epochs < 1:
-        raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
-    check_seed(seed)
+    dispatching.check_modules(model, optimizer)
+    dispatching.check_epochs(batch_size, num_epochs, seed)
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
@@ -235,19 +181,12 @@ def fit(
         settings["metric"] = _metric(early_stopping, k)
     elif early_stopping is not None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
-    check = functools.partial(_check_labels, getattr(model, "loss_rule", None))
-    examples = _examples_of(model, inputs, targets, weights, validation, check)
-    parts = axis_sizes()[0] if mesh_is_set() else 1
+    examples = _examples_of(model, inputs, targets, weights, validation)
     if isinstance(examples, Stream):  # by default a matter of the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
-    batch_size = step_size(batch_size, max(examples.chunks), parts)
-    if fused:
-        fused_output.check(model, optimizer)
-    modules = model, optimizer
+    epochs = Epochs(examples, batch_size=batch_size, num_epochs=num_epochs, seed=seed)
     # Before a checkpoint is read, which puts arrays where they are.
-    inplace.unshare(inplace.variables_of(modules))  # placed, they may share memory
-    nnx.update(modules, put_on_mesh(nnx.state(modules)))
-    _check_divided(model)
+    program = Program(model, optimizer, fused=fused)
     evaluation = None
     if validation is not None:
         assert isinstance(examples, Examples)  # not scanned, as there is a validation
@@ -255,57 +194,27 @@ def fit(
             k=k,
             exclude="inputs" if targets is None else cast(Source | str, targets),
             popularity=None,
-            batch_size=batch_size,
+            batch_size=epochs.batch_size,
         )
         evaluation = prepare(examples.inputs, validation, setup)
-    run, checkpoints = _Run(settings), cast(Checkpoints | None, checkpoint_dir)
-    if checkpoint_dir is not None or jax.process_count() > 1:
+    checkpoints = cast(Checkpoints | None, checkpoint_dir)
+    if checkpoints is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
         _check_same_everywhere(settings)
-    if checkpoints is not None:
-        run = _resumed(run, checkpoints, modules, resume)
-    elif resume:
-        raise ValueError("resume=True needs checkpoint_dir=...")
-    model.train()
+    saver = Saver(checkpoints, program.modules, checkpoint_seconds)
     training = _Training(
-        model,
-        optimizer,
-        examples,
-        run,
-        _Saver(checkpoints, modules, checkpoint_seconds),
-        batch_size=batch_size,
-        num_epochs=num_epochs,
-        seed=seed,
-        parts=parts,
-        fused=fused,
-        evaluation=evaluation,
-        early_stopping=early_stopping,
-        log=log,
+        epochs,
+        program,
+        _begun(Progress(settings), saver, resume),
+        saver,
+        _AfterEpochs(evaluation, early_stopping, log),
     )
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
     if early_stopping is not None:
         training.end_with_best(early_stopping)
     optimizer.flush(model)
-    return run.history
-
-
-def _check_modules(model: Any, optimizer: Any) -> None:
-    """Raises TypeError if they are something else."""
-    if not isinstance(optimizer, Optimizer):
-        kind = type(optimizer)
-        raise TypeError(
-            "fit needs a sparsejax.Optimizer, as sparsejax.Optimizer(model, "
-            f"sparsejax.optimizers.adam(1e-3)), got {kind.__module__}.{kind.__name__}; "
-            "with an optax rule write the loop yourself, with nnx.Optimizer and "
-            "nnx.value_and_grad"
-        )
-    lacks = [name for name in ("loss", "train") if not hasattr(model, name)]
-    if lacks:
-        raise TypeError(
-            "fit needs a model with the methods of Trainable, as FeedForward has; "
-            f"{type(model).__name__} has no {' and no '.join(lacks)}"
-        )
+    return training.progress.history
 
 
 def _metric(early_stopping: EarlyStopping | None, k: int) -> str:
@@ -337,413 +246,25 @@ def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that JAX would cut."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
-
-
-@dataclasses.dataclass
-class _Run:
-    """How far training has come: what a checkpoint keeps beside the arrays."""
-
-    settings: dict[str, Any]
-    epoch: int = 0
-    position: int = 0  # steps done in this epoch
-    step: int = 0  # steps done in all
-    loss_sum: float = 0.0
-    examples: int = 0
-    best: float = -math.inf
-    best_epoch: int = 0
-    waited: int = 0
-    stopped: bool = False
-    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
-
-    def add(self, losses: np.ndarray, examples: np.ndarray) -> None:
-        self.loss_sum += float(np.dot(losses.astype(np.float64), examples))
-        self.examples += int(examples.sum())
-        self.position += len(losses)
-        self.step += len(losses)
-
-    def end_epoch(self, examples_per_second: float) -> dict[str, float]:
-        self.epoch += 1
-        entry = {
-            "epoch": self.epoch,
-            "step": self.step,
-            "loss": self.loss_sum / self.examples,
-            "examples_per_second": examples_per_second,
-        }
-        self.history.append(entry)
-        self.position, self.loss_sum, self.examples = 0, 0.0, 0
-        return entry
-
-    def judge(self, entry, early_stopping) -> float | None:
-        """The score if it is the best so far; decides whether to stop."""
-        metric = self.settings["metric"]
-        if entry[metric] > self.best:
-            self.best, self.best_epoch, self.waited = entry[metric], self.epoch, 0
-            return self.best
-        self.waited += 1
-        if early_stopping is not None:
-            self.stopped = self.waited >= early_stopping.patience
-        return None
-
-
-class _Saver:
-    """Saves checkpoints of modules, if there is a folder for them."""
-
-    def __init__(
-        self, checkpoints: Checkpoints | None, modules: tuple[Any, ...], seconds: float
-    ):
-        self.checkpoints, self._modules = checkpoints, modules
-        self._seconds, self._saved = seconds, time.monotonic()
-
-    def save(self, run: _Run, score: float | None = None) -> None:
-        if self.checkpoints is not None:
-            progress = dataclasses.asdict(run)
-            self.checkpoints.save(run.step, self._modules, progress, score=score)
-            self._saved = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Whether it is time to save."""
-        # One clock decides, as all processes have to save.
-        waits = self.checkpoints is not None and processes.is_first()
-        return waits and time.monotonic() - self._saved >= self._seconds
-
-
-class _Training:
-    """What one call of `fit` does, its arguments being checked."""
-
-    def __init__(
-        self,
-        model: Trainable,
-        optimizer: Optimizer,
-        examples: Examples | Stream,
-        run: _Run,
-        saver: _Saver,
-        *,
-        batch_size: int,
-        num_epochs: int,
-        seed: int,
-        parts: int,
-        fused: bool,
-        evaluation: Evaluation | None,
-        early_stopping: EarlyStopping | None,
-        log: Callable[[int, Mapping[str, float]], None] | None,
-    ):
-        self.model, self.optimizer, self.examples = model, optimizer, examples
-        self.run, self.saver = run, saver
-        self.batch_size, self.num_epochs, self.seed = batch_size, num_epochs, seed
-        self.parts, self.fused = parts, fused
-        self.evaluation, self.early_stopping, self.log = evaluation, early_stopping, log
-        self._key = put_on_mesh(jax.random.key(seed))
-        self._variables = inplace.variables_of((model, optimizer))
-        self._graphdef, state = nnx.split((model, optimizer))
-        self._structure, self._layout = jax.tree.structure(state), shardings_of(state)
-        # Of each dispatch that is not awaited its losses, and the examples of its steps.
-        self._waiting: list[tuple[jax.Array, np.ndarray]] = []
-        self._planned: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._best: inplace.HostCopy | None = None
-        self.bar = tqdm(
-            total=num_epochs * examples.num_rows,
-            initial=run.epoch * examples.num_rows + run.position * batch_size,
-            unit=" examples",
-            unit_scale=True,
-            disable=not (sys.stderr.isatty() and processes.is_first()),
+def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
+    """The progress from which training goes on."""
+    if saver.checkpoints is None:
+        if resume:
+            raise ValueError("resume=True needs checkpoint_dir=...")
+        return progress
+    if resume:
+        return saver.resume(progress)
+    if saver.checkpoints.steps():
+        raise FileExistsError(
+            f"{saver.checkpoints.directory} holds checkpoints; pass resume=True to "
+            "continue from them, or name another directory"
         )
-
-    def run_epochs(self) -> None:
-        """Trains to the end, or until it is stopped."""
-        run = self.run
-        while run.epoch < self.num_epochs and not run.stopped:
-            began, before = time.monotonic(), run.examples
-            self._run_chunks()
-            seconds = time.monotonic() - began
-            self._end_epoch(run.end_epoch((run.examples - before) / seconds))
-
-    def _run_chunks(self) -> None:
-        """Trains on what a resume has left of an epoch."""
-        chunks, epoch = self.examples.order(self.seed, self.run.epoch), self.run.epoch
-        # The next epoch's first is read while this one's last is trained on.
-        more = epoch + 1 < self.num_epochs
-        after = self.examples.order(self.seed, epoch + 1)[:1] if more else [None]
-        start = 0
-        for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
-            end = start + math.ceil(self.examples.chunks[chunk] / self.batch_size)
-            if self.run.position < end:
-                self._run_chunk(chunk, following, start)
-            start = end
-
-    def _run_chunk(self, chunk: int, following: int | None, start: int) -> None:
-        """Trains on a chunk whose first step is the epoch's step `start`."""
-        data = self.examples.resident(chunk, following)
-        capacities = self._capacities(data, chunk)
-        order, _ = self._order(data, chunk, self.run.epoch)
-        entries = entries_of_step(capacities, self.parts, data.sparse_inputs)
-        most = _steps_per_dispatch(entries)
-        ahead = 1 if _launches_ahead() else 0
-        for position in range(self.run.position - start, len(order), most):
-            count = min(most, len(order) - position)
-            losses = self._launch(data, order, position, count, capacities, most)
-            rows = self.examples.chunks[chunk]
-            done = _examples(position, count, self.batch_size, rows)
-            self._waiting.append((losses, done))
-            self._await_all_but(ahead)
-            self._save_or_end()
-        self._await_all_but(0)
-
-    def _order(self, data: Resident, chunk: int, epoch: int):
-        # An exception of a signal's handler would become another one in JAX's caches.
-        with interrupts.uninterrupted():
-            return _epoch(self._key, epoch, data, chunk, self.batch_size, self.parts)
-
-    def _capacities(self, data: Resident, chunk: int) -> tuple[int, ...]:
-        """Of each matrix the room for the largest of many epochs' batches.
-
-        For all of them one program is compiled.
-        """
-        period = self.run.epoch // _PLANNED_EPOCHS
-        if (chunk, period) not in self._planned:
-            first = period * _PLANNED_EPOCHS
-            last = min(first + _PLANNED_EPOCHS, self.num_epochs)
-            needed = [
-                [int(n) for n in self._order(data, chunk, epoch)[1]]
-                for epoch in range(first, last)
-            ]
-            largest = map(max, zip(*needed, strict=True))
-            self._planned[chunk, period] = tuple(map(bucket, largest))
-        return self._planned[chunk, period]
-
-    def _launch(self, data, order, position, count, capacities, most) -> jax.Array:
-        """Runs some steps of an epoch; returns their losses."""
-
-        def program():
-            arrays = [variable.get_raw_value() for variable in self._variables]
-            state, losses = _dispatch(
-                self._graphdef,
-                jax.tree.unflatten(self._structure, arrays),
-                data,
-                order,
-                position,
-                count,
-                capacities,
-                most,
-                self.fused,
-                self._layout,
-            )
-            return jax.tree.leaves(state), losses
-
-        return inplace.overwrite(self._variables, program)
-
-    def _await_all_but(self, ahead: int) -> None:
-        """Waits for all dispatches but the last ones."""
-        run = self.run
-        while len(self._waiting) > ahead:
-            losses, done = self._waiting.pop(0)
-            run.add(_checked(losses, len(done), run, self.saver.checkpoints), done)
-            self.bar.set_postfix(
-                epoch=f"{run.epoch + 1}/{self.num_epochs}",
-                loss=f"{run.loss_sum / run.examples:.4g}",
-                refresh=False,
-            )
-            self.bar.update(int(done.sum()))
-
-    def _save_or_end(self) -> None:
-        """In the midst of an epoch: saves if it is time, ends if a process has to."""
-        told, due = self._is_told_and_due()
-        if told or due:
-            self._await_all_but(0)
-            if told or self.run.examples < self.examples.num_rows:
-                self.saver.save(self.run)
-        if told:
-            raise KeyboardInterrupt("a process was told to end")
-
-    def _is_told_and_due(self) -> list[bool]:
-        """Whether some process has to end, and whether it is time to save."""
-        told, due = interrupts.is_told_to_end(), self.saver.is_due()
-        return processes.true_anywhere(told, due)
-
-    def _end_epoch(self, entry: dict[str, float]) -> None:
-        """Measures, logs and saves."""
-        run, score = self.run, None
-        if self.evaluation is not None:
-            measured = self.evaluation.run(self.model, optimizer=self.optimizer)
-            entry.update({m: v for m, v in measured.items() if "@" in m})
-            score = run.judge(entry, self.early_stopping)
-        if self.log is not None and processes.is_first():
-            self.log(run.step, entry)
-        last = run.epoch == self.num_epochs or run.stopped
-        told, due = self._is_told_and_due()
-        if last or told or due or score is not None:
-            self.saver.save(run, score)
-        if told and not last:
-            raise KeyboardInterrupt("a process was told to end")
-        stopping = self.early_stopping
-        keeps = stopping is not None and stopping.restore_best and not last
-        if keeps and score is not None and self.saver.checkpoints is None:
-            self._best = inplace.HostCopy(self._variables)
-
-    def end_with_best(self, stopping: EarlyStopping) -> None:
-        """Restores the best epoch, if that is wanted, and says which it was."""
-        run, kept = self.run, self.run.epoch
-        if stopping.restore_best and run.best_epoch not in (0, kept):
-            kept = run.best_epoch
-            if self._best is not None:
-                self._best.restore()
-            elif self.saver.checkpoints is not None:
-                modules = (self.model, self.optimizer)
-                progress = self.saver.checkpoints.restore(modules, best=True)
-                if progress is not None:  # of another epoch, if the best is damaged
-                    kept = progress["epoch"]
-        if processes.is_first():
-            print(_outcome(run, stopping, kept), file=sys.stderr)
+    return progress
 
 
-def _outcome(run: _Run, stopping: EarlyStopping, kept: int) -> str:
-    """Why training ended, and which epoch the model is of."""
-    metric, why = run.settings["metric"], ""
-    if run.stopped:
-        why = f", as {metric} has not risen for {stopping.patience} epochs"
-    best = "no epoch"
-    if run.best_epoch:  # the metric was a number
-        best = f"epoch {run.best_epoch} ({metric} {run.best:.4f})"
-    return (
-        f"training ended after epoch {run.epoch}{why}; {best} was the best, the model is "
-        f"that of epoch {kept}"
-    )
-
-
-def _resumed(run, checkpoints, modules, resume: bool) -> _Run:
-    if not resume:
-        if checkpoints.steps():
-            raise FileExistsError(
-                f"{checkpoints.directory} holds checkpoints; pass resume=True to "
-                "continue from them, or name another directory"
-            )
-        return run
-    progress = checkpoints.restore(modules)
-    if progress is None:
-        return run
-    before = _Run(**progress)
-    for name, value in run.settings.items():
-        if before.settings.setdefault(name, value) != value:
-            what = "other data" if name == "data" else f"{name} {value!r}"
-            raise ValueError(
-                f"cannot resume with {what}: the run in {checkpoints.directory} has "
-                f"{name} {before.settings[name]!r}"
-            )
-    checkpoints.delete_after(before.step)
-    return before
-
-
-def _check_labels(rule: object, labels: CSR, *, whole: bool) -> None:
-    """Raises ValueError if the values of labels, of all or some, mean nothing."""
-    count = int(labels.indptr[-1])
-    if labels.data is None or count == 0:
-        return
-    least, most = float(labels.data[:count].min()), float(labels.data[:count].max())
-    if whole and least == most == 0:
-        raise ValueError(
-            f"all {count:,} values of the targets are 0, so there is nothing to learn; "
-            "leave the values out if each entry counts"
-        )
-    if not isinstance(rule, LossRule):
-        return
-    low, high = rule.labels
-    if not (low <= least and most <= high):
-        name = getattr(rule, "name", type(rule).__name__)
-        raise ValueError(
-            f"the targets have values from {least:g} to {most:g}, but the loss {name} "
-            f"takes values from {low:g} to {high:g}, others mean nothing to it. Leave "
-            "the values out if each entry counts, scale them, or choose another loss "
-            "(l2_loss takes any)"
-        )
-
-
-def _check_divided(model: Any) -> None:
-    """Raises ValueError if a kernel is whole on every device of a mesh."""
-    if not mesh_is_set() or axis_sizes()[1] == 1:
-        return
-    for path, kernel in row_params(model).items():
-        if kernel[...].sharding.is_fully_replicated:
-            raise ValueError(
-                f"'{'.'.join(map(str, path))}' is not divided over the mesh's axis "
-                '"model"; make the model and the optimizer under the same '
-                "`with jax.set_mesh(mesh):`"
-            )
-
-
-def _steps_per_dispatch(entries: int) -> int:
-    """Enough to hide the launch; on a CPU few, since there a step may take seconds.
-
-    The batches of all steps of a dispatch, of so many `entries` each, exist at once and
-    are sorted together, which takes about 40 bytes an entry.
-    """
-    if jax.default_backend() == "cpu":
-        return 16
-    return steps_on_gpu(entries)
-
-
-def entries_of_step(
-    capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
-) -> int:
-    """Entries that a device has to do with, its block of each matrix having this room.
-
-    Of the sparse inputs it sorts those of its columns in all parts of the batch.
-    """
-    return sum(
-        room * (parts if i in sparse_inputs else 1) for i, room in enumerate(capacities)
-    )
-
-
-def steps_on_gpu(entries: int) -> int:
-    """Steps of a dispatch whose batches have so many entries."""
-    return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
-
-
-def _sorts_ahead() -> bool:
-    """Whether a dispatch sorts the inputs of all its steps by column, for their row
-    gradients. On a CPU there are quicker ways, a step at a time."""
-    return jax.default_backend() != "cpu"
-
-
-def _launches_ahead() -> bool:
-    """Whether a dispatch is launched before the losses of the last one are read.
-
-    Several processes ask each other something after each, for which they wait for it. A
-    CPU that runs a dispatch is not idle while the host works.
-    """
-    return jax.process_count() == 1 and jax.default_backend() != "cpu"
-
-
-def _examples(position: int, count: int, batch_size: int, num_rows: int) -> np.ndarray:
-    """Number of examples in each of `count` steps."""
-    starts = (position + np.arange(count)) * batch_size
-    return np.minimum(batch_size, num_rows - starts)
-
-
-def _checked(
-    losses: jax.Array, count: int, run: _Run, checkpoints: Checkpoints | None
-) -> np.ndarray:
-    # Cut here: on the device that would wait for the dispatch after this one.
-    host = np.asarray(losses)[:count]
-    bad = np.flatnonzero(~np.isfinite(host))
-    if bad.size:
-        kept = ""
-        if checkpoints is not None and checkpoints.steps():
-            kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
-        raise FloatingPointError(
-            f"the loss is {host[bad[0]]} in epoch {run.epoch + 1}, step "
-            f"{run.position + bad[0] + 1} of it{kept}. Lower the learning rate, or look "
-            "for extreme values in the data"
-        )
-    return host
-
-
-def _examples_of(
-    model, inputs, targets, weights, validation, check
-) -> Examples | Stream:
-    """What to train on; `check` is called with the matrix of labels."""
+def _examples_of(model, inputs, targets, weights, validation) -> Examples | Stream:
+    """What to train on."""
+    check = functools.partial(check_labels, getattr(model, "loss_rule", None))
     if not isinstance(inputs, ScannedDataset):
         if isinstance(targets, ScannedDataset):
             raise TypeError("targets is scanned, so inputs must be scanned too")
@@ -762,62 +283,135 @@ def _examples_of(
     return Stream(inputs, targets, weights, functools.partial(check, whole=False))
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "parts"))
-def _epoch(key, epoch, data: Resident, chunk, batch_size: int, parts: int):
-    """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
-    if data.contiguous:  # there are others
-        key = jax.random.fold_in(key, chunk)
-    order = epoch_order(
-        key, epoch, data.num_rows, batch_size, parts, contiguous=data.contiguous
-    )
-    return order, data.needed(order)
+@dataclasses.dataclass(frozen=True)
+class _AfterEpochs:
+    """What follows each epoch."""
+
+    evaluation: Evaluation | None
+    stopping: EarlyStopping | None
+    log: Callable[[int, Mapping[str, float]], None] | None
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("graphdef", "capacities", "most", "fused", "layout"),
-    donate_argnames=("state",),
-)
-def _dispatch(
-    graphdef, state, data, order, position, count, capacities, most, fused, layout
-):
-    """Runs steps `position .. position + count - 1` of an epoch, `count <= most`.
+class _Training:
+    """What one call of `fit` does, its arguments being checked."""
 
-    `count` is not static: one program serves every dispatch of an epoch. On a mesh the
-    state keeps its layout, and every device has the losses.
-    """
-    steps = position + jnp.arange(most)
-    rows = order.at[steps].get(mode="fill", fill_value=-1)
-    batches = data.take(rows, capacities)
-    if _sorts_ahead():
-        for i in data.sparse_inputs:
-            batches[i] = batches[i].with_transposed()
-    means = data.means(rows)
+    def __init__(
+        self,
+        epochs: Epochs,
+        program: Program[Fittable],
+        progress: Progress,
+        saver: Saver,
+        after: _AfterEpochs,
+    ):
+        self.epochs, self.program, self.after = epochs, program, after
+        self.progress, self.saver = progress, saver
+        # Of each dispatch that is not awaited its losses, and the examples of its steps.
+        self._waiting: list[tuple[jax.Array, np.ndarray]] = []
+        self._best: inplace.HostCopy | None = None
+        done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
+        self.bar = tqdm(
+            total=epochs.num_epochs * epochs.num_rows,
+            initial=done,
+            unit=" examples",
+            unit_scale=True,
+            disable=not (sys.stderr.isatty() and processes.is_first()),
+        )
 
-    def step(i, carry):
-        state, losses, derived = carry
-        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
-        x, labels = data.roles.of(used)
-        model, optimizer = nnx.merge(graphdef, state, copy=True)
+    def run_epochs(self) -> None:
+        """Trains to the end, or until it is stopped."""
+        progress = self.progress
+        while progress.epoch < self.epochs.num_epochs and not progress.stopped:
+            began, before = time.monotonic(), progress.examples
+            self._run_epoch()
+            seconds = time.monotonic() - began
+            entry = progress.end_epoch((progress.examples - before) / seconds)
+            self._end_epoch(entry)
 
-        def loss_fn(model):
-            return model.loss(x, labels, weights=means[i])
+    def _run_epoch(self) -> None:
+        """Trains on what a resume has left of an epoch."""
+        progress, ahead = self.progress, 1 if dispatching.launches_ahead() else 0
+        for dispatch in self.epochs.dispatches(
+            progress.epoch, position=progress.position
+        ):
+            self._waiting.append((self.program.launch(dispatch), dispatch.examples))
+            self._await_all_but(ahead)
+            self._save_or_end()
+            if dispatch.is_last:  # its data makes room for the next chunk's
+                self._await_all_but(0)
+                del dispatch
 
-        if fused:
-            loss, derived = fused_output.train_step(
-                model, optimizer, x, labels, means[i], derived
+    def _await_all_but(self, ahead: int) -> None:
+        """Waits for all dispatches but the last ones."""
+        progress = self.progress
+        while len(self._waiting) > ahead:
+            losses, examples = self._waiting.pop(0)
+            progress.add(self._checked(losses), examples)
+            self.bar.set_postfix(
+                epoch=f"{progress.epoch + 1}/{self.epochs.num_epochs}",
+                loss=f"{progress.loss_sum / progress.examples:.4g}",
+                refresh=False,
             )
-        else:
-            loss, grads = optimizer.value_and_grad(loss_fn)(model)
-            optimizer.update(model, grads)
-        state = with_shardings(nnx.state((model, optimizer)), layout)
-        return state, losses.at[i].set(loss), derived
+            self.bar.update(int(examples.sum()))
 
-    derived = None
-    if fused:
-        derived = fused_output.derive(nnx.merge(graphdef, state, copy=True)[0])
-    losses = jnp.zeros(most, jnp.float32)
-    state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
-    if layout is not None:
-        losses = lax.with_sharding_constraint(losses, jax.P())
-    return with_shardings(state, layout), losses
+    def _checked(self, losses: jax.Array) -> np.ndarray:
+        """The losses of a dispatch, once it has ended."""
+        host = np.asarray(losses)
+        bad = np.flatnonzero(~np.isfinite(host))
+        if bad.size:
+            kept, checkpoints = "", self.saver.checkpoints
+            if checkpoints is not None and checkpoints.steps():
+                kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
+            raise FloatingPointError(
+                f"the loss is {host[bad[0]]} in epoch {self.progress.epoch + 1}, step "
+                f"{self.progress.position + bad[0] + 1} of it{kept}. Lower the learning "
+                "rate, or look for extreme values in the data"
+            )
+        return host
+
+    def _save_or_end(self) -> None:
+        """In the midst of an epoch: saves if it is time, ends if a process has to."""
+        told, due = self._is_told_and_due()
+        if told or due:
+            self._await_all_but(0)
+            if told or self.progress.examples < self.epochs.num_rows:
+                self.saver.save(self.progress)
+        if told:
+            raise KeyboardInterrupt("a process was told to end")
+
+    def _is_told_and_due(self) -> list[bool]:
+        """Whether some process has to end, and whether it is time to save."""
+        told, due = interrupts.is_told_to_end(), self.saver.is_due()
+        return processes.true_anywhere(told, due)
+
+    def _end_epoch(self, entry: dict[str, float]) -> None:
+        """Measures, logs and saves."""
+        progress, score = self.progress, None
+        if self.after.evaluation is not None:
+            model, optimizer = self.program.modules
+            measured = self.after.evaluation.run(model, optimizer=optimizer)
+            entry.update({m: v for m, v in measured.items() if "@" in m})
+            score = progress.judge(entry, self.after.stopping)
+        if self.after.log is not None and processes.is_first():
+            self.after.log(progress.step, entry)
+        last = progress.epoch == self.epochs.num_epochs or progress.stopped
+        told, due = self._is_told_and_due()
+        if last or told or due or score is not None:
+            self.saver.save(progress, score)
+        if told and not last:
+            raise KeyboardInterrupt("a process was told to end")
+        stopping = self.after.stopping
+        keeps = stopping is not None and stopping.restore_best and not last
+        if keeps and score is not None and self.saver.checkpoints is None:
+            self._best = inplace.HostCopy(self.program.variables)
+
+    def end_with_best(self, stopping: EarlyStopping) -> None:
+        """Restores the best epoch, if that is wanted, and says which it was."""
+        progress, kept = self.progress, self.progress.epoch
+        if stopping.restore_best and progress.best_epoch not in (0, kept):
+            if self._best is not None:
+                self._best.restore()
+                kept = progress.best_epoch
+            else:
+                kept = self.saver.restore_best() or progress.best_epoch
+        if processes.is_first():
+            print(progress.outcome(stopping, kept), file=sys.stderr)

@@ -22,7 +22,7 @@ from sparsejax.ops import chunked_loss, gather_sum, item_chunks
 from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
-from sparsejax.training import fit as training
+from sparsejax.training import dispatch
 
 # Bytes of an entry of a dispatch. Its column is kept, and of the transpose column, row
 # and place; a column's start comes to it. While they are sorted there are keys, values
@@ -203,7 +203,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     batch, rows = job.batch // data, job.rows_of(data, model)
     itemsize = 8 if job.values else 4
     own = job.capacities(data, model)
-    steps = training.steps_on_gpu(training.entries_of_step(own, data))
+    steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
     # Of its columns, a device is sent the entries of the whole batch.
     column = data * own[0]
     starts = min(column, padded_rows(job.inputs) // model)

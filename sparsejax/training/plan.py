@@ -25,9 +25,9 @@ from sparsejax.mesh.layout import (
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES
-from sparsejax.training import fit as training
+from sparsejax.training import dispatch
 from sparsejax.training.footprint import Footprint, Job, divided_axis, footprint
-from sparsejax.training.resident import Resident, step_size
+from sparsejax.training.resident import Resident
 
 
 class Compiled(NamedTuple):
@@ -232,7 +232,7 @@ def plan(
         entries=entries,
         target_entries=None if outputs is None else targets,
         values=values,
-        batch=step_size(batch_size, rows, data),
+        batch=dispatch.step_size(batch_size, rows, data),
         fused=fused,
     ).measured()
     memory = device_memory() if memory is None else memory
@@ -299,17 +299,22 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
         steps = -(-job.rows // job.batch)
         order = shape((steps, data, job.batch // data), jnp.int32, P(None, "data"))
         number = shape((), jnp.int32, P())
-        return training._dispatch.lower(
-            graphdef,
+        layout = None
+        if mesh is not None:
+            layout = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+        entries = dispatch.entries_of_step(capacities, data)
+        return dispatch.run_steps.lower(
+            dispatch.How(graphdef, layout, job.fused),
             state,
             resident,
             order,
             number,
             number,
-            capacities,
-            training._steps_per_dispatch(training.entries_of_step(capacities, data)),
-            job.fused,
-            None if mesh is None else tuple(x.sharding for x in jax.tree.leaves(state)),
+            dispatch.Sizes(
+                capacities,
+                dispatch.steps_per_dispatch(entries),
+                dispatch.sorts_ahead(),
+            ),
         ).compile()
 
 

@@ -24,13 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from sparsejax.data import vocabulary
 from sparsejax.data.sources import Inputs, Source, Sources, aligned
+from sparsejax.losses import LossRule
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
@@ -44,7 +44,7 @@ from sparsejax.training.checkpoint import fingerprint
 
 # That a device has more than its share is worth a warning, where it has so many entries
 # that time goes into them.
-_MANY_ENTRIES = 2**20
+MANY_ENTRIES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Checked arguments of `fit`, not yet on the device.
+    """Rows to train on, checked; on the devices from the first call of `resident` on.
 
     Attributes:
       inputs: what the model is shown.
@@ -172,6 +172,62 @@ def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
     return weights
 
 
+def place(
+    inputs: Sources,
+    targets: Source | str | None = None,
+    *,
+    weights: ArrayLike | None = None,
+) -> Examples:
+    """Checks data to train on and copies it to the device, or over the mesh that is set.
+
+    >>> examples = place(train)
+    >>> examples.num_rows == train.num_rows
+    True
+
+    Args:
+      inputs: `[rows, features]`, or several by name, see `fit`.
+      targets: `[rows, items]`, see `fit`; a single input itself by default.
+      weights: `[rows]`, weight of each example; 1 by default.
+
+    Raises:
+      TypeError: a source has another type.
+      ValueError: there is no row, one is missing, or a weight is wrong.
+    """
+    examples = Examples.of(inputs, targets, weights)
+    examples.resident(0, None)
+    return examples
+
+
+def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
+    """Raises ValueError if the loss cannot make sense of the values of labels.
+
+    Args:
+      rule: the loss; of one that is no `LossRule` nothing is known.
+      labels: a `CSR`.
+      whole: whether these are all labels there are.
+    """
+    count = int(labels.indptr[-1])
+    if labels.data is None or count == 0:
+        return
+    least, most = float(labels.data[:count].min()), float(labels.data[:count].max())
+    if whole and least == most == 0:
+        raise ValueError(
+            f"all {count:,} values of the targets are 0, so there is nothing to learn; "
+            "leave the values out if each entry counts"
+        )
+    if not isinstance(rule, LossRule):
+        return
+    low, high = rule.labels
+    if not (low <= least and most <= high):
+        name = getattr(rule, "name", type(rule).__name__)
+        raise ValueError(
+            f"the targets have values from {least:g} to {most:g}, but the loss {name} "
+            f"takes values from {low:g} to {high:g}, others mean nothing to it. Leave "
+            "the values out if each entry counts, scale them, or choose another loss "
+            "(l2_loss takes any)"
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resident:
@@ -233,7 +289,7 @@ class Resident:
           rows: `[steps, data, n]` from `epoch_order`.
           capacities: room for the entries of a batch, or of a block of it.
         """
-        rows = self._local(rows)
+        rows = self.local(rows)
 
         def of(matrix, nse):
             if isinstance(matrix, ShardedCSR):
@@ -252,7 +308,7 @@ class Resident:
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """Of each matrix the room that `take` needs: entries, of an array numbers."""
-        rows = self._local(rows)
+        rows = self.local(rows)
 
         def of(matrix):
             if isinstance(matrix, ShardedCSR):
@@ -272,11 +328,11 @@ class Resident:
         means = exists / jnp.sum(exists, axis=(1, 2), keepdims=True)
         if self.weights is not None:
             pick = jax.vmap(lambda w, r: w[r], in_axes=(0, 1), out_axes=1)
-            means *= pick(self.weights, self._local(rows))
+            means *= pick(self.weights, self.local(rows))
         return means.reshape(len(rows), -1)
 
-    def _local(self, rows: jax.Array) -> jax.Array:
-        """Rows `[steps, data, n]`, counted from the first of their part."""
+    def local(self, rows: jax.Array) -> jax.Array:
+        """Rows `[steps, data, n]`, counted from the first of their part; -1 is none."""
         data = rows.shape[1]
         if self.contiguous:
             shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
@@ -300,68 +356,6 @@ def home_rows(num_rows: int, data: int) -> np.ndarray:
     rows = place // shards * VIRTUAL_SHARDS + place % shards
     rows = rows + np.arange(data)[:, None] * shards
     return np.where(rows < num_rows, rows, -1)
-
-
-def step_size(batch_size: int, num_rows: int, data: int) -> int:
-    """Rows a step, those that do not exist included.
-
-    Raises:
-      ValueError: a batch cannot be divided over `data` devices.
-    """
-    if batch_size % VIRTUAL_SHARDS == 0:
-        return min(batch_size, -(-num_rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS)
-    if data > 1:
-        raise ValueError(
-            f"{batch_size=} must be a multiple of {VIRTUAL_SHARDS} where the mesh has "
-            f"data={data}"
-        )
-    return min(batch_size, num_rows)
-
-
-def epoch_order(
-    key: jax.Array,
-    epoch: jax.Array | int,
-    num_rows: int,
-    batch_size: int,
-    data: int,
-    *,
-    contiguous: bool = False,
-) -> jax.Array:
-    """`[steps, data, batch_size / data]`: rows of each step of an epoch, -1 is none.
-
-    With a batch size that 64 does not divide, the batches cut up one sequence instead,
-    whose position `p` is entry `p // 64` of shard `p mod 64`.
-    """
-    depth = -(-num_rows // VIRTUAL_SHARDS)
-    steps = -(-num_rows // batch_size)
-    epoch_key = jax.random.fold_in(key, epoch)
-
-    def permuted(shard):
-        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
-        entry = jnp.arange(depth, dtype=jnp.int32)
-        exists = entry * VIRTUAL_SHARDS + shard < num_rows
-        # The sort is stable and only the last entry can be missing: it stays last.
-        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
-        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
-        row = entry * VIRTUAL_SHARDS + shard
-        if contiguous:
-            row = first_row(shard, num_rows) + entry
-        return jnp.where(exists, row, -1)
-
-    shards = jax.vmap(permuted)(jnp.arange(VIRTUAL_SHARDS, dtype=jnp.int32))
-    if batch_size % VIRTUAL_SHARDS:
-        order = shards.T.reshape(-1)[:num_rows]
-        missing = (0, steps * batch_size - num_rows)
-        order = jnp.pad(order, missing, constant_values=-1)
-        return order.reshape(steps, data, -1)
-    each = batch_size // VIRTUAL_SHARDS
-    missing = ((0, 0), (0, steps * each - depth))
-    order = jnp.pad(shards, missing, constant_values=-1)
-    return (
-        order.reshape(data, -1, steps, each)
-        .transpose(2, 0, 1, 3)
-        .reshape(steps, data, -1)
-    )
 
 
 def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
@@ -398,7 +392,7 @@ def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -
     everywhere = NamedSharding(mesh, P())
     ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
     counts = np.asarray(ends(matrix.blocks.indptr))
-    if counts.max() <= _MANY_ENTRIES:
+    if counts.max() <= MANY_ENTRIES:
         return
     ratio = vocabulary.imbalance(counts.reshape(-1), counts.size)
     if ratio > vocabulary.MAX_IMBALANCE:

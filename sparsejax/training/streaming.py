@@ -101,14 +101,14 @@ class Stream:
 
     def _prepare(self, chunk: int) -> Resident | list[dict[int, CSR]]:
         """What another thread can do: processes place their parts together."""
-        parts = self._read(chunk)
+        parts = self.read(chunk)
         if jax.process_count() > 1:
             return parts
         with jax.default_device(self._device):
             return self._place(chunk, parts)
 
-    def _read(self, chunk: int) -> list[dict[int, CSR]]:
-        """Of each source, the parts of the chunk that are trained on here."""
+    def read(self, chunk: int) -> list[dict[int, CSR]]:
+        """Of each source, the parts of the chunk that this process trains on."""
         start, rows = self._ends[chunk], self.chunks[chunk]
         ends, mine = [0, rows], [0]
         if self._mesh is not None:

@@ -13,8 +13,8 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data.sources import Inputs, features_of
-from sparsejax.training import fit as training
-from sparsejax.training.resident import epoch_order
+from sparsejax.training import dispatch
+from sparsejax.training.dispatch import epoch_order
 
 ROWS, ITEMS, WORDS, ITEMS_OUT = 100, 30, 20, 25
 NAMES = [f"user{r}" for r in range(ROWS)]
@@ -250,11 +250,8 @@ def test_other_ways_to_train(expected):
 
 
 def test_entries_sorted_ahead_train_the_same(expected, monkeypatch):
-    clear = getattr(training._dispatch, "clear_cache")  # noqa: B009
-    clear()
-    monkeypatch.setattr(training, "_sorts_ahead", lambda: True)
+    monkeypatch.setattr(dispatch, "sorts_ahead", lambda: True)
     _, _, arrays = trained()
-    clear()
     for name, array in arrays.items():
         np.testing.assert_allclose(array, expected[2][name], rtol=1e-3, atol=1e-5)
 

@@ -15,7 +15,8 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data import parquet
-from sparsejax.training.resident import Resident, epoch_order
+from sparsejax.training.dispatch import epoch_order
+from sparsejax.training.resident import Resident
 from sparsejax.training.streaming import Stream
 
 ROWS, ITEMS = 300, 40
@@ -140,7 +141,7 @@ def test_other_chunks_are_no_other_data(path, tmp_path):
     trained(path, chunk_rows=90, **options)
     options |= {"num_epochs": 2, "resume": True}
     with pytest.raises(
-        ValueError, match="chunk_rows 300: the run .* has chunk_rows 90"
+        ValueError, match="chunk_rows 300: the training .* has chunk_rows 90"
     ):
         trained(path, **options)
     assert len(trained(path, (2, 4), chunk_rows=90, **options)[0]) == 2
@@ -149,8 +150,17 @@ def test_other_chunks_are_no_other_data(path, tmp_path):
 def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     scanned = sj.scan_parquet(path, chunk_rows=90)
     stream = Stream(scanned, None, None)
+    read, starts, both = type(scanned).read, [], threading.Event()
+
+    def recorded(self, start, stop):
+        starts.append(start)
+        if len(starts) == 2:
+            both.set()
+        return read(self, start, stop)
+
+    monkeypatch.setattr(type(scanned), "read", recorded)
     stream.resident(2, 0)
-    stream._thread.submit(lambda: None).result()
+    assert both.wait(timeout=60)
     monkeypatch.setattr(type(scanned), "read", None)
     assert stream.resident(0, None).num_rows == stream.chunks[0]
     stream.close()
@@ -208,7 +218,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
     monkeypatch.setattr(
         "sparsejax.training.streaming.parts_of_process", lambda mesh: [1]
     )
-    stream._read(1)
+    stream.read(1)
     assert ranges == [(96 + 64, 96 + 96)]  # of 64 shards 32 have a row more
     stream.close()
 

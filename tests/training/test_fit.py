@@ -1,76 +1,30 @@
-"""fit: what it learns, in which order, and that it can be interrupted."""
+"""fit: what it learns, what it refuses, and that it can be interrupted."""
 
 import contextlib
-import dataclasses
 import signal
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jaxtyping
 import numpy as np
-import optax
 import pytest
-import scipy.sparse
+from checkerboards import build, checkerboard, parameters
 from flax import nnx
 
-from sparsejax import optimizers
+from sparsejax import optimizers, training
 from sparsejax.data import SparseDataset
 from sparsejax.mesh import interrupts
-from sparsejax.nn.config import NetworkConfig
-from sparsejax.nn.models import FeedForward
+from sparsejax.optimizers import inplace
 from sparsejax.prediction.evaluate import evaluate
 from sparsejax.prediction.recommend import recommend
-from sparsejax.training import fit as training
-from sparsejax.training.checkpoint import Checkpoints, CheckpointWarning, checksums
-from sparsejax.training.fit import EarlyStopping, fit
+from sparsejax.training import dispatch
+from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.training.fit import fit
+from sparsejax.training.progress import EarlyStopping
 
 
 class Interrupted(Exception):
     pass
-
-
-def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
-    """Even rows like even items, odd rows odd ones; one entry of each row held out.
-
-    The only item of its colour that a row does not have is the held-out one.
-    """
-    row, item = np.indices((rows, items))
-    liked = row % 2 == item % 2
-    held = liked & (item // 2 == row // 2 % (items // 2))
-    names = [f"u{r}" for r in range(rows)], [f"i{i}" for i in range(items)]
-    parts = (scipy.sparse.csr_array(part) for part in (liked & ~held, held))
-    train, test = (
-        SparseDataset.from_scipy(part, row_names=names[0], feature_names=names[1])
-        for part in parts
-    )
-    return train, test
-
-
-PLAIN: dict[str, Any] = {
-    "activation": "relu",
-    "normalize": False,
-    "corruption": 0.0,
-    "temperature": None,
-}
-
-
-def build(
-    features: int,
-    *,
-    hidden=(16,),
-    rule=None,
-    seed: int = 0,
-    **options,
-) -> tuple[FeedForward, optimizers.Optimizer]:
-    config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
-    model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
-    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
-
-
-def parameters(model) -> dict[str, int]:
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
-    return checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves})
 
 
 @pytest.mark.parametrize("loss", ["softmax_cross_entropy", "l2_loss"])
@@ -104,34 +58,6 @@ def test_one_step_is_the_mean_gradient_of_the_batch():
     np.testing.assert_allclose(
         model.first.kernel[:8], before - rate * slope, rtol=1e-4, atol=1e-6
     )
-
-
-@pytest.mark.parametrize("rule", [optimizers.adam(1e-2), optimizers.rmsprop(1e-2)])
-def test_entries_sorted_ahead_train_the_same(rule, monkeypatch):
-    train, _ = checkerboard(50, 20)
-    # Whether they are is not in the key of the compiled dispatch.
-    clear = getattr(training._dispatch, "clear_cache")  # noqa: B009
-
-    def trained(ahead):
-        clear()
-        monkeypatch.setattr(training, "_sorts_ahead", lambda: ahead)
-        model, optimizer = build(20, rule=rule, corruption=0.3)
-        fit(model, optimizer, train, batch_size=16, num_epochs=3)
-        return np.asarray(model.first.kernel[...])
-
-    expected = trained(False)
-    np.testing.assert_allclose(trained(True), expected, rtol=1e-4, atol=1e-6)
-    clear()
-
-
-def test_steps_of_a_dispatch(monkeypatch):
-    assert training._steps_per_dispatch(10**9) == 16
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert training._steps_per_dispatch(0) == 64
-    assert training._steps_per_dispatch(655_360) == 12
-    assert training._steps_per_dispatch(10**9) == 1
-    # Inputs of both parts of a batch, and a device's own targets.
-    assert training.entries_of_step((100, 10), 2) == 210
 
 
 def test_last_batch_counts_its_own_examples():
@@ -203,7 +129,7 @@ def test_validation_and_early_stopping():
     assert len(history) == best + 1 + 3 < 200
     assert [entry for _, entry in logged] == history
     assert [step for step, _ in logged] == [entry["step"] for entry in history]
-    for metric in ("auc", "ndcg@20"):
+    for metric in ("auc", "ndcg@20"):  # found before the first epoch
         with pytest.raises(
             ValueError,
             match=f"with k=1 there is no .* metric '{metric}'; there are rec",
@@ -221,55 +147,11 @@ def test_validation_and_early_stopping():
         fit(model, optimizer, train, early_stopping=EarlyStopping())
 
 
-def without_speed(history):
-    return [
-        {k: v for k, v in entry.items() if k != "examples_per_second"}
-        for entry in history
-    ]
-
-
-@pytest.mark.parametrize("with_folder", [False, True])
-def test_ends_with_the_best_epoch(with_folder, tmp_path, capsys):
-    train, heldout = checkerboard(60, 20)
-    options: dict[str, Any] = {"batch_size": 16, "validation": heldout, "k": 1}
-    stopping = EarlyStopping(metric="recall@1", patience=2)
-    folder = {"checkpoint_dir": tmp_path} if with_folder else {}
-
-    def trained(early_stopping, num_epochs, **more):
-        model, optimizer = build(20, dropout=0.2)
-        more = options | {"early_stopping": early_stopping} | more
-        history = fit(model, optimizer, train, num_epochs=num_epochs, **more)
-        return parameters(model), history
-
-    found, history = trained(stopping, 100, **folder)
-    scores = [entry["recall@1"] for entry in history]
-    best = int(np.argmax(scores)) + 1
-    assert len(history) == best + 2
-    assert capsys.readouterr().err == (
-        f"training ended after epoch {best + 2}, as recall@1 has not risen for 2 epochs; "
-        f"epoch {best} (recall@1 {scores[best - 1]:.4f}) was the best, the model is that "
-        f"of epoch {best}\n"
-    )
-    assert found == trained(None, best)[0]
-    last = dataclasses.replace(stopping, restore_best=False)
-    assert trained(last, 100)[0] == trained(None, best + 2)[0] != found
-    assert "was the best, the model is that of epoch" in capsys.readouterr().err
-    if with_folder:  # the end of a run that has ended, and one that was cut off
-        again, entries = trained(stopping, 100, resume=True, **folder)
-        assert again == found and entries == history
-        folder = {"checkpoint_dir": tmp_path / "cut"}
-        first = dataclasses.replace(stopping, patience=50)
-        trained(first, best + 1, **folder)
-        again, entries = trained(stopping, 100, resume=True, **folder)
-        assert again == found
-        assert without_speed(entries) == without_speed(history)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_model_can_be_used_in_log(fused, monkeypatch):
     train, heldout = checkerboard(60, 20)
-    monkeypatch.setattr(training, "_launches_ahead", lambda: True)
-    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 2)
+    monkeypatch.setattr(dispatch, "launches_ahead", lambda: True)
+    monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 2)
     model, optimizer = build(20)
     copies, scores = [], []
 
@@ -298,9 +180,17 @@ def test_copies_are_others_and_nothing_else_is_copied(monkeypatch, tmp_path):
     fit(*copies, train, num_epochs=1)
     assert parameters(copies[0]) == parameters(model) != before
     del copies
-    monkeypatch.setattr(training.inplace, "_copied", None)
+    unshare, calls = inplace.unshare, []
+
+    def watched(variables):
+        arrays = [id(variable.get_raw_value()) for variable in variables]
+        unshare(variables)
+        calls.append(arrays == [id(v.get_raw_value()) for v in variables])
+
+    monkeypatch.setattr(inplace, "unshare", watched)
     options = {"validation": heldout, "checkpoint_dir": tmp_path, "num_epochs": 2}
     fit(model, optimizer, train, checkpoint_seconds=0, log=lambda *_: None, **options)
+    assert len(calls) > 2 and all(calls)
 
 
 # Where Python loses the exception, as in a callback of its garbage collector.
@@ -335,21 +225,6 @@ def values_of(*modules):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(modules, filters))]
 
 
-def test_one_capacity_for_all_epochs(monkeypatch):
-    lengths = np.random.default_rng(0).integers(0, 20, 256)
-    rows = scipy.sparse.csr_array(np.arange(20) < lengths[:, None])
-    dispatch, capacities = training._dispatch, []
-
-    def noted(*args):
-        capacities.append(args[6])
-        return dispatch(*args)
-
-    monkeypatch.setattr(training, "_dispatch", noted)
-    # The largest batches of the three have 120, 152 and 120.
-    fit(*build(20), rows, batch_size=8, num_epochs=3)
-    assert capacities == 6 * [(152,)]
-
-
 @pytest.mark.parametrize(
     ("loss", "value", "message"),
     [
@@ -377,16 +252,6 @@ def test_values_that_mean_nothing(loss, value, message):
         fit(*build(20, loss=loss), data, num_epochs=1, **log)
 
 
-def test_says_what_it_takes_for_an_optimizer_and_a_model():
-    model, optimizer = build(8)
-    theirs = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    # In the tests annotations are checked before `fit` could.
-    with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
-        training._check_modules(model, theirs)
-    with pytest.raises(TypeError, match="Linear has no loss$"):
-        training._check_modules(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optimizer)
-
-
 def test_validation_does_not_alter_training():
     train, heldout = checkerboard(60, 20)
     results = []
@@ -395,84 +260,6 @@ def test_validation_does_not_alter_training():
         fit(model, optimizer, train, num_epochs=3, validation=validation)
         results.append(parameters(model))
     assert results[0] == results[1]
-
-
-def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
-    """`fit` that dies before dispatch number `at`."""
-    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
-    dispatch, calls = training._dispatch, iter(range(10**6))
-
-    def dying(*args):
-        if next(calls) == at:
-            raise Interrupted
-        return dispatch(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "_dispatch", dying)
-        with pytest.raises(Interrupted):
-            fit(model, optimizer, checkpoint_dir=checkpoint_dir, **options)
-
-
-def test_resumed_run_has_the_same_bits(tmp_path, monkeypatch):
-    train, heldout = checkerboard(210, 20)
-    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
-    options = {
-        "inputs": train,
-        "batch_size": 16,
-        "num_epochs": 4,
-        "validation": heldout,
-        "early_stopping": EarlyStopping(patience=50),
-        "checkpoint_seconds": 0,
-    }
-    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
-    history = fit(model, optimizer, **options)
-    expected = parameters(model)
-
-    directory = tmp_path / "c"
-    options["resume"] = True
-    interrupted_fit(0, directory, monkeypatch, **options)  # before any checkpoint
-    for at in (3, 4, 7):
-        interrupted_fit(at, directory, monkeypatch, **options)
-    newest = Checkpoints(directory).steps()[-1]
-    assert 0 < newest < history[-1]["step"]
-    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=5)
-    resumed = fit(model, optimizer, checkpoint_dir=directory, **options)
-    assert parameters(model) == expected
-
-    assert without_speed(resumed) == without_speed(history)
-    # Nothing is left to do, and the result is the same.
-    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=6)
-    fit(model, optimizer, checkpoint_dir=directory, **options)
-    assert parameters(model) == expected
-
-
-def test_resume_refuses_another_metric(tmp_path):
-    train, heldout = checkerboard(20, 8)
-    options: dict[str, Any] = {"validation": heldout, "checkpoint_dir": tmp_path}
-    fit(*build(8), train, num_epochs=1, k=2, **options)
-    options |= {"num_epochs": 2, "resume": True}
-    with pytest.raises(ValueError, match="cannot resume with metric 'ndcg@3'"):
-        fit(*build(8), train, k=3, **options)
-    stopping = EarlyStopping(metric="map@2")
-    with pytest.raises(ValueError, match="cannot resume with metric 'map@2'"):
-        fit(*build(8), train, k=2, early_stopping=stopping, **options)
-    assert len(fit(*build(8), train, k=2, **options)) == 2
-
-
-def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
-    train, _ = checkerboard(60, 20)
-    options = {"inputs": train, "batch_size": 16, "checkpoint_dir": tmp_path}
-    model, optimizer = build(20)
-    for epochs in (1, 2):
-        fit(model, optimizer, num_epochs=epochs, resume=epochs > 1, **options)
-    newest = Checkpoints(tmp_path).steps()[-1]
-    for path in (tmp_path / str(newest)).rglob("*"):
-        if path.is_file() and path.stat().st_size > 1000:
-            path.write_bytes(b"")
-    again, optimizer = build(20, seed=3)
-    with pytest.warns(CheckpointWarning, match="damaged"):
-        fit(again, optimizer, num_epochs=2, resume=True, **options)
-    assert Checkpoints(tmp_path).steps()[-1] == newest  # trained to there once more
 
 
 def test_an_interrupt_whose_exception_is_lost(tmp_path):
@@ -574,39 +361,28 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
     assert Checkpoints(tmp_path / "a").steps() == []
 
 
-def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(
-    tmp_path, monkeypatch
-):
-    train, _ = checkerboard(60, 20)
-    model, optimizer = build(20)
-    dispatch, calls = training._dispatch, iter(range(10**6))
+class Losses:
+    """Those of a dispatch; notes when they are read."""
 
-    def poisoned(*args):
-        state, losses = dispatch(*args)
-        return state, losses * (jnp.nan if next(calls) == 2 else 1)
+    def __init__(self, losses: jax.Array, calls: list[str]):
+        self.losses, self.calls = losses, calls
 
-    monkeypatch.setattr(training, "_dispatch", poisoned)
-    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1 of it; .* step 2\."):
-        fit(model, optimizer, train, checkpoint_dir=tmp_path, checkpoint_seconds=0)
-    assert Checkpoints(tmp_path).steps() == [1, 2]
+    def __array__(self, dtype=None, copy=None):
+        self.calls.append("awaited")
+        return np.asarray(self.losses)
 
 
 def test_the_next_dispatch_is_launched_before_the_losses_are_awaited(monkeypatch):
     train, _ = checkerboard(60, 20)
-    dispatch, checked, calls = training._dispatch, training._checked, []
+    launch, calls = training.Program.launch, []
 
-    def launched(*args):
+    def launched(self, dispatch):
         calls.append("launched")
-        return dispatch(*args)
+        return Losses(launch(self, dispatch), calls)
 
-    def awaited(*args):
-        calls.append("awaited")
-        return checked(*args)
-
-    monkeypatch.setattr(training, "_launches_ahead", lambda: True)
-    monkeypatch.setattr(training, "_steps_per_dispatch", lambda entries: 3)
-    monkeypatch.setattr(training, "_dispatch", launched)
-    monkeypatch.setattr(training, "_checked", awaited)
+    monkeypatch.setattr(dispatch, "launches_ahead", lambda: True)
+    monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 3)
+    monkeypatch.setattr(training.Program, "launch", launched)
     (entry,) = fit(*build(20), train, batch_size=8, num_epochs=1)  # 8 steps
     assert calls == ["launched"] + 2 * ["launched", "awaited"] + ["awaited"]
     assert entry["step"] == 8
@@ -623,15 +399,6 @@ def test_model_survives_an_interrupt(monkeypatch):
         fit(model, optimizer, train, log=stop)
     assert np.isfinite(np.asarray(model.first.kernel[...])).all()
     fit(model, optimizer, train, num_epochs=1)
-
-
-def test_one_program_serves_all_epochs():
-    train, heldout = checkerboard(300, 20)
-    model, optimizer = build(20)
-    programs = getattr(training._dispatch, "_cache_size")  # noqa: B009
-    before = programs()
-    fit(model, optimizer, train, batch_size=32, num_epochs=5, validation=heldout)
-    assert programs() - before == 1
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

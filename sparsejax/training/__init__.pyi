@@ -1,0 +1,8 @@
+# Every public name beside those at the top; `__init__.py` imports each when it is used.
+
+from .dispatch import Dispatch as Dispatch
+from .dispatch import Epochs as Epochs
+from .dispatch import Program as Program
+from .dispatch import Trainable as Trainable
+from .resident import Examples as Examples
+from .resident import place as place

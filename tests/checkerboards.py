@@ -1,0 +1,66 @@
+"""Data that is easy to learn, and small models that learn it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.data import SparseDataset
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.training.checkpoint import checksums
+
+
+def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:
+    """Even rows like even items, odd rows odd ones; one entry of each row held out.
+
+    The only item of its colour that a row does not have is the held-out one.
+    """
+    row, item = np.indices((rows, items))
+    liked = row % 2 == item % 2
+    held = liked & (item // 2 == row // 2 % (items // 2))
+    names = [f"u{r}" for r in range(rows)], [f"i{i}" for i in range(items)]
+    parts = (scipy.sparse.csr_array(part) for part in (liked & ~held, held))
+    train, test = (
+        SparseDataset.from_scipy(part, row_names=names[0], feature_names=names[1])
+        for part in parts
+    )
+    return train, test
+
+
+PLAIN: dict[str, Any] = {
+    "activation": "relu",
+    "normalize": False,
+    "corruption": 0.0,
+    "temperature": None,
+}
+
+
+def build(
+    features: int,
+    *,
+    hidden=(16,),
+    rule=None,
+    seed: int = 0,
+    **options,
+) -> tuple[FeedForward, optimizers.Optimizer]:
+    config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
+    model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
+    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
+
+
+def parameters(model) -> dict[str, int]:
+    """A checksum of each parameter."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+    return checksums({jax.tree_util.keystr(p): leaf for p, leaf in leaves})
+
+
+def without_speed(history):
+    """What of a history must repeat."""
+    return [
+        {k: v for k, v in entry.items() if k != "examples_per_second"}
+        for entry in history
+    ]

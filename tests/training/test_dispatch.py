@@ -1,0 +1,200 @@
+"""Dispatches: their order, their sizes, and what one program does."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import scipy.sparse
+from checkerboards import PLAIN, build, checkerboard, parameters
+from flax import nnx
+
+from sparsejax import optimizers, training
+from sparsejax.mesh.layout import make_mesh
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.training import dispatch
+from sparsejax.training.dispatch import epoch_order, step_size
+from sparsejax.training.fit import fit
+from sparsejax.training.resident import Resident, home_rows
+
+
+def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):
+    """`[steps, batch]`."""
+    key = jax.random.key(seed)
+    drawn = np.asarray(epoch_order(key, epoch, rows, batch_size, data))
+    assert drawn.shape[1] == data
+    return drawn.reshape(len(drawn), -1)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("batch_size", [50, 64, 192])
+def test_an_epoch_is_a_permutation_in_shards(rows, batch_size):
+    drawn = order(rows, 0, batch_size)
+    assert drawn.shape == (-(-rows // batch_size), batch_size)
+    counts = (drawn >= 0).sum(axis=1)
+    assert (counts[:-1] == batch_size).all() and counts.sum() == rows
+    np.testing.assert_array_equal(np.sort(drawn[drawn >= 0]), np.arange(rows))
+    if batch_size % 64:
+        # Position p holds a row of shard p % 64.
+        flat = drawn[drawn >= 0]
+        np.testing.assert_array_equal(flat % 64, np.arange(rows) % 64)
+    else:
+        each = batch_size // 64
+        shard = np.broadcast_to(np.repeat(np.arange(64), each), drawn.shape)
+        np.testing.assert_array_equal(drawn[drawn >= 0] % 64, shard[drawn >= 0])
+        # Entry e of a shard is trained on in step e // each, whatever the batch size.
+        deep = order(rows, 0, 64).T.reshape(64, -1)
+        wide = drawn.reshape(len(drawn), 64, each).transpose(1, 0, 2).reshape(64, -1)
+        np.testing.assert_array_equal(wide[:, : deep.shape[1]], deep)
+    if rows == 1000:
+        exists = drawn >= 0
+        assert (drawn != order(rows, 1, batch_size))[exists].mean() > 0.8
+        assert (drawn != order(rows, 0, batch_size, seed=1))[exists].any()
+
+
+@pytest.mark.parametrize("data", [2, 8, 64])
+def test_a_batch_is_the_same_on_any_mesh_and_its_rows_are_at_home(data):
+    expected = order(1000, 3, 128)
+    parts = epoch_order(jax.random.key(0), 3, 1000, 128, data)
+    local = np.asarray(Resident((), None, 1000).local(parts))
+    parts = np.asarray(parts)
+    np.testing.assert_array_equal(parts.reshape(len(parts), -1), expected)
+    home = home_rows(1000, data)
+    np.testing.assert_array_equal(np.sort(home[home >= 0]), np.arange(1000))
+    for part in range(data):
+        drawn, at = parts[:, part], local[:, part]
+        np.testing.assert_array_equal(at < 0, drawn < 0)
+        np.testing.assert_array_equal(home[part][at[at >= 0]], drawn[drawn >= 0])
+
+
+def test_sizes_of_a_step():
+    assert step_size(512, 1000, 8) == 512
+    assert step_size(512, 65, 8) == step_size(512, 65, 1) == 128
+    assert step_size(50, 1000, 1) == 50 and step_size(50, 20, 1) == 20
+    with pytest.raises(ValueError, match="batch_size=50 must be a multiple of 64"):
+        step_size(50, 20, 2)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_a_loop_of_ones_own_has_the_bits_of_fit(shape, fused, monkeypatch):
+    monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 2)
+    train, heldout = checkerboard(200, 20)
+    weights = np.linspace(0, 2, 200)
+    options: dict[str, Any] = {"batch_size": 64, "num_epochs": 2, "seed": 3}
+    mesh = contextlib.nullcontext()
+    if shape is not None:
+        mesh = jax.set_mesh(make_mesh(data=shape[0], model=shape[1]))
+    with mesh:
+        model, optimizer = build(20, corruption=0.3)
+        examples = training.place(train, heldout, weights=weights)
+        epochs = training.Epochs(examples, **options)
+        program = training.Program(model, optimizer, fused=fused)
+        losses = []
+        for epoch in range(2):
+            total = 0.0
+            for each in epochs.dispatches(epoch):
+                of_steps = np.asarray(program.launch(each), np.float64)
+                total += float(np.dot(of_steps, each.examples))
+            losses.append(total / epochs.num_rows)
+        optimizer.flush(model)
+        other = build(20, corruption=0.3)
+        history = fit(*other, train, heldout, weights=weights, fused=fused, **options)
+    assert losses == [entry["loss"] for entry in history]
+    assert parameters(model) == parameters(other[0])
+
+
+def test_an_epoch_goes_on_where_it_was_left():
+    train, _ = checkerboard(100, 20)
+    epochs = training.Epochs(training.place(train), batch_size=4, num_epochs=2)
+    whole = list(epochs.dispatches(1))
+    assert [each.count for each in whole] == [16, 9]
+    assert [each.is_last for each in whole] == [False, True]
+    (rest,) = epochs.dispatches(1, position=16)
+    assert rest.first == 16 and rest.count == 9 and rest.is_last
+    np.testing.assert_array_equal(rest.rows, whole[1].rows)
+    with pytest.raises(ValueError, match="epoch=2 must be from 0 to 1"):
+        next(epochs.dispatches(2))
+
+
+def test_explicit_axes_are_refused():
+    mesh = jax.make_mesh(
+        (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    with jax.set_mesh(mesh):
+        model, optimizer = build(20)
+        with pytest.raises(ValueError, match="needs Auto axes"):
+            training.Program(model, optimizer)
+
+
+@pytest.mark.parametrize("rule", [optimizers.adam(1e-2), optimizers.rmsprop(1e-2)])
+def test_entries_sorted_ahead_train_the_same(rule, monkeypatch):
+    train, _ = checkerboard(50, 20)
+
+    def trained(ahead):
+        monkeypatch.setattr(dispatch, "sorts_ahead", lambda: ahead)
+        model, optimizer = build(20, rule=rule, corruption=0.3)
+        fit(model, optimizer, train, batch_size=16, num_epochs=3)
+        return np.asarray(model.first.kernel[...])
+
+    expected = trained(False)
+    np.testing.assert_allclose(trained(True), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_steps_of_a_dispatch(monkeypatch):
+    assert dispatch.steps_per_dispatch(10**9) == 16
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert dispatch.steps_per_dispatch(0) == 64
+    assert dispatch.steps_per_dispatch(655_360) == 12
+    assert dispatch.steps_per_dispatch(10**9) == 1
+    # Inputs of both parts of a batch, and a device's own targets.
+    assert dispatch.entries_of_step((100, 10), 2) == 210
+
+
+def test_one_capacity_for_all_epochs():
+    lengths = np.random.default_rng(0).integers(0, 20, 256)
+    rows = scipy.sparse.csr_array(np.arange(20) < lengths[:, None])
+    epochs = training.Epochs(training.place(rows), batch_size=8, num_epochs=3)
+    capacities = [d.sizes.capacities for e in range(3) for d in epochs.dispatches(e)]
+    # The largest batches of the three have 120, 152 and 120.
+    assert capacities == 6 * [(152,)]
+
+
+class Counted(FeedForward):
+    """Counts how often its loss is traced."""
+
+    traces = 0
+
+    def loss(self, *args, **kwargs):
+        Counted.traces += 1
+        return super().loss(*args, **kwargs)
+
+
+def test_one_program_serves_all_epochs(monkeypatch):
+    monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 4)
+    train, _ = checkerboard(300, 20)
+    config = NetworkConfig.autoencoder((16,), **PLAIN)
+    model = Counted(config, inputs=20, outputs=20, rngs=nnx.Rngs(0))
+    epochs = training.Epochs(training.place(train), batch_size=32, num_epochs=5)
+    program = training.Program(model, optimizers.Optimizer(model, optimizers.adam(0.1)))
+    counts, traces = [], []
+    for epoch in range(5):
+        for each in epochs.dispatches(epoch):
+            program.launch(each)
+            counts.append(each.count)
+            traces.append(Counted.traces)
+    assert counts == 5 * [4, 4, 2]
+    assert traces == 15 * [traces[0]] and traces[0] > 0
+
+
+def test_says_what_it_takes_for_an_optimizer_and_a_model():
+    model, optimizer = build(8)
+    theirs = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    # In the tests annotations are checked before `check_modules` could.
+    with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
+        dispatch.check_modules(model, theirs)
+    with pytest.raises(TypeError, match="Linear has no loss$"):
+        dispatch.check_modules(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optimizer)

@@ -1,0 +1,150 @@
+"""Trainings that go on where they ended, and end with the best epoch."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkerboards import build, checkerboard, parameters, without_speed
+
+from sparsejax import training
+from sparsejax.training import dispatch
+from sparsejax.training.checkpoint import Checkpoints, CheckpointWarning
+from sparsejax.training.fit import fit
+from sparsejax.training.progress import EarlyStopping
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
+    """`fit` that dies before dispatch number `at`."""
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    launch, calls = training.Program.launch, iter(range(10**6))
+
+    def dying(self, dispatch):
+        if next(calls) == at:
+            raise Interrupted
+        return launch(self, dispatch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Program, "launch", dying)
+        with pytest.raises(Interrupted):
+            fit(model, optimizer, checkpoint_dir=checkpoint_dir, **options)
+
+
+def test_a_resumed_training_has_the_same_bits(tmp_path, monkeypatch):
+    train, heldout = checkerboard(210, 20)
+    monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 3)
+    options = {
+        "inputs": train,
+        "batch_size": 16,
+        "num_epochs": 4,
+        "validation": heldout,
+        "early_stopping": EarlyStopping(patience=50),
+        "checkpoint_seconds": 0,
+    }
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2)
+    history = fit(model, optimizer, **options)
+    expected = parameters(model)
+
+    directory = tmp_path / "c"
+    options["resume"] = True
+    interrupted_fit(0, directory, monkeypatch, **options)  # before any checkpoint
+    for at in (3, 4, 7):
+        interrupted_fit(at, directory, monkeypatch, **options)
+    newest = Checkpoints(directory).steps()[-1]
+    assert 0 < newest < history[-1]["step"]
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=5)
+    resumed = fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+    assert without_speed(resumed) == without_speed(history)
+    # Nothing is left to do, and the result is the same.
+    model, optimizer = build(20, hidden=(8, 6), corruption=0.3, dropout=0.2, seed=6)
+    fit(model, optimizer, checkpoint_dir=directory, **options)
+    assert parameters(model) == expected
+
+
+def test_resume_refuses_another_metric(tmp_path):
+    train, heldout = checkerboard(20, 8)
+    options: dict[str, Any] = {"validation": heldout, "checkpoint_dir": tmp_path}
+    fit(*build(8), train, num_epochs=1, k=2, **options)
+    options |= {"num_epochs": 2, "resume": True}
+    with pytest.raises(ValueError, match="cannot resume with metric 'ndcg@3'"):
+        fit(*build(8), train, k=3, **options)
+    stopping = EarlyStopping(metric="map@2")
+    with pytest.raises(ValueError, match="cannot resume with metric 'map@2'"):
+        fit(*build(8), train, k=2, early_stopping=stopping, **options)
+    assert len(fit(*build(8), train, k=2, **options)) == 2
+
+
+def test_resume_passes_over_a_damaged_checkpoint(tmp_path, monkeypatch):
+    train, _ = checkerboard(60, 20)
+    options = {"inputs": train, "batch_size": 16, "checkpoint_dir": tmp_path}
+    model, optimizer = build(20)
+    for epochs in (1, 2):
+        fit(model, optimizer, num_epochs=epochs, resume=epochs > 1, **options)
+    newest = Checkpoints(tmp_path).steps()[-1]
+    for path in (tmp_path / str(newest)).rglob("*"):
+        if path.is_file() and path.stat().st_size > 1000:
+            path.write_bytes(b"")
+    again, optimizer = build(20, seed=3)
+    with pytest.warns(CheckpointWarning, match="damaged"):
+        fit(again, optimizer, num_epochs=2, resume=True, **options)
+    assert Checkpoints(tmp_path).steps()[-1] == newest  # trained to there once more
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_ends_with_the_best_epoch(with_folder, tmp_path, capsys):
+    train, heldout = checkerboard(60, 20)
+    options: dict[str, Any] = {"batch_size": 16, "validation": heldout, "k": 1}
+    stopping = EarlyStopping(metric="recall@1", patience=2)
+    folder = {"checkpoint_dir": tmp_path} if with_folder else {}
+
+    def trained(early_stopping, num_epochs, **more):
+        model, optimizer = build(20, dropout=0.2)
+        more = options | {"early_stopping": early_stopping} | more
+        history = fit(model, optimizer, train, num_epochs=num_epochs, **more)
+        return parameters(model), history
+
+    found, history = trained(stopping, 100, **folder)
+    scores = [entry["recall@1"] for entry in history]
+    best = int(np.argmax(scores)) + 1
+    assert len(history) == best + 2
+    assert capsys.readouterr().err == (
+        f"training ended after epoch {best + 2}, as recall@1 has not risen for 2 epochs; "
+        f"epoch {best} (recall@1 {scores[best - 1]:.4f}) was the best, the model is that "
+        f"of epoch {best}\n"
+    )
+    assert found == trained(None, best)[0]
+    last = dataclasses.replace(stopping, restore_best=False)
+    assert trained(last, 100)[0] == trained(None, best + 2)[0] != found
+    assert "was the best, the model is that of epoch" in capsys.readouterr().err
+    if with_folder:  # the end of a run that has ended, and one that was cut off
+        again, entries = trained(stopping, 100, resume=True, **folder)
+        assert again == found and entries == history
+        folder = {"checkpoint_dir": tmp_path / "cut"}
+        first = dataclasses.replace(stopping, patience=50)
+        trained(first, best + 1, **folder)
+        again, entries = trained(stopping, 100, resume=True, **folder)
+        assert again == found
+        assert without_speed(entries) == without_speed(history)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_last_good_checkpoint(
+    tmp_path, monkeypatch
+):
+    train, _ = checkerboard(60, 20)
+    model, optimizer = build(20)
+    launch, calls = training.Program.launch, iter(range(10**6))
+
+    def poisoned(self, dispatch):
+        return launch(self, dispatch) * (jnp.nan if next(calls) == 2 else 1)
+
+    monkeypatch.setattr(training.Program, "launch", poisoned)
+    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1 of it; .* step 2\."):
+        fit(model, optimizer, train, checkpoint_dir=tmp_path, checkpoint_seconds=0)
+    assert Checkpoints(tmp_path).steps() == [1, 2]
