@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import pytest
-from checkerboard import (
+from run_folders import (
     FIT,
     ITEMS,
     NETWORK,

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scipy.sparse
-from checkerboard import (
+from run_folders import (
     names_of,
 )
 

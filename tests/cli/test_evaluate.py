@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from checkerboard import ITEMS, USERS, write_lines
+from run_folders import ITEMS, USERS, write_lines
 
 from sparsejax.cli import run
 from sparsejax.cli.main import main

@@ -9,7 +9,7 @@ import sys
 import typing
 
 import pytest
-from checkerboard import (
+from run_folders import (
     names_of,
 )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from checkerboard import (
+from run_folders import (
     ITEMS,
     NETWORK,
     USERS,

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from checkerboard import FIT, NETWORK, parameters, write_lines
+from run_folders import FIT, NETWORK, parameters, write_lines
 
 from sparsejax.cli import commands, printing, run
 from sparsejax.cli import train as training

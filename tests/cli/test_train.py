@@ -10,7 +10,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from checkerboard import FIT, NETWORK, checkerboard, parameters, write_lines
+from run_folders import FIT, NETWORK, checkerboard, parameters, write_lines
 
 from sparsejax import optimizers
 from sparsejax.cli import flags, run

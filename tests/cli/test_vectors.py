@@ -2,7 +2,7 @@
 
 import numpy as np
 import pyarrow.parquet as pq
-from checkerboard import ITEMS, Board
+from run_folders import ITEMS, Board
 
 from sparsejax.cli import run
 from sparsejax.cli.main import main

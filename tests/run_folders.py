@@ -1,4 +1,4 @@
-"""Data and runs of a checkerboard: even users like even items, odd users odd ones."""
+"""Run folders, and the files of a checkerboard: even users like even items, odd users odd ones."""
 
 import dataclasses
 import pathlib
