@@ -353,7 +353,7 @@ class _Training:
             )
             self.bar.update(int(examples.sum()))
 
-    def _checked(self, losses: jax.Array) -> np.ndarray:
+    def _checked(self, losses) -> np.ndarray:
         """The losses of a dispatch, once it has ended."""
         host = np.asarray(losses)
         bad = np.flatnonzero(~np.isfinite(host))

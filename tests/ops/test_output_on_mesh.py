@@ -201,7 +201,9 @@ def best(arrays, exclude, k):
 @pytest.mark.parametrize("k", [1, 130])
 def test_top_k(shape, k):
     mesh, arrays = mesh_of(shape), operands()
-    arrays["h"] = jnp.round(arrays["h"])  # there are ties
+    # Quarters: no sum rounds, so its order, which depends on the number of items of a
+    # device, does not matter. Many items have the same kernel: there are ties.
+    arrays = {name: jnp.round(array * 4) / 4 for name, array in arrays.items()}
     arrays["kernel"] = arrays["kernel"].at[:ITEMS].set(arrays["kernel"][5])
     del arrays["weights"]
     exclude = matrices.random_csr(BATCH, ITEMS, 0.3)
