@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all.
 
-What is written has a hidden name beside its own, `.sparsejax-*.tmp`, until it is done.
-A killed process leaves that behind; who writes into the same folder later removes it,
-once nobody has written to it for an hour.
+A file or folder that is being written has a hidden name, `.sparsejax-*.tmp`, in the folder
+of the final one. If the process is killed, it stays there. A later write into the same
+folder removes it when nothing has written to it for an hour.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 import uuid
 from collections.abc import Generator
 
-# What opens a compressed file, by the end of its name.
+# The functions that open a compressed file, by the end of its name.
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 
-# A file under construction that nothing was written to for so long has no writer.
+# A hidden file or folder has no writer if nothing was written to it for this time.
 _ABANDONED_SECONDS = 3600
-# These errors come without the name of the file.
+# Errors of a full disk come without the name of the file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _Path = str | os.PathLike[str]
@@ -34,10 +34,10 @@ _Path = str | os.PathLike[str]
 def whole_file(path: _Path) -> Generator[io.BufferedWriter]:
     """Opens a file for bytes, which appears at `path` when the block is done.
 
-    It replaces a file that was there. If the block fails, nothing has changed.
+    It replaces an existing file. If the block fails, nothing has changed.
 
     Raises:
-      OSError: the file cannot be written; `check_writable` finds that earlier.
+      OSError: the file cannot be written. `check_writable` finds some reasons earlier.
     """
     with _replacing(path) as temporary, open(temporary, "xb") as file:
         yield file
@@ -47,7 +47,7 @@ def whole_file(path: _Path) -> Generator[io.BufferedWriter]:
 def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
     """As `whole_file`, for UTF-8 text.
 
-    A name that ends in `.gz` or `.xz` gives a compressed file.
+    The file is compressed if its name ends in `.gz` or `.xz`.
     """
     opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
     with (
@@ -59,13 +59,13 @@ def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
 
 @contextlib.contextmanager
 def whole_folder(path: _Path) -> Generator[pathlib.Path]:
-    """A folder to write files into, which appears at `path` when the block is done.
+    """Makes a folder to write files into, which appears at `path` when the block is done.
 
     If the block fails, there is no folder.
 
     Raises:
       FileExistsError: `path` exists.
-      ValueError: the folder that is to hold it does not exist.
+      ValueError: the parent folder does not exist.
     """
     path = pathlib.Path(path)
     check_new(path)
@@ -81,27 +81,27 @@ def whole_folder(path: _Path) -> Generator[pathlib.Path]:
 
 
 def check_writable(path: _Path) -> None:
-    """Checks that a file can be made here, or be replaced.
+    """Checks that a file can be written to `path`.
 
     Raises:
       ValueError: `path` is a folder or a device, or its folder does not exist.
     """
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path}: is not a file, so it cannot be written")
+        raise ValueError(f"{path}: is not a file, so it cannot be replaced by one")
     _check_parent(path)
 
 
 def check_new(path: _Path) -> None:
-    """Checks that a folder can be made here.
+    """Checks that a folder can be made at `path`.
 
     Raises:
       FileExistsError: `path` exists.
-      ValueError: the folder that is to hold it does not exist.
+      ValueError: the parent folder does not exist.
     """
     path = pathlib.Path(path)
     if os.path.lexists(path):
-        raise FileExistsError(f"{path}: exists; name another folder")
+        raise FileExistsError(f"{path}: already exists; name another folder")
     _check_parent(path)
 
 
@@ -112,7 +112,7 @@ def _check_parent(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
-    """A name to write a file under, which becomes `path` when the block is done."""
+    """A temporary name for a file, which is renamed to `path` when the block is done."""
     path = pathlib.Path(path).resolve()  # a link stays a link
     temporary = _temporary(path)
     try:
@@ -122,13 +122,13 @@ def _replacing(path: _Path) -> Generator[pathlib.Path]:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and (
             error.filename == os.fspath(temporary) or error.errno in _FULL
-        ):  # the caller knows the file by its own name
+        ):  # the caller knows the final name of the file, not this one
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 
 def _temporary(path: pathlib.Path) -> pathlib.Path:
-    """A name beside `path` for what is being written; removes what was abandoned."""
+    """A temporary name in the folder of `path`. Removes abandoned files from that folder."""
     for other in path.parent.glob(".sparsejax-*.tmp"):
         with contextlib.suppress(OSError):
             written = max(file.stat().st_mtime for file in [other, *other.rglob("*")])

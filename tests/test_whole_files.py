@@ -78,10 +78,16 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path):
         (folder / "train").write_bytes(b"whole")
         assert not out.exists()
     assert os.listdir(tmp_path) == ["parts"] and os.listdir(out) == ["train"]
-    with pytest.raises(FileExistsError, match="parts: exists"), whole_folder(out):
+    with (
+        pytest.raises(FileExistsError, match="parts: already exists"),
+        whole_folder(out),
+    ):
         raise AssertionError("begun")
     late = tmp_path / "late"
-    with pytest.raises(FileExistsError, match="late: exists"), whole_folder(late):
+    with (
+        pytest.raises(FileExistsError, match="late: already exists"),
+        whole_folder(late),
+    ):
         late.mkdir()
     with (
         pytest.raises(ValueError, match="there is no folder"),

@@ -187,7 +187,8 @@ def _whole(command: flags.Train) -> _Source:
             print(f"validation: {parts}", file=sys.stderr)
         rows = np.sort(find_names(heldout.row_names, data.row_names))
         aligned = heldout.align_rows(data.row_names[rows])
-        validation = fingerprint(aligned.matrix, rows)
+        left_out = [] if aligned.left_out is None else [aligned.left_out]
+        validation = fingerprint(aligned.matrix, rows, *left_out)
     return _Source(
         data=data,
         chunks=chunks,

@@ -1,7 +1,7 @@
 """From files to a `SparseDataset`, and from there to batches on the devices.
 
-Beside `nn`, above the mesh, below prediction. The names below are public; other wings may
-also import `batching`, `files`, `names`, `sources` and `writers`.
+This wing stands beside `nn`, above `mesh` and below `prediction`. The names below are
+public. Other wings may also import `batching`, `files`, `names`, `sources` and `writers`.
 """
 
 from sparsejax.data import datasets as datasets

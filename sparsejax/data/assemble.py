@@ -1,4 +1,4 @@
-"""From parsed blocks of a file to a data set."""
+"""Joins the parsed blocks of a file to a data set."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
     align_features,
+    latest_events,
 )
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import NameEncoder, Names, as_names
@@ -34,7 +35,7 @@ class Block:
 
     Attributes:
       rows: `[lines]` the row name on each line.
-      lengths: `[lines]` int, how many entries each line has; None if one each.
+      lengths: `[lines]` int, how many entries each line has; None if each has one.
       features: `[entries]` feature names, line after line.
       values: `[entries]` float64, or None.
       times: `[entries]` int64, float64 or datetime64[us], or None.
@@ -54,22 +55,23 @@ def assemble(
     features: Features,
     columns: Columns | None = None,
 ) -> SparseDataset:
-    """Brings the blocks of one file together.
+    """Joins the blocks of one file to a data set.
 
-    Rows come in order of first appearance; lines of the same row are merged. Several
-    entries of one (row, feature) become one: their values are added in float64, and the
-    time is that of the latest, of equally late ones that of the last in the file. The
-    features are those of `features` in its order, or those found, in the order of
-    `vocabulary_order`.
+    Rows come in order of first appearance, and lines of the same row are merged. Several
+    entries of one (row, feature) become one entry. Its value is the sum of their values,
+    added in float64. Its time is that of the latest; of equally late ones the last in the
+    file counts. The features are those of `features` in its order. Without `features`
+    they are those that the file has, in the order of `vocabulary_order`.
 
     Args:
-      blocks: of the file, all with values or none, all with times or none.
-      path: what messages name.
+      blocks: of the file. Either all or none have values, and the same holds for times.
+      path: the file that messages name.
       features: vocabulary to read against.
       columns: of the table, without the account.
 
     Raises:
-      DataError: no rows, no features, too many entries, or only unknown features.
+      DataError: there are no rows, no features, too many entries, or only unknown
+        features.
     """
     row_encoder, feature_encoder = NameEncoder(), NameEncoder()
     lengths: list[np.ndarray] = []
@@ -121,7 +123,7 @@ def assemble(
     times = order = None
     if dates:
         times = np.concatenate(dates)
-        order = _latest(rows, codes, times)
+        order = latest_events(rows, codes, times)
         times = times[order]
     del rows, codes  # the larger part of what is held
     try:
@@ -140,7 +142,9 @@ def assemble(
         at = np.argmin(finite)
         row = row_names[np.searchsorted(matrix.indptr, at, side="right") - 1]
         feature = feature_names[matrix.indices[at]]
-        problem = f"the values of {str(row)!r} and {str(feature)!r} are too large a sum"
+        problem = (
+            f"the values of {str(row)!r} and {str(feature)!r} have too large a sum"
+        )
         raise DataError.at(path, problem) from error
     if features is not None:
         dataset = align_to(dataset, features, path)
@@ -152,13 +156,13 @@ def assemble(
 
 
 def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names:
-    """Names that are all written as 17.0, which is how integers become floats, as 17.
+    """The names without ".0", if all of them end in it. Integers that became floats do.
 
     Raises:
-      DataError: all are numbers with a point, and not all are whole.
+      DataError: all names are numbers with a point, and not all are whole.
     """
     if not len(names) or not _DECIMAL.fullmatch(names[0]):
-        return names  # most files, at no cost
+        return names  # most files end here, at no cost
     texts = names.tolist()
     if not all(map(_DECIMAL.fullmatch, texts)):
         return names
@@ -166,19 +170,10 @@ def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names
     if fraction is not None:
         raise DataError.at(
             path,
-            f"the {column} holds fractions, as {fraction}, which are no names; choose "
-            "another column, or write them as text that is no number",
+            f"the {column} holds fractions like {fraction}, which cannot be names; "
+            "choose another column, or write the names as text that is not a number",
         )
     return as_names([text.removesuffix(".0") for text in texts])
-
-
-def _latest(rows: np.ndarray, columns: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """`[entries]` int64: the position of each (row, column)'s latest event, in order."""
-    order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
-    rows, columns = rows[order], columns[order]
-    is_last = np.ones(len(order), bool)
-    is_last[:-1] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
-    return order[is_last]
 
 
 def align_to(

@@ -1,4 +1,4 @@
-"""Rows in batches, and how much room a compiled program gives them."""
+"""Batches of rows, and the room for their entries in a compiled program."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Array = jax.Array | np.ndarray
 def bucket(count: int) -> int:
     """The capacity to compile for, so that `count` entries fit.
 
-    One of 16, 24, 32, 40, 56, 72, 96, ...: multiples of 8, each about 1.25 times the
-    one before. Few different programs are compiled, whatever the counts, and at most a
-    fifth of a large capacity is unused.
+    Capacities are 16, 24, 32, 40, 56, 72, 96, ...: multiples of 8, each about 1.25 times
+    the one before. So few different programs are compiled, and at most a fifth of a large
+    capacity is unused.
     """
     size = 16
     while size < count:
@@ -34,23 +34,23 @@ def largest_batch(lengths: Array, batches: Array) -> int:
 
     Args:
       lengths: `[rows]` entries of each row.
-      batches: `[steps, batch]` rows of each batch; -1 is none.
+      batches: `[steps, batch]` rows of each batch, filled up with -1.
     """
     if batches.size == 0 or lengths.size == 0:
         return 0
-    entries = lengths[batches] * (batches >= 0)  # -1 reads some row, times 0
+    entries = lengths[batches] * (batches >= 0)  # -1 reads any row and counts 0
     return int(entries.sum(axis=-1).max())
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Some rows of a matrix, to be taken inside a compiled program.
+    """Some rows of a matrix. A compiled program takes them out of it.
 
     Attributes:
-      matrix: all rows, on the device; or in blocks on a mesh, those of the batch.
+      matrix: all rows, on the device. On a mesh, the rows of the batch, in blocks.
       rows: `[batch]`; -1 makes an empty row.
-      nse: room for their entries, or for those of a block (static).
+      nse: room for the entries of the batch, or of a block of it (static).
     """
 
     matrix: SparseRows
@@ -67,11 +67,11 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseBatch:
-    """Some rows of an array, to be taken inside a compiled program.
+    """Some rows of an array. A compiled program takes them out of it.
 
     Attributes:
-      array: all rows, on the device; or those of the batch, on a mesh.
-      rows: `[batch]`, -1 is some row; None if the array has those of the batch.
+      array: all rows, on the device. On a mesh, the rows of the batch.
+      rows: `[batch]`; -1 takes any row. None if `array` has the rows of the batch.
     """
 
     array: jax.Array
@@ -97,13 +97,13 @@ def taken(shown: Shown) -> SparseRows | dict[str, SparseRows | jax.Array]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batches:
-    """Rows of a matrix in batches of one size, with room for the fullest of them.
+    """Rows of a matrix in batches of one size, with room for the fullest batch.
 
     Attributes:
       matrix: all rows, on the device; with a mesh on the host.
-      rows: `[steps, batch]` int32, -1 where there is none, as at the end of the last.
-      nse: room for the entries of a batch, or of a block of one.
-      mesh: on whose devices each batch is put, in blocks.
+      rows: `[steps, batch]` int32. -1 fills up the last batch.
+      nse: room for the entries of a batch, or of a block of a batch.
+      mesh: each batch is put on its devices, in blocks.
     """
 
     matrix: CSR
@@ -142,8 +142,8 @@ class DenseBatches:
 
     Attributes:
       array: all rows, on the device; with a mesh on the host.
-      rows: `[steps, batch]` int32, -1 where there is none.
-      mesh: over whose axis "data" each batch is divided.
+      rows: `[steps, batch]` int32. -1 fills up the last batch.
+      mesh: each batch is divided over its axis "data".
     """
 
     array: Array
@@ -196,8 +196,10 @@ def _largest_block(matrix: CSR, batches: np.ndarray, data: int, model: int) -> i
 
 
 def rows_in_a_batch(most: int, rows: int) -> int:
-    """Of batches of `rows`: `most`, or fewer if there are few; on a mesh a multiple of
-    the parts it divides them in."""
+    """The size of a batch: `most`, or less if there are fewer `rows`.
+
+    On a mesh it is a multiple of the number of parts that a batch is divided into.
+    """
     parts = axis_sizes()[0] if mesh_is_set() else 1
     return -(-min(most, bucket(rows)) // parts) * parts
 
@@ -210,17 +212,17 @@ def for_batches(matrix: CSR) -> CSR:
 
 
 def for_dense_batches(array: np.ndarray) -> Array:
-    """As `for_batches` and `on_device`, for an array; it then has at least a row."""
+    """As `for_batches` and `on_device`, for an array. The result has at least one row."""
     more = [(0, bucket(len(array)) - len(array))] + [(0, 0)] * (array.ndim - 1)
     padded = np.pad(array, more)
     return padded if mesh_is_set() else jnp.asarray(padded)
 
 
 def on_device(matrix: CSR) -> CSR:
-    """The matrix on the device, with room to spare if it comes from the host.
+    """The matrix on the device. One that comes from the host gets rounded sizes.
 
-    Rounded sizes let a compiled program serve other data too, as it comes in the
-    requests to a service. Rows that are added are empty.
+    So a compiled program also serves other data of similar size, for example the requests
+    to a service. Rows that are added are empty.
     """
     if isinstance(matrix.indices, jax.Array):
         return jax.tree.map(jnp.asarray, matrix)

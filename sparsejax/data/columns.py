@@ -13,10 +13,10 @@ from sparsejax.sparse import CSR
 
 Column = int | str | None
 
-# The names by which a column is known, of which each belongs to one role. They are
-# compared without case, white space, "_", "-" and ".", in the singular or the plural;
-# those of users and items also with a word for a key before or behind: `id_user`,
-# `ItemID`, `product_code`.
+# The names by which a column is known. Each belongs to one role. They are compared without
+# case, white space, "_", "-" and ".", in the singular or the plural. Those of users and
+# items may also have a word for a key before or after them: `id_user`, `ItemID`,
+# `product_code`.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "user": (
         *("user", "uid", "customer", "account", "visitor", "client", "buyer"),
@@ -44,15 +44,15 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 _KEYS = ("id", "key", "code", "no", "number")
 _ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
 
-# Of which a low value is often a dislike.
+# Values of columns with these names often express a dislike where they are low.
 _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The columns that the caller names, by number or by name.
+    """The columns that the caller chooses, by number or by name.
 
-    A column that is None is found by its name in the table, if that is known.
+    A column that is None is found in the table, if its name there is known.
 
     Attributes:
       user: the column with the rows' names.
@@ -82,7 +82,7 @@ class SourceColumn:
       name: as the table has it; None where its columns have no names.
       position: counted from 0.
       type: what it holds, in a word or two.
-      sample: one of its cells, for messages; "" where none was looked at.
+      sample: one of its cells, for messages; "" if no cell was read.
     """
 
     name: str | None
@@ -97,22 +97,22 @@ class SourceColumn:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Which columns of a table were read, and as what.
+    """Which columns of a table were read, and the role of each.
 
     >>> _ = pathlib.Path("bought.csv").write_text("customer,sku,price\\nann,tea,3\\n")
     >>> print(read("bought.csv").columns)
     user = customer (text), item = sku (text); not read: price; 1 rows, 1 items, 1 \
 entries; every entry counts 1
 
-    Its text is what commands print of a file.
+    Commands print the text of this object when they read a file.
 
     Attributes:
-      user: the column with the rows' names; None where it is not needed.
-      item: the column with the items, or with lists of them.
-      value: the column with the values, if there are some.
-      time: the column with the times, if there are some.
-      unread: names of the other columns, perhaps with why they are not read.
-      account: what was read: rows, items, entries, and how values will be used.
+      user: the column with the rows' names; None if it is not needed.
+      item: the column with the items, or with lists of items.
+      value: the column with the values, or None.
+      time: the column with the times, or None.
+      unread: names of the other columns, some with the reason why they are not read.
+      account: numbers of rows, items and entries, and how values will be used.
     """
 
     user: SourceColumn | None
@@ -154,7 +154,7 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
         spread = f"{low:g}" if low == high else f"{low:g} to {high:g}"
         use = f"values of {spread} are weights"
         if is_opinion and low != high:
-            use += ", so that the lowest is a weak like and no dislike"
+            use += ", so that the lowest is a weak like and not a dislike"
         use += " (with indicator=True every entry counts 1)"
     rows, items = matrix.shape
     return f"{rows:,} rows, {items:,} items, {matrix.nse:,} entries; {use}"
@@ -186,22 +186,25 @@ def find_columns(
     item_by_type: Sequence[int] = (),
     line: int | None = None,
 ) -> dict[str, int]:
-    """The positions of the columns of some roles, by role; some have none.
+    """The position of the column of each role, by role.
 
-    A role has the column that is chosen for it, otherwise the one whose name is known.
-    Two known names are not clear. User and item are needed if they are among the roles.
+    A role has the column that the caller chose for it, otherwise the one whose name is
+    known for it. Two columns with known names are an error. User and item must have a
+    column if they are among the roles; other roles without a column are left out.
 
     Args:
-      path: what messages name.
+      path: the file that messages name.
       columns: of the table.
-      chosen: by the caller.
-      roles: what is looked for.
-      item_by_type: columns that can only be items, for which a name need not be known.
-      line: what messages name, too.
+      chosen: the caller's choice.
+      roles: the roles to find columns for.
+      item_by_type: columns whose type allows only items. One of them holds the items if
+        no name is known.
+      line: the line that messages name.
 
     Raises:
       DataError: there is no such column, or it is not clear which one it is.
-      ValueError: a name where columns have none, or a column is taken twice.
+      ValueError: a column is chosen by name but the table has no names, or a column has
+        two roles.
     """
     at = {
         role: _position(path, columns, role, column, line)
@@ -226,7 +229,7 @@ def find_columns(
         elif found:
             names = " or ".join(repr(columns[i].name) for i in found)
             remedy = f"name it: {role}=COLUMN"
-            remedy += ", or leave values out: indicator=True" * (role == "value")
+            remedy += ", or ignore values: indicator=True" * (role == "value")
             problem = f"which column is the {role}, {names}"
             unclear(path, columns, problem, remedy, line)
         elif role in ("user", "item"):
@@ -243,7 +246,7 @@ def unclear(
     remedy: str,
     line: int | None = None,
 ) -> NoReturn:
-    """Raises DataError: a problem, what to do, and the columns."""
+    """Raises a DataError that states a problem, what to do, and the columns."""
     listed = ", ".join(map(_described, columns))
     message = f"{problem}; {remedy}. The columns are: {listed}"
     raise DataError.at(path, message, line=line)
@@ -251,7 +254,7 @@ def unclear(
 
 def _described(column: SourceColumn) -> str:
     name = "" if column.name is None else f" {column.name!r}"
-    sample = f", as {column.sample[:30]!r}" if column.sample else ""
+    sample = f", like {column.sample[:30]!r}" if column.sample else ""
     return f"{column.position}{name} ({column.type}{sample})"
 
 
@@ -262,7 +265,7 @@ def _position(
     column: int | str,
     line: int | None,
 ) -> int:
-    """Where a column is that was given by number or by name."""
+    """The position of a column that the caller chose by number or by name."""
     if isinstance(column, int):
         if 0 <= column < len(columns):
             return column
@@ -270,7 +273,10 @@ def _position(
     else:
         names = [known.name for known in columns]
         if all(name is None for name in names):
-            raise ValueError(f"{role}={column!r} is a name but header=False")
+            raise ValueError(
+                f"{role}={column!r} is a name, but with header=False columns have none; "
+                "give its number from 0"
+            )
         match names.count(column):
             case 1:
                 return names.index(column)

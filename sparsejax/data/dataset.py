@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,13 +26,9 @@ from sparsejax.data.split import (
 )
 from sparsejax.sparse import CSR
 
-_WAYS = (4, 8)
-# With fewer entries than this in a part, what looks like imbalance may be chance.
-_MIN_ENTRIES_PER_PART = 256
-
 
 class UnknownFeaturesWarning(UserWarning):
-    """Some entries were left out because the vocabulary lacks their feature."""
+    """Some entries were left out because the vocabulary lacks their features."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,10 +49,10 @@ class SparseDataset:
                  [ . . . ]     "bob"
                  [ . 1 . ]     "eve"
 
-    Rows and features are identified by their names wherever two data sets meet, never
-    by position. Names are text, unique, in arrays of NumPy's `StringDType`:
-    `feature_names[ids]` names the features of an array of ids, and `feature_names[i]`
-    is a `str`.
+    Wherever two data sets meet, rows and features are matched by their names, never by
+    position. Names are unique text, in arrays of NumPy's `StringDType`:
+    `feature_names[ids]` has the names for an array of ids, and `feature_names[i]` is a
+    `str`.
 
     Attributes:
       matrix: `[rows, features]`, NumPy leaves, no padding; `matrix.data` is None
@@ -64,16 +60,16 @@ class SparseDataset:
         unique.
       row_names: `[rows]` text.
       feature_names: `[features]` text.
-      left_out: `[rows]` int32, how many more entries each row had, of features that
-        these are not (see `align_features`), or None if there were none. `evaluate`
-        counts those of held-out data as missed.
-      times: `[entries]` when each entry was seen last, in the order of
-        `matrix.indices`: int64, float64 or datetime64[us] (UTC where the source has a
-        zone). None where times were not read.
+      left_out: `[rows]` int32, how many entries of each row were left out because
+        `feature_names` lacks their features (see `align_features`). None if there are no
+        such entries. `evaluate` counts those of held-out data as missed.
+      times: `[entries]` the time of the latest event of each entry, in the order of
+        `matrix.indices`: int64, float64 or datetime64[us] (in UTC if the source has a
+        zone). None if times were not read.
       order: `[entries]` int64, the position of that event in its file, which decides
-        between equal times. None where `times` is.
-      columns: which columns of a table this was read from, and as what; None where it
-        was not read from a table.
+        between equal times. None if `times` is None.
+      columns: the columns of the table that this was read from, and the role of each.
+        None if it was not read from a table.
 
     Raises:
       ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
@@ -139,18 +135,18 @@ class SparseDataset:
     ) -> SparseDataset:
         """Takes any SciPy sparse matrix or array, `[rows, features]`.
 
-        Columns keep their numbers. Duplicates are summed, stored zeros stay entries,
-        a boolean matrix becomes an indicator, other values become float32. Names are
+        Columns keep their numbers. Duplicates are summed, and stored zeros stay entries.
+        A boolean matrix becomes an indicator; other values become float32. Names are
         decimal numbers by default.
 
-        Warns if the entries are spread over the columns so unevenly that, of 4 or 8
-        devices with a contiguous part each, one would hold more than 1.3 times its
-        share, and `vocabulary_order` would do better.
+        Warns if entries are spread unevenly over the columns. This is so if 4 or 8 devices
+        have a contiguous part each, one of them would hold more than 1.3 times its share,
+        and `vocabulary_order` would reduce that.
 
         Raises:
           TypeError: `matrix` is not SciPy sparse.
-          ValueError: a value is NaN or infinite (also: as float32); the message names
-            row and column.
+          ValueError: a value is NaN or infinite, or becomes infinite as float32; the
+            message names row and column.
         """
         csr = CSR.from_scipy(matrix)
         rows, features = csr.shape
@@ -161,7 +157,8 @@ class SparseDataset:
                 range(features) if feature_names is None else feature_names
             ),
         )
-        _warn_if_unbalanced(dataset)
+        columns = np.asarray(dataset.matrix.indices)
+        vocabulary.warn_if_unbalanced(columns, dataset.feature_names)
         return dataset
 
     def to_scipy(self) -> scipy.sparse.csr_array:
@@ -182,7 +179,7 @@ class SparseDataset:
         """Reads what `save` wrote, exactly.
 
         Raises:
-          DataError: the file is missing, is something else, or is damaged.
+          DataError: the file is missing, is not a saved data set, or is damaged.
         """
         parts = parquet.read_parquet(path)
         try:
@@ -191,7 +188,7 @@ class SparseDataset:
             raise DataError.at(path, f"is damaged: {error}") from error
 
     def without_values(self) -> SparseDataset:
-        """The same entries as an indicator data set (also entries of value 0)."""
+        """The same entries as an indicator data set. Entries of value 0 stay entries."""
         return dataclasses.replace(
             self, matrix=dataclasses.replace(self.matrix, data=None)
         )
@@ -199,18 +196,19 @@ class SparseDataset:
     def split(self, fraction: float, *, seed: int) -> Split:
         """Splits the entries of each row at random into `(train, heldout)`.
 
-        Of a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
-        always stays in train. Both parts have all rows and features of this data set.
-        Where an entry goes depends on the seed, on the name of its row and on the names
-        of the row's features, not on the order of rows or columns nor on other rows.
-        What was left out before (`left_out`) is in neither: split first, then align.
+        From a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
+        entry always stays in train. Both parts have all rows and features of this data
+        set. The part of an entry depends on the seed, on the name of its row and on the
+        names of the row's features. It does not depend on the order of rows or columns,
+        nor on other rows. Entries that were left out before (`left_out`) are in neither
+        part: split first, then align.
 
         Args:
           fraction: share of the entries to train on, in (0, 1).
           seed: any integer.
 
         Raises:
-          ValueError: `fraction` is outside (0, 1), or no row is long enough for anything
+          ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
             to be held out.
         """
         is_held = heldout_entries(
@@ -219,23 +217,22 @@ class SparseDataset:
         longest = np.diff(self.matrix.indptr).max(initial=0)
         return self._split(
             is_held,
-            f"{1 - fraction:.3g} of each row is to be, rounded, but the longest row has "
-            f"{longest:,} entries; hold out a larger share",
+            f"the longest row has {longest:,} entries, too few to hold out "
+            f"{1 - fraction:.3g} of them; hold out a larger share",
         )
 
     def split_last(self, n: int = 1) -> Split:
         """Holds out the last `n` entries of each row by time: `(train, heldout)`.
 
-        One entry always stays in train, so that a row of n entries or fewer has fewer
-        held out, and a row of one entry none. Of equal times the later is that which
-        comes later in the file. Both parts have all rows and features of this data set.
+        One entry of each row always stays in train. So rows of up to `n` entries have
+        fewer than `n` held out. If times are equal, the entry that comes later in the file
+        counts as later. Both parts have all rows and features of this data set.
 
         Args:
-          n: entries of each row.
+          n: number of entries to hold out from each row.
 
         Raises:
-          ValueError: there are no times, or `n` is not positive, or no row has two
-            entries.
+          ValueError: there are no times, `n` is not positive, or no row has two entries.
         """
         indptr = np.asarray(self.matrix.indptr)
         is_held = heldout_last(indptr, *self._known_times(), n)
@@ -246,9 +243,9 @@ class SparseDataset:
     ) -> Split:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
-        So a model is tried as it will be used, on what it could not have seen. Rows and
-        features that appear later have no entry in train; the result counts them. Both
-        parts have all rows and features of this data set.
+        So a model is measured as it will be used: on entries that it could not have seen.
+        Rows and features that appear later have no entry in train; the result counts them.
+        Both parts have all rows and features of this data set.
 
         >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
         >>> frame = pandas.DataFrame(table | {"time": [1, 5, 7]})
@@ -256,11 +253,12 @@ class SparseDataset:
         held out 2 of 3 entries (66.7%), in 2 rows; new rows: 1, new features: 1
 
         Args:
-          time: entries at or after it are held out. A number where times are numbers;
-            where they are dates a datetime, a date or text as of ISO 8601. A date without
-            a time zone is taken as UTC.
-          fraction: instead, the share of the entries to train on, in (0, 1), as nearly as
-            entries of the same time allow, which are not parted.
+          time: entries at or after it are held out. If times are numbers, it is a number.
+            If they are dates, it is a datetime, a date or text of ISO 8601, in UTC unless
+            it has a time zone.
+          fraction: given in place of `time`: the share of the entries to train on, in
+            (0, 1). Entries of the same time stay together, so the share may differ a
+            little.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
@@ -284,10 +282,10 @@ class SparseDataset:
     def split_rows(self, fraction: float, *, seed: int) -> Split:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
 
-        `(1 - fraction) num_rows` rows are held out, rounded half up, but one always
+        `(1 - fraction) num_rows` rows are held out, rounded half up, but one row always
         stays in train. Both parts keep the order of rows and have all features. Which
-        rows are held out depends on the seed and on their names, not on their order nor
-        on what is in them.
+        rows are held out depends on the seed and on their names. It does not depend on
+        their order or their entries.
 
         Args:
           fraction: share of the rows to train on, in (0, 1).
@@ -300,8 +298,8 @@ class SparseDataset:
         is_held = heldout_rows(self.row_names, fraction, seed)
         if not is_held.any():
             raise ValueError(
-                f"nothing is held out: {1 - fraction:.3g} of the rows are to be, "
-                f"rounded, but there are {self.num_rows:,}; hold out a larger share"
+                f"nothing is held out: {self.num_rows:,} rows are too few to hold out "
+                f"{1 - fraction:.3g} of them; hold out a larger share"
             )
         parts = (self._rows(np.flatnonzero(part)) for part in (~is_held, is_held))
         return Split(*parts)
@@ -334,9 +332,9 @@ class SparseDataset:
         """The rows of the given names, in the given order.
 
         Args:
-          rows: names, or a data set whose row names are meant.
-          missing: what a name that is not in this data set becomes: an error, or an
-            empty row. (`match_rows` leaves it out.)
+          rows: names, or a data set whose row names are used.
+          missing: what to do with a name that is not in this data set. "error" raises;
+            "empty" makes an empty row. (`match_rows` leaves such names out.)
 
         Raises:
           ValueError: a name is not in this data set and `missing` is "error".
@@ -351,20 +349,24 @@ class SparseDataset:
         if missing == "error":
             raise ValueError(
                 f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
-                f'{_names.quoted(absent)}; missing="empty" makes empty rows of them'
+                f'{_names.quoted(absent)}; missing="empty" makes empty rows for them'
             )
         return self._rows(found, wanted)
 
     def merge(self, *others: SparseDataset) -> SparseDataset:
-        """The rows of all these data sets: one history out of several.
+        """The rows of all these data sets: joins several histories to one.
 
-        It is what `read` would make of their lines in one file. Rows of the same name
-        become one, in order of first appearance. What several of them have becomes one
-        entry; values are added, and where only some data sets have values, the entries
-        of the others count 1. Times are not kept.
+        The result is that of `read` on a file with the lines of all of them. Rows of the
+        same name become one, in order of first appearance. A (row, feature) that several
+        data sets have becomes one entry. Its value is the sum of their values; if only
+        some data sets have values, the entries of the others count 1.
+
+        Times are kept if all data sets have times of one type; otherwise the result has
+        no times. The time of an entry is the latest; of equally late ones that of the
+        last data set counts.
 
         Args:
-          *others: over the same features.
+          *others: data sets over the same features.
 
         Raises:
           ValueError: the features differ.
@@ -392,13 +394,21 @@ class SparseDataset:
             np.zeros(part.num_rows) if part.left_out is None else part.left_out
             for part in parts
         ]
-        entries = (data, (np.repeat(row, lengths), columns))
+        rows = np.repeat(row, lengths)
+        times, order = _joined_times(parts)
+        if times is not None and order is not None:
+            latest = latest_events(rows, columns, times)
+            times, order = times[latest], order[latest]
         shape = (len(names), self.num_features)
         return SparseDataset(
-            CSR.from_scipy(scipy.sparse.coo_array(entries, shape=shape)),
+            CSR.from_scipy(
+                scipy.sparse.coo_array((data, (rows, columns)), shape=shape)
+            ),
             names,
             self.feature_names,
             np.bincount(row, np.concatenate(left_out), len(names)).astype(np.int32),
+            times,
+            order,
         )
 
     def align_features(
@@ -406,11 +416,11 @@ class SparseDataset:
     ) -> SparseDataset:
         """The same rows over another data set's features, in its order.
 
-        Entries of features that are not among the given ones are left out, a warning
-        says how many, and `left_out` keeps the number of each row.
+        Entries of features that are not among the given ones are left out. A warning says
+        how many, and `left_out` has the number for each row.
 
         Args:
-          features: names, or a data set whose feature names are meant.
+          features: names, or a data set whose feature names are used.
 
         Raises:
           ValueError: there are entries, and all are of unknown features.
@@ -421,7 +431,7 @@ class SparseDataset:
         return aligned
 
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
-        """Some rows; -1 is an empty one, for which `names` gives the names of all."""
+        """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
         indptr = np.asarray(self.matrix.indptr)
         lengths = np.append(np.diff(indptr), 0)[rows]
         taken = _offsets(lengths)
@@ -442,7 +452,7 @@ class SparseDataset:
         return self.times, self.order
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
-        """The parts, all rows and features in both."""
+        """The two parts. Both have all rows and features."""
         if not is_held.any():
             raise ValueError(f"nothing is held out: {why_nothing}")
         return Split(self._entries(~is_held), self._entries(is_held))
@@ -460,9 +470,9 @@ class SparseDataset:
         feature_names: Names | None = None,
         left_out: np.ndarray | None = None,
     ) -> SparseDataset:
-        """Chosen entries with what belongs to each, as rows that begin at `indptr`.
+        """Chosen entries with their values, times and order, in rows that begin at `indptr`.
 
-        `indices`, `row_names` and `feature_names` are this data set's by default.
+        `indices`, `row_names` and `feature_names` are those of this data set by default.
         """
         features = self.feature_names if feature_names is None else feature_names
         if indices is None:
@@ -490,12 +500,12 @@ class Split(NamedTuple):
     >>> print(split)
     held out 3 of 6 entries (50.0%), in 3 rows; new rows: 0, new features: 1
 
-    Rows and features are new if they have entries held out and none in train: a model
+    Rows and features are new if they have held-out entries but no entry in train. A model
     that learns from `train` knows nothing of them.
 
     Attributes:
       train: the entries to train on.
-      heldout: all others, over the same features.
+      heldout: all other entries, over the same features.
     """
 
     train: SparseDataset
@@ -503,13 +513,13 @@ class Split(NamedTuple):
 
     @property
     def new_rows(self) -> int:
-        """Number of rows that have entries held out and none in train."""
+        """Number of rows that have held-out entries but no entry in train."""
         known, held = (part.row_names[_lengths(part) > 0] for part in self)
         return int(np.sum(_names.find_names(held, known) < 0))
 
     @property
     def new_features(self) -> int:
-        """Number of features that have entries held out and none in train."""
+        """Number of features that have held-out entries but no entry in train."""
         known, held = (np.unique(part.matrix.indices) for part in self)
         return len(np.setdiff1d(held, known, assume_unique=True))
 
@@ -526,7 +536,7 @@ class Split(NamedTuple):
 def align_features(
     dataset: SparseDataset, features: SparseDataset | Iterable[object]
 ) -> tuple[SparseDataset, str | None]:
-    """`SparseDataset.align_features`, with the warning's text returned instead."""
+    """As `SparseDataset.align_features`, but returns the text of the warning."""
     if isinstance(features, SparseDataset):
         wanted = features.feature_names
     else:
@@ -556,7 +566,7 @@ def align_features(
     if dataset.left_out is not None:
         counts += dataset.left_out
     shape = (dataset.num_rows, wanted.size)
-    # Which entries are kept, in the order of their new columns.
+    # The numbers of the entries that are kept, in the order of their new columns.
     kept = (np.flatnonzero(known), columns[known], indptr)
     sorted_ = scipy.sparse.csr_array(kept, shape=shape)
     sorted_.sort_indices()
@@ -570,16 +580,55 @@ def align_features(
     return aligned, message
 
 
+def latest_events(
+    rows: np.ndarray, columns: np.ndarray, times: np.ndarray
+) -> np.ndarray:
+    """`[entries]` int64: the position of each (row, column)'s latest event, in order.
+
+    Of equally late events it is the last one.
+
+    Args:
+      rows: `[events]`.
+      columns: `[events]`.
+      times: `[events]`.
+    """
+    order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
+    rows, columns = rows[order], columns[order]
+    is_last = np.ones(len(order), bool)
+    is_last[:-1] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
+    return order[is_last]
+
+
+def _joined_times(
+    parts: Sequence[SparseDataset],
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Times and order of the entries of all parts, as if one followed the other.
+
+    None unless all parts have times of one type.
+    """
+    times = [part.times for part in parts if part.times is not None]
+    orders = [part.order for part in parts if part.order is not None]
+    if len(times) < len(parts) or len({each.dtype for each in times}) > 1:
+        return None, None
+    sizes = [int(order.max(initial=-1)) + 1 for order in orders]
+    starts = itertools.accumulate(sizes, initial=0)
+    order = [each + start for each, start in zip(orders, starts, strict=False)]
+    return np.concatenate(times), np.concatenate(order)
+
+
 def _host(matrix: CSR) -> CSR:
-    """The matrix with NumPy leaves, float32 values, no padding; rows must be sets."""
+    """The matrix with NumPy leaves, float32 values and no padding.
+
+    Raises:
+      ValueError: a row has a column twice.
+    """
     indptr = np.asarray(matrix.indptr, np.int32)
     count = int(indptr[-1])
     indices = np.asarray(matrix.indices, np.int32)[:count]
     data = None
     if matrix.data is not None:
-        with np.errstate(
-            over="ignore"
-        ):  # becomes inf, which CSR reports with its place
+        # Too large a value becomes inf, and CSR reports its place.
+        with np.errstate(over="ignore"):
             data = np.asarray(matrix.data)[:count].astype(np.float32, copy=False)
     host = CSR(data, indices, indptr, num_cols=matrix.num_cols)
     same = np.diff(indices) == 0
@@ -597,15 +646,15 @@ def _host(matrix: CSR) -> CSR:
 def _check_times(
     times: np.ndarray | None, order: np.ndarray | None, count: int
 ) -> None:
-    """Raises ValueError unless both are right for so many entries, or both are None."""
+    """Raises ValueError unless both are right for `count` entries, or both are None."""
     if times is None and order is None:
         return
     if times is None or order is None:
         raise ValueError("times and order belong together, but one of them is None")
     if times.shape != (count,) or order.shape != (count,):
         raise ValueError(
-            f"there are {count:,} entries, but times {times.shape} and order "
-            f"{order.shape}"
+            f"there are {count:,} entries, but times has the shape {times.shape} and "
+            f"order {order.shape}"
         )
     if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
         raise ValueError(
@@ -626,24 +675,3 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
     """`[n + 1]` int32: 0 and the running sums."""
     total = np.cumsum(lengths, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), total]).astype(np.int32)
-
-
-def _warn_if_unbalanced(dataset: SparseDataset) -> None:
-    columns, entries = dataset.num_features, dataset.num_entries
-    if columns < vocabulary.HANDS or entries < max(_WAYS) * _MIN_ENTRIES_PER_PART:
-        return
-    counts = np.bincount(dataset.matrix.indices, minlength=columns)
-    ways = max(_WAYS, key=lambda ways: vocabulary.imbalance(counts, ways))
-    given = vocabulary.imbalance(counts, ways)
-    if given <= vocabulary.MAX_IMBALANCE:
-        return
-    order = vocabulary.vocabulary_order(counts, dataset.feature_names)
-    balanced = vocabulary.imbalance(counts[order], ways)
-    if math.isclose(given, balanced) or given < balanced:
-        return
-    warnings.warn(
-        f"on {ways} devices one would hold {given:.2f} times its share of the entries "
-        f"({balanced:.2f} times in balanced order); reorder the columns: "
-        "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
-        stacklevel=3,
-    )

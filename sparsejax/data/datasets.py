@@ -14,11 +14,11 @@ _FOLDER = pathlib.Path(__file__).parent / "msweb"
 
 @dataclasses.dataclass(frozen=True)
 class MSWeb:
-    """Areas of www.microsoft.com that visitors looked at, in a week of February 1998.
+    """Areas of www.microsoft.com that visitors opened in a week of February 1998.
 
     Attributes:
-      train: 32,711 visitors, 98,654 visits, 294 areas. Rows are named `train-10001`,
-        features by their path, as in `/products`.
+      train: 32,711 visitors, 98,654 visits, 294 areas. Rows have names like
+        `train-10001`. Features are named by their path, like `/products`.
       test: 5,000 other visitors (`test-10001`, ...), 15,191 visits, the same areas.
       titles: the title of each area by its path. Two areas may share a title.
     """

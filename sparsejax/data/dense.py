@@ -21,17 +21,18 @@ class DenseDataset:
     >>> ages.align_rows(["bob", "eve"], fill=-1).values
     array([44., -1.], dtype=float32)
 
-    Beside a `SparseDataset` of the same rows, in any order, it is one of the several
-    inputs that `fit`, `recommend` and `evaluate` take.
+    It is one of several inputs that `fit`, `recommend` and `evaluate` take, beside a
+    `SparseDataset` with the same rows in any order.
 
     Attributes:
-      values: `[rows, ...]` numbers of any further axes, in the dtype that JAX gives them.
+      values: `[rows, ...]` numbers, with any further axes, in the dtype that JAX gives
+        them.
       row_names: `[rows]` text.
 
     Raises:
-      TypeError: `values` are no numbers.
+      TypeError: `values` are not numbers.
       ValueError: a value is NaN or infinite, or does not fit in the dtype that JAX gives
-        it; the numbers of rows and names differ, or a name occurs twice.
+        it. The numbers of rows and names differ, or a name occurs twice.
     """
 
     values: np.ndarray
@@ -64,12 +65,12 @@ class DenseDataset:
         """The rows of the given names, in the given order.
 
         Args:
-          rows: names, or a data set whose row names are meant.
-          fill: all values of a row that this data set lacks; by default that is an
+          rows: names, or a data set whose row names are used.
+          fill: the values of a row that this data set lacks. By default such a row is an
             error.
 
         Raises:
-          ValueError: a name is not in this data set and there is no `fill`.
+          ValueError: a name is not in this data set, and `fill` is not given.
         """
         wanted = _names.of_rows(rows)
         found = _names.find_names(wanted, self.row_names)
@@ -79,12 +80,12 @@ class DenseDataset:
         if fill is None:
             raise ValueError(
                 f"{missing.size:,} of {wanted.size:,} rows are not in the data set: "
-                f"{_names.quoted(missing)}; fill=0 makes rows of zeros of them"
+                f"{_names.quoted(missing)}; fill=0 gives them rows of zeros"
             )
         shape = (len(wanted), *self.values.shape[1:])
         values = np.full(shape, fill, self.values.dtype)
         if values.size and values.flat[0] != fill:
-            raise ValueError(f"{fill=} is no {values.dtype}")
+            raise ValueError(f"{fill=} cannot be stored as {values.dtype}")
         values[found >= 0] = self.values[found[found >= 0]]
         return DenseDataset(values, wanted)
 
@@ -93,11 +94,11 @@ def dense_rows(what: str, values: object) -> np.ndarray:
     """The numbers `[rows, ...]` on the host, in the dtype that JAX gives them.
 
     Raises:
-      TypeError: they are no numbers.
-      ValueError: they have no rows, one is NaN or infinite, or is too large.
+      TypeError: they are not numbers.
+      ValueError: they have no rows, or one is NaN, infinite or too large.
     """
     given = np.asarray(values)
-    floats = jnp.issubdtype(given.dtype, jnp.floating)  # bfloat16, too
+    floats = jnp.issubdtype(given.dtype, jnp.floating)  # also bfloat16
     if not floats and given.dtype.kind not in "biu":
         raise TypeError(f"{what} must be real numbers, got {given.dtype}")
     if given.ndim == 0:

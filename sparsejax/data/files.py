@@ -1,4 +1,4 @@
-"""Data files: plain, gzip or xz, with one clear error for whatever goes wrong."""
+"""Opens data files: plain, gzip or xz. Whatever goes wrong is raised as one clear error."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tqdm import tqdm
 Path = str | os.PathLike[str]
 ByteStream = io.BufferedReader | gzip.GzipFile
 
-# Large enough that NumPy's cost per call vanishes, small enough that the temporaries of
-# a block (some ten times its size) stay out of the way.
+# Large enough that NumPy's cost per call vanishes. Small enough that the temporary arrays
+# of a block, some ten times its size, take little memory.
 BLOCK_BYTES = 8 * 2**20
 
 # A longer line is an error, so that a small compressed file cannot take all memory.
@@ -27,15 +27,15 @@ MAX_LINE_BYTES = 64 * 2**20
 
 _HEAD_BYTES = 64 * 2**10
 
-_XZ_BYTES = 2**18  # are decompressed at a time
+_XZ_BYTES = 2**18  # decompressed at a time
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
 
 
 class DataError(ValueError):
-    """A data file that cannot be read as what it was said to be.
+    """A data file that cannot be read in its stated form.
 
-    The message starts with the file's path and, where one line is to blame, its
-    number counted from 1: `ratings.tsv:17: value 'abc' is not a number`.
+    The message starts with the file's path. If one line is wrong, its number follows,
+    counted from 1: `ratings.tsv:17: value 'abc' is not a number`.
     """
 
     @classmethod
@@ -46,9 +46,9 @@ class DataError(ValueError):
 
 
 def check_regular(path: Path) -> None:
-    """Raises DataError if there is no file, or something else, such as a directory.
+    """Raises DataError if `path` is not a regular file.
 
-    Done before opening, because opening a pipe would wait for a writer.
+    This is checked before opening, because opening a pipe would wait for a writer.
     """
     try:
         mode = os.stat(path).st_mode
@@ -66,13 +66,14 @@ def check_regular(path: Path) -> None:
 def open_data(path: Path) -> Generator[ByteStream]:
     """Opens a file for reading bytes, decompressing gzip and xz as it goes.
 
-    Compression is recognised by the file's first bytes, not by its name. Whatever fails
-    while the file is open (it is missing, a directory, truncated, damaged) is raised as
-    `DataError`. If it takes long, a bar shows how much of the file has been read.
+    Compression is recognised by the file's first bytes, not by its name. A file that is
+    missing, a directory, truncated or damaged raises `DataError`, also while it is read.
+    If reading takes long, a bar shows how much of the file has been read.
     """
     if is_address(path):
         raise DataError.at(
-            path, "only Parquet is read from an address; make a copy of the file first"
+            path,
+            "only Parquet is read from an address; copy the file to this machine first",
         )
     check_regular(path)
     try:
@@ -98,9 +99,9 @@ def open_data(path: Path) -> Generator[ByteStream]:
 
 
 class _Xz(io.RawIOBase):
-    """The streams of an xz file, one after the other, with the padding between them.
+    """Reads the streams of an xz file, one after the other, with padding between them.
 
-    `lzma.LZMAFile` passes over what is damaged behind the first stream.
+    `lzma.LZMAFile` ignores damage behind the first stream.
     """
 
     def __init__(self, file: io.BufferedReader):
@@ -125,7 +126,7 @@ class _Xz(io.RawIOBase):
                 if self._stream.needs_input and not (
                     rest := self._file.read(_XZ_BYTES)
                 ):
-                    raise EOFError("the file ends before a stream does")
+                    raise EOFError("the file ends within a stream")
             data = self._stream.decompress(rest, len(view))
             if data:
                 view[: len(data)] = data
@@ -146,7 +147,7 @@ class _Watched(io.BufferedReader):
 
 
 def progress_bar(path: Path, size: int) -> tqdm:
-    """A bar for `size` bytes, on a terminal, if they take more than a second."""
+    """A bar for `size` bytes. A terminal shows it if they take more than a second."""
     return tqdm(
         total=size,
         desc=os.path.basename(os.fspath(path).partition("?")[0].rstrip("/")),
@@ -159,12 +160,12 @@ def progress_bar(path: Path, size: int) -> tqdm:
 
 
 def shown(path: Path) -> str:
-    """How messages name a path: without the password that an address may hold."""
+    """The path as messages show it: without the password that an address may hold."""
     return re.sub("(?<=://)[^/@]*@", "", os.fspath(path))
 
 
 def is_address(path: Path) -> bool:
-    """Whether this is an address, as `s3://bucket/folder`."""
+    """Whether this is an address like `s3://bucket/folder`."""
     return bool(re.match("[a-z][a-z0-9+.-]*://", os.fspath(path)))
 
 
@@ -173,7 +174,7 @@ class Lines:
     """Whole lines of a file.
 
     Attributes:
-      data: UTF-8 bytes; every line, the last one too, ends in a line feed.
+      data: UTF-8 bytes. Every line, also the last one, ends in a line feed.
       path: the file.
       first: number of the first line, counted from 1.
     """
@@ -196,8 +197,8 @@ def line_blocks(
     its block longer, up to `MAX_LINE_BYTES`.
 
     Raises:
-      DataError: a zero byte (so the file is binary), invalid UTF-8, a carriage return
-        in the middle of a line, or a line that is too long.
+      DataError: the file has a zero byte (so it is binary), invalid UTF-8, a carriage
+        return inside a line, or a line that is too long.
     """
     first = 1
     pending: list[bytes] = []
@@ -232,7 +233,7 @@ def lines_of(path: Path) -> list[str]:
     """The lines of a text file that are not empty.
 
     Raises:
-      DataError: there are none, or see `line_blocks`.
+      DataError: all are empty, or for the reasons of `line_blocks`.
     """
     with open_data(path) as stream:
         text = b"".join(lines.data for lines in line_blocks(stream, path)).decode()
@@ -243,14 +244,14 @@ def lines_of(path: Path) -> list[str]:
 
 
 def head(path: Path) -> Lines:
-    """The first 64 KiB or so of a file, in whole lines of which one is not blank.
+    """The first block of whole lines, about 64 KiB, in which a line is not blank.
 
     Raises:
-      DataError: there is none.
+      DataError: all lines are blank.
     """
     with open_data(path) as stream:
         for lines in line_blocks(stream, path, block_bytes=_HEAD_BYTES):
-            if lines.data.decode().strip():  # also of white space that is not ASCII
+            if lines.data.decode().strip():  # strips white space outside ASCII, too
                 return lines
     raise DataError.at(path, "holds no data: the file is empty")
 

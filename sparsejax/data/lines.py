@@ -1,8 +1,8 @@
-"""The two forms with a whole row on each line, parsed a block of lines at a time.
+"""Parsers of the two forms that have a whole row on each line: text and adjacency.
 
-Both look for their separators in all bytes of a block at once (UTF-8 never uses ASCII
-bytes inside a longer character) and build Arrow arrays from what lies between: no
-Python object is made for an entry.
+They parse a block of lines at a time. They search all bytes of a block for separators at
+once, and build Arrow arrays from what lies between. So no Python object is made for an
+entry. This is correct because UTF-8 never uses ASCII bytes inside a longer character.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from sparsejax.data.values import parse_values, value_problem
 _NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
 
 
-def _table(separators: bytes) -> np.ndarray:
-    table = np.zeros(256, bool)
-    table[list(separators)] = True
-    return table
+def _separates(separators: bytes) -> np.ndarray:
+    """`[256]` bool: whether each byte is a separator."""
+    found = np.zeros(256, bool)
+    found[list(separators)] = True
+    return found
 
 
-_TEXT = _table(b"\n\t:,")
-_SPACE = _table(b" \t\n\v\f")
+_TEXT = _separates(b"\n\t:,")
+_SPACE = _separates(b" \t\n\v\f")
 
-# What is escaped in the text form, and what stands for it between the backslash and the
-# name: bytes that UTF-8 never uses. The backslash itself is first, so that a pair of them
-# is found before what follows.
+# Characters of a name and their escapes in the text form. While a block is parsed, a byte
+# that UTF-8 never uses stands for each escape. The backslash comes first, so that a pair
+# of backslashes is found before an escape that begins with the second one.
 ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r", ",": "\\,", ":": "\\:"}
 _STAND_INS = bytes(range(0xF8, 0xF8 + len(ESCAPES)))
 _MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
@@ -40,7 +41,7 @@ _MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
 def adjacency_blocks(
     stream: ByteStream, path: Path, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """`row feature feature ...`, separated by spaces or TABs."""
+    """Parses `row feature feature ...` lines, separated by spaces or TABs."""
     for lines in line_blocks(stream, path, block_bytes=block_bytes):
         yield _adjacency_block(lines)
 
@@ -66,7 +67,7 @@ def _adjacency_block(lines: Lines) -> Block:
 def text_blocks(
     stream: ByteStream, path: Path, *, indicator: bool, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Block]:
-    """`row<TAB>feature[,value]:feature[,value]:...`; see `readers.read_text`."""
+    """Parses `row<TAB>feature[,value]:feature[,value]:...` lines; see `read_text`."""
     valued: bool | None = False if indicator else None
     for lines in line_blocks(stream, path, block_bytes=block_bytes):
         block, valued = _text_block(lines, valued, indicator=indicator)
@@ -76,7 +77,10 @@ def text_blocks(
 def _text_block(
     lines: Lines, valued: bool | None, *, indicator: bool
 ) -> tuple[Block, bool | None]:
-    """Parses a block; `valued` says whether earlier entries had values, if any."""
+    """Parses a block.
+
+    `valued` says whether earlier entries had values; None if there were no entries.
+    """
     lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])
@@ -104,7 +108,7 @@ def _text_block(
             problems.append((int(number), _no_row(text)))
             break
 
-    # Between the marks of a line lie its fields: field i ends at mark i + 1.
+    # Fields lie between the marks of a line: field i ends at mark i + 1.
     mark = np.flatnonzero(has_row[line] & (marks >= name_ends[line]))
     marks, kind, line = marks[mark], kind[mark], line[mark]
     starts, ends = marks[:-1] + 1, marks[1:]
@@ -122,7 +126,7 @@ def _text_block(
     problem_where(
         is_feature & empty & (right == _COMMA),
         line,
-        "a value without a feature: nothing stands before ','",
+        "a value without a feature: there is nothing before ','",
     )
     problem_where(
         (left == _COMMA) & (right == _COMMA),
@@ -160,7 +164,7 @@ def _text_block(
 
 
 def _without_escapes(lines: Lines) -> Lines:
-    """One byte for each escaped character, which is no separator; see `_strings`."""
+    """The lines with one byte for each escape. It is not a separator; see `_strings`."""
     data = lines.data
     if b"\\" not in data:
         return lines
@@ -170,7 +174,7 @@ def _without_escapes(lines: Lines) -> Lines:
 
 
 def mixed_values(valued: bool) -> str:
-    """The message for an entry unlike those before it."""
+    """The message for an entry that differs from those before it."""
     entry, earlier = ("no value", "one") if valued else ("a value", "none")
     return (
         f"an entry has {entry} but earlier entries have {earlier}; give all entries a "
@@ -190,7 +194,7 @@ def _no_row(text: bytes) -> str:
 def _strings(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> pa.LargeStringArray:
-    """The strings `data[starts[i]:ends[i]]`, which ascend and do not touch."""
+    """The strings `data[starts[i]:ends[i]]`. They ascend and do not touch each other."""
     offsets = np.concatenate([[0], np.cumsum(ends - starts)])
     steps = np.zeros(len(data) + 1, np.int8)
     steps[starts] += 1

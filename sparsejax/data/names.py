@@ -1,7 +1,7 @@
 """Names of rows and features: arrays of text, and finding names in them by hashing.
 
-Names are kept as NumPy arrays of `StringDType`: 16 bytes for a name of up to 15 bytes,
-where a Python string in an object array takes about 60. Indexing gives a `str`.
+Names are NumPy arrays of `StringDType`. A name of up to 15 bytes takes 16 bytes there; a
+Python string in an object array takes about 60. Indexing gives a `str`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
     """`[n]` array of text. Numbers become decimal names.
 
     Raises:
-      ValueError: not one-dimensional.
-      TypeError: one name alone was given instead of a sequence.
+      ValueError: the names are not one-dimensional.
+      TypeError: one name was given instead of a sequence.
     """
     if isinstance(names, str):
         raise TypeError(f"expected a sequence of names, got the string {names!r}")
@@ -37,7 +37,7 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
 
 @runtime_checkable
 class RowNames(Protocol):
-    """A data set, of which the row names are meant."""
+    """A data set whose row names are used."""
 
     @property
     def row_names(self) -> Names:
@@ -46,12 +46,12 @@ class RowNames(Protocol):
 
 
 def of_rows(rows: RowNames | Iterable[object]) -> Names:
-    """The names, or the row names of a data set."""
+    """The given names, or the row names of a data set."""
     return as_names(rows.row_names if isinstance(rows, RowNames) else rows)
 
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
-    """The same names as an Arrow array (64-bit offsets: names may pass 2 GiB)."""
+    """The same names as an Arrow array. Its offsets have 64 bits: names may pass 2 GiB."""
     return pa.array(names.tolist(), pa.large_string())
 
 
@@ -64,7 +64,7 @@ def find_names(names: Names, among: Names) -> np.ndarray:
 
 
 def check_unique(names: Names, what: str) -> None:
-    """Raises ValueError if a name occurs twice; `what` says what is named."""
+    """Raises ValueError if a name occurs twice; `what` is "row" or "feature"."""
     arrow = to_arrow(names)
     if len(arrow.unique()) == len(arrow):
         return
@@ -86,13 +86,13 @@ def quoted(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
 class NameEncoder:
     """Numbers names by first appearance, a block at a time, in linear time.
 
-    Each block is encoded by itself; its new numbers are provisional and its distinct
-    names wait. When more names wait than are known, all are brought together by one
-    hash table. So every name is hashed a bounded number of times on average, and at
-    most twice as many names as there are different ones are held, or `waiting`.
+    Each block is encoded alone. Its numbers are provisional, and its distinct names wait.
+    When more names wait than are known, all of them are encoded together. So a name is
+    hashed a bounded number of times on average, and at most twice as many names as there
+    are distinct ones are held, or `waiting` if that is more.
 
     Args:
-      waiting: names that may wait, however few are known.
+      waiting: number of names that may wait, even if fewer are known.
     """
 
     def __init__(self, waiting: int = 2**20) -> None:
@@ -104,7 +104,7 @@ class NameEncoder:
         self._provisional: list[np.ndarray] = []
 
     def add(self, names: pa.Array) -> None:
-        """Takes the next block: strings, or strings already dictionary-encoded."""
+        """Takes the next block: strings, which may be dictionary-encoded."""
         if not isinstance(names, pa.DictionaryArray):
             names = names.dictionary_encode()
         codes = names.indices.to_numpy()
@@ -116,8 +116,7 @@ class NameEncoder:
             self._fold()
 
     def finish(self) -> tuple[Names, np.ndarray]:
-        """`(names [n], codes [total] int32)`: everything added stands for
-        `names[codes]`."""
+        """`(names [n], codes [total] int32)`: all blocks together are `names[codes]`."""
         self._fold()
         codes = np.concatenate([np.empty(0, np.int32), *self._settled])
         return as_names(self._known), codes

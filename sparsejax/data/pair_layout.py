@@ -1,4 +1,4 @@
-"""How a file of pairs is to be read: its delimiter, its header and its columns."""
+"""Finds out how to read a file of pairs: its delimiter, its header and its columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsejax.data.values import is_number, time_problem
 
 DELIMITERS = ("\t", "::", ",", ";", "|")
 
-_SAMPLE = 100  # records that are looked at before
+_SAMPLE = 100  # records that are looked at to find the layout
 _MOVIELENS = [
     ["integers"] * 2 + [rating, "integers"] for rating in ("integers", "fractions")
 ]
@@ -32,9 +32,9 @@ class Layout:
 
     Attributes:
       delimiter: one or two characters.
-      first_line: where the records begin, counted from 1: behind the header.
-      num_columns: of each record.
-      columns: which is what.
+      first_line: the line of the first record behind the header, counted from 1.
+      num_columns: number of columns of each record.
+      columns: the columns that are read, and the role of each.
     """
 
     delimiter: str
@@ -60,18 +60,18 @@ def find_layout(
     header: bool | None = None,
     indicator: bool = False,
 ) -> Layout:
-    """Settles what was left open, from the first records; see `read_pairs`.
+    """Finds what the caller left open from the first records; see `read_pairs`.
 
     Raises:
-      DataError: the file is empty, or it is not clear how it is to be read.
-      ValueError: a delimiter that cannot be one, a column taken twice.
+      DataError: the file is empty, or it is not clear how to read it.
+      ValueError: the delimiter cannot be one, or a column has two roles.
     """
     if delimiter is not None and (
         not 1 <= len(delimiter) <= 2 or set(delimiter) & set('\r\n"\0')
     ):
         raise ValueError(
-            "delimiter must be one or two characters, no quote and no end of a line, "
-            f"got {delimiter!r}"
+            "delimiter must be one or two characters, without quotes and line ends, got "
+            f"{delimiter!r}"
         )
     if indicator:
         chosen = dataclasses.replace(chosen, value=None)
@@ -141,9 +141,10 @@ def _by_position(
     delimiter: str,
     line: int,
 ) -> dict[str, int]:
-    """The columns where there is no header: two that are left are user and item.
+    """The position of each role's column in a file without a header.
 
-    MovieLens' `user::item::rating::time` are known.
+    If two columns are left that the caller did not choose, they are user and item.
+    `user::item::rating::time` of MovieLens is known.
     """
     named = [role for role in roles if chosen.of(role) is not None]
     places = find_columns(path, columns, chosen, roles=named, line=line)
@@ -162,7 +163,7 @@ def _by_position(
     ):
         problem = "without a header it is not clear which column is what"
         remedy = "name them by their numbers: user=COLUMN, item=COLUMN"
-        remedy += ", and value=COLUMN or time=COLUMN if there are such"
+        remedy += ", and value=COLUMN or time=COLUMN if there are values or times"
         unclear(path, columns, problem, remedy, line)
     if wanted:
         places |= dict(zip(wanted, (column.position for column in left), strict=True))
@@ -170,7 +171,7 @@ def _by_position(
 
 
 def _type(cells: Sequence[str]) -> str:
-    """What some cells are, in a word."""
+    """What some cells of a column are, in a word."""
     cells = [cell for cell in cells if cell]
     if not cells:
         return "empty"
@@ -185,13 +186,13 @@ def _type(cells: Sequence[str]) -> str:
 
 
 def _has_header(path: Path, records: Sequence[tuple[int, list[str]]]) -> bool:
-    """Whether the first record is one.
+    """Whether the first record is a header.
 
-    It is if two of its cells are known names of columns, or if all are text, and one has
-    nothing but numbers or dates below.
+    It is if two of its cells are known names of columns. It is also if all its cells are
+    text and one column has only numbers or dates below.
 
     Raises:
-      DataError: one cell is a known name, which may be chance.
+      DataError: exactly one cell is a known name, which may be chance.
     """
     line, first = records[0]
     known = [cell for cell in first if role_of(cell)]
@@ -207,18 +208,18 @@ def _has_header(path: Path, records: Sequence[tuple[int, list[str]]]) -> bool:
         raise DataError.at(
             path,
             f"is the first line a header, with the known name {known[0]!r}, or data? "
-            f"Name the columns, as user={first[0]!r} and item={first[1]!r}, or write a "
-            "header user,item",
+            f"Name the columns, for example user={first[0]!r} and item={first[1]!r}, or "
+            "write a header user,item",
             line=line,
         )
     return False
 
 
 def _guess_delimiter(lines: Lines) -> str:
-    """The delimiter by which all records have the same number of columns.
+    """The delimiter that gives all records the same number of columns.
 
     Raises:
-      DataError: there are several.
+      DataError: several delimiters do.
     """
     text = lines.data.decode()
     inside = [delimiter for delimiter in DELIMITERS if delimiter in text]
@@ -245,16 +246,16 @@ def _guess_delimiter(lines: Lines) -> str:
 
 
 def _sample(lines: Lines, delimiter: str) -> list[tuple[int, list[str]]]:
-    """`(line, cells)` of the first records."""
+    """`(line, cells)` of each of the first records."""
     found: list[tuple[int, list[str]]] = []
     for line, _, cells in read_records(lines, delimiter):
         found.append((line, cells))
         if len(found) == _SAMPLE:
             return found
-    # What was read may end within quotes.
+    # The last record may end within quotes.
     return found[:-1] if len(found) > 2 and has_quotes(delimiter) else found
 
 
 def _end_of_first(lines: Lines, delimiter: str) -> int:
-    """The line behind the first record."""
+    """The number of the line behind the first record."""
     return next(end for _, end, _ in read_records(lines, delimiter))

@@ -1,4 +1,4 @@
-"""CSV and TSV files with a (user, item) pair, perhaps with more, on each line."""
+"""CSV and TSV files with a (user, item) pair on each line, perhaps with value and time."""
 
 from __future__ import annotations
 
@@ -44,12 +44,17 @@ def pair_blocks(
     block_bytes: int = BLOCK_BYTES,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Block]:
-    """Reads the pairs; `stream` is `path` opened.
+    """Parses the pairs of a file in blocks.
 
-    For `block_bytes` and `max_record_bytes` see `record_blocks`.
+    Args:
+      stream: the file, opened.
+      path: the file that messages name.
+      layout: how to read it.
+      block_bytes: see `record_blocks`.
+      max_record_bytes: see `record_blocks`.
 
     Raises:
-      DataError: with the line of the first record that is wrong.
+      DataError: a record is wrong; the message has the line of the first one.
     """
     blocks = record_blocks(
         stream,
@@ -60,7 +65,7 @@ def pair_blocks(
         max_record_bytes=max_record_bytes,
     )
     valued: bool | None = None
-    kind: str | None = None  # of the times; "" if there are none
+    kind: str | None = None  # of the times so far; "" if entries have none
     for lines in blocks:
         try:
             columns = _parse(lines, layout)
@@ -110,7 +115,7 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
 
 
 def _without_white_space(lines: Lines, layout: Layout) -> bytes:
-    """The same without records that are white space, which Arrow does not skip."""
+    """The lines without records of white space, which Arrow does not skip."""
     data = with_one_separator(lines, layout.delimiter).split(b"\n")
     kept = []
     for line, end, cells in read_records(lines, layout.delimiter):
@@ -129,17 +134,17 @@ def _columns(data: bytes, layout: Layout) -> dict[str, pa.Array]:
         for role, at in layout.places.items()
     }
 
-    if data.startswith(b"\xef\xbb\xbf"):  # it begins a name, but Arrow would drop it
+    if data.startswith(b"\xef\xbb\xbf"):  # part of a name, but Arrow would drop it
         data = b"\n" + data
-    # Arrow's threads must hold nothing of Python's, neither these bytes nor a function:
-    # one that lets go of it when the process ends would abort the process.
+    # Arrow's threads must not hold Python objects, neither these bytes nor a function. If
+    # a thread released one when the process ends, the process would abort.
     stream = pa.BufferOutputStream()
     stream.write(data)
     table = pyarrow.csv.read_csv(
         pa.BufferReader(stream.getvalue()),
         read_options=pyarrow.csv.ReadOptions(
             column_names=names,
-            block_size=len(data) + 1,  # so that no record is in two
+            block_size=len(data) + 1,  # so that no record is cut
         ),
         parse_options=pyarrow.csv.ParseOptions(
             delimiter=separator(layout.delimiter),
@@ -159,7 +164,7 @@ def _columns(data: bytes, layout: Layout) -> dict[str, pa.Array]:
 
 
 def _num_empty(columns: Mapping[str, pa.Array]) -> int:
-    """How many users and items are empty."""
+    """Number of empty users and items."""
     count = 0
     for role in ("user", "item"):
         names = columns[role]
@@ -178,11 +183,18 @@ def _explain(
     missing: int = 0,
     cause: Exception | None = None,
 ) -> NoReturn:
-    """Finds the first record that is wrong, slowly; see `pair_blocks`."""
+    """Finds the first record that is wrong, slowly, and raises the error for it.
+
+    Args:
+      lines: the block with the record.
+      layout: how to read it.
+      valued: whether earlier entries had values; None if there were no entries.
+      kind: of the times of earlier entries, as in `pair_blocks`.
+      missing: how many users and items of the file are empty.
+      cause: Arrow's error, if it could not parse the block.
+    """
     places = layout.places
-    how_often = (
-        f", {missing:,} times in all: fill it in, or leave these lines out first"
-    )
+    how_often = f", {missing:,} times in all: fill it in, or remove these lines first"
 
     def problem_of(cells: list[str]) -> str | None:
         nonlocal valued, kind
@@ -204,7 +216,7 @@ def _explain(
                 return mixed_values(valued)
             if valued and (problem := value_problem(text)):
                 return (
-                    f"{problem} ({layout.columns.value} is taken for the value; choose "
+                    f"{problem} ({layout.columns.value} is read as the value; choose "
                     "another with value=COLUMN, or ignore values with indicator=True)"
                 )
         if "time" in places:

@@ -1,19 +1,18 @@
-"""Parquet files: a data set as one of them, and opening any.
+"""Parquet files: writing and reading a saved data set, and opening files of any content.
 
-The form that `SparseDataset.save` writes:
-
-Row `i` of the table holds the `i`-th row and, beside it, the name of the `i`-th feature;
-the shorter of the two is filled up with nulls, which cost nothing::
+`SparseDataset.save` writes this form. Row `i` of the table holds the `i`-th row of the
+data set and, beside it, the name of the `i`-th feature. The shorter of the two is filled
+up with nulls, which take no room::
 
     row     indices  values       feature
     ann     [0, 2]   [1.0, 5.0]   milk
     bob     []       []           tea
     null    null     null         wine
 
-`values` (list<float32>) is missing from an indicator data set. Others have `times`
-(list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), which come
-together, or `left_out` (int32): how many entries a row had of features that are not among
-these. The schema's metadata gives the version of this form, and a checksum of all of it.
+An indicator data set has no `values` (list<float32>). If the data set has times, there are
+`times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>). If
+entries were left out, `left_out` (int32) has their number for each row. The schema's
+metadata has the version of this form, and a checksum of the whole content.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sparsejax.whole_files import whole_file
 
 VERSION = 1
 
-# Rows that can be read without the others: some 30 MB.
+# Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
 _VERSION_KEY = b"sparsejax.dataset.version"
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
@@ -45,7 +44,7 @@ _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
     "values": pa.list_(pa.float32()),
-    "times": pa.list_(pa.int64()),  # or one of these
+    "times": pa.list_(pa.int64()),  # or a list of another type in `_TIMES`
     "order": pa.list_(pa.int64()),
     "left_out": pa.int32(),
     "feature": pa.large_string(),
@@ -54,7 +53,7 @@ _TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 
 class Parts(NamedTuple):
-    """What a data set consists of; the arguments of `SparseDataset`."""
+    """The parts of a data set that a file has; they are arguments of `SparseDataset`."""
 
     matrix: CSR
     row_names: Names
@@ -65,9 +64,9 @@ class Parts(NamedTuple):
 
 
 def write_parquet(path: Path, parts: Parts) -> None:
-    """Writes a data set, of which the matrix has NumPy leaves without padding.
+    """Writes a data set, whole or not at all.
 
-    The file appears at once and whole, or not at all.
+    The matrix has NumPy leaves without padding.
 
     Raises:
       OSError: the file cannot be written.
@@ -122,14 +121,16 @@ def read_parquet(path: Path) -> Parts:
     with files[0].open() as file:
         check_schema(path, file.schema_arrow)
         parts = _read_table(path, file)
-        # Pages have checksums of their own, but not what says where they are.
+        # Pages have checksums of their own, but the records of their places do not.
         if file.schema_arrow.metadata.get(_CHECKSUM_KEY) != _checksum(parts):
-            raise DataError.at(path, "is damaged: its checksum is that of other data")
+            raise DataError.at(
+                path, "is damaged: its checksum does not fit its content"
+            )
         return parts
 
 
 def _checksum(parts: Parts) -> bytes:
-    """Of all that a file holds, and of which parts there are."""
+    """A checksum of the content of a file and of the list of its parts."""
     matrix = parts.matrix
     arrays = (matrix.indptr, matrix.indices, matrix.data, *parts[3:])
     leaves = ["\0".join(names.tolist()).encode() for names in parts[1:3]]
@@ -147,12 +148,12 @@ def is_dataset(schema: pa.Schema) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ParquetPath:
-    """Where a Parquet file is.
+    """The place of a Parquet file.
 
     Attributes:
-      path: what messages call it.
-      filesystem: where it is.
-      inner: its path there.
+      path: the path that messages name.
+      filesystem: the file system with the file.
+      inner: the path of the file in that file system.
       size: in bytes.
     """
 
@@ -163,7 +164,7 @@ class ParquetPath:
 
     @contextlib.contextmanager
     def open(self) -> Generator[pq.ParquetFile]:
-        """The file, opened. What fails in the block is raised as `DataError`."""
+        """Opens the file. Errors of reading within the block become `DataError`."""
         try:
             with (
                 self.filesystem.open_input_file(self.inner) as stream,
@@ -176,15 +177,15 @@ class ParquetPath:
 
 
 def parquet_files(path: Path) -> list[ParquetPath]:
-    """A Parquet file, or those in a folder and its folders, in the order of their names.
+    """A Parquet file, or those in a folder and its subfolders, in the order of their names.
 
-    Files and folders whose names start with `_` or `.` are passed over, as Spark does.
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark.
 
     Args:
-      path: local, or an address that pyarrow knows, as `s3://bucket/folder`.
+      path: a local path, or an address that pyarrow knows, like `s3://bucket/folder`.
 
     Raises:
-      DataError: there is none, or the store cannot be reached.
+      DataError: there is no such file, or the store cannot be reached.
     """
     if not is_address(path) and not os.path.isdir(path):
         check_regular(path)
@@ -241,8 +242,8 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
     if version != str(VERSION):
         raise DataError.at(
             path,
-            f"is a saved data set of version {version}; this release reads version "
-            f"{VERSION}, a newer one is needed",
+            f"is a saved data set of version {version}, but this release reads version "
+            f"{VERSION}; install a newer release",
         )
 
 
@@ -287,7 +288,7 @@ def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
 
 
 def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
-    """The columns that a saved data set has, and what they are read as."""
+    """The columns that a saved data set has, and the type as which each is read."""
     types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
     if "times" in types:
         found = schema.field("times").type
@@ -299,7 +300,7 @@ def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
 
 
 def _empty(type_: pa.DataType) -> np.ndarray:
-    """`[0]` of the type of an entry."""
+    """An empty array of the type of an entry."""
     inner = type_.value_type if pa.types.is_list(type_) else type_
     return pa.array([], inner).to_numpy()
 

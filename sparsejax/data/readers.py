@@ -1,37 +1,35 @@
 """Reading data sets from files.
 
-Every reader takes `features`: the data set (or the names) whose vocabulary the file is
-to be read against. Read a second file, be it targets, a test set or a filter, like
-this::
+Every reader takes `features`: a data set or names. The file is read against this
+vocabulary. Read a second file, for example targets, a test set or a filter, like this::
 
     train = read("train.txt")
     test = read("test.txt", features=train)
 
-Then both have the same columns. Features that the vocabulary lacks are left out with a
-warning that counts them; if all are unknown, that is an error. Without `features` the
-vocabulary is what the file holds, in the order of `vocabulary_order`.
+Then both have the same columns. Features that the vocabulary lacks are left out, and a
+warning counts them. If all features are unknown, that is an error. Without `features` the
+vocabulary is the features of the file, in the order of `vocabulary_order`.
 
-In every format: rows come in order of first appearance, and lines of the same row are
-merged. A (row, feature) that occurs several times becomes one entry; values are added.
-A file in which no entry has a value gives an indicator data set (`matrix.data` is
-None); a file in which some have one and some do not is an error. A value of 0 is an
-entry like any other. Names are kept byte for byte, spaces included. Files are UTF-8,
-lines end in LF or CR LF and have at most 64 MiB, blank lines are skipped, and gzip and xz
-are read directly. What is wrong with a file is raised as `DataError`, with the line's
-number.
+In every format rows come in order of first appearance, and lines of the same row are
+merged. A (row, feature) that occurs several times becomes one entry, and its values are
+added. If no entry of a file has a value, the result is an indicator data set
+(`matrix.data` is None). If only some entries have one, that is an error. A value of 0 is
+an entry like any other. Names are kept byte for byte, with their spaces. Files are UTF-8.
+Lines end in LF or CR LF and have at most 64 MiB. Blank lines are skipped. gzip and xz are
+read directly. A wrong file raises `DataError`, with the number of the line.
 
-Of a table (pairs, Parquet, a frame) each column is read by its name, if that is a known
-one (`columns.SYNONYMS`; compared without case, spaces, `_`, `-` and `.`, in singular or
-plural, users and items also with id, key, code, no or number before or behind), or as
-what the caller says. Nothing is guessed from what is left over: where it is not clear
-which column is what, that is an error which lists the columns. `SparseDataset.columns`
-tells which were read.
+Tables are pairs, Parquet and frames. Each of their columns has a role if the caller names
+it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
+without case, spaces, `_`, `-` and `.`, in singular or plural. Those of users and items may
+have id, key, code, no or number before or after them. Nothing is guessed from what is left
+over: if it is not clear which column is what, an error lists the columns.
+`SparseDataset.columns` has the columns that were read.
 
-Names of users and items are text or integers. Integers that became floats, and are all
-whole, are read as integers, and 16 bytes are a UUID. Times are integers, floats, dates of
-Arrow or text as of ISO 8601 (UTC where there is a zone), all of one kind. Of several
-events of one (row, feature) the latest gives the time, of equally late ones the last in
-the file. A column whose name is known for times is left out if its first cell is no time.
+Names of users and items are text or integers. Integers that became floats are read as
+integers if all are whole. 16 bytes are read as a UUID. Times are integers, floats, dates of
+Arrow or text of ISO 8601 (in UTC if it has a zone), all of one kind. If a (row, feature)
+has several events, the latest gives the time; of equally late ones the last in the file
+counts. A column whose name is known for times is left out if its first cell is not a time.
 """
 
 from __future__ import annotations
@@ -69,19 +67,19 @@ def read(
 
     Args:
       path: the file, or a folder or an address of Parquet files.
-      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; by default what the
-        file's name or its first lines say, see `guess_format`.
-      user: the column with the row's name, of a table (pairs and parquet).
+      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`. By default the file's
+        name or its first lines decide, see `guess_format`.
+      user: the column with the row's name, for a table (pairs and parquet).
       item: the column with the feature's name.
       value: the column with the value.
       time: the column with the time.
       delimiter: what separates the columns of pairs, one or two characters.
       features: vocabulary to read against.
-      indicator: ignore values, whatever they are.
+      indicator: ignore values.
 
     Raises:
       DataError: the file cannot be read, or its format is not clear.
-      ValueError: there is no such format, or it has no columns to name.
+      ValueError: there is no such format, or columns are chosen but it has none.
     """
     if format is None:
         format = sniff.guess_format(path) if delimiter is None else "pairs"
@@ -115,7 +113,7 @@ def read(
 def read_text(
     path: Path, *, features: Features = None, indicator: bool = False
 ) -> SparseDataset:
-    """Reads DSSTNE's text form: a line for each row.
+    """Reads the text form of DSSTNE, with a line for each row.
 
     >>> sorted(read_text("purchases.tsv").feature_names.tolist())
     ['milk', 'rye', 'tea']
@@ -126,15 +124,17 @@ def read_text(
         entry   := feature [ "," value ]
 
     In a name `\\,`, `\\:`, `\\t`, `\\n`, `\\r` and `\\\\` stand for comma, colon, TAB, line
-    feed, carriage return and backslash; any other backslash stands for itself. A row
-    without entries is `row TAB`. Unlike in DSSTNE, lines of the same row are
-    merged (there the last one wins), a missing value does not mean 0, and what does not
-    fit the grammar is an error.
+    feed, carriage return and backslash. Any other backslash stands for itself. A row
+    without entries is `row TAB`.
+
+    This differs from DSSTNE in three ways: lines of the same row are merged (in DSSTNE the
+    last one wins), a missing value does not mean 0, and text that does not fit the grammar
+    is an error.
 
     Args:
       path: the file.
       features: vocabulary to read against.
-      indicator: ignore values, as for files that hold `movie,timestamp`.
+      indicator: ignore values, for example of files that hold `movie,timestamp`.
 
     Raises:
       DataError: the file cannot be read.
@@ -151,7 +151,7 @@ def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
     >>> read_adjacency("rows.txt").matrix.indptr.tolist()
     [0, 2, 2]
 
-    A row without entries is its name alone.
+    A row without entries is a line with its name only.
 
     Args:
       path: the file.
@@ -177,7 +177,7 @@ def read_pairs(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Reads CSV or TSV with a (user, item) pair, perhaps with a value, on each line.
+    """Reads CSV or TSV with a (user, item) pair on each line, perhaps with value and time.
 
     >>> _ = pathlib.Path("pairs.csv").write_text("user,item,rating\\nann,tea,4\\n")
     >>> read_pairs("pairs.csv").matrix.data.tolist()
@@ -185,18 +185,17 @@ def read_pairs(
 
     Columns are given by number, from 0, or by their name in the header. By default:
 
-    * `delimiter` is that of TAB, '::', ',', ';' and '|' by which all lines have the same
-      number of columns;
-    * there is a header if a column is given by name, if two cells of the first line are
-      known names of columns, or if all its cells are text and one stands above nothing
-      but numbers or dates;
-    * without a header, and if two columns are left that are not given, the first holds
-      the users and the second the items. `user::item::rating::time` of MovieLens is
-      known, too. Otherwise columns must be given.
+    * `delimiter` is TAB, '::', ',', ';' or '|': the one that gives all lines the same
+      number of columns.
+    * There is a header if a column is given by name, or if two cells of the first line
+      are known names of columns, or if all its cells are text and one column has only
+      numbers or dates below.
+    * Without a header, the first of two columns holds the users and the second the items;
+      columns that are given for another role do not count. `user::item::rating::time` of
+      MovieLens is known, too. Otherwise columns must be given.
 
-    Fields may be quoted as in RFC 4180, but not where TAB or two characters separate
-    them: there a quote is an ordinary character. Quotes must be closed, and a record has
-    at most 8 MiB.
+    Fields may be quoted as in RFC 4180. If TAB or two characters separate them, a quote is
+    an ordinary character. Quotes must be closed, and a record has at most 8 MiB.
 
     Args:
       path: the file.
@@ -211,7 +210,8 @@ def read_pairs(
 
     Raises:
       DataError: the file cannot be read.
-      ValueError: the delimiter or the columns make no sense.
+      ValueError: the delimiter is wrong, a column is chosen for two roles, or it is chosen
+        by name but there is no header.
     """
     layout = find_layout(
         path,
@@ -235,28 +235,29 @@ def read_parquet(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Reads Parquet: a table as for `from_arrow`, or what `SparseDataset.save` wrote.
+    """Reads Parquet: a table like those of `from_arrow`, or what `SparseDataset.save` wrote.
 
     >>> read("purchases.tsv").save("purchases")
     >>> read_parquet("purchases").num_rows
     3
 
     Args:
-      path: a file; a folder, whose `.parquet` files are read in the order of their
-        names, those in its folders too; or an address of either that pyarrow's file
-        systems know, as `s3://bucket/purchases/`. Credentials and region come from the
-        environment, as `AWS_ACCESS_KEY_ID`; `?region=` and, for a store other than
-        Amazon's, `?endpoint_override=` may be added to the address.
+      path: a file or a folder. The `.parquet` files of a folder and its subfolders are
+        read in the order of their names. It may be an address that pyarrow's file systems
+        know, like `s3://bucket/purchases/`. Credentials and region come from the
+        environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
+        than Amazon's, `?endpoint_override=` may be added to the address.
       user: the column with the row's name.
-      item: the column with the feature's name, or a list of them.
-      value: the column with the value, or a list of them.
-      time: the column with the time, or a list of them.
-      features: vocabulary to read against; a saved data set's own by default.
+      item: the column with the feature's name, or with a list of names.
+      value: the column with the value, or with a list of values.
+      time: the column with the time, or with a list of times.
+      features: vocabulary to read against. A saved data set has its own by default.
       indicator: ignore values.
 
     Raises:
       DataError: the file cannot be read.
-      ValueError: the columns make no sense.
+      ValueError: a column is chosen for two roles, or columns are chosen but a saved data
+        set has none.
     """
     files = parquet.parquet_files(path)
     with files[0].open() as file:
@@ -293,16 +294,20 @@ def from_arrow(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Takes a table in memory: of polars, pandas, pyarrow, DuckDB or the like.
+    """Takes a table in memory, for example of polars, pandas, pyarrow or DuckDB.
 
-    Anything with Arrow's PyCapsule interface (`__arrow_c_stream__`) will do. A row of
-    the table is a pair of user and item, perhaps with a value, or a user with a list of
-    items, perhaps with lists of values and times, or one time for all. Columns are given
-    by number, from 0, or by name, or known by their names; if there is no known name for
-    the items, they are the only column of lists of text or integers.
+    The table needs Arrow's PyCapsule interface (`__arrow_c_stream__`). A row of it is one
+    of these:
 
-    A null in place of a list is a row without entries; other nulls are errors, except
-    where there is no value at all.
+    * a pair of user and item, perhaps with a value and a time;
+    * a user with a list of items, perhaps with lists of values and times, or with one time
+      for all of them.
+
+    Columns are given by number, from 0, or by name, or their names are known. If no name is
+    known for the items, the only column with lists of text or integers holds them.
+
+    A null in place of a list is a row without entries. Other nulls are errors, unless all
+    values are null.
 
     >>> frame = pandas.DataFrame({"user": ["ann", "ann"], "item": ["tea", "rye"]})
     >>> from_arrow(frame).matrix.indptr.tolist()
@@ -311,21 +316,21 @@ def from_arrow(
     Args:
       table: the table.
       user: the column with the row's name.
-      item: the column with the feature's name, or a list of them.
-      value: the column with the value, or a list of them.
-      time: the column with the time, or a list of them.
+      item: the column with the feature's name, or with a list of names.
+      value: the column with the value, or with a list of values.
+      time: the column with the time, or with a list of times.
       features: vocabulary to read against.
       indicator: ignore values.
 
     Raises:
       DataError: a row is wrong, or a column has the wrong type.
-      TypeError: `table` is no such table.
-      ValueError: the columns make no sense.
+      TypeError: `table` does not have the interface.
+      ValueError: a column is chosen for two roles.
     """
     if not hasattr(table, "__arrow_c_stream__"):
         raise TypeError(
-            "expected a table with Arrow's PyCapsule interface, as of polars, pandas or "
-            f"pyarrow, got {type(table).__name__}"
+            "expected a table with Arrow's PyCapsule interface, for example of polars, "
+            f"pandas or pyarrow, got {type(table).__name__}"
         )
     path = "the table"
     try:

@@ -1,4 +1,4 @@
-"""Records of CSV and TSV files: where they begin and end, and their cells in Python."""
+"""Records of CSV and TSV files: their begin and end, and their cells in Python."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from sparsejax.data.files import (
     line_blocks,
 )
 
-# A quoted field may have several lines. A record is not longer than this, so that a
+# A quoted field may have several lines. A record may not be longer than this, so that a
 # quote that is not closed is found.
 MAX_RECORD_BYTES = BLOCK_BYTES
-# What a delimiter of two characters becomes: it is made for that, and no text has it.
+# ASCII's unit separator replaces a delimiter of two characters. Text does not have it.
 _UNIT = "\x1f"
 
 
 def separator(delimiter: str) -> str:
-    """The one character that separates columns, once there is one."""
+    """The character that separates columns in the result of `with_one_separator`."""
     return delimiter if len(delimiter) == 1 else _UNIT
 
 
 def has_quotes(delimiter: str) -> bool:
-    """Whether fields may be quoted: by convention not if separated by TAB or the like."""
+    """Whether fields may be quoted. By convention not where TAB or two characters separate."""
     return delimiter != "\t" and len(delimiter) == 1
 
 
@@ -45,7 +45,7 @@ def with_one_separator(lines: Lines, delimiter: str) -> bytes:
 
 
 def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[str]]]:
-    """`(line, line behind it, cells)` of each record that is not blank, in Python."""
+    """`(line, line behind the record, cells)` of each record that is not blank."""
     text = with_one_separator(lines, delimiter).decode()
     reader = csv.reader(
         (f"{line}\n" for line in text.split("\n")),
@@ -77,11 +77,11 @@ def record_blocks(
 
     Args:
       stream: the file, opened.
-      path: what messages name.
+      path: the file that messages name.
       delimiter: what separates the columns.
-      first_line: where the first record begins, counted from 1.
-      block_bytes: size of a block, about.
-      max_record_bytes: of a record that goes on behind a block.
+      first_line: the line of the first record, counted from 1.
+      block_bytes: about the size of a block.
+      max_record_bytes: most bytes of a record that continues behind a block.
 
     Raises:
       DataError: a quote is not closed.
@@ -115,12 +115,12 @@ def record_blocks(
 
 
 def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
-    """Where the last record ends, and the line of a quote that is open behind that.
+    """The end of the last whole record, and the line of a quote that is open behind it.
 
-    A quote opens a field where it is its first character; within, two stand for one.
+    A quote opens a field if it is its first character. Inside, two quotes stand for one.
 
     Raises:
-      DataError: behind a closing quote is something else than the end of the field.
+      DataError: a closing quote is not at the end of its field.
     """
     data = lines.data
     if b'"' not in data:
@@ -131,10 +131,10 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     quotes = np.flatnonzero(array == ord('"'))
     outside = np.append(array[quotes[::2] - 1], array[quotes[1::2] + 1])
     if len(quotes) % 2 == 0 and np.isin(outside, ends).all():
-        return len(data), None  # they open and close by turns
+        return len(data), None  # quotes open and close in turn
     opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
     inside = re.compile(rb'(?:[^"]++|"")*+"')
-    record = at = 0  # where the record begins, and what is not looked at yet
+    record = at = 0  # begin of the record, and of the part that is not parsed yet
     while opened := opening.search(data, at):
         record = max(record, data.rfind(b"\n", at, opened.start()) + 1)
         line = data.count(b"\n", 0, opened.start())
@@ -148,6 +148,6 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
                 line,
                 f"a quote opens here and closes before {behind!r} in line "
                 f"{lines.first + data.count(b'\n', 0, at)}, not at the end of a field: "
-                "is a quote missing? Within quotes, one is written twice",
+                "is a quote missing? Inside quotes, write a quote twice",
             )
     return len(data), None

@@ -1,4 +1,4 @@
-"""A data set that stays on disk, of which a part at a time is read."""
+"""A data set that stays on disk and is read a part at a time."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from sparsejax.sparse import CSR, MAX_ENTRIES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScannedDataset:
-    """Rows of sparse features on disk, of which `fit` reads a chunk at a time.
+    """Rows of sparse features on disk, which `fit` reads a chunk at a time.
 
     >>> read("purchases.tsv").save("purchases")
     >>> scan_parquet("purchases")
     ScannedDataset('purchases', 3 rows, 3 features)
 
-    Made by `scan_parquet`. In many processes each reads the rows that its devices
+    `scan_parquet` makes it. With several processes, each reads the rows that its devices
     train on.
 
     Attributes:
       path: the file, folder or address.
       feature_names: `[features]` text.
       indicator: whether every entry is 1.
-      chunk_rows: rows of a chunk, about; None for what fits the devices.
+      chunk_rows: about the number of rows of a chunk; None for as many as fit the devices.
       groups: the pieces that are read as a whole, in order.
       layout: the columns of a table; None for a saved data set.
     """
@@ -69,7 +69,7 @@ class ScannedDataset:
 
     @property
     def num_entries(self) -> int:
-        """Number of entries; rows without any count as one."""
+        """Number of entries; a row without entries counts as one."""
         return sum(group.entries for group in self.groups)
 
     def read(self, start: int, stop: int) -> CSR:
@@ -78,8 +78,8 @@ class ScannedDataset:
         Entries of items that the vocabulary lacks are left out, with a warning.
 
         Raises:
-          DataError: a file is damaged, or was changed since it was scanned; or, with its
-            number, a row of a table is wrong.
+          DataError: a file is damaged, or was changed since it was scanned. A row of a
+            table is wrong; the message has its number.
         """
         wanted, first = [], 0
         for group in self.groups:
@@ -132,8 +132,10 @@ class ScannedDataset:
         # With int64 offsets SciPy would make the indices int64, too.
         arrays = data, columns, indptr.astype(np.int32)
         matrix = scipy.sparse.csr_array(arrays, shape=shape)
-        matrix.sum_duplicates()  # sorts too
-        with np.errstate(over="ignore"):  # becomes inf, which CSR reports
+        matrix.sum_duplicates()  # this also sorts
+        with np.errstate(
+            over="ignore"
+        ):  # too large a value becomes inf; CSR reports it
             values = None if self.indicator else matrix.data.astype(np.float32)
         try:
             arrays = values, matrix.indices, matrix.indptr
@@ -165,7 +167,7 @@ class ScannedDataset:
         return lengths[0], indices, values
 
     def fingerprint(self) -> str:
-        """A hash of what the files say of themselves, not of what is in them."""
+        """A hash of the files' metadata, not of their content."""
         digest = hashlib.blake2b(digest_size=16)
         if self.layout is not None:
             digest.update(repr((self.layout, self.feature_names.tolist())).encode())
@@ -185,16 +187,16 @@ def scan_parquet(
     indicator: bool = False,
     chunk_rows: int | None = None,
 ) -> ScannedDataset:
-    """Looks at Parquet files without keeping their rows, for `fit` to read in chunks.
+    """Scans Parquet files without keeping their rows, so that `fit` reads them in chunks.
 
     >>> read("purchases.tsv").save("purchases")
     >>> scan_parquet("purchases").num_rows
     3
 
-    For data that is larger than the memory of the devices, or of a host. While `fit`
-    trains on a chunk it reads the next. Chunks come in another order in each epoch, and
-    so do the rows within a chunk, but rows of different chunks are not mixed: shuffle
-    the rows once, when the files are written.
+    Use it for data that is larger than the memory of the devices or of a host. While `fit`
+    trains on a chunk, it reads the next one. Each epoch has another order of the chunks
+    and of the rows within each chunk. Rows of different chunks are not mixed: shuffle the
+    rows once, when you write the files.
 
     The files hold one of these:
 
@@ -205,23 +207,25 @@ def scan_parquet(
       as databases do. That column is read once, to find where users begin.
 
     Args:
-      path: a file; a folder of files of one kind, which if saved have the same vocabulary
-        (`convert --features`); also an address, see `read_parquet`.
-      user: the column with the row's name, of a table; see `from_arrow`.
-      item: the column with the feature's name, or a list of them.
-      value: the column with the value, or a list of them.
+      path: a file or a folder of files of one kind, or an address, see `read_parquet`.
+        Saved files of one folder must have the same vocabulary (`convert --features`).
+      user: for a table, the column with the row's name; see `from_arrow`.
+      item: the column with the feature's name, or with a list of names.
+      value: the column with the value, or with a list of values.
       features: vocabulary to read a table against. Without it the item column is read
-        once more, and the vocabulary is what it holds, in the order of `read`, but that
-        an item that a user has twice counts twice.
+        once more, and the vocabulary is its items. They have the order of `read`, except
+        that an item counts twice if a user has it twice.
       indicator: ignore values.
-      chunk_rows: rows that are on the devices at a time, about, in whole row groups (of
-        65,536 rows, if saved). By default all, if they take less than a quarter of the
-        memory of the devices that training uses, or as many as take an eighth of it.
+      chunk_rows: about the number of rows that are on the devices at a time, in whole row
+        groups (a saved data set has groups of 65,536 rows). By default it is all rows, if
+        they take less than a quarter of the memory of the devices that training uses,
+        otherwise as many as take an eighth of it.
 
     Raises:
-      DataError: a file is something else, or damaged, or unlike the first; pairs are not
-        sorted.
-      ValueError: `chunk_rows` is not positive; columns or `features` for a saved data set.
+      DataError: a file is of another kind, is damaged, or differs from the first one.
+        Pairs are not sorted.
+      ValueError: `chunk_rows` is not positive. Columns or `features` are given for a saved
+        data set.
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
@@ -232,8 +236,8 @@ def scan_parquet(
     if parquet.is_dataset(schema):
         if chosen or features is not None:
             raise ValueError(
-                f"{shown(path)}: is a saved data set, so it has no columns to name, and "
-                "a vocabulary of its own"
+                f"{shown(path)}: is a saved data set, so it has no columns to name and "
+                "has its own vocabulary; leave out user, item, value and features"
             )
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
@@ -255,7 +259,7 @@ def scan_parquet(
     valued = layout.value is not None
     scanned = ScannedDataset(path, names, not valued, chunk_rows, tuple(groups), layout)
     if features is not None:
-        # Also finds other mistakes early.
+        # This also finds other mistakes early.
         _, share = scanned._read_table([(groups[0], 0, groups[0].rows)])
         if share == 0:
             raise DataError.at(
@@ -267,7 +271,7 @@ def scan_parquet(
 
 
 def _names(features: Features) -> Names | None:
-    """The vocabulary that is given."""
+    """The names of a vocabulary that the caller gives, or None."""
     if features is None:
         return None
     if isinstance(features, SparseDataset):
@@ -280,7 +284,7 @@ def _names(features: Features) -> Names | None:
 def _saved(
     path: Path, files: list[ParquetPath], indicator: bool, chunk_rows: int | None
 ) -> ScannedDataset:
-    """What `SparseDataset.save` wrote."""
+    """Scans what `SparseDataset.save` wrote."""
     groups: list[Group] = []
     vocabulary: pa.Array | None = None
     valued = False
@@ -298,7 +302,7 @@ def _saved(
             raise DataError.at(
                 file.path,
                 "has another vocabulary than the first file, or only one of them has "
-                "values; write all with the same (sparsejax convert --features)",
+                "values; write all with one vocabulary (sparsejax convert --features)",
             )
         groups += [group for group in found if group.rows]
     assert vocabulary is not None  # there is a file
@@ -322,7 +326,10 @@ def _features(file: pq.ParquetFile) -> pa.Array:
 
 
 def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
-    """From the metadata, where it tells; the names of rows are null behind the last."""
+    """A row group, from the metadata if it has the numbers.
+
+    Behind the last row, the names of rows are null.
+    """
     group = opened.metadata.row_group(number)
     columns = {
         group.column(i).path_in_schema.partition(".")[0]: group.column(i)
@@ -333,7 +340,7 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
         missing = statistics.null_count
     else:
         missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
-    # The lists that are null, behind the last row, count too.
+    # The lists that are null behind the last row count, too.
     entries = columns["indices"].num_values - missing
     return Group(file, number, group.num_rows - missing, entries)
 

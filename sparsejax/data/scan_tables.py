@@ -1,4 +1,4 @@
-"""Parquet tables that stay on disk: where their rows begin, and reading some of them."""
+"""Parquet tables that stay on disk: finding where rows begin, and reading some rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from sparsejax.data.vocabulary import vocabulary_order
 # Names that wait until they are counted together.
 _FOLD = 2**20
 
-# Numbers in a table, beside so many for each that is a name.
-_LARGEST_TABLE, _SPREAD = 2**22, 8
+# An array finds the columns of integers if it has no more places than this number, plus
+# so many for each name.
+_MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
 
 
 class Group(NamedTuple):
@@ -32,12 +33,13 @@ class Group(NamedTuple):
 
     Attributes:
       file: the file.
-      number: of the row group there.
-      rows: that begin in it.
-      entries: of these rows; an empty one counts as one.
-      first: number of the table's row with which it begins, in its file.
-      head: pairs at its beginning whose row begins in an earlier group.
-      tail: groups after it where its last row goes on, and how many pairs there.
+      number: the number of the row group in the file.
+      rows: number of rows that begin in the group.
+      entries: number of entries of these rows; a row without entries counts as one.
+      first: number of the table's rows in the file that come before the group.
+      head: number of pairs at its beginning whose row begins in an earlier group.
+      tail: later groups into which its last row continues, and the number of its pairs in
+        each.
     """
 
     file: ParquetPath
@@ -50,7 +52,7 @@ class Group(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows as they are in the files; one may have an item twice.
+    """Some rows as they are in the files. A row may have an item twice.
 
     Attributes:
       lengths: `[rows]` number of entries.
@@ -64,23 +66,23 @@ class Rows(NamedTuple):
 
 
 class Vocabulary:
-    """Finds the columns of items: of integers in a table, of text by hashing."""
+    """Finds the columns of items. An array finds those of integers, hashing others."""
 
     def __init__(self, names: Names):
         self._names = to_arrow(names)
-        self._table: np.ndarray | None = None
+        self._column_of: np.ndarray | None = None
         numbers = _integers(self._names)
         if numbers is not None and len(numbers):
             self._first = numbers.min()
             size = int(numbers.max()) - int(self._first) + 1
-            if size <= _LARGEST_TABLE + _SPREAD * len(numbers):
-                self._table = np.full(size, -1, np.int32)
-                self._table[numbers - self._first] = np.arange(len(numbers))
+            if size <= _MOST_PLACES + _PLACES_PER_NAME * len(numbers):
+                self._column_of = np.full(size, -1, np.int32)
+                self._column_of[numbers - self._first] = np.arange(len(numbers))
 
     def find(self, items: pa.Array, path: Path) -> np.ndarray:
-        """`[n]` int32: the column of each item, -1 if there is none."""
+        """`[n]` int32: the column of each item, -1 if it has no column."""
         if (
-            self._table is None
+            self._column_of is None
             or not pt.is_integer(items.type)
             or items.type == pa.uint64()
         ):
@@ -90,13 +92,13 @@ class Vocabulary:
             found = pc.call_function("index_in", [items.dictionary], lookup)
             return found.fill_null(-1).to_numpy()[items.indices.to_numpy()]
         place = items.to_numpy().astype(np.int64) - self._first
-        columns = self._table.take(place, mode="clip")
-        columns[place != np.clip(place, 0, len(self._table) - 1)] = -1
+        columns = self._column_of.take(place, mode="clip")
+        columns[place != np.clip(place, 0, len(self._column_of) - 1)] = -1
         return columns
 
 
 def _integers(names: pa.Array) -> np.ndarray | None:
-    """The names as numbers, if all are written as integers are."""
+    """The names as numbers if all of them are integers, else None."""
     try:
         numbers = names.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -105,7 +107,7 @@ def _integers(names: pa.Array) -> np.ndarray | None:
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:
-    """The row groups in which rows begin. Of pairs, the user column is read.
+    """The row groups in which rows begin. For pairs, this reads the user column.
 
     Raises:
       DataError: a file has other columns, or its pairs are not sorted by user.
@@ -142,7 +144,10 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
 
 
 def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group, Any]:
-    """The group with its rows, and its last user; `last` is that of the one before."""
+    """The group with its number of rows, and its last user.
+
+    `last` is the last user of the group before, or None.
+    """
     assert layout.user is not None
     file = group.file
     users = tables.plain_names(_read(group, [layout.user]).column(0), file.path)
@@ -157,9 +162,9 @@ def _group_of_pairs(group: Group, layout: TableLayout, last: Any) -> tuple[Group
         row = group.first + at + len(users) - len(before)
         raise DataError.at(
             file.path,
-            f"row {row:,}: the user comes before that of the row above, in the order of "
-            f"{users.type}; pairs are scanned in the order of the column {layout.user!r}: "
-            "sort by it, or read the file and save the data set",
+            f"row {row:,}: the user comes before the user of the row above in the order "
+            f"of {users.type}; pairs must be sorted by the column {layout.user!r} to be "
+            "scanned: sort them, or read the file and save the data set",
         )
     if last is not None:
         is_new[0] = users[0].as_py() != last
@@ -174,7 +179,7 @@ def _like(user: Any, users: pa.Array, file: ParquetPath) -> pa.Array:
         return pa.array([user], users.type)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError.at(
-            file.path, "has users of another type than the file before it"
+            file.path, "has users of another type than the file before"
         ) from error
 
 
@@ -183,7 +188,7 @@ def _compare(how: str, a: pa.Array, b: pa.Array) -> np.ndarray:
 
 
 def _is_new(users: pa.Array) -> np.ndarray:
-    """`[pairs]` bool: whether the user is another than in the pair above."""
+    """`[pairs]` bool: whether the user differs from that of the pair above."""
     return np.append(True, _compare("not_equal", users[1:], users[:-1]))
 
 
@@ -195,7 +200,8 @@ def read_rows(
     """Rows `low .. high - 1` of each group, one after the other.
 
     Raises:
-      DataError: names the first row that is wrong; or a file was changed.
+      DataError: a row is wrong; the message has the number of the first one. Or a file was
+        changed.
     """
     read = _read_lists if layout.has_lists else _read_pairs
 
@@ -218,7 +224,7 @@ def read_rows(
 
 
 def joined(parts: Iterable, dtype: type) -> np.ndarray:
-    """The parts one after the other; there may be none."""
+    """The parts one after the other; an empty array if there are no parts."""
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
@@ -233,7 +239,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
-    """The same of pairs; the last row may go on in other groups."""
+    """As `_read_lists`, for pairs. The last row may continue in other groups."""
     table = _read(group, layout.columns)
     begins = np.flatnonzero(
         _is_new(tables.plain_names(table.column(layout.user), group.file.path))
@@ -270,14 +276,17 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
 
 
 def changed(file: ParquetPath) -> DataError:
-    """What is raised where a file is not as it was."""
+    """The error for a file that was changed."""
     return DataError.at(file.path, "is damaged, or was changed since it was scanned")
 
 
 def _blocks(
     table: pa.Table, layout: TableLayout, group: Group, first: int
 ) -> list[Block]:
-    """Checked rows of a group, from `first` on; all have a value if there is a column."""
+    """Checked rows of a group, from row `first` on.
+
+    If there is a column of values, all entries have a value.
+    """
     entries = dataclasses.replace(layout, user=None)
     batches = [(group.file.path, table.to_batches())]
     first += group.first
@@ -287,9 +296,9 @@ def _blocks(
 
 
 def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
-    """The names of all items, in the order of `vocabulary_order`. Reads them once.
+    """The names of all items, in the order of `vocabulary_order`.
 
-    Memory is for the distinct names.
+    Reads the items once and keeps the distinct names in memory.
 
     Raises:
       DataError: a file has other columns, or an item is missing.
@@ -326,6 +335,6 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
 
 
 def _added_up(tables: list[pa.Table]) -> pa.Table:
-    """The counts of each name."""
+    """The total count of each name."""
     added = pa.concat_tables(tables).group_by("name").aggregate([("count", "sum")])
     return added.rename_columns(["name", "count"])

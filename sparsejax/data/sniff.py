@@ -1,4 +1,4 @@
-"""Which of the formats a file is in."""
+"""Guesses the format of a file."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ _BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
 def guess_format(path: Path) -> Format:
     """The format of a file, by its name or by its first lines.
 
-    `.parquet`, a folder or an address is parquet, `.csv` is pairs (`.gz` and `.xz` set
-    aside). Otherwise the first 64 KiB decide:
+    A folder, an address and a name that ends in `.parquet` are parquet. A name that ends
+    in `.csv` is pairs, also with `.gz` or `.xz` behind it. For other names the first 64
+    KiB decide:
 
-    * text: no line has two TABs, and in one there is a ':' behind a TAB (then only two
-      names of columns are a header);
-    * pairs: in each line the same number, above one, of fields separated by TAB, '::',
-      ',', ';' or '|' (of two fields with a TAB between, the second without ',' or space, or
-      under a header);
-    * adjacency: a varying number of fields separated by spaces, without TAB or ','.
+    * text: no line has two TABs, and in one line a ':' stands behind the TAB. Only if both
+      cells of the first line are known names of columns, this is pairs with a header.
+    * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
+      ',', ';' or '|'. If they are two fields with a TAB between, the second must not have
+      a ',' or a space, or the first line must be a header.
+    * adjacency: lines have different numbers of fields, separated by spaces, without TAB
+      or ','.
 
-    Whatever could be two of these is none.
+    If a file could be two of these, the format is not clear.
 
     Raises:
-      DataError: none of these, or more than one, so the format must be named.
+      DataError: the format is not clear, so it must be named.
     """
     name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
     if is_address(path) or os.path.isdir(path):
@@ -55,11 +57,11 @@ def _guess(lines: list[str]) -> Format | None:
         if any(":" in rest for rest in behind):
             if all(_is_header([cell]) for cell in cells):
                 return "pairs"
-            # A row may be called "user", and have a "book" only.
+            # This could be a row "user" that has only a "book".
             return None if _is_header(cells) else "text"
         if _is_header(cells):
             return "pairs"
-        # One feature on each line: as text it would come to the same.
+        # If each line has one feature, reading it as text would give the same.
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     for delimiter in DELIMITERS:
         counts = {line.count(delimiter) for line in lines}

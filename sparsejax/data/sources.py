@@ -1,4 +1,4 @@
-"""Matrices as users hand them over, and which row of one belongs to which of another."""
+"""Matrices and arrays as users pass them, and matching the rows of one with another's."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ Source = SparseDataset | CSR | scipy.sparse.sparray | scipy.sparse.spmatrix
 Dense = DenseDataset | np.ndarray | jax.Array
 Sources = Source | Mapping[str, Source | Dense]
 
-# Of a model: the features of its one input; or by name the features of a sparse one,
-# and the shape of a row of a dense one, perhaps with its dtype.
+# `num_features` of a model. With one input it is the number of features. With several it is
+# a dict: for a sparse input the number of its features, for a dense input the shape of a
+# row, or its shape and dtype.
 Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
 
 
-# Matrices and arrays by the names of inputs, on the device; with a mesh on the host.
+# Matrices and arrays by the names of inputs: on the device, or with a mesh on the host.
 Held = dict[str, CSR | Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Named:
-    """A matrix or an array, with the names of its rows if it has some.
+    """A matrix or an array, perhaps with the names of its rows.
 
     Attributes:
-      what: what messages call it: the name of the argument.
+      what: its name in messages: that of the argument.
       matrix: `[rows, ...]`.
       row_names: `[rows]`, or None.
     """
@@ -67,7 +68,7 @@ class Named:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedCSR(Named):
-    """A source as a CSR, on the host or the device, with its names if it has some.
+    """A source as a CSR on the host or the device, perhaps with names.
 
     Attributes:
       feature_names: `[features]`, or None.
@@ -80,10 +81,10 @@ class NamedCSR(Named):
 
     @classmethod
     def of(cls, what: str, source: Source) -> NamedCSR:
-        """Takes a source.
+        """Makes one from a source.
 
         Raises:
-          TypeError: it is none.
+          TypeError: the source has a type that is not supported.
         """
         if isinstance(source, SparseDataset):
             names = (source.row_names, source.feature_names)
@@ -110,10 +111,10 @@ class NamedArray(Named):
 
     @classmethod
     def of(cls, what: str, source: Dense) -> NamedArray:
-        """Takes a source.
+        """Makes one from a source.
 
         Raises:
-          TypeError: it is no array of numbers.
+          TypeError: the source is not an array of numbers.
           ValueError: it has no rows, or a value is not finite.
         """
         if isinstance(source, DenseDataset):
@@ -123,15 +124,15 @@ class NamedArray(Named):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a model is shown of each row: one source, or several by name.
+    """The inputs of a model: one source, or several by name.
 
-    The rows are those of the first source that has row names; of the first, if none has.
-    Another one with names is brought into their order, one without already has it.
+    The first source with row names decides the order of rows. Other sources with row names
+    are brought into this order; sources without row names already have it.
 
     Attributes:
-      parts: by name, row `i` of each belongs to row `i` of the others; one source that
-        was given without a name is called "inputs".
-      alone: whether there is one without a name.
+      parts: sources by name. Row `i` of each belongs to row `i` of the others. A single
+        source without a name is called "inputs".
+      alone: whether it is a single source without a name.
     """
 
     parts: Mapping[str, NamedCSR | NamedArray]
@@ -139,13 +140,13 @@ class Inputs:
 
     @classmethod
     def of(cls, sources: Sources | Inputs) -> Inputs:
-        """Takes what users hand over.
+        """Makes them from the argument `inputs` of a public function.
 
         Raises:
           NotImplementedError: one of several sources is scanned.
-          TypeError: a source is none.
-          ValueError: there is none, a row is missing, the numbers of rows differ, or a
-            dense value is not finite.
+          TypeError: a source has a type that is not supported.
+          ValueError: there is no source, a row is missing, the numbers of rows differ, or
+            a dense value is not finite.
         """
         if isinstance(sources, Inputs):
             return sources
@@ -159,7 +160,7 @@ class Inputs:
 
     @property
     def rows(self) -> NamedCSR | NamedArray:
-        """Whose rows they are."""
+        """The source that decides the order of rows."""
         return _first(self.parts)
 
     @property
@@ -168,7 +169,7 @@ class Inputs:
 
     @property
     def features(self) -> Features:
-        """What a model that takes them has as `num_features`."""
+        """`num_features` of a model that takes these inputs."""
         sizes = {
             name: part.matrix.shape[1:]
             if isinstance(part, NamedArray)
@@ -179,7 +180,7 @@ class Inputs:
 
     @property
     def matrix(self) -> CSR:
-        """Of the one source without a name."""
+        """The matrix of the single source without a name."""
         matrix = self.parts["inputs"].matrix
         assert isinstance(matrix, CSR)
         return matrix
@@ -196,7 +197,7 @@ class Inputs:
     def batches(
         self, held: Held, rows: np.ndarray, batch_size: int
     ) -> Batches | NamedBatches:
-        """Batches of `rows: [n]`, -1 is none; see `Batches.of`."""
+        """Batches of `rows: [n]`; -1 makes an empty row. See `Batches.of`."""
         if self.alone:
             [matrix] = held.values()
             assert isinstance(matrix, CSR)
@@ -214,7 +215,7 @@ class Inputs:
         """A source for the argument `what`, or the sparse input of this name.
 
         Raises:
-          TypeError: the source is none.
+          TypeError: the source has a type that is not supported.
           ValueError: there is no such input.
         """
         if not isinstance(source, str):
@@ -232,11 +233,11 @@ class Inputs:
 def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
     what = f"inputs[{name!r}]"
     if not isinstance(name, str):
-        raise TypeError(f"the names of inputs are text, got {name!r}")
+        raise TypeError(f"the names of inputs are str, got {name!r}")
     if isinstance(source, ScannedDataset):
         raise NotImplementedError(
-            f"{what} is scanned, but chunks of files in different orders of rows cannot "
-            "be brought together; read all inputs into memory, or scan a single one"
+            f"{what} is scanned, but chunks of several files cannot be matched by row; "
+            "read all inputs into memory, or train on one scanned input alone"
         )
     if isinstance(source, DenseDataset | np.ndarray | jax.Array):
         return NamedArray.of(what, source)
@@ -249,7 +250,7 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
 
 
 def _first(parts: Mapping[str, NamedCSR | NamedArray]) -> NamedCSR | NamedArray:
-    """The first with row names, or the first."""
+    """The first source with row names, otherwise the first source."""
     found = [part for part in parts.values() if part.row_names is not None]
     return [*found, *parts.values()][0]
 
@@ -261,10 +262,10 @@ def _listed(names: Iterable[str]) -> str:
 def find_rows(wanted: Named, among: Named) -> np.ndarray:
     """`[wanted rows]`: the row of `among` for each row of `wanted`, -1 if missing.
 
-    By name if both have names; otherwise row `i` belongs to row `i`.
+    Rows are matched by name if both have names. Otherwise row `i` belongs to row `i`.
 
     Raises:
-      ValueError: matched by position, and the numbers of rows differ.
+      ValueError: a source has no names, and the numbers of rows differ.
     """
     if wanted.row_names is not None and among.row_names is not None:
         if wanted.row_names is among.row_names:
@@ -273,14 +274,14 @@ def find_rows(wanted: Named, among: Named) -> np.ndarray:
     if wanted.num_rows != among.num_rows:
         raise ValueError(
             f"{wanted.what} has {wanted.num_rows:,} rows but {among.what} has "
-            f"{among.num_rows:,}; give the same rows, or data sets for both, whose rows "
-            "are matched by name"
+            f"{among.num_rows:,}; give the same rows, or give data sets for both: their "
+            "rows are matched by name"
         )
     return np.arange(wanted.num_rows)
 
 
 def aligned[T: Named](part: T, rows: Named) -> T:
-    """The part with a row for each of `rows`, in the same order.
+    """The rows of `part` in the order of those of `rows`.
 
     Raises:
       ValueError: a row is missing, or the numbers of rows differ.
@@ -306,7 +307,7 @@ def features_of(model: Any) -> Features:
     """`model.num_features`.
 
     Raises:
-      TypeError: it is a dict that the module holds.
+      TypeError: it is a dict in an attribute of the module.
     """
     if isinstance(vars(model).get("num_features"), Mapping):
         raise TypeError(
@@ -317,14 +318,14 @@ def features_of(model: Any) -> Features:
 
 
 def dense_row(features: tuple[int, ...] | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a row of a dense input; float32 where only a shape is given."""
+    """Shape and dtype of a row of a dense input; float32 if only a shape is given."""
     if isinstance(features, tuple):
         return jax.ShapeDtypeStruct(features, jnp.float32)
     return features
 
 
 def rows_of_inputs(features: Features) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """Of each input None if it is sparse, else shape and dtype of a row."""
+    """For each input None if it is sparse, else shape and dtype of a row."""
     each = features.values() if isinstance(features, Mapping) else [features]
     return tuple(None if isinstance(f, int) else dense_row(f) for f in each)
 
@@ -334,8 +335,8 @@ def check_inputs(inputs: Inputs, features: Features) -> None:
     if not isinstance(features, Mapping):
         if not inputs.alone:
             raise ValueError(
-                f"the model has one input, so give it alone; inputs names "
-                f"{_listed(inputs.parts)}"
+                f"the model has one input, so give one source without a name; inputs has "
+                f"the names {_listed(inputs.parts)}"
             )
         check_columns("inputs", inputs.matrix.num_cols, features, "features")
         return
@@ -346,7 +347,7 @@ def check_inputs(inputs: Inputs, features: Features) -> None:
         )
     if inputs.parts.keys() != features.keys():
         raise ValueError(
-            f"inputs names {_listed(inputs.parts)} but the model has the inputs "
+            f"inputs has the names {_listed(inputs.parts)} but the model has the inputs "
             f"{_listed(features)}"
         )
     for name, expected in features.items():
@@ -374,7 +375,7 @@ def _check_dense(part: NamedCSR | NamedArray, shape: tuple[int, ...]) -> None:
 
 
 def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
-    """Raises ValueError if `what` has not the columns that the model has `kind`."""
+    """Raises ValueError unless `what` has as many columns as the model has `kind`."""
     if columns != expected:
         raise ValueError(
             f"{what} has {columns:,} columns but the model has {expected:,} {kind}; "
@@ -383,7 +384,7 @@ def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
 
 
 def check_same_features(a: NamedCSR, b: NamedCSR) -> None:
-    """Raises ValueError if two parts have as many features but not the same."""
+    """Raises ValueError if two sources have as many features but other names for them."""
     ours, theirs = a.feature_names, b.feature_names
     if ours is None or theirs is None or ours is theirs or len(ours) != len(theirs):
         return

@@ -1,4 +1,4 @@
-"""What of a data set to hold out: by chance, which names alone decide, or by time."""
+"""Chooses the entries or rows to hold out: at random by hashes of names, or by time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def heldout_entries(
 ) -> np.ndarray:
     """`[entries]` bool: the entries that `SparseDataset.split` holds out.
 
-    Each entry gets a 64-bit key, a hash of seed, row name and feature name; in each row
-    the entries of the smallest keys are held out.
+    Each entry gets a 64-bit key: a hash of seed, row name and feature name. In each row
+    the entries with the smallest keys are held out.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
@@ -49,10 +49,10 @@ def heldout_last(
     """`[entries]` bool: the entries that `SparseDataset.split_last` holds out.
 
     Args:
-      indptr: `[rows + 1]` where rows begin.
-      times: `[entries]`, of any type that has an order.
+      indptr: `[rows + 1]` the begin of each row.
+      times: `[entries]`, of any type that can be ordered.
       order: `[entries]` integers that order entries of the same row and time.
-      n: entries of a row, if it has more.
+      n: number of entries to hold out from each row. One entry of a row always stays.
 
     Raises:
       ValueError: `n` is not positive.
@@ -61,7 +61,7 @@ def heldout_last(
         raise ValueError(f"n must be 1 or more, got {n}")
     lengths = np.diff(indptr)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    # Each row's entries, the oldest first, where the row was.
+    # The entries of each row, the oldest first.
     ascending = np.lexsort((order, times, rows))
     first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
     is_held = np.empty(len(times), bool)
@@ -72,7 +72,8 @@ def heldout_last(
 def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:
     """The time before which about a `fraction` of the entries lie.
 
-    Of all times but the first, that which comes closest; of two, the earlier.
+    It is the time with the closest share, but never the first one. Of two equally close
+    times it is the earlier.
 
     Args:
       times: `[entries]`.
@@ -90,12 +91,12 @@ def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime
 
 
 def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
-    """A time of their kind: `times >= as_time(time, times)` are those at or after it.
+    """The time in the type of `times`: `times >= as_time(time, times)` are at or after it.
 
     Integers are compared exactly, floats as float64, dates in microseconds of UTC.
 
     Raises:
-      ValueError: it is of another kind than they are, or no time.
+      ValueError: `time` is of another kind than `times`, or is not a time.
     """
     if isinstance(time, bool | np.bool) or time != time:  # noqa: PLR0124 - as nan and NaT
         raise ValueError(f"the time is {time}")
@@ -103,7 +104,7 @@ def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
         if not isinstance(time, str | datetime.date | np.datetime64):
             raise ValueError(
                 f"the times are dates, from {times.min()} to {times.max()}, so expected "
-                f"a datetime or text as '2024-01-31', got {time!r}"
+                f"a datetime or text like '2024-01-31', got {time!r}"
             )
         return _datetime(time)
     if not isinstance(time, int | float | np.number):
@@ -118,13 +119,14 @@ def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
 
 
 def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
-    """The time in microseconds, the next one if it has smaller parts; UTC, if of a zone."""
+    """The time in microseconds, rounded up, and in UTC if it has a zone."""
     if isinstance(time, str):
         try:
             time = datetime.datetime.fromisoformat(time)
         except ValueError as error:
             raise ValueError(
-                f"expected a time as '2024-01-31' or '2024-01-31T12:00:00', got {time!r}"
+                f"expected a time like '2024-01-31' or '2024-01-31T12:00:00', got "
+                f"{time!r}"
             ) from error
     if isinstance(time, datetime.datetime) and time.tzinfo is not None:
         time = time.astimezone(datetime.UTC).replace(tzinfo=None)
@@ -136,22 +138,23 @@ def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
 def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
     """`[rows]` bool: the rows that `SparseDataset.split_rows` holds out.
 
-    Each row gets a 64-bit key, a hash of seed and name; the smallest are held out.
+    Each row gets a 64-bit key: a hash of seed and name. The rows with the smallest keys
+    are held out.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
     count = int(_num_held(np.array([len(row_names)]), fraction)[0])
     is_held = np.zeros(len(row_names), bool)
-    # Mixed, so that it is another choice than that of entries by the same seed.
+    # Mixed, so that this choice differs from that of entries with the same seed.
     is_held[np.argsort(_mix(_hashes(row_names, seed)), kind="stable")[:count]] = True
     return is_held
 
 
 def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
-    """How many of so many are held out: rounded half up, but one stays."""
+    """How many of each of `counts` are held out: rounded half up, but one stays."""
     _check_fraction(fraction)
-    # 1 - 0.9 is below 0.1, and half of it must still count as half: nine decimals.
+    # 1 - 0.9 is a little below 0.1, but 5 times it must be rounded up. Nine decimals do.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
 
@@ -162,7 +165,7 @@ def _check_fraction(fraction: float) -> None:
 
 
 def _hashes(names: Names, seed: int) -> np.ndarray:
-    """`[n]` uint64 from each name and the seed, the same everywhere and always."""
+    """`[n]` uint64 from each name and the seed, the same on every machine and version."""
     keyed = hashlib.blake2b(str(seed).encode() + b"\0", digest_size=8)
     digests = bytearray()
     for name in names:

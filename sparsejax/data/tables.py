@@ -1,4 +1,4 @@
-"""Tables with types, as in Parquet files and in memory: pairs, or a list on each row."""
+"""Typed tables of Parquet files and in memory: pairs, or a list of items on each row."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.values import find_time_problem, mixed_times, parse_times
 
-# Rows that are taken at a time: see `files.BLOCK_BYTES`.
+# Rows that are parsed at a time; see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
 
 _NO_USER = "the user (row) is empty or null"
 _NO_ITEM = "an item (feature) is empty or null"
 
-# From here on not every integer is a float64.
+# Not every integer above this is a float64.
 _INEXACT = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
 class TableLayout:
-    """The names of the columns that are read; None where there is none, or no need.
+    """The names of the columns that are read.
 
-    `source` says the same with types, for people; two that differ there are equal.
+    Attributes:
+      user: the column with the rows' names; None if it is not needed.
+      item: the column with the items.
+      value: the column with the values, or None.
+      has_lists: whether the columns hold lists, a row of the data set on each row.
+      time: the column with the times, or None.
+      source: the same with types, for messages. It does not count when two layouts are
+        compared.
     """
 
     user: str | None
@@ -43,7 +50,7 @@ class TableLayout:
 
     @property
     def columns(self) -> list[str]:
-        """All of them."""
+        """The names of all columns that are read."""
         names = (self.user, self.item, self.value, self.time)
         return [name for name in names if name is not None]
 
@@ -57,16 +64,21 @@ def find_table_layout(
     with_user: bool = True,
     with_time: bool = True,
 ) -> TableLayout:
-    """Settles what was left open, from names and types; see `readers.from_arrow`.
+    """Finds the columns that the caller left open, from names and types; see `from_arrow`.
 
-    Without `with_user` a table of lists need not have a user column, and it is not read.
-    Without `with_time` times are not read.
+    Args:
+      path: the file that messages name.
+      schema: of the table.
+      chosen: the caller's choice.
+      indicator: ignore values.
+      with_user: read the user column of a table of lists. If False, it may be missing.
+      with_time: read times.
 
     Raises:
-      DataError: a column is missing, is not clear, or has a type that it cannot have.
-      ValueError: a column is taken twice.
+      DataError: a column is missing or not clear, or has a type that it cannot have.
+      ValueError: a column has two roles.
     """
-    # What pandas stores of an index that nobody named.
+    # pandas stores an index without a name as such a column.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
     columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
     lists = [
@@ -74,7 +86,7 @@ def find_table_layout(
         for i, field in enumerate(known)
         if _is_list(field.type)
         and _is_name(_inner(field.type))
-        and not pt.is_floating(_inner(field.type))  # as embeddings are
+        and not pt.is_floating(_inner(field.type))  # embeddings are lists of floats
     ]
     roles = ["item"] if indicator else ["item", "value"]
     at = find_columns(path, columns, chosen, roles=["item"], item_by_type=lists)
@@ -93,7 +105,7 @@ def find_table_layout(
         and not _is_time(_inner(known[at["time"]].type))
     ):
         column = columns[at.pop("time")]
-        unread.append(f"{column.name}, as {column.type} is no time")
+        unread.append(f"{column.name} ({column.type} is not a time)")
     if not with_user:
         at.pop("user", None)
     for role, place in at.items():
@@ -128,17 +140,17 @@ def _check_type(
         "user": (_is_name, "text or integers"),
         "item": (_is_name, "text or integers"),
         "value": (_is_number, "numbers"),
-        "time": (_is_time, "numbers, dates or text as of ISO 8601"),
+        "time": (_is_time, "numbers, dates or text of ISO 8601"),
     }[role]
-    # A time may also be that of a row.
+    # In a table of lists there may be one time for a whole row.
     in_list = has_lists and role != "user" and (role != "time" or _is_list(type_))
     if in_list != _is_list(type_) or not suits(_inner(type_)):
         wanted = f"lists of {what}" if in_list else what
         others = ", or indicator=True" if role == "value" else ""
         raise DataError.at(
             path,
-            f"column {column.name!r} is taken for the {role}, which is {wanted}, but it "
-            f"is {type_}; convert it, or choose another with {role}=COLUMN{others}",
+            f"column {column.name!r} is read as the {role}, which is {wanted}, but it is "
+            f"{type_}; convert it, or choose another with {role}=COLUMN{others}",
         )
 
 
@@ -153,7 +165,8 @@ def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
         with_time=layout.time is not None,
     )
     if again.has_lists != layout.has_lists:
-        raise DataError.at(path, "has lists, or has none, unlike other files")
+        has = "lists" if again.has_lists else "no lists"
+        raise DataError.at(path, f"has {has}, unlike the first file")
 
 
 def table_blocks(
@@ -164,13 +177,17 @@ def table_blocks(
     valued: bool | None = None,
     encoded: bool = True,
 ) -> Iterator[Block]:
-    """Reads tables of one layout, one after the other; each has a name for messages.
+    """Parses tables of one layout, one after the other.
 
-    Rows are counted from `first` there. With `valued` all entries must have a value,
-    else all or none. If not `encoded`, features have the type that they have there.
+    Args:
+      tables: each with the path that messages name.
+      layout: the columns to read.
+      first: number of the first row of each table, for messages.
+      valued: True if all entries must have a value. None if either all or none must.
+      encoded: encode features as text in dictionaries. If False, they keep their type.
 
     Raises:
-      DataError: names the first row that is wrong, counted from 0 in its table.
+      DataError: a row is wrong; the message has the number of the first one.
     """
     parts = _parts(tables, first)
     kind: str | None = None
@@ -185,13 +202,13 @@ def table_blocks(
             raise DataError.at(
                 path,
                 f"row {missing.row:,}: {missing.problem}, {count:,} times in all: fill "
-                f"in the column {missing.column!r}, or leave these rows out first",
+                f"in the column {missing.column!r}, or remove these rows first",
             ) from None
         yield block
 
 
 class _MissingName(Exception):
-    """A name is missing: where first, and how often in a part."""
+    """A name is missing. Has the first row without it, and how many a part has."""
 
     def __init__(self, column: str, problem: str, row: int, count: int):
         super().__init__()
@@ -201,7 +218,7 @@ class _MissingName(Exception):
 def _parts(
     tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]], first: int
 ) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
-    """Some rows at a time, with the number of the first of them in their table."""
+    """Some rows at a time, with the number of the first of them in its table."""
     for path, batches in tables:
         row = first
         for batch in batches:
@@ -220,17 +237,17 @@ def _block(
     first: int,
     encoded: bool,
 ) -> tuple[Block, bool | None, str | None]:
-    """Some rows.
+    """Parses some rows.
 
-    `valued` says whether earlier entries had values, if any, and `kind` of which kind
-    their times were, "" if they had none.
+    `valued` says whether earlier entries had values, and `kind` is the kind of their
+    times, "" if they had none. Both are None if there were no earlier entries.
     """
     items = batch.column(layout.item)
     lengths = _lengths(items) if layout.has_lists else None
     items = _flat(items)
 
     def rows_of(wrong: np.ndarray) -> np.ndarray:
-        """Where rows are wrong, from where entries are."""
+        """`[rows]` bool: whether a row is wrong, from `wrong: [entries]`."""
         if lengths is None:
             return wrong
         rows = np.repeat(np.arange(len(lengths)), lengths)[wrong]
@@ -249,7 +266,10 @@ def _block(
             return column
         if not _is_list(column.type):  # one for all entries of a row
             return column.take(np.repeat(np.arange(len(lengths)), lengths))
-        check(_lengths(column) != lengths, f"it has not as many {what}s as items")
+        check(
+            _lengths(column) != lengths,
+            f"the numbers of {what}s and of items differ",
+        )
         return column.flatten()
 
     def names_of(names: pa.Array, column: str, problem: str, flat: bool) -> pa.Array:
@@ -297,9 +317,13 @@ def _block(
 
 
 def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
-    """Names in one of these types (text may be in a dictionary), where that is wrong, why.
+    """Names as integers or as text, which may be in a dictionary.
 
-    Floats and decimals become integers, 16 bytes a UUID.
+    Floats and decimals become integers, and 16 bytes become a UUID.
+
+    Returns:
+      `(names, wrong, problem)`. `wrong` is `[n]` bool: whether a name is neither, and
+      `problem` says why.
     """
     type_ = names.type
     right = np.zeros(len(names), bool)
@@ -318,18 +342,18 @@ def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
         return names, right, ""
     numbers = names.to_numpy(zero_copy_only=False).astype(np.float64)
     wrong = (numbers != np.floor(numbers)) | (np.abs(numbers) >= _INEXACT)
-    example = float(numbers[np.argmax(wrong)]) if len(numbers) else 0
+    first = float(numbers[np.argmax(wrong)]) if len(numbers) else 0
     problem = (
-        f"holds {example:g}, which is no name: names are text, or integers below 2^53 "
-        "if they are floats; choose another column, or convert it"
+        f"holds {first:g}, which cannot be a name: names are text or integers, and floats "
+        "must be integers below 2^53; choose another column, or convert it"
     )
     whole = np.where(wrong, 0, numbers).astype(np.int64)
     return pa.array(whole), wrong, problem
 
 
 def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
-    """The distinct names in order of appearance, as text."""
-    if pt.is_dictionary(names.type):  # which may hold names that do not appear
+    """The names in a dictionary of the distinct ones, as text in order of appearance."""
+    if pt.is_dictionary(names.type):  # its dictionary may have names that do not appear
         codes = names.indices.dictionary_encode()
         distinct = _plain(names.dictionary).take(codes.dictionary)
     else:
@@ -344,7 +368,7 @@ def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
 
 
 def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
-    """A column of names as one array of integers or bytes, which have an order."""
+    """A column of names as one array of integers or bytes, which can be ordered."""
     chunks = []
     for chunk in column.chunks:
         names, wrong, problem = as_integers_or_text(chunk)
@@ -362,7 +386,7 @@ def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
 
 
 def check_users(users: pa.Array, path: Path, first: int) -> None:
-    """Raises DataError if a row, of which `first` is the number of the first, has none."""
+    """Raises DataError if a row has no user; `first` is the number of the first row."""
     missing = _is_missing(users)
     if missing.any():
         row = first + int(np.argmax(missing))
@@ -370,7 +394,7 @@ def check_users(users: pa.Array, path: Path, first: int) -> None:
 
 
 def _is_missing(names: pa.Array) -> np.ndarray:
-    """`[n]` bool: where a name is empty, null or NaN."""
+    """`[n]` bool: whether a name is empty, null or NaN."""
     missing = names.is_null(nan_is_null=pt.is_floating(names.type))
     missing = missing.to_numpy(zero_copy_only=False)
     if pt.is_dictionary(names.type):
@@ -384,7 +408,7 @@ def _is_missing(names: pa.Array) -> np.ndarray:
 
 
 def _plain(names: pa.Array) -> pa.Array:
-    """The same in a type that all of Arrow's functions take."""
+    """The same names in a type that all functions of Arrow take."""
     is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
     return names.cast(pa.large_binary()) if is_view else names
 
@@ -395,7 +419,7 @@ def _flat(column: pa.Array) -> pa.Array:
 
 
 def _lengths(lists: pa.Array) -> np.ndarray:
-    """`[rows]` how long each list is; null is empty."""
+    """`[rows]` length of each list; null counts as empty."""
     lengths = pc.call_function("list_value_length", [lists])
     return lengths.fill_null(0).to_numpy().astype(np.int64)
 
@@ -406,7 +430,7 @@ def _is_list(type_: pa.DataType) -> bool:
 
 
 def _inner(type_: pa.DataType) -> pa.DataType:
-    """The type of an entry: that of a list's values."""
+    """The type of an entry: the type of a list's values, or of the column."""
     return type_.value_type if _is_list(type_) else type_
 
 

@@ -10,30 +10,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-# What Arrow's parser takes; Python's float() also takes `1_000` and other digits.
+# The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _COMMA = r"[+-]?\d+,\d+"
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
-# By `call_function`, since type checkers cannot see the functions that pyarrow.compute
-# makes when it is imported.
+# The functions below use `call_function`, since type checkers cannot see the functions
+# that pyarrow.compute makes when it is imported.
 
 
 def trim(texts: pa.Array) -> pa.Array:
-    """Without white space at both ends."""
+    """The texts without white space at both ends."""
     return pc.call_function("utf8_trim_whitespace", [texts])
 
 
 def lengths(texts: pa.Array) -> np.ndarray:
-    """`[n]` number of bytes of each."""
+    """`[n]` number of bytes of each text."""
     return pc.call_function("binary_length", [texts]).to_numpy()
 
 
 def parse_values(texts: pa.Array) -> np.ndarray | None:
     """`[n]` float64, or None if one is not a number that is finite as float32.
 
-    `value_problem` says what is wrong with which.
+    `value_problem` says what is wrong with a value.
     """
     try:
         values = trim(texts).cast(pa.float64()).to_numpy()
@@ -44,7 +44,7 @@ def parse_values(texts: pa.Array) -> np.ndarray | None:
 
 
 def is_number(text: str) -> bool:
-    """Whether text is written as a finite number is."""
+    """Whether the text is a finite number."""
     return _NUMBER.fullmatch(text) is not None
 
 
@@ -62,7 +62,7 @@ def value_problem(text: str) -> str | None:
     return None
 
 
-# How times may be written or typed, and what each such column is called.
+# The types of times, and the name of each kind.
 _TIMES = [
     (pa.int64(), "number"),
     (pa.float64(), "number"),
@@ -74,12 +74,12 @@ _TIMES = [
 
 
 def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
-    """`[n]` int64, float64 or datetime64[us] (UTC where there is a zone), and its kind.
+    """`[n]` int64, float64 or datetime64[us], and the name of their kind.
 
-    Integers and floats stay what they are. Dates are types of Arrow, or text as of ISO
-    8601. All must be of one kind, of which the second result is the name.
+    Integers and floats stay what they are. Dates have a type of Arrow, or are text of ISO
+    8601; they become UTC if they have a zone.
 
-    Returns None if they are not, or one is no time or not finite.
+    Returns None if they are of several kinds, or one is not a time or not finite.
     """
     type_ = times.type
     if pt.is_dictionary(type_):
@@ -98,7 +98,7 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
         return None
     for to, kind in wanted:
         try:
-            # What a timestamp has below a microsecond is dropped.
+            # Parts of a timestamp below a microsecond are dropped.
             found = times.cast(to, safe=not pt.is_timestamp(type_))
         except pa.ArrowInvalid:
             continue
@@ -112,30 +112,31 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
 
 
 def mixed_times(timed: bool) -> str:
-    """The message for an event unlike those before it."""
+    """The message for an event that differs from those before it."""
     event, earlier = ("no time", "one") if timed else ("a time", "none")
     return (
-        f"an event has {event} but earlier ones have {earlier}; give all one, or none"
+        f"an event has {event} but earlier events have {earlier}; give all events a time "
+        "or none"
     )
 
 
 def time_problem(time: object, kind: str | None) -> str | None:
-    """What is wrong with a time where others are of a kind, or None if nothing is."""
+    """What is wrong with a time where others are of `kind`, or None if nothing is."""
     found = parse_times(pa.array([time]))
     if found is None:
         return (
-            f"time {str(time)!r} is neither a finite number nor written as in ISO 8601, "
+            f"time {str(time)!r} is neither a finite number nor a date of ISO 8601, like "
             "2024-12-31 or 2024-12-31T23:59:59Z"
         )
     if kind is not None and found[1] != kind:
-        return f"time {str(time)!r} is a {found[1]}, but earlier ones are a {kind}"
+        return f"time {str(time)!r} is a {found[1]}, but an earlier time is a {kind}"
     return None
 
 
 def find_time_problem(times: pa.Array, kind: str | None) -> tuple[int, str]:
-    """The first of some times that is wrong, and why, where `parse_times` gives None.
+    """The first time that is wrong, and why, if `parse_times` returns None.
 
-    `kind` is that of the times before, if there were some.
+    `kind` is the kind of the times before, or None.
     """
     for at, time in enumerate(times.to_pylist()):
         if problem := time_problem(time, kind):

@@ -1,35 +1,46 @@
-"""The order of the features, such that any contiguous split of them is balanced.
+"""The balanced order of the features: any contiguous part of them has its share of entries.
 
-On a mesh the kernels are cut into contiguous ranges of rows, one for each device. In
-order of popularity the first range would hold most of the entries. So features are
-dealt out like cards: the feature of popularity rank `r` goes to hand `r mod 256`. The
-hands then lie in bit-reversed order (0, 128, 64, 192, ...), so that neighbours in rank
-are far apart however few the devices: with the hands in their own order the first of 8
-devices would hold 5.5 times the mean of the bundled data set's entries, so 1.5.
+On a mesh, kernels are cut into contiguous ranges of rows, one for each device. In order of
+popularity the first range would hold most of the entries. So features are dealt out like
+cards: the feature of popularity rank `r` goes to hand `r mod 256`. The hands then lie in
+bit-reversed order (0, 128, 64, 192, ...). So neighbours in rank are far apart, even on few
+devices. For the bundled data set and 8 devices, the first device holds 1.5 times the mean
+number of entries; with the hands in their own order it would hold 5.5 times the mean.
 """
 
 from __future__ import annotations
+
+import math
+import warnings
 
 import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.names import Names, to_arrow
 
-# Kernels are allocated in multiples of 256 rows, whatever the mesh: a mesh axis divides
-# 256, so 256 hands serve all of them.
-HANDS = 256
-_BIT_REVERSED = np.array([int(f"{hand:08b}"[::-1], 2) for hand in range(HANDS)])
+# The size of a mesh axis divides 256, and kernels are allocated in multiples of 256 rows on
+# every mesh. So 256 hands serve all meshes.
+_HANDS = 256
+_BIT_REVERSED = np.array([int(f"{hand:08b}"[::-1], 2) for hand in range(_HANDS)])
+
+# Above this, the fullest device of a mesh decides how long a step takes.
+MAX_IMBALANCE = 1.3
+# Numbers of devices for which the balance is checked.
+_WAYS = (4, 8)
+# If a part has fewer entries, imbalance may be chance.
+_MIN_ENTRIES_PER_PART = 256
 
 
 def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
     """The balanced order of features.
 
     Args:
-      counts: `[features]` how many rows have the feature.
-      names: `[features]` its name; equal counts are ranked by name (code points).
+      counts: `[features]` number of rows that have the feature.
+      names: `[features]` name of the feature. Equal counts are ranked by it (by code
+        points).
 
     Returns:
-      `[features]` positions into `counts`: element `j` is the feature to put in column
+      `[features]` positions in `counts`: element `j` is the feature to put into column
       `j`. For a matrix: `matrix[:, order]`.
     """
     at = np.arange(len(counts))
@@ -41,16 +52,37 @@ def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
 def popularity_ranks(count: int) -> np.ndarray:
     """`[count]` the rank of the feature in each column of the balanced order."""
     rank = np.arange(count)
-    return np.lexsort((rank, _BIT_REVERSED[rank % HANDS]))
-
-
-# Above this, the fullest device of a mesh decides how long a step takes.
-MAX_IMBALANCE = 1.3
+    return np.lexsort((rank, _BIT_REVERSED[rank % _HANDS]))
 
 
 def imbalance(counts: np.ndarray, ways: int) -> float:
-    """Entries of the fullest of `ways` contiguous column ranges over their mean."""
+    """Entries of the fullest of `ways` contiguous column ranges, divided by their mean."""
     total = counts.sum(dtype=np.int64)
     edges = np.arange(ways) * len(counts) // ways
     parts = np.add.reduceat(counts, edges, dtype=np.int64)
     return float(parts.max() * ways / total)
+
+
+def warn_if_unbalanced(indices: np.ndarray, names: Names) -> None:
+    """Warns the caller's caller if the balanced order would spread entries more evenly.
+
+    Args:
+      indices: `[entries]` column of each entry.
+      names: `[features]`.
+    """
+    if len(names) < _HANDS or len(indices) < max(_WAYS) * _MIN_ENTRIES_PER_PART:
+        return
+    counts = np.bincount(indices, minlength=len(names))
+    ways = max(_WAYS, key=lambda ways: imbalance(counts, ways))
+    given = imbalance(counts, ways)
+    if given <= MAX_IMBALANCE:
+        return
+    balanced = imbalance(counts[vocabulary_order(counts, names)], ways)
+    if math.isclose(given, balanced) or given < balanced:
+        return
+    warnings.warn(
+        f"on {ways} devices one would hold {given:.2f} times its share of the entries "
+        f"({balanced:.2f} times in balanced order); reorder the columns: "
+        "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
+        stacklevel=3,
+    )

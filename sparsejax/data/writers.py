@@ -1,4 +1,4 @@
-"""Text files of interactions."""
+"""Writes data sets as text files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not i
 
 
 def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
-    """Writes DSSTNE's text form, see `sparsejax.read_text`; it holds rows and values.
+    """Writes the text form of DSSTNE, which keeps empty rows and values.
 
     Names are escaped as `sparsejax.read_text` reads them.
 
     Raises:
-      ValueError: a name is empty or holds a zero byte, or a byte order mark begins it.
+      ValueError: a name is empty or contains a zero byte, or the name of a row contains a
+        byte order mark.
     """
     row_names = escaped("row", data.row_names)
     feature_names = escaped("feature", data.feature_names)
@@ -37,15 +38,15 @@ def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
 
 
 def escaped(what: str, names: Names) -> Names:
-    """The names as the text form has them.
+    """The names as they are written in the text form.
 
     Raises:
-      ValueError: it cannot hold one.
+      ValueError: the text form cannot hold a name.
     """
     is_row = what == "row"
     check_names(what, names, "\ufeff" if is_row else "", "text")
-    table = _ESCAPED_ROW if is_row else _ESCAPED
-    return as_names([name.translate(table) for name in names.tolist()])
+    escapes = _ESCAPED_ROW if is_row else _ESCAPED
+    return as_names([name.translate(escapes) for name in names.tolist()])
 
 
 def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
@@ -56,8 +57,8 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
     """
     if data.matrix.data is not None:
         raise ValueError(
-            "the format adjacency holds no values but the data has some; choose text, "
-            "pairs or parquet, or leave the values out (indicator=True)"
+            "the format adjacency cannot hold values but the data has some; choose text, "
+            "pairs or parquet, or ignore the values (indicator=True)"
         )
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
         check_names(what, names, " \t\v\f\r\n\ufeff", "adjacency")
@@ -69,11 +70,11 @@ def write_pairs(
 ) -> None:
     """Writes a line for each entry, under a header; see `sparsejax.read_pairs`.
 
-    With another delimiter than TAB, fields are quoted where that is needed. A warning
-    counts rows without entries, which cannot be written.
+    If the delimiter is not TAB, fields are quoted where it is necessary. Rows without
+    entries cannot be written; a warning counts them.
 
     Raises:
-      ValueError: a name is empty or contains a line end or, without quotes, a TAB.
+      ValueError: a name is empty or contains a line end, or a TAB if that is the delimiter.
     """
     forbidden = "\t\r\n" if delimiter == "\t" else "\r\n"
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
@@ -102,8 +103,8 @@ def _record_writer(
 ) -> Callable[[Iterable[Iterable[str]]], object]:
     if delimiter != "\t":
         return csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows
-    # The csv module would quote names that contain a quote, which TAB-separated files
-    # take as they are.
+    # The csv module would quote names that contain a quote. In files that are separated by
+    # TAB a quote is an ordinary character.
     return lambda records: file.writelines("\t".join(r) + "\n" for r in records)
 
 
@@ -125,7 +126,8 @@ def _rows(
 
 
 def check_names(what: str, names: Names, forbidden: str, format: str) -> None:
-    # Readers take a file with zero bytes for no text, and drop a byte order mark.
+    """Raises ValueError if a name is empty, or has a `forbidden` character or a zero byte."""
+    # Readers refuse zero bytes, and drop a byte order mark at the begin of a file.
     separator = re.compile(f"[{re.escape(forbidden)}\0]")
     for name in names.tolist():
         if not name:

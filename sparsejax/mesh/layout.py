@@ -250,7 +250,7 @@ def to_host(array: jax.Array) -> np.ndarray:
     if _is_here(array):
         return np.asarray(array)
     whole, start = np.empty(array.shape, array.dtype), 0
-    for part in _exchanged(array):
+    for part in exchanged(array):
         whole[start : start + len(part)] = part
         start += len(part)
     return whole
@@ -258,7 +258,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
     """The array some rows at a time, in every process. All processes must take all pieces."""
-    return iter([np.asarray(array)]) if _is_here(array) else _exchanged(array)
+    return iter([np.asarray(array)]) if _is_here(array) else exchanged(array)
 
 
 def _is_here(array: jax.Array) -> bool:
@@ -266,12 +266,21 @@ def _is_here(array: jax.Array) -> bool:
     return array.is_fully_addressable or array.is_fully_replicated
 
 
-def _exchanged(array: jax.Array) -> Iterator[np.ndarray]:
-    """Some rows at a time, as a device may not have room for more than its part."""
+def exchanged(
+    array: jax.Array, *, piece_elements: int = _EXCHANGED_ELEMENTS
+) -> Iterator[np.ndarray]:
+    """An array on a mesh some rows at a time, exchanged by all processes.
+
+    A device may not have room for more than its part and a piece.
+
+    Args:
+      array: `[rows, ...]` on a mesh. All processes must take all pieces.
+      piece_elements: about the number of elements of a piece.
+    """
     sharding = cast(NamedSharding, array.sharding)
     mesh = _with_auto_axes(cast(jax.sharding.Mesh, sharding.mesh))
     array = jax.device_put(array, NamedSharding(mesh, sharding.spec))
-    size = max(1, _EXCHANGED_ELEMENTS * len(array) // array.size)
+    size = max(1, piece_elements * len(array) // array.size)
     get = jax.jit(
         lambda array, rows: array.at[rows].get(mode="clip"),
         out_shardings=NamedSharding(mesh, P()),

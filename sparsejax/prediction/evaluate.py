@@ -105,7 +105,9 @@ def evaluate(
     if fold_in is not None:
         inputs, heldout = _folded_in(inputs, heldout, fold_in, seed, features)
     elif features is not None:
-        raise ValueError("features go with fold_in; use align_features of other data")
+        raise ValueError(
+            "features is used only with fold_in; for other data call align_features"
+        )
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     return prepare(inputs, heldout, setup).run(model, optimizer=optimizer)
@@ -119,10 +121,10 @@ def _folded_in(
     features: SparseDataset | Iterable[object] | None,
 ) -> tuple[SparseDataset, SparseDataset]:
     if heldout is not None:
-        raise ValueError("give either heldout or fold_in, which makes it from inputs")
+        raise ValueError("give heldout or fold_in, not both: fold_in splits the inputs")
     if isinstance(inputs, Mapping):
         raise ValueError(
-            "fold_in splits a single input; of several, split the one that is meant: "
+            "fold_in splits a single input; with several inputs, split one of them by "
             "shown, heldout = data.split(...)"
         )
     if not isinstance(inputs, SparseDataset):
@@ -132,9 +134,9 @@ def _folded_in(
         )
     if inputs.left_out is not None:
         warnings.warn(
-            f"{inputs.left_out.sum():,} entries of inputs were left out before they were "
-            "split, and are in neither part; read them without features=..., and pass "
-            "that to evaluate",
+            f"{inputs.left_out.sum():,} entries of inputs were left out before the split "
+            "and are in neither part; read inputs without features=..., and pass "
+            "features=... to evaluate",
             skip_file_prefixes=INSIDE,
         )
     shown, rest = inputs.split(fold_in, seed=seed)

@@ -73,7 +73,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         if not self.ks:
-            raise ValueError("k names no cut-off")
+            raise ValueError("k is empty; give at least one cut-off")
         check_positive(k=min(self.ks), batch_size=self.batch_size)
         if self.unknown not in ("miss", "skip"):
             raise ValueError(f'unknown is "miss" or "skip", got {self.unknown!r}')
@@ -224,7 +224,7 @@ class _Given:
 
     @classmethod
     def of(cls, inputs: Inputs, heldout: Source, setup: Setup) -> _Given:
-        """Takes what users hand over.
+        """Makes them from the arguments of `evaluate`.
 
         Raises:
           TypeError: one has a type that is not supported.
@@ -272,7 +272,7 @@ def _rows_shown(labels: NamedCSR, scored: np.ndarray, shown: Named) -> np.ndarra
     if missing.size:
         raise ValueError(
             f"{missing.size:,} of {scored.size:,} rows of heldout are not in inputs: "
-            f"{labels.labels(missing)}; without inputs the model has nothing to go by"
+            f"{labels.labels(missing)}; the model needs inputs for each of them"
         )
     return rows
 
@@ -357,14 +357,14 @@ def _check_repeats(
     total = int(_num_entries(heldout)[rows].sum())
     if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
         raise ValueError(
-            f"all {repeated:,} held-out entries of known items are excluded, as their "
-            "rows already have them, so none can be found. Hold out entries that the "
-            "inputs lack, or rank also what a row has: exclude=None"
+            f"all {repeated:,} held-out entries of known items are excluded, because "
+            "their rows already have them, so none can be found. Hold out entries that "
+            "the inputs lack, or also rank what a row has: exclude=None"
         )
     warnings.warn(
         f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
-        "excluded, as their rows already have them: they cannot be found and count as "
-        "missed; exclude=None ranks them, too",
+        "excluded, because their rows already have them: they cannot be found and count "
+        "as missed; exclude=None ranks them, too",
         skip_file_prefixes=INSIDE,
     )
 
@@ -405,6 +405,6 @@ def _check_items(source: NamedCSR, heldout: NamedCSR) -> None:
     if ours != theirs:
         raise ValueError(
             f"{source.what} has {ours:,} columns but heldout has {theirs:,}; read both "
-            "with the same vocabulary (or, if inputs are no items, pass exclude=... and "
-            "popularity=..., or None for either)"
+            "with the same vocabulary (or, if the inputs are not items, pass exclude=... "
+            "and popularity=..., each may be None)"
         )

@@ -1,4 +1,4 @@
-"""What scoring rows batch by batch needs: exclusion, checks, and results in order."""
+"""Parts of scoring rows batch by batch: exclusion, checks, and results in order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def indicator(matrix: CSR) -> CSR:
 
 
 def each(batches: Iterable | None) -> Iterable:
-    """The batches; where there are none, None again and again."""
+    """The batches. Without batches, None without end."""
     return itertools.repeat(None) if batches is None else batches
 
 
@@ -94,7 +94,7 @@ def check_positive(**values: int) -> None:
 
 
 def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
-    """Raises FloatingPointError if any is `bad`; `rows` are their numbers in `part`."""
+    """Raises FloatingPointError if a row is `bad`; `rows` are the rows' numbers in `part`."""
     if bad.any():
         where = part.label(int(rows[np.argmax(bad)]))
         raise FloatingPointError(
@@ -104,7 +104,7 @@ def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
 
 
 def _one_late[T](results: Iterable[T]) -> Iterator[T]:
-    """The same results, each after the next one was asked for.
+    """The same results, but each is yielded after the next one was requested.
 
     So the device works on the next batch while the host reads a result.
     """

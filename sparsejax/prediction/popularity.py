@@ -23,10 +23,10 @@ def column_counts(matrix: CSR) -> np.ndarray:
 
 
 class Popularity(nnx.Module):
-    """Scores every item by the number of rows that have it, whatever the input is.
+    """Scores every item by the number of rows that have it, for any input.
 
-    An item that no row has is never recommended: a vocabulary made of these rows would
-    not have it.
+    An item that no row has is never recommended, because a vocabulary made of these rows
+    would not have it.
 
     Args:
       counts: `[items]`, or shares of rows.
@@ -34,7 +34,7 @@ class Popularity(nnx.Module):
     """
 
     def __init__(self, counts: np.ndarray, features: Features):
-        # Ranks of the counts: float32 holds them exactly, counts above 2^24 it does not.
+        # Ranks in place of counts, because float32 does not hold all counts above 2^24.
         _, ranks = np.unique(counts, return_inverse=True)
         ranks = np.where(counts > 0, ranks, -1)
         self.ranks = nnx.Variable(jnp.asarray(ranks, jnp.float32))
@@ -48,7 +48,7 @@ class Popularity(nnx.Module):
 
     @property
     def scores(self) -> jax.Array:
-        # Made where it is used: `jax_debug_infs` refuses arguments that are infinite.
+        # Infinite scores are made here, because `jax_debug_infs` refuses such arguments.
         ranks = self.ranks[...]
         return jnp.where(ranks < 0, -jnp.inf, ranks)
 

@@ -247,8 +247,8 @@ class Predictor:
         for history in histories:
             if isinstance(history, str) or not isinstance(history, Iterable):
                 raise TypeError(
-                    "expected one list of names, or a list of such lists; among lists "
-                    f"there is {history!r}"
+                    "expected one list of names, or a list of such lists, but one of the "
+                    f"lists is {history!r}"
                 )
             for name in history:
                 if not isinstance(name, str):
@@ -258,7 +258,7 @@ class Predictor:
             missing += [name for name in history if name not in columns]
         if missing and unknown == "error":
             raise ValueError(
-                f"{len(missing):,} of {sum(map(len, histories)):,} names are no items of "
+                f"{len(missing):,} of {sum(map(len, histories)):,} names are not items of "
                 f"the predictor: {quoted(missing)}"
             )
         indices = np.fromiter(itertools.chain(*rows), np.int32)
@@ -327,7 +327,7 @@ class Predictor:
     def _run(
         self, size: int, parts: Sequence[CSR | np.ndarray], unwanted: CSR, room: int
     ):
-        """Ids and scores of a batch, not waited for."""
+        """Ids and scores of a batch. Does not wait for them."""
         dtypes = rows_of_inputs(self.num_features)
         inputs = [
             _csr_arrays(part, size, room)
@@ -352,7 +352,7 @@ _NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
 
 
 def _room(rows: int, entries: int) -> int:
-    """The smallest room that has space for these entries; there are few sizes."""
+    """The smallest room for these entries. There are few sizes of rooms."""
     room = max(_LEAST_ENTRIES, _ENTRIES * rows)
     while room < entries:
         room *= _ENTRIES_STEP
@@ -397,7 +397,7 @@ def _padded(array, room: int, dtype) -> np.ndarray:
 
 
 def _on_host(inputs: Inputs) -> Inputs:
-    """The same in NumPy."""
+    """The same inputs in NumPy."""
     parts = {
         name: _part_on_host(part) if isinstance(part, NamedCSR) else part
         for name, part in inputs.parts.items()
@@ -406,7 +406,7 @@ def _on_host(inputs: Inputs) -> Inputs:
 
 
 def _part_on_host(part: NamedCSR) -> NamedCSR:
-    """The same in NumPy. A matrix that was on the device is checked."""
+    """The same input in NumPy. A matrix that was on the device is checked."""
     matrix = part.matrix
     if isinstance(matrix.indices, np.ndarray):
         return part

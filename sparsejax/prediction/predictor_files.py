@@ -2,7 +2,7 @@
 
 ::
 
-    predictor.json      version, sizes, what programs and weights there are
+    predictor.json      version, sizes, lists of the programs and weights
     items.json          names of the items, or null
     programs/1          for one row: StableHLO, see `programs`
     programs/8          for batches of 8 rows
@@ -77,7 +77,7 @@ def save_predictor(
         try:
             _write(path, settings, items, programs, parts)
         except Exception:
-            _take_all(parts)  # the other processes do, and wait for this one
+            _take_all(parts)  # the other processes do so, and wait for this one
             raise
 
     settings = {
@@ -120,7 +120,7 @@ def _write(path, settings, items, programs, parts) -> None:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    # As bytes, since the buffer protocol has no bfloat16.
+    # As bytes, because the buffer protocol does not know bfloat16.
     array = np.ascontiguousarray(array)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
@@ -153,7 +153,7 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
         except Exception as error:
             text = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(
-                f"{path}: is no predictor, or is damaged: {text}"
+                f"{path}: is not a predictor, or is damaged: {text}"
             ) from error
     return Predictor(
         k=settings.k,
@@ -216,7 +216,7 @@ def _entry[T](stated: Any, name: str, kind: type[T]) -> T:
     """An entry of a JSON object."""
     value = stated.get(name) if isinstance(stated, dict) else None
     if type(value) is not kind:  # True is an int
-        raise ValueError(f"{_SETTINGS} has no {name!r} of type {kind.__name__}")
+        raise ValueError(f"{_SETTINGS} does not have {name!r} of type {kind.__name__}")
     return value
 
 
@@ -227,7 +227,7 @@ def _size(value: object) -> int:
 
 
 def _stated_inputs(features: Features) -> list[dict[str, Any]]:
-    """What predictor.json says of the inputs."""
+    """The JSON for the inputs of a model."""
     if isinstance(features, int):
         return [{"num_features": features}]
     return [
@@ -239,7 +239,7 @@ def _stated_inputs(features: Features) -> list[dict[str, Any]]:
 
 
 def _features(stated: list[Any]) -> Features:
-    """What `_stated_inputs` wrote."""
+    """Reads what `_stated_inputs` returned."""
     if len(stated) == 1 and isinstance(stated[0], dict) and "name" not in stated[0]:
         return _size(_entry(stated[0], "num_features", int))
     features: dict[str, int | jax.ShapeDtypeStruct] = {}
@@ -251,18 +251,18 @@ def _features(stated: list[Any]) -> Features:
             features[name] = _array(one)
     if not stated or len(features) != len(stated):
         raise ValueError(
-            f"{_SETTINGS} states {len(stated)} inputs, without one name each"
+            f"{_SETTINGS} states {len(stated)} inputs, but not a name of its own for each"
         )
     return features
 
 
 def _stated_array(array: jax.ShapeDtypeStruct | jax.Array) -> dict[str, Any]:
-    """What predictor.json says of an array."""
+    """The JSON for the shape and dtype of an array."""
     return {"dtype": jnp.dtype(array.dtype).name, "shape": array.shape}
 
 
 def _array(stated: Any) -> jax.ShapeDtypeStruct:
-    """What `_stated_array` wrote."""
+    """Reads what `_stated_array` returned."""
     dtype, shape = _entry(stated, "dtype", str), _entry(stated, "shape", list)
     if dtype not in _DTYPES:
         raise ValueError(f"{_SETTINGS} states an array of dtype {dtype!r}")
@@ -290,7 +290,7 @@ def _read(
             or len(items) != settings.num_items
             or not all(type(name) is str for name in items)
         ):
-            raise ValueError(f"{_ITEMS} has no {settings.num_items:,} names")
+            raise ValueError(f"{_ITEMS} does not have {settings.num_items:,} names")
         programs = {}
         for rows in settings.programs:
             signature = Signature(

@@ -101,7 +101,7 @@ class Signature:
         return dataclasses.replace(exported, mlir_module_serialized=code)
 
     def load(self, code: bytes, convention: int) -> export.Exported:
-        """Makes a program that `program` made once again, from its StableHLO.
+        """Restores a program that `program` made, from its StableHLO.
 
         Args:
           code: the program's `mlir_module_serialized`.
@@ -160,7 +160,9 @@ def _checked_type(code: bytes) -> str:
                 raise ValueError("no MLIR bytecode")
             module = mlir.deserialize_portable_artifact(code)
         except Exception as error:  # MLIR's messages have many lines
-            raise ValueError("a program is no StableHLO that this JAX reads") from error
+            raise ValueError(
+                "a program is not StableHLO, or this JAX cannot read it"
+            ) from error
         refused: list[str] = []
 
         def look(operation: ir.Operation) -> ir.WalkResult:

@@ -24,7 +24,7 @@ from sparsejax.whole_files import (
     whole_text_file,
 )
 
-_TABLES = (".csv", ".parquet", ".jsonl")
+_NOT_TEXT = (".csv", ".parquet", ".jsonl")
 
 
 def save_recommendations(
@@ -40,7 +40,7 @@ def save_recommendations(
     ::
 
         .csv       user,item,score,rank: a line for each recommendation, under a header
-        .parquet   the same as columns
+        .parquet   a table with the same columns
         .jsonl     {"user": "ann", "items": ["tea"], "scores": [2.5]} for each row
         others     see `write_recommendations`
 
@@ -52,7 +52,7 @@ def save_recommendations(
       rows: names of the rows.
       found: what is recommended to each.
       items: names of all items.
-      rows_at_a_time: of a row group of `.parquet`.
+      rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`.
 
     Raises:
       OSError: the file cannot be written.
@@ -108,13 +108,13 @@ def check_recommendation_names(
     Raises:
       ValueError: the file has the text form, and a name is empty or has a zero byte.
     """
-    if _ending(path) not in _TABLES:
+    if _ending(path) not in _NOT_TEXT:
         check_names("row", rows, "\ufeff", "text")
         check_names("item", items, "", "text")
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
-    """The end of a file's name that tells its form, without that of compression."""
+    """The end of a file's name that decides its form, without that of compression."""
     path = pathlib.Path(path)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 

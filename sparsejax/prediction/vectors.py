@@ -31,8 +31,8 @@ from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".npz", ".parquet")
 
-# `.npz` pads all names to the same length. It may use so many bytes for that, or so many
-# times the names' own bytes.
+# `.npz` pads all names to the same length. The padded names may take this many bytes, or
+# this many times the bytes of the names.
 _SMALL_BYTES, _MAX_PADDING = 2**26, 16
 
 
@@ -189,7 +189,7 @@ def save_vectors(
     with whole_file(path) as file:
         match pathlib.Path(path).suffix:
             case ".npy":
-                # By `write`: to a real file NumPy writes without telling of a full disk.
+                # NumPy does not report a full disk if it is given a real file.
                 np.save(types.SimpleNamespace(write=file.write), vectors)
             case ".npz":
                 fixed = np.array(known.tolist(), np.str_)
@@ -208,7 +208,7 @@ def check_ending(path: str | os.PathLike[str]) -> None:
 
 
 def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
-    """Raises ValueError for names that NumPy's type `<U` cannot hold, or not well."""
+    """Raises ValueError for names that NumPy's type `<U` changes or makes too large."""
     lengths = np.strings.str_len(names)
     size, used = 4 * len(names) * int(lengths.max(initial=0)), 4 * int(lengths.sum())
     if size > max(_SMALL_BYTES, _MAX_PADDING * used):
@@ -219,7 +219,7 @@ def _check_fixed_width(path: str | os.PathLike[str], names: Names) -> None:
     zeros = [name for name in names.tolist() if name.endswith("\0")]
     if zeros:
         raise ValueError(
-            f"{path}: .npz loses zero bytes at the end of names, as of "
+            f"{path}: .npz loses zero bytes at the end of names, for example of "
             f"{quoted(zeros)}; write .parquet instead"
         )
 

@@ -92,9 +92,11 @@ def test_validation_is_the_same_in_another_order_of_rows(small, tmp_path, capsys
     assert main([*argv, "1"]) == 0
     path.write_text("\n".join(lines[::-1]) + "\n")
     assert main([*argv, "2"]) == 0
-    path.write_text("\n".join(lines[1:]) + "\nuser 5\titem2\n")
-    assert main([*argv, "3"]) == 1
-    assert "cannot resume with other validation data" in capsys.readouterr().err
+    others = [*lines[1:], "user 5\titem2"], [*lines[1:], f"{lines[0]}:unknown"]
+    for other in others:
+        path.write_text("\n".join(other) + "\n")
+        assert main([*argv, "3"]) == 1
+        assert "cannot resume with other validation data" in capsys.readouterr().err
 
 
 def test_resume_where_no_checkpoint_is_begins(small, tmp_path):

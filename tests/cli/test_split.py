@@ -96,12 +96,12 @@ def test_split_of_dates(tmp_path, capsys):
     path.write_text("user,item,date\na,x,2024-01-31\na,y,2024-02-01\nb,x,2024-03-01\n")
     argv = ["split", str(path), "--out", str(tmp_path / "parts"), "--by", "time"]
     assert main([*argv, "--at", "soon"]) == 1
-    assert "expected a time as '2024-01-31'" in capsys.readouterr().err
+    assert "expected a time like '2024-01-31'" in capsys.readouterr().err
     assert main([*argv, "--at", "20240201"]) == 0
     _, heldout = parts_of(tmp_path / "parts")
     assert pairs_of(heldout) == {("a", "y"), ("b", "x")}
     assert main([*argv, "--at", "2024-02-01"]) == 1
-    assert "parts: exists; name another folder" in capsys.readouterr().err
+    assert "parts: already exists; name another folder" in capsys.readouterr().err
 
 
 def test_split_by_time_needs_times(board, tmp_path, capsys):

@@ -139,12 +139,12 @@ CASES = {
     "items are fractions": Case(
         frame(item=[7.0, 8.5, 7.0]),
         None,
-        "row 1: column 'item' holds 8.5, which is no name",
+        "row 1: column 'item' holds 8.5, which cannot be a name",
     ),
     "items are fractions in CSV": Case(
         csv(user=USER, item=[4.5, 3.0, 4.5]),
         None,
-        "the item .* holds fractions, as 4.5",
+        "the item .* holds fractions like 4.5",
     ),
     "floats too large for ids": Case(
         frame(user=[2.0**53, 1, 2]),
@@ -183,7 +183,7 @@ CASES = {
     "MovieLens' u.data": Case(
         FRAME.to_csv(index=False, header=False, sep="\t"),
         None,
-        "without a header .*: user=COLUMN, .*0 .integers, as '1'.*3 .integers, as '978300",
+        "without a header .*: user=COLUMN, .*0 .integers, like '1'.*3 .integers, like '978300",
     ),
     "three columns without a header": Case(
         "1,7,2\n1,8,5\n2,7,1\n", None, "without a header it is not clear which column"
@@ -240,7 +240,7 @@ CASES = {
     "two columns that may be the value": Case(
         csv(user=USER, item=ITEM, rating=USER, count=USER),
         None,
-        "'rating' or 'count'; name it: value=COLUMN, or leave values out: indicator=True",
+        "'rating' or 'count'; name it: value=COLUMN, or ignore values: indicator=True",
     ),
     "upper case, spaces, plurals": Case(
         "USER ID, Item-IDs , Stars\n1,7,2\n1,8,5\n2,7,1\n",
@@ -250,7 +250,7 @@ CASES = {
     "values are words": Case(
         csv(user=USER, item=ITEM, rating=["good", "bad", "good"]),
         None,
-        "csv:2: value 'good' is not a number .rating .text. is taken for the value",
+        "csv:2: value 'good' is not a number .rating .text. is read as the value",
     ),
     "values are booleans": Case(
         frame(rating=[True, False, True]),
@@ -270,7 +270,7 @@ CASES = {
         frame(item=pandas.to_datetime(DAYS)), None, "'item' .*, but it is timestamp"
     ),
     "items are booleans": Case(
-        frame(item=[True, False, True]), None, "'item' is taken for the item.*is bool"
+        frame(item=[True, False, True]), None, "'item' is read as the item.*is bool"
     ),
     "two lists": Case(
         pa.table({"user": [1, 2], "seen": [[7, 8], [7]], "kept": [[8], [7]]}),
@@ -330,7 +330,7 @@ CASES = {
     "times of two kinds": Case(
         "user,item,time\n1,7,2024-01-01\n1,8,978300760\n",
         None,
-        "csv:3: time '978300760' is a number, but earlier ones are a date",
+        "csv:3: time '978300760' is a number, but an earlier time is a date",
     ),
     "a time that is missing": Case(
         "user,item,time\n1,7,5\n1,8,\n", None, "csv:3: an event has no time but earlier"
@@ -387,7 +387,7 @@ def test_the_command_line_speaks_of_flags(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "a.csv: user = kunde (integers), item = artikel (integers), value = rating "
         "(integers); 1 rows, 2 items, 2 entries; values of 2 to 5 are weights, so that "
-        "the lowest is a weak like and no dislike (with --no-value every entry counts 1)\n"
+        "the lowest is a weak like and not a dislike (with --no-value every entry counts 1)\n"
     )
     named = ["--user", "0", "--item", "artikel", "--no-value"]
     assert cli.main([*convert, *named]) == 0

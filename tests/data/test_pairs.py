@@ -243,7 +243,7 @@ def test_wrong_options(write):
         read_pairs(path, value=3)
     with pytest.raises(ValueError, match="user is 1, item is 1, value is 2"):
         read_pairs(path, user=1, item=1, value=2)
-    with pytest.raises(ValueError, match="'item' is a name but header=False"):
+    with pytest.raises(ValueError, match="'item' is a name, but with header=False"):
         read_pairs(path, item="item", header=False)
     with pytest.raises(
         ValueError, match="delimiter must be one or two characters.*got ':::'"

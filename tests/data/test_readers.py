@@ -355,7 +355,7 @@ def test_second_file_with_nothing_known(write):
 
 def test_sum_beyond_float32(write):
     path = write("a\tx,3e38:x,3e38\n")
-    with pytest.raises(DataError, match="of 'a' and 'x' are too large a sum"):
+    with pytest.raises(DataError, match="of 'a' and 'x' have too large a sum"):
         read_text(path)
 
 

@@ -117,7 +117,7 @@ def test_as_time_of_numbers(dtype):
 @pytest.mark.parametrize(
     ("time", "times", "message"),
     [
-        ("soon", DATES, "expected a time as '2024-01-31' or .*, got 'soon'"),
+        ("soon", DATES, "expected a time like '2024-01-31' or .*, got 'soon'"),
         (17, DATES, "times are dates, from 2024-01-30.* to 2024-02-02.*got 17"),
         ("2024-01-31", np.array([5, 7]), "numbers, from 5 to 7.*got '2024-01-31'"),
         (datetime.date(2024, 1, 31), np.array([5.5]), "from 5.5 to 5.5.*a number"),

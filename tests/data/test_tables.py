@@ -140,9 +140,12 @@ def test_values_that_are_all_missing():
         ({"rating": [None, 1.0, 2.0]}, "row 1: an entry has a value but earlier"),
         ({"rating": [1.0, 2.0, np.nan]}, "row 2: a value is not finite"),
         ({"rating": [1.0, 1e39, 1.0]}, "row 1: a value is not finite"),
-        ({"user": [1.0, 2.5, 3.0]}, "row 1: column 'user' holds 2.5, which is no name"),
+        (
+            {"user": [1.0, 2.5, 3.0]},
+            "row 1: column 'user' holds 2.5, which cannot be a name",
+        ),
         ({"user": [1.0, np.nan, None]}, "row 1: the user .*, 2 times in all"),
-        ({"user": [True, True, False]}, "'user' is taken for the user, which is text"),
+        ({"user": [True, True, False]}, "'user' is read as the user, which is text"),
         ({"user": pa.array([b"\xff"] * 3)}, "not valid UTF-8"),
     ],
 )
@@ -174,12 +177,15 @@ def test_errors_of_pairs(changes, message):
             },
             "row 2: a value is not finite",
         ),
-        ({"ratings": [[1], [2], None, [3, 4]]}, "row 3: it has not as many values"),
+        (
+            {"ratings": [[1], [2], None, [3, 4]]},
+            "row 3: the numbers of values and of items differ",
+        ),
         ({"ratings": [[1], [None], [], [3]]}, "row 1: an entry has no value"),
-        ({"user": [["a"]] * 4}, "'user' is taken for the user, which is text"),
+        ({"user": [["a"]] * 4}, "'user' is read as the user, which is text"),
         (
             {"items": [[[1]]] * 4},
-            "taken for the item, which is lists of text",
+            "read as the item, which is lists of text",
         ),
     ],
 )
@@ -198,7 +204,7 @@ def test_errors_of_columns():
         from_arrow(table, value=3)
     with pytest.raises(ValueError, match="user is 1, item is 1"):
         from_arrow(table, user="item", item="item")
-    with pytest.raises(DataError, match="'item' is taken for the value, which is num"):
+    with pytest.raises(DataError, match="'item' is read as the value, which is num"):
         from_arrow(table.append_column("n", [[1, 2, 3]]), item="n", value="item")
     with pytest.raises(
         DataError, match="no column has a name that is known for the item"

@@ -24,7 +24,7 @@ from sparsejax.sparse import CSR
 ROWS, ITEMS = 45, 300
 
 
-def table(density, seed):
+def matrix_of(density, seed):
     return random_csr(ROWS, ITEMS, density, seed=seed).to_scipy().astype(bool)
 
 
@@ -72,9 +72,9 @@ def a_model():
 
 
 def results(made):
-    """Of all that is asked of a model, where the mesh says."""
-    train = table(0.05, 1)
-    new = scipy.sparse.csr_array(table(0.03, 2).toarray() & ~train.toarray())
+    """The results of all functions that use a model, on the mesh that is set."""
+    train = matrix_of(0.05, 1)
+    new = scipy.sparse.csr_array(matrix_of(0.03, 2).toarray() & ~train.toarray())
     # A row of three has one more that is unknown, another has two.
     heldout = dataclasses.replace(
         sj.SparseDataset.from_scipy(new), left_out=np.arange(ROWS) % 3
@@ -85,7 +85,9 @@ def results(made):
     similar = sj.similar_items(made, [3, ITEMS - 1, 40], k=4)
     measured = sj.evaluate(made, train, heldout, **some)
     # Fewer candidates than k, and most of them held out.
-    among = sj.evaluate(made, train, heldout, candidates=table(0.01, 3) + new, **some)
+    among = sj.evaluate(
+        made, train, heldout, candidates=matrix_of(0.01, 3) + new, **some
+    )
     assert measured["entries_unknown"] > ROWS and measured["users_unknown"] == 0
     return {
         "ids": (found.ids, plain.ids, similar.ids),
@@ -118,7 +120,7 @@ def test_one_program_serves_all_batches(data, model):
 
 
 def test_a_model_made_on_a_mesh_is_exported(tmp_path, symbolic_sizes):
-    train = table(0.05, 1)
+    train = matrix_of(0.05, 1)
     with jax.set_mesh(make_mesh(data=2, model=4)):
         sj.export_predictor(a_model(), tmp_path / "file", k=5, batch_size=20)
         got = sj.load_predictor(tmp_path / "file").recommend(train, exclude=train)
@@ -141,15 +143,12 @@ def test_an_export_that_fails_leaves_the_mesh_that_is_set(
     assert jax.sharding.get_mesh().empty
 
 
-def test_an_array_that_processes_exchange(monkeypatch):
-    monkeypatch.setattr(layout, "_is_here", lambda array: False)
-    monkeypatch.setattr(layout, "_EXCHANGED_ELEMENTS", 5 * 7)
+def test_an_array_that_processes_exchange():
     mesh = make_mesh(data=2, model=4)
     array = np.random.default_rng(0).normal(size=(24, 5)).astype(np.float32)
     divided = jax.device_put(array, NamedSharding(mesh, P("model")))
-    np.testing.assert_array_equal(layout.to_host(divided), array)
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
-        parts = list(layout.to_host_in_pieces(divided))
+        parts = list(layout.exchanged(divided, piece_elements=5 * 7))
     assert [len(part) for part in parts] == [7, 7, 7, 3]
     np.testing.assert_array_equal(np.concatenate(parts), array)

@@ -437,7 +437,7 @@ def test_errors_of_folding_in(problem, model):
     data = dataset(problem[0])
     with pytest.raises(ValueError, match="give heldout, or fold_in"):
         evaluate(model, data)
-    with pytest.raises(ValueError, match="either heldout or fold_in"):
+    with pytest.raises(ValueError, match="heldout or fold_in, not both"):
         evaluate(model, data, data, fold_in=0.8)
     with pytest.raises(TypeError, match="must be a SparseDataset, got csr_array"):
         evaluate(model, problem[0], fold_in=0.8)

@@ -300,13 +300,13 @@ def test_what_is_folded_in_is_split_before_items_are_left_out(shop):
         with pytest.warns(sj.UnknownFeaturesWarning):
             found = sj.evaluate(model, visitors, features=features, **options)
         assert found == expected
-    with pytest.raises(ValueError, match="features go with fold_in"):
+    with pytest.raises(ValueError, match="features is used only with fold_in"):
         sj.evaluate(model, trained, trained, features=trained)
 
 
 def test_entries_left_out_before_folding_in_are_told(shop):
     visitors = shop.two_files()[1]
-    with pytest.warns(UserWarning, match="before they were split, and are in neither"):
+    with pytest.warns(UserWarning, match="before the split and are in neither"):
         sj.evaluate(shop.model(shop.items), visitors, fold_in=0.5, **OPTIONS)
 
 
@@ -398,7 +398,7 @@ def test_a_test_that_equals_the_training_data(shop):
     some = data.align_rows(data.row_names[5:9])
     with pytest.raises(ValueError, match="Hold out entries that the inputs lack"):
         sj.evaluate(model, data.to_scipy(), data.without_values().to_scipy())
-    with pytest.raises(ValueError, match="as their rows already have them"):
+    with pytest.raises(ValueError, match="because their rows already have them"):
         prepare(data, some, Setup())
     assert sj.evaluate(model, data, some, exclude=None, **OPTIONS)["users"] == 4
 

@@ -174,7 +174,7 @@ def test_npz_refuses_names_that_it_cannot_hold(tmp_path):
             "x" * 20_000,
             "20,000 characters: they would take 80,000,000 bytes; write .par",
         ),
-        ("tea\0", r"loses zero bytes at the end of names, as of 'tea\\x00'"),
+        ("tea\0", r"loses zero bytes at the end of names, for example of 'tea\\x00'"),
     ):
         with pytest.raises(ValueError, match=message):
             sj.save_vectors(tmp_path / "v.npz", rows, [*names[1:], bad])

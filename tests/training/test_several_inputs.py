@@ -322,7 +322,7 @@ def test_an_input_by_name():
     )
     with pytest.raises(ValueError, match="exclude is data or the name of a sparse"):
         sj.evaluate(model, inputs, heldout)
-    with pytest.raises(ValueError, match="split the one that is meant"):
+    with pytest.raises(ValueError, match="split one of them by"):
         sj.evaluate(model, inputs, fold_in=0.5, **named)
 
 
@@ -333,7 +333,7 @@ def test_what_several_inputs_refuse(tmp_path):
     scanned = sj.scan_parquet(tmp_path / "words.parquet")
     wrong = np.zeros((ROWS, 2, 3))
     wrong[7, 1, 2] = np.nan
-    many = "give it alone; inputs names 'history'"
+    many = "give one source without a name; inputs has the names 'history'"
     cases: list[tuple[Any, str]] = [
         ({}, "inputs is empty"),
         (inputs["history"], "the model has the inputs 'history', 'words', .*by name"),
@@ -404,7 +404,7 @@ def test_dense_rows_by_name():
     ]:
         with pytest.raises(ValueError, match=message):
             sj.DenseDataset(values, names)
-    with pytest.raises(ValueError, match="fill=0.5 is no int32"):
+    with pytest.raises(ValueError, match="fill=0.5 cannot be stored as int32"):
         whole.align_rows(["zoe"], fill=0.5)
     assert dataclasses.is_dataclass(whole) and "1 rows of 2 int32" in repr(whole)
 
@@ -431,7 +431,7 @@ def test_a_predictor_takes_several_inputs(expected, tmp_path):
     assert predictor.recommend(one, k=2).ids.tolist() == wanted_of(model, one)
     with pytest.raises(ValueError, match="'history', 'words', 'profile', 'country'"):
         predictor.recommend(given["history"])
-    with pytest.raises(ValueError, match="inputs names 'history'"):
+    with pytest.raises(ValueError, match="inputs has the names 'history'"):
         predictor.recommend({"history": given["history"]})
     with pytest.raises(ValueError, match=r"use recommend\(\{name: source\}\)"):
         predictor.recommend_names(["a"])
