@@ -45,6 +45,7 @@ from .optimizers.gradients import lookup as lookup
 from .optimizers.gradients import value_and_grad as value_and_grad
 from .optimizers.optimizer import Optimizer as Optimizer
 from .optimizers.row_gradient import RowGradient as RowGradient
+from .optimizers.row_gradient import RowSums as RowSums
 from .optimizers.row_gradient import accumulate as accumulate
 from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm

@@ -37,7 +37,7 @@ from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
 from sparsejax.sparse import CSR
 
 Path = tuple[Any, ...]  # of attribute names and indices
@@ -222,7 +222,6 @@ def value_and_grad_with(
                 value = _row_gradient(xs, dys, kernel, planner is not None)
             if path in elsewhere:
                 value += flat[path][...]
-            # `kernel.replace` would take the gradient apart, and so have it summed.
             flat[path] = type(kernel).from_metadata(value, kernel.get_metadata())
         return ((loss, aux) if has_aux else loss), nnx.from_flat_state(flat)
 
@@ -269,11 +268,11 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
         dys[0], nse, divided=is_divided(kernel)
     ):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)
-        return RowGradient.of_terms(terms, current)
+        return RowTerms(terms, current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
     divided = any(isinstance(x, ShardedCSR) for x in xs)
-    return RowGradient(ids, values, num_rows, current, divided)
+    return RowSums(ids, values, num_rows, current, divided)
 
 
 def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:

@@ -32,7 +32,7 @@ from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import State, TrainedKernel
 from sparsejax.optimizers import gradients, inplace, rules
 from sparsejax.optimizers.gradients import Path, RowParam
-from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
 from sparsejax.optimizers.rules import Rule
 
 # A kernel of at most this many rows for each that a batch may touch is updated as a
@@ -152,8 +152,7 @@ class Optimizer(nnx.Pytree):
                     "optimizer.value_and_grad, for the same model"
                 )
             leaf = flat.pop(path)
-            # `get_value` would take a RowGradient apart, and so have it summed.
-            g = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+            g = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
             if g.shape != kernel.shape:
                 raise ValueError(
                     f"the gradient of '{_dotted(path)}' has shape {g.shape}, the "
@@ -286,10 +285,10 @@ class Optimizer(nnx.Pytree):
                     f"'{_dotted(path)}' was taken at rows that may be out of date; "
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
+            if isinstance(g, RowTerms):
+                return row_update.step_terms(rule, trained, g.terms, step)
             if g.ids.shape[0] == 0:
                 return trained
-            if g.terms is not None:
-                return row_update.step_terms(rule, trained, g.terms, step)
             return row_update.step_rows(
                 rule, trained, g.ids, g.values, step, divided=g.divided
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import jax
 import jax.extend.random
@@ -25,117 +26,87 @@ def _no_random_numbers(*_: Any) -> NoReturn:
 
 
 # JAX refuses arithmetic with keys, and its message has their tag in it.
-_ROW_IDS = jax.extend.random.define_prng_impl(
+_SEAL = jax.extend.random.define_prng_impl(
     key_shape=(1,),
     seed=_no_random_numbers,
     split=_no_random_numbers,
     random_bits=_no_random_numbers,
     fold_in=_no_random_numbers,
-    name="sparsejax_row_ids",
+    name="sparsejax_row_gradient",
     tag="row ids of a sparsejax.RowGradient, which is no array: use its + and *, or "
     "sparsejax.accumulate, sparsejax.global_norm, sparsejax.clip_by_global_norm",
 )
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class RowGradient:
+class RowGradient(abc.ABC):
     """A gradient of a `[num_rows, hidden]` kernel that is zero but in a few rows.
 
-    >>> g = RowGradient(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4)
-    >>> (2 * g).todense()[:, 0].tolist()
-    [0.0, 2.0, 0.0, 2.0]
+    >>> g = RowSums(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4)
+    >>> isinstance(g, RowGradient), (2 * g).todense()[:, 0].tolist()
+    (True, [0.0, 2.0, 0.0, 2.0])
 
     ::
 
         dense[ids[u]] = values[u]
 
-    It can be added to another one or to an array, and multiplied or divided by a
-    scalar. It is a pytree of the ids and the values, so it passes through `jax.jit`,
-    `lax.scan`, `jax.vmap` and `jax.shard_map`. What goes leaf by leaf (`jax.tree.map`,
-    `optax.global_norm`, `lax.psum`) would also add or scale the ids; the leaf of the ids
-    is therefore an array with which JAX refuses arithmetic, with a `TypeError` in most
-    places. Use `is_leaf=lambda g: isinstance(g, RowGradient)` in `jax.tree.map`, and
+    There are two kinds. A `RowSums` holds `ids` and `values`. A `RowTerms` holds the terms
+    whose sums the values are; `value_and_grad` returns one if a GPU program of the
+    optimizer can add them. `summed()` turns both into a `RowSums`.
+
+    A row gradient can be added to another one or to an array, and multiplied or divided
+    by a scalar. The result is a `RowSums` (an array, if an array was added).
+
+    Both kinds are pytrees and pass unchanged through `jax.jit`, `lax.scan`, `jax.vmap` and
+    `jax.shard_map`. Functions that work leaf by leaf (`jax.tree.map`, `optax.global_norm`,
+    `lax.psum`) would be wrong: the same place of two gradients may belong to different
+    rows. The leaves that name the rows are therefore arrays with which JAX refuses
+    arithmetic, with a `TypeError` in most places. Use
+    `is_leaf=lambda g: isinstance(g, RowGradient)` in `jax.tree.map`, and
     `sparsejax.accumulate`, `sparsejax.global_norm` and `sparsejax.clip_by_global_norm`.
 
     Attributes:
-      ids: `[capacity]` int32, unique and ascending, padded with `num_rows`; on a mesh so
-        for each part of the rows.
-      values: `[capacity, hidden]`, zero in padding.
       num_rows: rows of the kernel (static).
-      current: whether the loss has read rows that were up to date, so that an optimizer
-        whose rows drift can use this gradient (static), see `Optimizer.value_and_grad`.
-      divided: whether kernel, ids and values lie by rows over "model", each value where
-        its row is (static).
-      terms: what the values are the sums of, as long as nothing has asked for them: an
-        optimizer may sum them where it uses them. Lost by any operation.
+      current: whether the loss read rows that were up to date (static). An optimizer
+        whose rows drift needs such a gradient, see `Optimizer.value_and_grad`.
+      divided: whether the rows of the kernel are divided over the mesh axis "model"
+        (static). Each device then holds the gradient of its own rows.
     """
 
     __array_ufunc__ = None  # NumPy arrays leave + and * to this class
 
-    def __init__(
-        self,
-        ids: Int[Array, "capacity"],
-        values: Float[Array, "capacity hidden"],
-        num_rows: int,
-        current: bool = False,
-        divided: bool = False,
-    ):
-        self._ids, self._values = _sealed(ids), values
-        self.num_rows, self.current, self.divided = num_rows, current, divided
-        self.terms: scatter_gradient.Terms | None = None
-
-    @classmethod
-    def of_terms(cls, terms: scatter_gradient.Terms, current: bool) -> RowGradient:
-        """The sums of `terms`, made when they are asked for."""
-        self = object.__new__(cls)
-        self._ids, self.num_rows = _sealed(terms.ids()), terms.num_rows
-        self.terms, self.current, self.divided = terms, current, terms.divided
-        return self
+    num_rows: int
+    current: bool
+    divided: bool
 
     @property
+    @abc.abstractmethod
     def ids(self) -> Int[Array, "... capacity"]:
-        """`[capacity]` int32, unique and ascending but for padding."""
-        return _opened(self._ids)
+        """`[capacity]` int32: the touched rows.
+
+        They are unique and ascending, padded with `num_rows`. If the gradient is
+        `divided`, this holds for the part of each device.
+        """
 
     @property
+    @abc.abstractmethod
     def values(self) -> Float[Array, "... hidden"]:
-        """`[capacity, hidden]`, zero in padding."""
-        return self._values if self.terms is None else self.terms.values()
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        # Past the property: without terms it may be anything tree.map returned.
-        values = self._values if self.terms is None else self.values
-        leaves = [(key("ids"), self._ids), (key("values"), values)]
-        return leaves, (self.num_rows, self.current, self.divided)
-
-    @classmethod
-    def tree_unflatten(cls, static, leaves) -> RowGradient:
-        # Past the constructor: leaves may be shapes, or anything tree.map returned.
-        self = object.__new__(cls)
-        self._ids, self._values = leaves
-        self.num_rows, self.current, self.divided = static
-        self.terms = None
-        return self
+        """`[capacity, hidden]`: the gradient of each touched row, zero in padding."""
 
     @property
+    @abc.abstractmethod
     def shape(self) -> tuple[int, int]:
         """`(num_rows, hidden)`."""
-        summed = self._values if self.terms is None else self.terms.dy
-        return self.num_rows, summed.shape[-1]
 
     @property
+    @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """That of the values."""
-        if self.terms is not None:
-            return accumulator(self.terms.dy.dtype)
-        return self._values.dtype
+        """The dtype of `values`."""
 
-    def __repr__(self) -> str:
-        num_rows, hidden = self.shape
-        return f"RowGradient(ids={self.ids!r}, shape=({num_rows}, {hidden}))"
+    @abc.abstractmethod
+    def summed(self) -> RowSums:
+        """The same gradient as a `RowSums`."""
 
-    def __getitem__(self, index) -> RowGradient:
+    def __getitem__(self, index) -> Any:
         if index is not ...:
             raise TypeError("a RowGradient has no elements; use .todense()[...]")
         return self  # so that grads["kernel"][...] is the gradient, as for an array
@@ -148,8 +119,8 @@ class RowGradient:
         values = self.values.astype(dense.dtype)
         return dense.at[self.ids].add(values, mode="drop", unique_indices=True)
 
-    def _with_values(self, values: jax.Array) -> RowGradient:
-        return RowGradient(self.ids, values, self.num_rows, self.current, self.divided)
+    def _with_values(self, values: jax.Array) -> RowSums:
+        return RowSums(self.ids, values, self.num_rows, self.current, self.divided)
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, RowGradient):
@@ -172,7 +143,7 @@ class RowGradient:
             return NotImplemented
         return self._with_values(self.values / scalar)
 
-    def __neg__(self) -> RowGradient:
+    def __neg__(self) -> RowSums:
         return self._with_values(-self.values)
 
     def __sub__(self, other: Any) -> Any:
@@ -182,14 +153,135 @@ class RowGradient:
         return -self + other
 
 
-def _sealed(ids: jax.Array) -> jax.Array:
-    """Row ids as a leaf of a tree, with which there is no arithmetic."""
-    bits = lax.bitcast_convert_type(jnp.asarray(ids, jnp.int32), jnp.uint32)
-    return jax.random.wrap_key_data(bits[..., None], impl=_ROW_IDS)
+@jax.tree_util.register_pytree_with_keys_class
+@final
+class RowSums(RowGradient):
+    """A `RowGradient` that holds the ids and the values of the touched rows.
+
+    >>> RowSums(jnp.array([1, 3]), jnp.ones((2, 1)), num_rows=4).todense()[:, 0].tolist()
+    [0.0, 1.0, 0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        ids: Int[Array, "capacity"],
+        values: Float[Array, "capacity hidden"],
+        num_rows: int,
+        current: bool = False,
+        divided: bool = False,
+    ):
+        self._ids, self._values = _sealed(ids), values
+        self.num_rows, self.current, self.divided = num_rows, current, divided
+
+    @property
+    def ids(self) -> Int[Array, "... capacity"]:
+        return _opened(self._ids)
+
+    @property
+    def values(self) -> Float[Array, "... hidden"]:
+        return self._values
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self._values.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self._values.dtype
+
+    def summed(self) -> RowSums:
+        return self
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [(key("ids"), self._ids), (key("values"), self._values)]
+        return leaves, (self.num_rows, self.current, self.divided)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> RowSums:
+        # Past the constructor: leaves may be shapes, or anything tree.map returned.
+        self = object.__new__(cls)
+        self._ids, self._values = leaves
+        self.num_rows, self.current, self.divided = static
+        return self
+
+    def __repr__(self) -> str:
+        num_rows, hidden = self.shape
+        return f"RowSums(ids={self.ids!r}, shape=({num_rows}, {hidden}))"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@final
+class RowTerms(RowGradient):
+    """A `RowGradient` whose terms are not added yet.
+
+    `Optimizer.update` can add the terms of a row in the same GPU program that updates the
+    row. The values are then never written to memory. `values`, `summed()` and arithmetic
+    add the terms each time they are called.
+    """
+
+    def __init__(self, terms: scatter_gradient.Terms, current: bool = False):
+        self._by_column = jax.tree.map(_sealed, terms.by_column)
+        self._data, self._dy = terms.data, terms.dy
+        self.num_rows, self.current = terms.num_rows, current
+        self.divided = terms.divided
+
+    @property
+    def terms(self) -> scatter_gradient.Terms:
+        """The terms of which `values` has the sums."""
+        by_column = jax.tree.map(_opened, self._by_column)
+        return scatter_gradient.Terms(
+            by_column, self._data, self._dy, self.num_rows, self.divided
+        )
+
+    @property
+    def ids(self) -> Int[Array, "... capacity"]:
+        return self.terms.ids()
+
+    @property
+    def values(self) -> Float[Array, "... hidden"]:
+        return self.terms.values()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self._dy.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return accumulator(self._dy.dtype)
+
+    def summed(self) -> RowSums:
+        return self._with_values(self.values)
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [
+            (key("by_column"), self._by_column),
+            (key("data"), self._data),
+            (key("dy"), self._dy),
+        ]
+        return leaves, (self.num_rows, self.current, self.divided)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> RowTerms:
+        self = object.__new__(cls)  # past the constructor, as in RowSums
+        self._by_column, self._data, self._dy = leaves
+        self.num_rows, self.current, self.divided = static
+        return self
+
+    def __repr__(self) -> str:
+        num_rows, hidden = self.shape
+        return f"RowTerms(shape=({num_rows}, {hidden}))"
+
+
+def _sealed(indices: jax.Array) -> jax.Array:
+    """Integers as a leaf of a tree with which JAX refuses arithmetic."""
+    bits = lax.bitcast_convert_type(jnp.asarray(indices, jnp.int32), jnp.uint32)
+    return jax.random.wrap_key_data(bits[..., None], impl=_SEAL)
 
 
 def _opened(leaf: jax.Array) -> jax.Array:
-    """The row ids that are `_sealed` in the leaf."""
+    """The integers that are `_sealed` in the leaf."""
     return lax.bitcast_convert_type(jax.random.key_data(leaf)[..., 0], jnp.int32)
 
 
@@ -197,7 +289,7 @@ def _is_rows(leaf: Any) -> bool:
     return isinstance(leaf, RowGradient)
 
 
-def merge(gradients: Sequence[RowGradient]) -> RowGradient:
+def merge(gradients: Sequence[RowGradient]) -> RowSums:
     """The sum of row gradients of one kernel.
 
     Its capacity is the sum of theirs, or `num_rows` if that is less: nothing can
@@ -233,7 +325,7 @@ def merge(gradients: Sequence[RowGradient]) -> RowGradient:
         )
     current = all(g.current for g in gradients)
     ids, values = add(ids, values)
-    return RowGradient(ids, values, first.num_rows, current, first.divided)
+    return RowSums(ids, values, first.num_rows, current, first.divided)
 
 
 def _sum_of(ids, values, num_rows: int):
@@ -251,7 +343,7 @@ def _sum_of(ids, values, num_rows: int):
 def accumulate[Gradients](stacked: Gradients) -> Gradients:
     """Sums gradients over a leading axis: what `jax.lax.scan` over micro-batches stacks.
 
-    >>> g = RowGradient(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
+    >>> g = RowSums(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
     >>> accumulate(g).todense()[:, 0].tolist()
     [1.0, 2.0, 0.0, 1.0]
 
@@ -261,10 +353,8 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
     def total(g):
         if not isinstance(g, RowGradient):
             return jnp.sum(g, axis=0)
-        parts = [
-            RowGradient(ids, values, g.num_rows, g.current, g.divided)
-            for ids, values in zip(g.ids, g.values, strict=True)
-        ]
+        leaves, tree = jax.tree.flatten(g)
+        parts = [tree.unflatten(part) for part in zip(*leaves, strict=True)]
         return merge(parts)
 
     return jax.tree.map(total, stacked, is_leaf=_is_rows)
@@ -273,7 +363,7 @@ def accumulate[Gradients](stacked: Gradients) -> Gradients:
 def global_norm(grads: Any) -> Float[Array, ""]:
     """`sqrt(sum of squares)` over all gradients, dense ones and row gradients.
 
-    >>> g = RowGradient(jnp.array([1, 3]), jnp.full((2, 1), 2.0), num_rows=4)
+    >>> g = RowSums(jnp.array([1, 3]), jnp.full((2, 1), 2.0), num_rows=4)
     >>> float(global_norm({"kernel": g, "bias": jnp.ones(1)}))
     3.0
 
@@ -294,6 +384,9 @@ def clip_by_global_norm[Gradients](
     >>> clip_by_global_norm({"bias": jnp.array([3.0, 4.0])}, 2.5)["bias"].tolist()
     [1.5, 2.0]
     """
+    grads = jax.tree.map(
+        lambda g: g.summed() if _is_rows(g) else g, grads, is_leaf=_is_rows
+    )
     norm = global_norm(grads)
     scale = jnp.where(norm < max_norm, 1, max_norm / norm)
 

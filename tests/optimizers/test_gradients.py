@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.sparse
 from flax import nnx
 from hypothesis import given, settings
 from matrices import csrs, oracle, random_csr, sizes
 from tolerances import assert_close
 
 from sparsejax.nn.layers import SparseLinear
+from sparsejax.ops import scatter_gradient
 from sparsejax.optimizers import gradients, row_gradient
 from sparsejax.optimizers.gradients import RowParam, lookup, value_and_grad
-from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
 from sparsejax.sparse import CSR
 
 FEATURES, HIDDEN = 50, 4
@@ -397,7 +399,16 @@ def make_rows(ids, num_rows=9, capacity=5, seed=0, current=False):
     values[len(ids) :] = 0
     padded = [*ids, *[num_rows] * (capacity - len(ids))]
     ids = jnp.asarray(padded, jnp.int32)
-    return RowGradient(ids, jnp.asarray(values), num_rows, current)
+    return RowSums(ids, jnp.asarray(values), num_rows, current)
+
+
+def make_terms(num_rows=9, seed=0) -> RowTerms:
+    """Not summed yet, the columns of `make_rows([0, 3, 8])`."""
+    values = np.zeros((4, 9), np.float32)
+    values[:, [0, 3, 8]] = np.random.default_rng(seed).normal(size=(4, 3))
+    x = CSR.from_scipy(scipy.sparse.csr_array(values))
+    dy = np.random.default_rng(seed + 1).normal(size=(4, 3)).astype(np.float32)
+    return RowTerms(scatter_gradient.row_terms([x], [jnp.asarray(dy)], num_rows))
 
 
 def test_arithmetic():
@@ -475,8 +486,11 @@ def _on_two_devices(reduce):
     }.items(),
     ids=lambda use: use[0],
 )
-def test_arithmetic_leaf_by_leaf_is_refused(use):
+@pytest.mark.parametrize("kind", ["sums", "terms"])
+def test_arithmetic_leaf_by_leaf_is_refused(use, kind):
     g = make_rows([0, 3, 8], num_rows=2000)
+    if kind == "terms":
+        g = make_terms(num_rows=2000)
     if use[0] == "vmap":
         g = jax.tree.map(lambda leaf: leaf[None], g)
     with pytest.raises(TypeError, match=_OURS):
@@ -496,15 +510,16 @@ def test_leaf_by_leaf_nothing_else_moves_the_ids():
             jax.tree.map(call, g)
 
 
-def test_a_row_gradient_is_passed_whole():
-    g = make_rows([0, 3, 8])
+@pytest.mark.parametrize("make", [lambda: make_rows([0, 3, 8]), make_terms])
+def test_a_row_gradient_is_passed_whole(make):
+    g = make()
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), g)
     through = [
         jax.jit(lambda g: g)(g),
         jax.jit(lambda g: g, donate_argnums=0)(jax.tree.map(jnp.copy, g)),
         jax.lax.scan(lambda g, _: (g, None), g, length=2)[0],
-        jax.lax.cond(True, lambda: g, lambda: 2 * g),
-        jax.tree.map(lambda a, b: jnp.where(True, a, b), g, 2 * g),
+        jax.lax.cond(True, lambda: g, lambda: jax.tree.map(jnp.copy, g)),
+        jax.tree.map(lambda a, b: jnp.where(True, a, b), g, jax.tree.map(jnp.copy, g)),
         jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda g: g)(stacked)),
         jax.tree.map(
             lambda leaf: leaf[0], jax.lax.scan(lambda c, g: (c, g), 0, stacked)[1]
@@ -515,11 +530,54 @@ def test_a_row_gradient_is_passed_whole():
         pickle.loads(pickle.dumps(g)),
     ]
     for got in through:
+        assert type(got) is type(g)
         check_form(got)
         np.testing.assert_array_equal(got.ids, g.ids)
         np.testing.assert_array_equal(got.todense(), g.todense())
     added: Any = optax.apply_updates({"kernel": jnp.ones((9, 3))}, {"kernel": g})
     np.testing.assert_array_equal(added["kernel"], 1 + g.todense())
+
+
+def test_terms_are_summed_by_arithmetic():
+    terms, others = make_terms(), make_terms(seed=5)
+    sums = terms.summed()
+    assert type(sums) is RowSums and sums.summed() is sums
+    check_form(sums)
+    assert (sums.shape, sums.dtype) == (terms.shape, terms.dtype) == ((9, 3), "float32")
+    x = terms.terms
+    expected = np.zeros((9, 3))
+    entries = np.asarray(x.data)[:, None] * np.asarray(x.dy)[x.by_column.rows]
+    np.add.at(expected, np.asarray(x.by_column.columns), entries)
+    total = expected + np.asarray(others.todense())
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), terms, others)
+    for got, want in [
+        (terms.todense(), expected),
+        ((terms + others).todense(), total),
+        (row_gradient.accumulate(stacked).todense(), total),
+        ((2 * terms - terms / 2).todense(), 1.5 * expected),
+        (terms + np.ones((9, 3), np.float32), 1 + expected),
+        (row_gradient.global_norm(terms), np.linalg.norm(expected)),
+        (
+            row_gradient.clip_by_global_norm(terms, 0.5).todense(),
+            expected * 0.5 / np.linalg.norm(expected),
+        ),
+    ]:
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_flattening_adds_no_terms():
+    terms = make_terms().terms
+
+    def leaves(dy):
+        return jax.tree.leaves(RowTerms(terms._replace(dy=dy)))
+
+    program = jax.make_jaxpr(leaves)(terms.dy).jaxpr
+    assert program.outvars[-1] is program.invars[0]  # dy itself
+    assert {e.primitive.name for e in program.eqns} <= {
+        "bitcast_convert_type",
+        "broadcast_in_dim",
+        "random_wrap",
+    }
 
 
 def test_gradients_of_micro_batches_are_accumulated():

@@ -14,7 +14,7 @@ from sparsejax.nn.layers import SparseLinear
 from sparsejax.optimizers import gradients, row_gradient
 from sparsejax.optimizers import optimizer as optimizer_module
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.optimizers.row_gradient import RowGradient
+from sparsejax.optimizers.row_gradient import RowGradient, RowSums
 from sparsejax.sparse import CSR
 
 FEATURES, HIDDEN, BATCH = 1000, 4, 8
@@ -425,7 +425,7 @@ def test_errors_of_update():
         optimizer.update(model, rows)
     with pytest.raises(ValueError, match="no gradient of 'first.kernel'"):
         optimizer.update(model, nnx.State({"out": rows["out"]}))
-    other = RowGradient(jnp.zeros(0, jnp.int32), jnp.zeros((0, HIDDEN)), 7)
+    other = RowSums(jnp.zeros(0, jnp.int32), jnp.zeros((0, HIDDEN)), 7)
     with pytest.raises(ValueError, match=r"shape \(7, 4\), the kernel \(1024, 4\)"):
         optimizer.update(model, nnx.State({"first": {"kernel": other}}))
     with pytest.raises(ValueError, match="made for another model: it has no state of"):
