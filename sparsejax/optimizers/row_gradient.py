@@ -164,8 +164,8 @@ class RowSums(RowGradient):
 
     def __init__(
         self,
-        ids: Int[Array, "capacity"],
-        values: Float[Array, "capacity hidden"],
+        ids: Int[Array, "*stack capacity"],
+        values: Float[Array, "*stack capacity hidden"],
         num_rows: int,
         current: bool = False,
         divided: bool = False,
