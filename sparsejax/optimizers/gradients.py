@@ -110,7 +110,7 @@ def value_and_grad(
     Returns:
       A function of the arguments of `f` that returns `(loss, grads)`, or
       `((loss, aux), grads)`. `grads` is a State in which the leaf of each `RowParam` is
-      a `RowGradient`; of capacity 0, if the loss did not read it.
+      a `RowGradient`. Its capacity is 0 if the loss did not read the kernel.
 
     Raises:
       ValueError: when called: a `RowParam` is read elsewhere, or its lookup is inside
@@ -144,10 +144,11 @@ def grad(
 
 
 class Plan(NamedTuple):
-    """How an optimizer wants the kernels of a model treated.
+    """How an optimizer wants the kernels of a model read and differentiated.
 
     Attributes:
-      readers: how the rows of a kernel are read; plainly, if it is not in here.
+      readers: how the rows of a kernel are read. A kernel that is not in here is read as
+        it is.
       whole: kernels that are to have a dense gradient.
     """
 
@@ -291,7 +292,7 @@ def _plain(x: SparseRows, w: jax.Array, implementation: Implementation) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One lookup: of which kernel, and what came out."""
+    """One lookup: its kernel, and the shape and dtype of its result."""
 
     path: Path
     nse: int
@@ -420,7 +421,7 @@ def _guard(path: Path, elsewhere: set[Path]):
 
 @jax.custom_vjp
 def _attach(y, tap):
-    """`y + tap`, of which the tap is never read, so that XLA drops it."""
+    """`y + tap`; the tap is zero and never read, so XLA drops it."""
     return y
 
 
@@ -429,7 +430,7 @@ _attach.defvjp(lambda y, tap: (y, None), lambda _, dy: (dy, dy))
 
 @jax.custom_vjp
 def _not_differentiable(w):
-    """`w`, of which an enclosing transformation would miss the derivative."""
+    """`w`; an error if it is differentiated, as its derivative would be wrong."""
     return w
 
 

@@ -1,9 +1,9 @@
-"""Programs that overwrite the arrays of variables, which others may hold, too.
+"""Programs that overwrite the arrays of variables.
 
-A program that is given an array for good (donation) writes its result in the same memory.
-The array is gone then, for all that hold it: a copy by `nnx.clone` shares the arrays of
-its original. So an array that somebody else holds is copied first. That takes no memory
-that is not needed: both values go on to exist.
+A program to which an array is donated writes its result into the memory of the array. The
+array is then deleted for all its holders. One holder may be a copy by `nnx.clone`, which
+shares the arrays of its original. An array with another holder is therefore copied first.
+The copy wastes no memory, because both values are still needed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def overwrite[Result](
     variables: Sequence[nnx.Variable],
     program: Callable[[], tuple[Sequence[jax.Array], Result]],
 ) -> Result:
-    """Gives variables the arrays that a program makes of those they have.
+    """Runs a program that donates the arrays of variables, and stores its results in them.
 
-    No exception of a signal's handler, as of Ctrl-C, comes between: it waits for the end.
+    Signals such as Ctrl-C are handled after the end, never between program and storing.
 
     Args:
-      variables: of which the program may donate the arrays; it reads them when called.
-      program: returns an array for each, and what else it has to say.
+      variables: the program may donate their arrays; it reads them when called.
+      program: returns an array for each variable, and a result that is passed on.
     """
     with interrupts.uninterrupted():
         unshare(variables)
@@ -54,7 +54,7 @@ def overwrite[Result](
 
 
 def unshare(variables: Sequence[nnx.Variable]) -> None:
-    """Copies each array that something else than its variable holds."""
+    """Copies each array that has a holder other than its variable."""
     if not any(map(_is_shared, variables)):
         return
     gc.collect()  # it may have been garbage that held them
@@ -77,7 +77,7 @@ def _holders(variable: nnx.Variable) -> int:
 
 @functools.cache
 def _holders_of_own() -> int:
-    """`_holders` of a variable that is alone; how Python counts differs by version."""
+    """`_holders` of an array that only its variable holds; depends on Python's version."""
     return _holders(nnx.Variable(jnp.zeros(())))
 
 
@@ -104,7 +104,7 @@ class HostCopy:
 
 
 def _on_host(array: jax.Array) -> Callable[[], jax.Array]:
-    """Copies an array to the host; the result makes it again, as it lay on devices."""
+    """Copies an array to the host; the result puts it back on the same devices."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         again, impl = _on_host(jax.random.key_data(array)), jax.random.key_impl(array)
         return lambda: jax.random.wrap_key_data(again(), impl=impl)

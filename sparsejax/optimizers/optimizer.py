@@ -1,9 +1,8 @@
 """Optimizers that write only the rows a step touches, and equal their dense twins.
 
 With a dense rule every step also changes the rows whose gradient is zero. Here a row
-that is not touched is left as it is, and what it missed is made up for later: its state
-when the row is next written; its weights, under rules that move them, also whenever
-they are read. After `Optimizer.flush` all weights are those of the dense rule, up to
+that is not touched is left as it is and catches up later. Its state does so when the row is
+next written. Its weights, under rules that move them, also do so whenever they are read. After `Optimizer.flush` all weights are those of the dense rule, up to
 rounding.
 
 >>> rate = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=10_000)
@@ -77,7 +76,7 @@ class Optimizer(nnx.Pytree):
 
     Args:
       model: the parameters are those it has now.
-      rule: from this module.
+      rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`.
       wrt: which Variables to train.
 
     Attributes:
@@ -105,7 +104,7 @@ class Optimizer(nnx.Pytree):
         )
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
-        """What a model, or gradients of it, has of parameters that are no `RowParam`."""
+        """The parameters of a model, or their gradients, that are no `RowParam`."""
         wanted = nnx.All(self.wrt, nnx.Not(RowParam))
         variables = nnx.to_flat_state(nnx.state(tree, wanted))
         return {_key(path): variable[...] for path, variable in variables}
@@ -134,8 +133,8 @@ class Optimizer(nnx.Pytree):
         Args:
           model: the parameters are updated in place.
           grads: from `value_and_grad`, also clipped or accumulated.
-          updated: paths of parameters, no `RowParam`s, which someone else moves in this
-            step, with their `state_of`; their gradients are not looked at.
+          updated: paths of parameters that are no `RowParam` and that the caller updates
+            in this step, together with their `state_of`. Their gradients are not read.
 
         Raises:
           ValueError: a gradient is missing or of another shape, or it was taken at
@@ -165,8 +164,8 @@ class Optimizer(nnx.Pytree):
     def flush(self, model: Any) -> None:
         """Brings all rows of `model` up to date, in place.
 
-        Before weights leave training: to evaluate without `reading`, to save, to
-        export. Not in the middle of a run: splitting a catch-up in two rounds
+        Call it before weights leave training: to evaluate without `reading`, to save or
+        to export. Do not call it in the middle of a run: a catch-up in two parts rounds
         differently.
         """
         if not self.rule.drifts:  # the weights are
@@ -184,7 +183,7 @@ class Optimizer(nnx.Pytree):
                 with optimizer.reading(model):
                     return model(x)
 
-        For results without gradients, in the function that is compiled, not around it.
+        Use it for results without gradients, inside the function that is compiled.
         """
         if not self.rule.drifts:
             return contextlib.nullcontext()
@@ -330,7 +329,7 @@ class Optimizer(nnx.Pytree):
         return found
 
     def set_state_of(self, states: Mapping[Path, State]) -> None:
-        """Replaces what `state_of` gave."""
+        """Replaces the state arrays that `state_of` returned."""
         for path, (names, variables) in self._dense_arrays(list(states)).items():
             for name, variable in zip(names, variables, strict=True):
                 variable.set_value(states[path][name])

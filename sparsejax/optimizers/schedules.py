@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-# Those of optax's that numbers describe.
+# The schedules of optax whose arguments are all numbers.
 NAMES = (
     "constant_schedule",
     "cosine_decay_schedule",
@@ -51,7 +51,7 @@ class Schedule:
             ) from error
 
     def __call__(self, count: Any) -> Any:
-        """The rate of the step before which `count` steps were done."""
+        """The learning rate of the step that follows `count` steps."""
         return getattr(optax.schedules, self.name)(**dict(self.options))(count)
 
 
@@ -61,7 +61,7 @@ def schedule(name: str, **options: Any) -> Schedule:
     >>> schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=1000)
 
     Raises:
-      ValueError: there is none, or it has other options.
+      ValueError: optax has no such schedule, or the schedule has other options.
       TypeError: an option is not a number.
     """
     return Schedule(name, tuple(sorted(options.items())))

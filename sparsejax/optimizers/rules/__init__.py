@@ -1,4 +1,4 @@
-"""How an optimizer moves the rows of a kernel, and what rows miss that it leaves alone.
+"""How an optimizer updates the rows of a kernel, and catches up rows that it left alone.
 
 Each rule is a dense rule of optax and the same rule for single rows. In a step that does
 not touch a row, the dense rule sees a gradient of zero::
@@ -8,7 +8,7 @@ not touch a row, the dense rule sees a gradient of zero::
     momentum, nesterov, adam         shrinks the state and moves the weights
     adamw, and weight_decay          moves all weights, also of rows never touched
 
-`catch_up` makes up for many such steps at once. See docs/optimizers.md.
+`catch_up` does many such steps at once. See docs/optimizers.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def get(name: str, **options: Any) -> Rule:
     """The rule called `name`: `get("adam", learning_rate=1e-3)`.
 
     Raises:
-      ValueError: there is none, or it has no such option.
+      ValueError: no rule has this name, or the rule has no such option.
     """
     if name not in _RULES:
         known = ", ".join(NAMES)
@@ -88,7 +88,7 @@ def from_json(document: object) -> Rule:
     """Reads what `to_json` made.
 
     Raises:
-      ValueError: an unknown name or option.
+      ValueError: a name or an option is unknown.
       TypeError: an option is not a number.
     """
     if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):

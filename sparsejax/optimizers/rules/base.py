@@ -1,4 +1,4 @@
-"""What the rules have in common."""
+"""The base class of the optimizer rules, and helpers of theirs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Rule:
     """A dense optax rule and the same rule for single rows.
 
     `catch_up` and `step` see some rows of a kernel, `[rows, hidden]` in float32, and of
-    each state array of it. Another rule is a subclass.
+    each of its state arrays. To add a rule, write a subclass.
 
     Attributes:
       learning_rate: step size: a number, or a function of the number of steps done
         before, as optax's schedules are (`schedule` makes one that JSON can hold).
-      weight_decay: what each step takes off a weight is its rate times this times the
-        weight. All parameters decay, biases too.
+      weight_decay: each step subtracts `learning_rate * weight_decay * w` from a weight
+        `w`. All parameters decay, biases too.
     """
 
     # What a step does to rows that it does not touch, weight decay apart.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
-    # operations that Pallas has on GPUs. A kernel gives them pieces of rows.
+    # operations that Pallas has on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
-    # Whether `step` and `catch_up` know of it.
+    # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
 
     learning_rate: float | optax.Schedule
@@ -77,11 +77,11 @@ class Rule:
 
     @property
     def decays(self) -> bool:
-        """Whether weights or state do."""
+        """Whether weights or state change in steps that do not touch their row."""
         return self.shrinks_state or self.drifts
 
     def options(self) -> dict[str, Any]:
-        """What the rule was made with."""
+        """The arguments that the rule was made with."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def rate(self, count: ArrayLike) -> Any:
@@ -113,9 +113,9 @@ class Rule:
         return w, state
 
     def numbers(self, count: ArrayLike) -> Any:
-        """What step `count`, from 1, needs beside arrays: here its learning rate.
+        """The numbers that step `count`, from 1, needs: by default its learning rate.
 
-        A tree of numbers, of the shape of `count`. Kernels are given them ready.
+        A tree of numbers of the shape of `count`. They are computed outside GPU programs.
         """
         return self.rate(count)
 
@@ -127,11 +127,11 @@ class Rule:
         numbers: Any,
         /,
     ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step, of these `numbers`."""
+        """Rows that were up to date, after one more step with these `numbers`."""
         raise NotImplementedError
 
     def missed(self, rate: Any) -> Linear:
-        """One step without a gradient, of a rule that is linear then."""
+        """One step with a gradient of zero, of a rule that is linear in that case."""
         raise NotImplementedError
 
     def all_missed(self, lag, count) -> Linear:

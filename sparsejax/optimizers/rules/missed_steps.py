@@ -1,9 +1,9 @@
 """Many steps without a gradient at once, of rules that are linear in weight and trace.
 
 With a gradient of zero a step of sgd, momentum or nesterov, or of decoupled weight
-decay, takes a weight w and its trace m to a linear combination of both. The numbers in
-it depend on the learning rate only, so that those of many steps are worked out for a
-row, not for each of its weights.
+decay, takes a weight w and its trace m to a linear combination of both. Its coefficients
+depend only on the learning rate. The coefficients of many steps are therefore computed
+once for a row, not for each of its weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Linear(NamedTuple):
     mm: Any = 1.0
 
     def then(self, later: Linear) -> Linear:
-        """This, and `later` after it."""
+        """This step followed by `later`."""
         return Linear(
             self.ww + later.ww + later.ww * self.ww + later.wm * self.mw,
             self.wm + later.ww * self.wm + later.wm * self.mm,
