@@ -1,7 +1,7 @@
-"""Loss rules: what `output_loss` and its gradient are generic over.
+"""Loss rules, which `output_loss` and its gradient take.
 
-An elementwise rule says what one score costs; its derivative is taken by `jax.jvp`, so
-a rule cannot disagree with its own gradient. Names are optax's where it has the loss.
+An elementwise rule gives the loss of one score. `jax.jvp` takes its derivative, so a rule
+always agrees with its gradient. Losses that optax has too have its names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class ElementwiseLoss(abc.ABC):
         loss_b = sum of absent(score_bi)          over items i without a label
                + sum of listed(score_bi, label)   over the labels of row b
 
-    A rule is a frozen dataclass: compiled programs are kept by it, so it is hashed.
+    A rule is a frozen dataclass, because it must be hashable: it is a static argument of
+    compiled programs.
     Its methods work element by element, keep the dtype of `scores`, and are
     differentiated in `scores` with `jax.jvp`.
 
@@ -37,8 +38,8 @@ class ElementwiseLoss(abc.ABC):
 
     ignore_zeros: bool = dataclasses.field(default=False, kw_only=True)
 
-    # The least and the largest label that means something. Beyond them a loss may have
-    # no minimum.
+    # The smallest and the largest meaningful label. Beyond them a loss may have no
+    # minimum.
     labels: ClassVar[tuple[float, float]] = (-math.inf, math.inf)
 
     @abc.abstractmethod
@@ -57,13 +58,13 @@ class ElementwiseLoss(abc.ABC):
         labels: Float[Array, "..."],
         listed: Bool[Array, "..."],
     ) -> Float[Array, "..."]:
-        """`listed(scores, labels)` where there is a label, elsewhere the other."""
+        """`listed(scores, labels)` where there is a label, else `absent(scores)`."""
         others = jnp.zeros_like(scores) if self.ignore_zeros else self.absent(scores)
         return jnp.where(listed, self.listed(scores, labels), others)
 
 
 class _OneFormula(ElementwiseLoss):
-    """A rule in which no label is a label of some value: it is evaluated only once."""
+    """A rule for which no label is the same as a label of `no_label`: one evaluation."""
 
     no_label: ClassVar[float] = 0.0
 
@@ -130,7 +131,7 @@ class L1Loss(_OneFormula):
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         error = _error(scores, labels)
-        return error * jnp.sign(error)  # `abs` has a derivative of 1 at 0 and NaN
+        return error * jnp.sign(error)  # the derivative of `abs` is 1 at 0 and at NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +158,8 @@ class L2HingeLoss(_OneFormula):
 
     With s the score and t the label (0 where there is none)::
 
-        t > 0:    loss = min(0, s - t)^2 / 2      only pushed up, to t
-        t <= 0:   loss = max(0, s - |t|)^2 / 2    only pushed down, to |t|
+        t > 0:    loss = min(0, s - t)^2 / 2      pushes s up only, to t
+        t <= 0:   loss = max(0, s - |t|)^2 / 2    pushes s down only, to |t|
     """
 
     name: ClassVar[str] = "l2_hinge_loss"
@@ -172,7 +173,7 @@ class L2HingeLoss(_OneFormula):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledMarginalCrossEntropy(ElementwiseLoss):
-    """Cross-entropy that leaves scores alone once they are good enough (DSSTNE's).
+    """Cross-entropy that ignores scores which are good enough (DSSTNE's).
 
     With a = sigmoid(score)::
 
@@ -184,10 +185,10 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
     DSSTNE any listed label counts as 1, whatever its value.
 
     Attributes:
-      one_target: an item with a label is left alone from this probability on.
-      zero_target: an item without one is left alone up to this probability.
+      one_target: from this probability on, an item with a label has no loss.
+      zero_target: up to this probability, an item without a label has no loss.
       one_scale: weight of the items with a label.
-      zero_scale: weight of the others.
+      zero_scale: weight of the items without a label.
 
     Raises:
       ValueError: a target outside [0, 1], or a scale that is negative or not finite.
@@ -245,8 +246,8 @@ class SoftmaxCrossEntropy:
 
         loss_b = sum_i t_bi (log(sum_j exp(score_bj)) - score_bi)   over the labels of b
 
-    A row without labels costs nothing. Labels are not normalised: without values, a row
-    with n labels weighs n times as much as a row with one.
+    A row without labels has a loss of 0. Labels are not normalised: without values, a row
+    with n labels weighs n times as much as a row with one label.
     """
 
     name: ClassVar[str] = "softmax_cross_entropy"
@@ -270,15 +271,16 @@ _RULES = {
 
 
 def get(loss: str | LossRule, **options: float | bool) -> LossRule:
-    """The rule of that name with those options; a rule is returned as it is.
+    """The rule with this name and these options. A rule is returned as it is.
 
     >>> get("scaled_marginal_cross_entropy", one_target=0.95).one_target
     0.95
 
     Raises:
-      ValueError: unknown name or option, and the message lists what exists; or a value
+      ValueError: unknown name or option (the message lists the known ones), or a value
         that the option cannot have.
-      TypeError: neither a name nor a rule, or options beside a rule.
+      TypeError: `loss` is neither a name nor a rule, or it is a rule and options are
+        given.
     """
     if not isinstance(loss, str):
         if not isinstance(loss, LossRule):
@@ -335,7 +337,7 @@ def from_json(document: dict[str, Any]) -> LossRule:
 def _error(
     scores: Float[Array, "..."], labels: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`scores - labels`; 0 of an item that is denied and has no label."""
+    """`scores - labels`; 0 for an item that is denied and has no label."""
     denied = (scores == -jnp.inf) & (labels == 0)
     return jnp.where(denied, 0, scores - labels)
 
@@ -343,15 +345,15 @@ def _error(
 def times_labels(
     scores: Float[Array, "..."], labels: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`labels * scores`; not 0 times -inf, of a denied item, but 0."""
+    """`labels * scores`; 0 where a label is 0, also for a denied item, with score -inf."""
     return jnp.where(labels == 0, 0, labels * scores)
 
 
 def softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`log(1 + exp(x))`; it and its derivative are finite wherever they can be.
+    """`log(1 + exp(x))`, without overflow in the value or in the derivative.
 
-    The derivative shares the exponential with the value, and no logarithm is taken: on
-    a GPU these two are what an elementwise loss costs.
+    The derivative shares the exponential with the value, and a polynomial replaces the
+    logarithm. On a GPU these two take most of the time of an elementwise loss.
     """
     return _softplus_minus(x, 0)
 
@@ -359,8 +361,8 @@ def softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _softplus_minus(
     x: Float[Array, "..."], linear: Float[Array, "..."] | float
 ) -> Float[Array, "..."]:
-    """`softplus(x) - linear`, exact where `linear` takes away nearly all of it."""
-    # A select, as the derivative of `maximum` at 0 does not go with that of `abs`.
+    """`softplus(x) - linear`, exact also where the two nearly cancel."""
+    # A select: the derivative of `maximum` at 0 does not fit that of `abs`.
     return (jnp.where(x > 0, x, 0) - linear) + _log1p_exp(x)
 
 
@@ -374,7 +376,7 @@ def _relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _relu_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     slope = jnp.where(x <= 0, 0, jnp.where(x > 0, 1, x))
-    # Not `_relu(x)`: a kernel of JAX 0.11.2 cannot hold a `custom_jvp`.
+    # Not `_relu(x)`: in JAX 0.11.2 a Pallas program cannot contain a `custom_jvp`.
     return jnp.where(x <= 0, 0, x), slope * dx
 
 
@@ -388,7 +390,7 @@ def _log1p_exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def _log1p_exp_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     e = jnp.exp(-jnp.abs(x))
-    # A GPU has an instruction for `rsqrt`, a quotient takes it ten.
+    # A GPU has an instruction for `rsqrt`; a quotient takes about ten instructions.
     slope = jnp.where(x > 0, -e, e) * jnp.square(lax.rsqrt(1 + e))
     return _log1p(e), slope * dx
 

@@ -1,10 +1,10 @@
-"""Ranking metrics, from the ids that were recommended and the labels held out.
+"""Ranking metrics, from the recommended ids and the held-out labels.
 
-All take `ids: [batch, k_max]`, the items of each row from the best rank down (-1 where
-there is none, as `sparsejax.top_k` returns them), and `labels: [batch, items]`, whose
-entries are the held-out items; values are not looked at. With `hit_r` = 1 if the item
-at rank r is a label, else 0, and n the number of labels of the row, those that have no
-item number (`left_out`) included::
+All take `ids: [batch, k_max]`, the items of each row from the best rank down. -1 is an
+empty rank, as in the result of `sparsejax.top_k`. The entries of `labels: [batch, items]`
+are the held-out items; their values are ignored. Let `hit_r` be 1 if the item at rank r
+is a label, else 0, and n the number of labels of the row, including those without an item
+number (`left_out`)::
 
     recall_at_k            sum_{r<=k} hit_r / n
     truncated_recall_at_k  sum_{r<=k} hit_r / min(k, n)
@@ -22,19 +22,19 @@ without labels has no meaningful value and gives 0: leave it out of the mean::
     mean = jnp.mean(ndcg_at_k(ids, labels, 20), where=has_labels)
 
 Labels without an item number are those that the vocabulary lacks. No rank can hit them,
-and they count in n: it is as if they had been ranked after everything else.
+but they count in n, as if they were ranked after all items.
 
 A row of `labels` with an index outside `[0, items)`, or that does not fit in an
 overfull CSR, gives NaN.
 
-What a whole catalogue gets is measured from `counts: [items]`, how often each item was
-recommended (`recommendation_counts`). They come to the host, and the results are floats,
+Three metrics describe the whole catalogue. They take `counts: [items]`, how often each
+item was recommended (`recommendation_counts`), copy it to the host, and return floats,
 computed in float64::
 
     coverage         share of the items with counts_i > 0
     gini             sum_j (2 j - items - 1) c_j / (items sum_j c_j), with c_1 <= c_2 ...
-                     the counts in order: 0 if all items are recommended equally often,
-                     near 1 if it is always the same few
+                     the sorted counts: 0 if all items are recommended equally often,
+                     near 1 if a few items get all recommendations
     mean_popularity  sum_i counts_i popularity_i / sum_i counts_i
 """
 
@@ -69,7 +69,7 @@ def recall_at_k(
     With more than `k` labels it cannot reach 1; see `truncated_recall_at_k`.
 
     Args:
-      ids: items by rank, -1 = none; no item twice in a row.
+      ids: items by rank, -1 for an empty rank; no item twice in a row.
       labels: `[batch, items]`, indices ascending and unique within a row.
       k: number of ranks that count; all of `ids` by default.
       left_out: number of further labels of each row, without an item number.
@@ -124,7 +124,7 @@ def ndcg_at_k(
     ranks = jnp.arange(1, k + 1)[None, :]
     discount = 1 / jnp.log2(ranks + 1.0)
     gain = jnp.sum(is_label(ids, labels)[:, :k] * discount, axis=1)
-    # The same sum as the gain of a perfect ranking, so that this has exactly 1.
+    # Summed like the gain of a perfect ranking, so that its ratio is exactly 1.
     possible = ranks <= jnp.maximum(_num_labels(labels, left_out), 1)[:, None]
     ideal = jnp.sum(possible * discount, axis=1)
     return gain / ideal + _nan_where_broken(labels)
@@ -135,7 +135,7 @@ def hit_rate_at_k(
 ) -> Float[Array, "batch"]:
     """1 if a label is among the first `k` ids, else 0.
 
-    With one label for each row the same as recall: the HR@k of leave-one-out studies.
+    With one label in each row it equals recall. It is the HR@k of leave-one-out studies.
     Arguments and errors: see `recall_at_k`.
     """
     k = _check(ids, labels, k)
@@ -164,8 +164,8 @@ def map_at_k(
 ) -> Float[Array, "batch"]:
     """Average precision: the mean of the precision at the rank of each label.
 
-    Labels beyond rank `k` count 0, and the mean is over `min(k, labels)`, as many as
-    there could be (some divide by the number of labels instead). Its mean over rows is
+    Labels beyond rank `k` count 0. The mean is over `min(k, labels)`, the largest possible
+    number of hits (some authors divide by the number of labels instead). Its mean over rows is
     the mean average precision. Arguments and errors: see `recall_at_k`.
     """
     k = _check(ids, labels, k)
@@ -178,14 +178,14 @@ def map_at_k(
 def recommendation_counts(
     ids: Int[Array, "batch k_max"], num_items: int, k: int | None = None
 ) -> Int[Array, "items"]:
-    """How often each item is among the first `k` ids of a row; -1 is none.
+    """How often each item is among the first `k` ids of a row; -1 is an empty rank.
 
     The counts of several batches add up. Can be called under `jax.jit`.
     """
 
     def counts(ids):
         first = ids[:, :k]
-        # Those below 0 come out of bounds, and are dropped.
+        # Ids below 0 are moved out of bounds, so that they are dropped.
         places = jnp.where(first < 0, num_items, first)
         return jnp.zeros(num_items, jnp.int32).at[places].add(1, mode="drop")
 
@@ -198,9 +198,9 @@ def coverage(counts: Int[Array | np.ndarray, "items"]) -> float:
 
 
 def gini(counts: Int[Array | np.ndarray, "items"]) -> float:
-    """Gini index of how often items are recommended: 0 is equally, 1 is concentrated.
+    """Gini index of how often items are recommended: 0 is equal, 1 is concentrated.
 
-    0 where nothing is recommended.
+    It is 0 if nothing is recommended.
     """
     ordered = np.sort(np.asarray(counts)).astype(np.float64)
     n, total = len(ordered), max(ordered.sum(), 1)
@@ -212,11 +212,11 @@ def mean_popularity(
     counts: Int[Array | np.ndarray, "items"],
     popularity: Float[Array | np.ndarray, "items"],
 ) -> float:
-    """Mean popularity of what is recommended; 0 where nothing is.
+    """Mean popularity of the recommended items; 0 if nothing is recommended.
 
     Args:
       counts: how often each item is recommended.
-      popularity: of each item, for example the share of all rows that have it.
+      popularity: one number for each item, for example the share of rows that have it.
     """
     given = np.asarray(counts, np.float64)
     return float(given @ np.asarray(popularity, np.float64) / max(given.sum(), 1))
@@ -253,21 +253,21 @@ def is_label(
 
 
 def _num_labels(labels: SparseRows, left_out: Counts):
-    """`[batch]` number of labels, with and without an item number."""
+    """`[batch]` number of labels, including those without an item number."""
     lengths = labels.row_lengths()
     return lengths if left_out is None else lengths + left_out
 
 
 def _hits(ids, labels: SparseRows, k: int):
     """`[batch]` number of labels among the first `k` ids; NaN for a broken row."""
-    # All ids are looked up and then cut, not the other way round: so XLA sees that the
-    # metrics of one ranking at several k look up the same, and does it once.
+    # All ids are looked up before the first k are taken. Then the metrics of one ranking
+    # at several k have the same look-up, and XLA does it once.
     hits = jnp.sum(is_label(ids, labels)[:, :k], axis=1)
     return hits.astype(jnp.float32) + _nan_where_broken(labels)
 
 
 def _nan_where_broken(labels: SparseRows):
-    """`[batch]`: NaN for a row with an index out of range or no room, else 0."""
+    """`[batch]`: NaN for a row that is overfull or has an index out of range, else 0."""
     if isinstance(labels, ShardedCSR):
         broken = _any_block(_broken, labels)
     else:
@@ -279,7 +279,7 @@ def _broken(labels: CSR) -> Bool[Array, "batch"]:
     if labels.nse == 0:
         return labels.overfull_rows()
     indices, indptr = jnp.asarray(labels.indices), jnp.asarray(labels.indptr)
-    # Indices ascend, but in a block -1 stands for any that is wrong.
+    # Indices ascend, except that in a block -1 stands for any wrong index.
     first, last = indices[indptr[:-1]], indices[indptr[1:] - 1]
     outside = (first < 0) | (last < 0) | (last >= labels.num_cols)
     outside &= labels.row_lengths() > 0

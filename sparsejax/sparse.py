@@ -1,4 +1,4 @@
-"""The one sparse container: compressed sparse rows with a static capacity."""
+"""CSR, a sparse matrix in compressed sparse rows with a static capacity."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX_ENTRIES = 2**31 - 1  # indptr and indices are int32
 
 
 class Transposed(NamedTuple):
-    """The entries of a matrix by column: its transpose, of the columns that occur.
+    """The entries of a matrix by column: its transpose, without the empty columns.
 
     Attributes:
       columns: `[nse]` int32, ascending: the column of each entry. Entries that do not
-        count (padding, out of range) have `num_cols` and so stand at the end.
-      rows: `[nse]` int32, their rows, which ascend within a column.
-      order: `[nse]` int32, where they are in the matrix.
+        count (padding, out of range) have `num_cols`, so they are at the end.
+      rows: `[nse]` int32, the row of each entry; rows ascend within a column.
+      order: `[nse]` int32, the place of each entry in the matrix.
       indptr: `[capacity + 1]` int32, where the u-th column that occurs starts;
         `capacity` is the smaller of `nse` and `num_cols`.
     """
@@ -36,10 +36,10 @@ class Transposed(NamedTuple):
 
     @classmethod
     def of(cls, columns: jax.Array, rows: jax.Array, num_cols: int) -> Transposed:
-        """From the column (`num_cols` if it does not count) and row of each entry.
+        """Sorts entries, given the column (`num_cols` if it does not count) and row of each.
 
-        With a leading axis, for a stack of matrices: all of them take one sort, which
-        is far quicker on a GPU than one each.
+        With a leading axis it does so for a stack of matrices, in one sort. On a GPU that
+        is far quicker than one sort for each.
         """
         if columns.ndim == 1:
             stack = cls.of(columns[None], rows[None], num_cols)
@@ -62,9 +62,9 @@ class Transposed(NamedTuple):
         before = jnp.pad(columns, ((0, 0), (1, 0)), constant_values=-1)[:, :nse]
         first = used & (columns != before)
         capacity = min(nse, num_cols)
-        # All places differ, also those that are dropped, so that XLA's deterministic
-        # operations leave the scatter alone. They take a place that is out of range in a
-        # matrix of the stack for one in the next, and lose its first column.
+        # All places differ, also those that are dropped. XLA's deterministic operations
+        # then leave the scatter as it is. Otherwise they would read a place that is out of
+        # range in one matrix as a place in the next, and lose the first column of that.
         dropped = capacity + 1 + positions
         slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, dropped)
         count = jnp.sum(used, axis=1, dtype=jnp.int32)[:, None]
@@ -97,15 +97,13 @@ class CSR:
         [ c d . e ]       data     a b   c d e * *
 
     The capacity `nse` is static, so one compiled program serves every batch that fits
-    in it. Entries at or beyond `indptr[-1]` are padding: whatever they hold, no
-    operation reads it. Indices ascend within a row; where a row means a set (labels,
-    items to exclude) they are also unique. `CSR.from_scipy` sees to both.
+    in it. Entries at or beyond `indptr[-1]` are padding, which no operation reads. Indices ascend within a row; where a row means a set (labels,
+    items to exclude) they are also unique. `CSR.from_scipy` ensures both.
 
-    NumPy leaves are checked when the object is made. JAX arrays are not, because
-    looking at them would wait for the device; operations stay safe instead: an entry
-    whose index lies outside `[0, num_cols)` makes its row NaN and is never read out of
-    bounds, and so do the rows of an *overfull* CSR (`indptr[-1] > nse`, see `take`)
-    that do not fit.
+    NumPy leaves are checked when the object is made. JAX arrays are not, because looking
+    at them would wait for the device. Operations are safe without the check: an index
+    outside `[0, num_cols)` makes its row NaN, and nothing is read out of bounds. In an
+    *overfull* CSR (`indptr[-1] > nse`, see `take`) the rows that do not fit are NaN.
 
     A CSR is a pytree: it can be a jit argument, a scan carry, or an `nnx` argument. A
     leading axis on every leaf, as `jax.lax.scan` and `jax.vmap` use it, makes it a
@@ -116,11 +114,11 @@ class CSR:
       indices: `[nse]` int32, the column of each entry.
       indptr: `[rows + 1]` int32, where each row starts.
       num_cols: number of columns (static).
-      transposed: the same entries by column, if they are needed and were sorted ahead
-        of time, see `with_transposed`.
+      transposed: the same entries by column, if they were sorted ahead of time, see
+        `with_transposed`.
 
     Raises:
-      ValueError: NumPy input that breaks the form; the message names row and column.
+      ValueError: NumPy leaves that are not a CSR; the message names row and column.
     """
 
     data: Array | None
@@ -140,7 +138,7 @@ class CSR:
 
     @classmethod
     def tree_unflatten(cls, num_cols, leaves) -> CSR:
-        # Past the checks: leaves may be tracers, shapes or anything tree.map returned.
+        # Without the checks: leaves may be tracers, shapes or anything from tree.map.
         self = object.__new__(cls)
         names = ("data", "indices", "indptr", "transposed", "num_cols")
         for name, value in zip(names, (*leaves, num_cols), strict=True):
@@ -163,7 +161,7 @@ class CSR:
         return self.indices.shape[-1]
 
     def with_data(self, data: Array | None) -> CSR:
-        """The same entries with other values, or with none: an indicator."""
+        """The same entries with other values. None makes an indicator."""
         return dataclasses.replace(self, data=data)
 
     def row_lengths(self) -> jax.Array:
@@ -175,7 +173,7 @@ class CSR:
         return segment_ids(self.indptr, self.nse)
 
     def column_ids(self) -> jax.Array:
-        """`[nse]` int32: the column of each entry; anything for padding."""
+        """`[nse]` int32: the column of each entry; arbitrary for padding."""
         return jnp.asarray(self.indices)
 
     def columns(self, *, padding: int) -> jax.Array:
@@ -202,8 +200,9 @@ class CSR:
 
         Raises:
           TypeError: `matrix` is not SciPy sparse, or complex.
-          ValueError: a value is NaN or infinite, also as float32; the entries do not fit
-            in `nse`, or columns or entries not in int32; `matrix` is a vector.
+          ValueError: a value is NaN or infinite, or becomes so in float32; the entries do
+            not fit in `nse`; the numbers of columns or entries do not fit in int32;
+            `matrix` is a vector.
         """
         if not scipy.sparse.issparse(matrix):
             raise TypeError(
@@ -254,7 +253,7 @@ class CSR:
         return scipy.sparse.csr_array((data, indices, indptr), shape=self.shape)
 
     def todense(self) -> jax.Array:
-        """`[rows, num_cols]` array; for tests and small matrices."""
+        """The dense `[rows, num_cols]` array, for tests and small matrices."""
         values = jnp.ones(self.nse) if self.data is None else jnp.asarray(self.data)
         rows = self.row_ids()
         inside = (self.indices >= 0) & (self.indices < self.num_cols)
@@ -274,9 +273,9 @@ class CSR:
             `rows` and `indptr`.
 
         Raises:
-          ValueError: under no transformation, if a row does not exist or the rows do
-            not fit in `nse`. Under tracing nothing can be raised: a row that does not
-            exist is empty, and rows that do not fit come out of every operation as NaN.
+          ValueError: outside of tracing, if a row does not exist or the rows do not fit
+            in `nse`. Under tracing nothing can be raised: a row that does not exist is
+            empty, and rows that do not fit give NaN in every operation.
         """
         rows = jnp.asarray(rows)
         if rows.ndim != 1 or not (
@@ -316,13 +315,13 @@ class CSR:
     def with_transposed(self) -> CSR:
         """The same matrix, or stack of matrices, with its entries also by column.
 
-        What a row gradient needs first. It depends on the indices only, so it can be
-        made for many steps at once, and stays right when `data` is replaced.
+        A row gradient begins with this sort. It depends on the indices only, so it can
+        be done for many steps at once, and stays valid when `data` is replaced.
         """
         return dataclasses.replace(self, transposed=self.by_column())
 
     def by_column(self) -> Transposed:
-        """The entries by column: sorted now, unless they were ahead of time."""
+        """The entries by column. They are sorted now, unless `transposed` has them."""
         if self.transposed is not None:
             return self.transposed
 
@@ -338,7 +337,8 @@ class CSR:
 def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
     """`CSR.take` without checks; a row outside `[0, num_rows)` is empty.
 
-    Entries that a row of an overfull matrix lacks have a column that does not exist.
+    An entry that is missing in an overfull matrix gets the column -1, which makes its
+    row NaN.
     """
     exists = (rows >= 0) & (rows < matrix.num_rows)
     rows = jnp.where(exists, rows, 0)
@@ -363,7 +363,7 @@ def take_rows(matrix: CSR, rows: jax.Array, nse: int) -> CSR:
 
 
 def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
-    """Some rows of a NumPy matrix, in this order; -1 is an empty one."""
+    """These rows of a NumPy matrix, in this order; -1 is an empty row."""
     ptr = np.asarray(matrix.indptr, np.int64)
     lengths = np.where(rows >= 0, ptr[rows + 1] - ptr[rows], 0)
     ends = np.cumsum(lengths)
@@ -371,13 +371,13 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
     data = None if matrix.data is None else np.asarray(matrix.data)[at]
     indices = np.asarray(matrix.indices)[at]
     indptr = np.concatenate([[0], ends])
-    # Not the constructor: it would look at every entry again.
+    # Not the constructor, which would check every entry again.
     leaves = (data, indices, indptr, None)
     return CSR.tree_unflatten(matrix.num_cols, leaves)
 
 
 def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
-    """`[size]` int32: the segment `indptr[r] <= position < indptr[r + 1]` of each.
+    """`[size]` int32: for each position the r with `indptr[r] <= position < indptr[r + 1]`.
 
     Counting the ends passed is quicker than a binary search for each position: on an
     H200, 4 us against 38 for half a million positions in 1,024 segments.

@@ -47,19 +47,19 @@ class ShardedCSR:
     ((2, 5), (1, 1, 2))
 
     Block `(d, m)` lies on the device with these coordinates on the axes "data" and
-    "model". It holds the d-th of equal parts of the rows and the columns that belong to
-    the m-th part of a kernel, numbered from its first one. So each device finds the
-    entries of its own kernel rows, and sees a plain CSR.
+    "model". It holds the d-th of equal parts of the rows, and the columns that belong to
+    the m-th part of a kernel, numbered from the first of them. So each device has a plain
+    CSR with the entries of its own kernel rows.
 
-    Every operation takes it in place of a `CSR`, under `jax.set_mesh`.
+    Every operation takes a `ShardedCSR` in place of a `CSR`, under `jax.set_mesh`.
 
     Attributes:
       blocks: a stack of matrices, its leaves `[data, model, ...]`.
       num_cols: number of columns (static).
-      transposed: of each part of the columns the entries of all rows by column, its
-        leaves `[model, ...]`, if they were sorted ahead of time.
-      spread: whether sums over its rows lie over both axes, each device having those of
-        its own rows; else over "data" alone (static), see `of_rows`.
+      transposed: for each part of the columns, the entries of all rows by column, if
+        they were sorted ahead of time. Its leaves are `[model, ...]`.
+      spread: whether a result with one row for each row of the matrix is divided over both
+        axes; if not, over "data" alone (static). See `of_rows`.
     """
 
     blocks: CSR
@@ -114,8 +114,8 @@ class ShardedCSR:
     def of(cls, x: CSR) -> ShardedCSR:
         """The blocks of a matrix that each device has as a whole.
 
-        Differentiable in `data`. A block has room for all entries of `x`, as they may
-        all be in one.
+        Differentiable in `data`. Each block has room for all entries of `x`, because all
+        may be in one block.
 
         Raises:
           ValueError: no mesh is set, or its axis "data" does not divide the rows.
@@ -143,15 +143,15 @@ class ShardedCSR:
 
     @classmethod
     def of_rows(cls, parts: CSR) -> ShardedCSR:
-        """The blocks of a batch of which each device has some rows, with all columns.
+        """The blocks of a batch whose rows are divided over all devices.
 
-        As where every device is fed with examples of its own: the devices along "model"
-        exchange their entries, and what a lookup of the result gives lies as the batch
-        did, over all devices. Differentiable in `data`.
+        This is for training where every device gets its own examples, with all columns.
+        The devices along "model" exchange their entries. The result of a lookup is then
+        divided over all devices, like the batch. Differentiable in `data`.
 
         Args:
           parts: a stack of matrices, its leaves `[data, model, ...]` over both axes of
-            the mesh. Row by row the batch is that of part (0, 0), of (0, 1), ...
+            the mesh. The rows of the batch are those of part (0, 0), then of (0, 1), ...
         """
         data, model = axis_sizes()
         if parts.indptr.ndim != 3 or parts.indptr.shape[:2] != (data, model):
@@ -190,9 +190,9 @@ class ShardedCSR:
 
         Args:
           matrix: all rows.
-          rows: `[data, n]` the rows of each part; -1 is an empty one.
+          rows: `[data, n]` the rows of each part; -1 is an empty row.
           mesh: with the axes "data" and "model".
-          nse: room in a block; by default what the fullest needs.
+          nse: capacity of a block; by default what the fullest block needs.
 
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
@@ -209,16 +209,16 @@ class ShardedCSR:
         *,
         nse: int | Callable[[int], int] | None = None,
     ) -> ShardedCSR:
-        """The blocks of a matrix of which each process has the rows of its devices.
+        """The blocks of a matrix, from processes that each have the rows of their devices.
 
         All processes call it together.
 
         Args:
-          parts: NumPy matrices of at most `rows` rows: of each of `parts_of_process`.
-          rows: of a part; what a matrix lacks are empty rows.
+          parts: a NumPy matrix of at most `rows` rows for each of `parts_of_process`.
+          rows: number of rows of a part; rows that a matrix lacks are empty.
           mesh: with the axes "data" and "model".
-          nse: room in a block, or a function that makes it of what the fullest of all
-            needs; by default just that.
+          nse: capacity of a block, or a function that computes it from what the fullest
+            block of all processes needs. By default it is what that block needs.
 
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
@@ -271,13 +271,13 @@ class ShardedCSR:
 
     @property
     def rows_spec(self) -> P:
-        """How what has a row for each row of the matrix lies, as a lookup's result."""
+        """How an array with a row for each row of the matrix is divided, as of a lookup."""
         return P(("data", "model")) if self.spread else P("data")
 
     def sum_over_columns(self, values: jax.Array) -> jax.Array:
-        """On each device: adds what the devices along "model" have, as `rows_spec` lies.
+        """Within a device's part: the sum over the devices along "model", as in `rows_spec`.
 
-        `values` has a row for each row of a block; sums are made in float32.
+        `values` has a row for each row of a block. Sums are computed in float32.
         """
         wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         if self.spread:
@@ -293,9 +293,9 @@ class ShardedCSR:
 
         Args:
           rows: `[steps, data, n]` rows for each batch, counted from the first of their
-            part. A row that does not exist, as -1, is empty.
-          nse: room in a block, as `fullest` says; rows that do not fit come out of
-            every operation as NaN.
+            part. A row that does not exist, such as -1, is empty.
+          nse: capacity of a block, see `fullest`. Rows that do not fit give NaN in every
+            operation.
 
         Returns:
           `[data * n, num_cols]` matrices; the leaves of the blocks are
@@ -359,8 +359,8 @@ class ShardedCSR:
     def by_column(self) -> Transposed:
         """For each part of the columns, the entries of all rows by column.
 
-        Sorted now, unless they were ahead of time. `order` counts the entries of the
-        blocks below each other.
+        They are sorted now, unless `transposed` has them. `order` numbers the entries of
+        all blocks along "data", one block after the other.
         """
         if self.transposed is not None:
             return self.transposed
@@ -381,14 +381,14 @@ class ShardedCSR:
         )
 
     def todense(self) -> jax.Array:
-        """`[rows, num_cols]` array; for tests and small matrices."""
+        """The dense `[rows, num_cols]` array, for tests and small matrices."""
         dense = jax.vmap(jax.vmap(CSR.todense))(self.blocks)
         dense = dense.transpose(0, 2, 1, 3).reshape(self.num_rows, -1)
         return dense[:, : self.num_cols]
 
 
 SparseRows = CSR | ShardedCSR
-"""Sparse rows, on one device or in blocks on a mesh: what every operation takes."""
+"""Sparse rows, on one device or in blocks on a mesh. Every operation takes both."""
 
 
 def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:

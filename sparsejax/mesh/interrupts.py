@@ -1,4 +1,4 @@
-"""Whether somebody has told this process to end, and when it may be told so."""
+"""Signals that tell this process to end, and when they may interrupt it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def note() -> None:
 def noted() -> Iterator[None]:
     """Within it, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
 
-    So `fit` ends also where Python lost the exception, because the signal came while
-    it called something whose exceptions it ignores, as a callback of its garbage
-    collector.
+    Python ignores exceptions in some places, such as callbacks of its garbage collector. A
+    signal that comes there is not lost: it is noted, so `fit` ends.
     """
     global _told_to_end
     ours = {}
@@ -48,8 +47,8 @@ def noted() -> Iterator[None]:
 def deferred() -> Iterator[None]:
     """Within it, a first SIGINT is only noted, and a second raises KeyboardInterrupt.
 
-    A SIGTERM, too, within `noted`. Handlers of the user's own stay. If the block ends
-    without an exception after a signal came, KeyboardInterrupt is raised behind it.
+    Within `noted` the same holds for a SIGTERM. The user's own handlers stay. If a signal
+    came and the block ends without an exception, KeyboardInterrupt is raised after it.
     """
     global _told_to_end
     before = _told_to_end
@@ -77,7 +76,7 @@ def deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
-    """Signals have these handlers; only the main thread can set any."""
+    """Within it, signals have these handlers. Only the main thread can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,11 +90,11 @@ def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it no handler of a signal runs; those of signals that came run at its end.
+    """Within it no signal handler runs. Handlers of signals that came run at its end.
 
-    So no exception of theirs, as KeyboardInterrupt, comes between two statements.
+    So no handler can raise, for example KeyboardInterrupt, between two statements.
     """
-    if threading.current_thread() is not threading.main_thread():  # which has signals
+    if threading.current_thread() is not threading.main_thread():  # it gets all signals
         yield
         return
     handlers: dict[int, Callable[..., Any]] = {}
@@ -115,7 +114,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _install(handlers: dict[int, Callable[..., Any]]) -> None:
-    """Installs them all, also where one that is installed already raises meanwhile."""
+    """Installs all handlers, even if one of them runs and raises meanwhile."""
     try:
         while handlers:
             number = next(iter(handlers))
@@ -127,7 +126,7 @@ def _install(handlers: dict[int, Callable[..., Any]]) -> None:
 
 
 def _raise(numbers: set[int]) -> None:
-    """Sends this process all of these signals, also where a handler raises."""
+    """Sends this process all of these signals, even if a handler raises."""
     try:
         while numbers:
             signal.raise_signal(numbers.pop())

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 ROW_MULTIPLE = 256
 VIRTUAL_SHARDS = 64
 
-# In a piece of an array that one process sends to all others: 256 MB.
+# Elements in a piece of an array that one process sends to all others: 256 MB.
 _EXCHANGED_ELEMENTS = 2**26
 
 # How a kernel lies on a mesh: its rows, which are features or items, over "model".
@@ -23,12 +23,12 @@ BY_ROWS = P("model", None)
 
 
 def padded_rows(rows: int) -> int:
-    """Rows a kernel is allocated with: `rows`, rounded up by at most 1/32.
+    """The number of rows that a kernel is allocated with.
 
-    To a multiple of 256, and from 16,384 rows on of 512, 1,024, ... 65,536, so that also
-    the parts of a large kernel are multiples of 256, as the GPU kernels take them. It does
-    not depend on the mesh, so that a checkpoint fits any mesh. Rows beyond `rows` stay
-    zero and take part in nothing.
+    It is `rows` rounded up to a multiple of 256, and from 16,384 rows on to a multiple of
+    512, 1,024, ... 65,536 (at most 1/32 more). So the parts of a large kernel are multiples
+    of 256 too, as the GPU programs need. It does not depend on the mesh, so that a
+    checkpoint fits any mesh. Rows beyond `rows` stay zero and have no effect.
     """
     multiple = ROW_MULTIPLE
     while multiple < ROW_MULTIPLE**2 and multiple * 64 <= rows:
@@ -47,13 +47,13 @@ def make_mesh(
     >>> layer.kernel[...].sharding.spec == jax.P("model", None)
     True
 
-    Its axes are `Auto`: the compiler divides what is between our operations. Devices
-    along "model" are neighbours, as they exchange the most.
+    Its axes are `Auto`: the compiler divides the work between our operations. Devices
+    along "model" are neighbours, because they exchange the most.
 
     Args:
       data: parts of a batch; divides 64 and the batch size.
       model: parts of a kernel; divides 256.
-      devices: `data * model` of them; the first of all by default.
+      devices: `data * model` devices; by default the first of all.
 
     Raises:
       ValueError: a size does not divide, or there are not so many devices.
@@ -87,15 +87,15 @@ def check_axis_sizes(data: int, model: int) -> None:
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Axes over which an array of the tree varies, where `jax.shard_map` checks that."""
+    """Axes over which an array of the tree varies, if `jax.shard_map` checks them."""
     types = (jax.typeof(leaf) for leaf in jax.tree.leaves(tree))
     return frozenset().union(*(t.manual_axis_type.varying for t in types))
 
 
 def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
-    """The tree, its arrays cast to types that vary over these axes at least.
+    """The tree, with its arrays cast to types that vary over at least these axes.
 
-    Under differentiation it sums over the axes that were added.
+    Its derivative sums over the added axes.
     """
 
     def cast(leaf):
@@ -106,7 +106,7 @@ def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
 
 
 def vary_alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
-    """The trees, all arrays cast to types that vary over the same axes. Loops need that."""
+    """The trees, with all arrays cast to types that vary over the same axes, for loops."""
     return vary_over(trees, varying_axes(trees))
 
 
@@ -151,9 +151,9 @@ def call_on_each_device(
 
 
 def reshard_if_explicit[Tree](tree: Tree, spec: P) -> Tree:
-    """The tree, its arrays divided by `spec` where axes are Explicit, so that types agree.
+    """The tree, with its arrays divided by `spec`, if axes are Explicit.
 
-    Where axes are Auto the tree stays as it is.
+    Then types agree. If axes are Auto, the tree stays as it is.
     """
     if not axes_are_explicit():
         return tree
@@ -163,7 +163,7 @@ def reshard_if_explicit[Tree](tree: Tree, spec: P) -> Tree:
 def call_with_auto_axes(f: Callable[..., Any], *arguments: Any, out_specs: Any) -> Any:
     """Calls `f` with the axes of the mesh as Auto: the compiler divides the work.
 
-    Where axes are Explicit, a type has to say how each array lies, and not all
+    If axes are Explicit, the type of each array has to say how it is divided, and not all
     operations of `f` have a rule for that.
     """
     if not axes_are_explicit():
@@ -172,7 +172,7 @@ def call_with_auto_axes(f: Callable[..., Any], *arguments: Any, out_specs: Any) 
 
 
 def axes_are_explicit() -> bool:
-    """Whether types say how arrays lie on the mesh that is set; also under tracing."""
+    """Whether axes of the mesh that is set are Explicit; also under tracing."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
@@ -180,7 +180,7 @@ def axes_are_explicit() -> bool:
 def using_auto_axes() -> Generator[None]:
     """Within it the axes of the mesh that is set are Auto, as our programs take them.
 
-    Also a decorator. Arrays have to be on that mesh, see `put_on_mesh`. It cannot be
+    It is also a decorator. Arrays have to be on that mesh, see `put_on_mesh`. It cannot be
     used under tracing.
     """
     if not axes_are_explicit():
@@ -196,14 +196,14 @@ def _with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def out_sharding(spec: P) -> dict[str, Any]:
-    """The options with which a `flax.nnx.Variable` is made to lie so, if a mesh is set."""
+    """Options of a `flax.nnx.Variable` that is divided by `spec`, if a mesh is set."""
     return {"out_sharding": spec} if mesh_is_set() else {}
 
 
 def jit_sharded[**Args, Made](
     make: Callable[Args, Made], spec: P | None
 ) -> Callable[Args, Made]:
-    """`jax.jit(make)`, whose result is made divided by `spec` on the mesh, if one is set.
+    """`jax.jit(make)` with its result divided by `spec` on the mesh, if one is set.
 
     Without a spec or a mesh, just `jax.jit(make)`.
     """
@@ -214,10 +214,10 @@ def jit_sharded[**Args, Made](
 
 
 def put_on_mesh[Tree](tree: Tree) -> Tree:
-    """The tree, its arrays copied to the mesh that is set, if one is.
+    """The tree, with its arrays copied to the mesh that is set, if one is.
 
-    An array that is divided over axes of a mesh stays divided over these axes; any other
-    is put on every device as a whole.
+    An array that is divided over axes of a mesh stays divided over these axes. All other
+    arrays are copied whole to every device.
     """
     if not mesh_is_set():
         return tree
@@ -231,7 +231,7 @@ def put_on_mesh[Tree](tree: Tree) -> Tree:
 
 
 def put_rows(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
-    """The array on the mesh, its first axis, the rows, divided over "data"."""
+    """The array on the mesh, with its rows (the first axis) divided over "data"."""
     return jax.make_array_from_callback(
         array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
     )
@@ -240,13 +240,13 @@ def put_rows(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
 def replicated[Tree](tree: Tree) -> Tree:
     """The traced tree, whole on every device of the mesh, if a mesh is set.
 
-    So every process can read it.
+    Every process can then read it.
     """
     return lax.with_sharding_constraint(tree, P()) if mesh_is_set() else tree
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """The whole array, in every process, all of which must ask for it."""
+    """The whole array, in every process. All processes must call this."""
     if _is_here(array):
         return np.asarray(array)
     whole, start = np.empty(array.shape, array.dtype), 0
@@ -343,7 +343,7 @@ def rows_per_device(num_rows: int) -> int:
 def traced_for_one_device() -> bool:
     """Whether what is traced now runs on one device.
 
-    So it does if there is only one, or if `jax.shard_map` divides the work.
+    It does if there is only one device, or if `jax.shard_map` divides the work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 or bool(mesh.manual_axes)

@@ -13,21 +13,21 @@ import warnings
 from collections.abc import Iterator
 
 _NAME = ".lock"
-# What file systems say that know no locks.
+# The errors of file systems without locks.
 _UNSUPPORTED = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Within it, this process holds the folder, which is made if it is not there.
+    """Within it, this process holds the folder, which is made if it does not exist.
 
-    The lock is one of the operating system (flock) on the file `.lock` in the folder,
-    which says who holds it. It ends with the process, however that ends; the file stays.
-    A folder that was made and is still empty at the end is removed. An object store has
-    no locks, and nothing is done there.
+    The lock is one of the operating system (flock) on the file `.lock` in the folder. The
+    file says who holds it. The lock ends with the process, however the process ends; the
+    file stays. If this made the folder, and it is empty at the end, it is removed. An
+    object store has no locks: nothing is done there.
 
     Raises:
-      BlockingIOError: another process holds it; says which.
+      BlockingIOError: another process holds the folder; the message says which.
       OSError: the folder or the file cannot be made.
     """
     if "://" in os.fspath(folder):
@@ -40,7 +40,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         if is_new and folder.is_dir() and os.listdir(folder) == [_NAME]:
-            with contextlib.suppress(OSError):  # somebody else makes use of it now
+            with contextlib.suppress(OSError):  # another process uses it now
                 (folder / _NAME).unlink()
                 folder.rmdir()
         os.close(file)  # ends the lock
@@ -75,7 +75,7 @@ def _hold(folder: pathlib.Path) -> int:
             return file
         if _is_at(file, folder / _NAME):
             break
-        os.close(file)  # removed by who held it before
+        os.close(file)  # the process that held it before has removed it
     since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.ftruncate(file, 0)

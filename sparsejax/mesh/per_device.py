@@ -12,7 +12,7 @@ from sparsejax.sparse import CSR, Transposed, segment_ids
 
 
 def own_block(tree: Any) -> Any:
-    """A device's block of blocks `[..., 1, 1, n]`."""
+    """A device's own block, without the two axes of size 1: `[..., 1, 1, n]` to `[..., n]`."""
 
     def squeezed(leaf):
         return leaf.reshape(*leaf.shape[:-3], leaf.shape[-1])
@@ -21,9 +21,9 @@ def own_block(tree: Any) -> Any:
 
 
 def transpose_over_data(block: CSR) -> Transposed:
-    """By column, the entries that the devices along "data" have of the same columns.
+    """By column, the entries of this device's columns from all devices along "data".
 
-    On each device: `block` is its own, or a stack of blocks.
+    `block` is the device's own block, or a stack of blocks.
     """
 
     entries = (
@@ -33,8 +33,10 @@ def transpose_over_data(block: CSR) -> Transposed:
 
 
 def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
-    """Column (`num_cols` if it does not count) and row of each entry that the devices
-    along "data" have of the same columns."""
+    """Column and row of the entries of this device's columns, from all along "data".
+
+    The column is `num_cols` for an entry that does not count.
+    """
     first = lax.axis_index("data") * block.num_rows
     return gather_over_data(
         (block.columns(padding=block.num_cols), block.row_ids() + first)
@@ -42,17 +44,16 @@ def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_over_data(arrays: Any) -> Any:
-    """What the devices along "data" have, `[n]` each, one after the other."""
-
+    """The arrays `[n]` of all devices along "data", one after the other."""
     return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 
 
 def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
-    """A stack `[count, ...]` of matrices as one; rows that are `cut` get a wrong index."""
+    """A stack `[count, ...]` of matrices as one. Rows that are `cut` get a wrong index."""
     count, nse = parts.indices.shape
     indptr = jnp.asarray(parts.indptr)
     starts = indptr[:, :-1] + jnp.arange(count, dtype=jnp.int32)[:, None] * nse
-    wrong = count * nse  # where an entry stands that is no column
+    wrong = count * nse  # the place of an index that is no column
     starts = jnp.where(cut, wrong, starts).reshape(-1)
     lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
@@ -72,8 +73,9 @@ def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
 def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
 
-    Room stays for all. An index that is no column of `x` stays wrong, in part 0. Rows
-    that are `cut` lack entries, as all after them do, and are overfull in the result.
+    The capacity stays that of `x`. An index that is no column of `x` stays wrong, in part
+    0. Rows that are `cut`, and all rows after them, lack entries: they are overfull in the
+    result.
     """
     columns = jnp.asarray(x.indices)
     row = x.row_ids()

@@ -1,4 +1,4 @@
-"""What several processes of one training do together: they join, agree, and end."""
+"""How several processes of one training join, agree, and end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jax.experimental import multihost_utils
 from sparsejax.mesh import interrupts, locks
 from sparsejax.mesh.layout import make_mesh
 
-# A process that was not heard of for so long is lost, and all others end.
+# A process that has been silent for this long counts as lost, and all others end.
 HEARTBEAT_SECONDS = 60
 
-# How long a process that fails waits for the others, which may be failing, too.
+# How long a failing process waits for the others, which may be failing too.
 _GRACE_SECONDS = 5
 
 
 class OtherProcessError(RuntimeError):
-    """Raised in a process when another one has failed, whose message says why."""
+    """Another process has failed. Its own message says why."""
 
 
 def join_processes(
@@ -34,9 +34,9 @@ def join_processes(
 ) -> None:
     """Joins the processes that train one model together.
 
-    Call it before anything else in the program asks JAX for its devices. From then on
-    `fit` handles SIGTERM, with which a cluster announces that it takes a machine away: it
-    saves a checkpoint and ends. A second SIGTERM ends the process at once.
+    Call it before anything else in the program asks JAX for its devices. After it, a
+    SIGTERM makes `fit` save a checkpoint and end: a cluster sends it before it takes a
+    machine away. A second SIGTERM ends the process at once.
 
     ::
 
@@ -47,8 +47,8 @@ def join_processes(
     ValueError: give the coordinator, the number of processes and the id of this one, ...
 
     Args:
-      coordinator: `host:port` at which process 0 listens. By default the cluster's own
-        variables are read: those of Slurm, Open MPI, Kubernetes and others, see
+      coordinator: `host:port` at which process 0 listens. By default it is found from
+        the environment variables of Slurm, Open MPI, Kubernetes and others, see
         `jax.distributed.initialize`.
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
@@ -89,13 +89,14 @@ def is_joined() -> bool:
 
 
 def mesh_of(text: str | None) -> jax.sharding.Mesh:
-    """The mesh that a text describes, as "data=2,model=4".
+    """The mesh that a text such as "data=2,model=4" describes.
 
-    By default a kernel is divided over the devices of a process, which are close to each
-    other, and a batch over the processes.
+    Without a text, a kernel is divided over the devices of a process, which are close to
+    each other, and a batch over the processes.
 
     Raises:
-      ValueError: it describes none, or not one of all devices of several processes.
+      ValueError: the text describes no mesh, or with several processes a mesh that lacks
+        some of their devices.
     """
     processes, devices = jax.process_count(), jax.device_count()
     if text is None:
@@ -116,10 +117,10 @@ def mesh_of(text: str | None) -> jax.sharding.Mesh:
 
 
 def axes_of(text: str) -> tuple[int, int]:
-    """The sizes of "data" and "model" in a text as "data=2,model=4".
+    """The sizes of "data" and "model" in a text such as "data=2,model=4".
 
     Raises:
-      ValueError: it is no such text.
+      ValueError: the text has another form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -136,22 +137,22 @@ def is_first() -> bool:
 
 
 def true_anywhere(*flags: bool) -> list[bool]:
-    """Whether each flag is set in some process. All have to ask."""
+    """Whether each flag is set in some process. All processes must call this."""
     if jax.process_count() == 1:
         return list(flags)
     return multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist()
 
 
 def is_true_anywhere(flag: bool) -> bool:
-    """Whether a flag is set in some process. All have to ask."""
+    """Whether a flag is set in some process. All processes must call this."""
     return true_anywhere(flag)[0]
 
 
 def is_same_everywhere(text: str) -> bool:
-    """Whether all processes have the same text. All have to ask."""
+    """Whether all processes have the same text. All processes must call this."""
     if jax.process_count() == 1:
         return True
-    # As numbers that no mode of JAX narrows.
+    # As uint32, which JAX keeps with and without its 64-bit types.
     words = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     lengths = multihost_utils.process_allgather(np.asarray(len(words), np.int32))
     if (lengths != lengths[0]).any():
@@ -160,10 +161,11 @@ def is_same_everywhere(text: str) -> bool:
 
 
 def in_first(function: Callable[[], object]) -> None:
-    """Calls a function in process 0; the others wait, and fail if it has.
+    """Calls a function in process 0. The other processes wait for it.
 
     Raises:
-      OtherProcessError: it failed; in process 0 itself the error it raised.
+      OtherProcessError: the function failed in process 0. Process 0 itself raises the
+        error of the function.
     """
     failed = None
     if is_first():
@@ -183,8 +185,8 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Within it, process 0 holds a folder for all, see `locks.locked`.
 
     Raises:
-      BlockingIOError: another run does.
-      OtherProcessError: the same, in the other processes.
+      BlockingIOError: another run holds the folder.
+      OtherProcessError: the same, in all processes but process 0.
     """
     with contextlib.ExitStack() as stack:
         in_first(lambda: stack.enter_context(locks.locked(folder)))
@@ -192,7 +194,7 @@ def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that an operation over all devices has lost one."""
+    """Whether an error says that an operation over all devices has lost a process."""
     words = ("Gloo", "NCCL", "heartbeat", "coordination service")
     return isinstance(error, jax.errors.JaxRuntimeError) and any(
         word in str(error) for word in words
@@ -202,10 +204,10 @@ def is_lost_peer(error: BaseException) -> bool:
 def leave(status: int) -> None:
     """Ends a process that has failed, without waiting long for the others.
 
-    At an ordinary exit JAX waits for all of them, for minutes if one does not come.
+    At an ordinary exit JAX waits for all of them, for minutes if one does not answer.
     """
     if is_joined():
-        # Those that fail for the same reason come soon; then all say their own message.
+        # Processes that fail for the same reason end soon too, each with its own message.
         sys.stdout.flush()
         sys.stderr.flush()
         end = threading.Thread(target=jax.distributed.shutdown, daemon=True)

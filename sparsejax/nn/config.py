@@ -1,4 +1,4 @@
-"""The network as data: frozen dataclasses, and versioned JSON both ways."""
+"""The network as data: frozen dataclasses, written to and read from versioned JSON."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class HiddenConfig:
 
     Attributes:
       name: what other layers call it.
-      source: the layer it reads; the one before it by default.
+      source: the layer that it reads; by default the one before it.
       size: number of units.
       activation: a function of `jax.nn` ("relu", "tanh", "sigmoid", "gelu", ...) or
         "linear".
       use_bias: whether it has a bias.
       dropout: probability of dropping a unit in training.
-      dtype: "float32" or "bfloat16", in which the product with the kernel takes its
-        operands and leaves its result; the kernel itself is float32 in any case, and so
-        are the sums. Of the layer that reads the input, the dtype of the result only.
-        By default as the kernel and what the layer reads.
+      dtype: "float32" or "bfloat16", the dtype of the operands and of the result of the
+        product with the kernel. In the layer that reads the input it is the dtype of the
+        result only. The kernel itself and the sums are always float32. By default it is
+        the dtype of the kernel and of what the layer reads.
     """
 
     kind: ClassVar[str] = "hidden"
@@ -75,14 +75,14 @@ class OutputConfig:
 
     Attributes:
       name: what other layers call it.
-      source: the layer it reads; the one before it by default.
+      source: the layer that it reads; by default the one before it.
       use_bias: whether each item has a bias.
       temperature: if given, scores are cosines divided by it.
       tied: name of a hidden layer whose kernel this layer shares: the one that reads
         the input.
-      dtype: "float32" or "bfloat16", in which the products with the kernel take their
-        operands; the kernel itself, sums and scores are float32 in any case. By default
-        as the kernel.
+      dtype: "float32" or "bfloat16", the dtype of the operands of the products with the
+        kernel. The kernel itself, sums and scores are always float32. By default it is the
+        dtype of the kernel.
     """
 
     kind: ClassVar[str] = "output"
@@ -116,7 +116,7 @@ class NetworkConfig:
       loss_options: its parameters, as `(name, value)` pairs.
 
     Raises:
-      ValueError: the layers are no chain, or a value is out of its range; the message
+      ValueError: the layers are not a chain, or a value is out of its range; the message
         names the layer.
     """
 
@@ -157,7 +157,7 @@ class NetworkConfig:
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
     ) -> NetworkConfig:
-        """Layers `input -> hidden1 -> ... -> output`, alike in all hidden layers.
+        """Layers `input -> hidden1 -> ... -> output`, with the same options in all hidden ones.
 
         The defaults make a denoising autoencoder with cosine scores, the best of some
         twenty settings on a held-out part of the Gowalla check-ins.
@@ -266,10 +266,11 @@ def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
 
 
 def checked(kind: type, values: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """JSON values for the fields of a dataclass, whole numbers as floats where wanted.
+    """JSON values for the fields of a dataclass. Integers become floats where needed.
 
     Raises:
-      ValueError: one is unknown, missing or of a wrong type; starts with `label`.
+      ValueError: a value is unknown, missing or of a wrong type. The message starts with
+        `label`.
     """
     fields = {f.name: f for f in dataclasses.fields(kind)}
     _no_unknown_keys(values, fields, label)

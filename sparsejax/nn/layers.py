@@ -28,14 +28,14 @@ from sparsejax.optimizers import gradients
 
 Initializer = Callable[..., jax.Array]
 
-# As DSSTNE and Mult-VAE start: small, since a row of the input sums many of them.
+# DSSTNE and Mult-VAE start like this. Weights are small: a row of the input sums many.
 _default_kernel_init = nnx.initializers.glorot_uniform()
 _default_bias_init = nnx.initializers.zeros_init()
 
 # Below this norm a vector has no direction: its cosine with anything is near 0.
 _MIN_NORM = 1e-6
 
-# How what has a row for each example lies on a mesh.
+# How an array with a row for each example is divided over a mesh.
 _BATCH = P("data")
 
 
@@ -48,7 +48,7 @@ class SparseLinear(nnx.Module):
     (2, 3)
 
     Only the rows of W that `x` names are read. Under `sparsejax.value_and_grad` its
-    gradient is a `RowGradient` of just these rows; under `nnx.value_and_grad` it is
+    gradient is a `RowGradient` with just these rows; under `nnx.value_and_grad` it is
     dense. The kernel's first axis is rounded up to a multiple of 256; the added rows
     stay zero.
 
@@ -61,7 +61,8 @@ class SparseLinear(nnx.Module):
       kernel_init: initialises the `[in_features, out_features]` kernel.
       bias_init: initialises the bias.
       combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
-      kernel: a parameter to share instead of making one, as a tied `SparseOutput`'s.
+      kernel: a parameter to share, such as that of a tied `SparseOutput`; by default the
+        layer makes one.
       implementation: see `sparsejax.gather_matmul`.
       rngs: random streams.
     """
@@ -99,7 +100,7 @@ class SparseLinear(nnx.Module):
             else None
         )
 
-    def __call__(self, x: SparseRows) -> Float[Array, "batch out_features"]:
+    def __call__(self, x: SparseRows) -> Float[Array, "batch hidden"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
         if not isinstance(x, SparseRows):
             raise TypeError(
@@ -142,7 +143,7 @@ class SparseOutput(nnx.Module):
       param_dtype: dtype of kernel and bias.
       kernel_init: initialises the `[num_items, in_features]` kernel.
       bias_init: initialises the bias.
-      kernel: a parameter to share instead of making one.
+      kernel: a parameter to share; by default the layer makes one.
       implementation: see `sparsejax.output_loss`.
       rngs: random streams.
     """
@@ -185,10 +186,8 @@ class SparseOutput(nnx.Module):
         )
         self.folded_scale: nnx.Variable | None = nnx.data(None)
 
-    def scores(
-        self, h: Float[Array, "batch in_features"]
-    ) -> Float[Array, "batch num_items"]:
-        """All scores, `[batch, num_items]`, in float32 or finer; for few items."""
+    def scores(self, h: Float[Array, "batch hidden"]) -> Float[Array, "batch items"]:
+        """All scores, `[batch, num_items]`, in float32 or finer; meant for few items."""
 
         def all_scores(h, kernel, bias, scale):
             scores = jax.lax.dot_general(
@@ -209,7 +208,7 @@ class SparseOutput(nnx.Module):
 
     def loss(
         self,
-        h: Float[Array, "batch in_features"],
+        h: Float[Array, "batch hidden"],
         labels: SparseRows,
         *,
         loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
@@ -236,7 +235,7 @@ class SparseOutput(nnx.Module):
 
     def top_k(
         self,
-        h: Float[Array, "batch in_features"],
+        h: Float[Array, "batch hidden"],
         k: int,
         *,
         exclude: SparseRows | None = None,
@@ -256,9 +255,9 @@ class SparseOutput(nnx.Module):
         )
 
     def item_scores(
-        self, h: Float[Array, "batch in_features"], ids: Int[Array, "batch count"]
+        self, h: Float[Array, "batch hidden"], ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
-        """Scores of some items of each row: their kernel rows are gathered.
+        """Scores of some items for each row. It gathers their kernel rows.
 
         Args:
           h: hidden vectors.
@@ -282,15 +281,15 @@ class SparseOutput(nnx.Module):
 
     @property
     def kernel_spec(self) -> P | None:
-        """How the kernel lies on the mesh that is set; None if it is not divided."""
+        """How the kernel is divided over the mesh that is set; None if it is not."""
         mesh = jax.sharding.get_abstract_mesh()
         spec = self.kernel.get_metadata().get("out_sharding")
         return spec if "model" in mesh.shape else None
 
     def hidden_operand(
-        self, h: Float[Array, "batch in_features"]
-    ) -> Float[Array, "batch in_features"]:
-        """`h` as it enters the products: of length 1 for cosines, in their dtype."""
+        self, h: Float[Array, "batch hidden"]
+    ) -> Float[Array, "batch hidden"]:
+        """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
         if self.temperature is not None:
             h = h * _inverse_norm(h)[:, None].astype(h.dtype)
         return h.astype(
@@ -298,22 +297,23 @@ class SparseOutput(nnx.Module):
         )
 
     def score_scale(
-        self, kernel: Float[Array, "rows in_features"]
-    ) -> Float[Array, "rows"]:
-        """The factor of the scores of each item, of a layer with a temperature."""
+        self, kernel: Float[Array, "items hidden"]
+    ) -> Float[Array, "items"]:
+        """The factor of each item's scores, for a layer with a temperature."""
         assert self.temperature is not None
         return _inverse_norm(kernel) / self.temperature
 
     def fold(self) -> None:
-        """Makes what every call makes of the kernel alone once; it cannot train then.
+        """Computes once what every call computes from the kernel alone.
 
-        That is the kernel in the dtype of the products, and the scale of cosines.
+        That is the kernel in the dtype of the products, and the scale of cosines. After
+        it the layer cannot be trained.
         """
         kernel = self.kernel[...]
         if self.temperature is not None:
             self.folded_scale = nnx.Variable(self.score_scale(kernel))
         if self.dtype is not None:
-            # Another parameter: a tied layer keeps the one it has.
+            # A new parameter: a tied layer keeps the old one.
             self.kernel = nnx.Param(kernel.astype(self.dtype))
 
     def _operands(self, h):
@@ -335,13 +335,13 @@ class SparseDropout(nnx.Module):
     >>> np.unique(corrupted.data).tolist()
     [0.0, 2.0]
 
-    Each entry stays with probability `1 - rate` and is then scaled by
-    `1 / (1 - rate)`. The draw is a function of (key, row, column) alone, so it does not
-    depend on how the entries are stored or spread over devices.
+    Each entry stays with probability `1 - rate` and is then multiplied by
+    `1 / (1 - rate)`. The draw depends on (key, row, column) alone, not on how the entries
+    are stored or divided over devices.
 
     Args:
       rate: probability of dropping an entry.
-      rngs: random streams; "dropout" is used.
+      rngs: random streams; the layer uses "dropout".
     """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
@@ -354,7 +354,7 @@ class SparseDropout(nnx.Module):
     def __call__[Matrix: SparseRows](
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
-        """`x` with some entries zero; `x` itself if deterministic."""
+        """`x` with some values set to 0; `x` itself if deterministic."""
         if deterministic is None:
             deterministic = self.deterministic
         if deterministic or self.rate == 0:
@@ -384,7 +384,7 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:
-    """`1 / max(|v|, eps)` of each row, with a zero gradient below eps, not NaN."""
+    """`1 / max(|v|, eps)` of each row. Below eps the gradient is 0, not NaN."""
     wide = accumulator(vectors.dtype)
     square = jnp.sum(jnp.square(vectors.astype(wide)), axis=-1)
     return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
@@ -399,7 +399,7 @@ def _padded(init, key, shape, dtype):
             init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:]))
         )
 
-    # Compiled, so that only the result is ever allocated, and where it belongs.
+    # Compiled, so that only the result is allocated, on the devices where it belongs.
     return jit_sharded(make, P("model"))(key)
 
 

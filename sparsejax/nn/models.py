@@ -1,4 +1,4 @@
-"""A NetworkConfig made into a Flax NNX module."""
+"""FeedForward, a Flax NNX module that is made from a NetworkConfig."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FeedForward(nnx.Module):
         self.config = config
         self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
         for h in config.hidden:
-            activation(h.activation)  # known
+            activation(h.activation)  # raises if it is unknown
         sizes = [h.size for h in config.hidden]
         self.output = SparseOutput(
             sizes[-1],
@@ -106,8 +106,8 @@ class FeedForward(nnx.Module):
 
         Args:
           x: `[batch, num_features]`.
-          deterministic: no corruption and no dropout; by default as `model.train()`
-            and `model.eval()` set it.
+          deterministic: whether to leave out corruption and dropout. By default it is as
+            `model.train()` and `model.eval()` set it.
         """
         if self.config.input.normalize:
             x = normalize_rows(x)
@@ -118,14 +118,14 @@ class FeedForward(nnx.Module):
             if i > 0:
                 layer = self.rest[i - 1]
                 h = layer(h, out_sharding=_result_spec(layer))
-            # Looked up here: JAX's functions cannot be pickled, and so a model that held them.
+            # Looked up here: a model that held JAX's functions could not be pickled.
             h = dropout(activation(config.activation)(h), deterministic=deterministic)
         return h
 
     def __call__(
         self, x: SparseRows, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
-        """All scores, `[batch, num_items]`; see `top_k` where items are many."""
+        """All scores, `[batch, num_items]`; for many items use `top_k`."""
         return self.output.scores(self.encode(x, deterministic=deterministic))
 
     def loss(
@@ -136,7 +136,7 @@ class FeedForward(nnx.Module):
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, ""]:
-        """`sum_b weights_b loss_b` with the configured loss; weights default to 1."""
+        """`sum_b weights_b loss_b` with the loss of the configuration; weights are 1 by default."""
         h = self.encode(x, deterministic=deterministic)
         return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
@@ -158,10 +158,11 @@ class FeedForward(nnx.Module):
 
 
 def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
-    """How a hidden layer lies on the mesh that is set: its units over "model".
+    """How the kernel and bias of a hidden layer are divided over "model".
 
-    Alternately its outputs and its inputs: of two layers the first makes the part of
-    the units that the second takes, and only the sums of the second cross devices.
+    Layers are divided alternately by their outputs and by their inputs. Of two layers, the
+    first computes the part of the units that the second reads on the same device, so
+    devices exchange only the sums of the second.
     """
     if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
         return {}
@@ -173,7 +174,7 @@ def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
 
 
 def _result_spec(layer: nnx.Linear) -> P | None:
-    """How the result of a hidden layer lies, where axes are Explicit."""
+    """How the result of a hidden layer is divided, if axes are Explicit."""
     if not axes_are_explicit():
         return None
     divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))
@@ -184,7 +185,7 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """The function of `jax.nn` with this name; "linear" is the identity.
 
     Raises:
-      ValueError: there is none, or it is not a function of one array.
+      ValueError: the name is unknown.
     """
     if name not in _ACTIVATIONS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Losses over all items, and updates from their gradients, a chunk of items at a time."""
+"""Losses over all items and updates from their gradients, one chunk of items at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsejax.ops import item_chunks
 from sparsejax.ops.implementations import HOPPER, Implementation, mosaic_can_run
 from sparsejax.ops.item_chunks import Shard
 
-# Scores in a chunk, which a step reads and writes several times: 4 MB stay in the cache
+# Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
 CPU_CHUNK_SCORES = 2**20
 # On a GPU a chunk has to be large enough for its products to be fast. A score takes about
@@ -41,7 +41,7 @@ type UpdateKernel[Carry] = Callable[
 
 
 class Layer(NamedTuple):
-    """What scores are made of, for all items or a chunk; or gradients of these."""
+    """The operands of the scores, for all items or a chunk; or the gradients of these."""
 
     kernel: jax.Array
     bias: jax.Array | None
@@ -63,44 +63,45 @@ def loss_and_updates[Carry](
     implementation: Implementation = None,
     chunk_scores: int | None = None,
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
-    """The losses, and the gradient of each chunk of items where it is made.
+    """The losses, and an update from the gradient of each chunk of items.
 
     ::
 
         for each chunk of items, start .. start + size - 1:
             read rows start .. start + size - 1 of layer(carry)
-            gradients = of sum_b weights_b loss_b in these rows      (a `Layer`)
+            gradients = those of sum_b weights_b loss_b in these rows      (a `Layer`)
             carry = update(start, gradients, carry)
 
-    So `update` can write a gradient into an array, or apply an optimizer's rule to the
-    rows of parameters and state in the carry, and then no gradient of the size of the
-    kernel ever exists. A chunk's rows are read before they are updated; each row is in
-    one chunk. Softmax reads all rows once before the first update. Padding rows may be
-    in a chunk and have a gradient of 0; those in none are never updated.
+    `update` can write a gradient into an array. It can also apply an optimizer's rule to
+    the rows of parameters and state in the carry: then no gradient of the kernel's size
+    ever exists. A chunk's rows are read before they are updated, and each row is in one
+    chunk. Softmax reads all rows once before the first update. Padding rows in a chunk
+    have a gradient of 0. Padding rows outside all chunks are never updated.
 
-    Not differentiable. On a mesh (see `over_items`), operands are what the device has,
-    but for labels that are not in blocks: they are of all rows and all columns.
-    Gradients are summed over the parts of the batch before they reach `update`.
+    Not differentiable. On a mesh (see `over_items`), operands are the parts that the
+    device has, except for labels that are not in blocks: these are all rows and columns.
+    Gradients are summed over the parts of the batch before `update` gets them.
 
     Args:
       rule: the loss.
       h: hidden vectors.
       labels: `[batch, items]`.
       weights: of the examples. None is 1.
-      carry: what `update` changes: a tree of arrays, or an empty one.
-      layer: what of the carry (or of what is constant) makes the scores.
+      carry: a tree of arrays that `update` changes, possibly empty.
+      layer: takes the operands of the scores from the carry, or returns constants.
       update: None if only the losses are wanted.
-      update_kernel: what may be called in place of `update` with the kernel's gradient,
-        where it is the product of a chunk's slopes and `h`: `update_kernel(start, slopes,
-        h, carry)` with two bfloat16 arrays whose product `slopes^T h` it is, of rows in a
-        multiple of 128. Then the kernel that `update` gets has no rows. Where there is a
-        bias, it also returns that gradient: the slopes, summed over the batch in float32.
-      gradient_dtype: of the kernel's gradient as `update` gets it; by default, and for
-        bias and scale always, that in which products are summed.
-      shard: which part of a mesh's work this is.
+      update_kernel: a function that updates the kernel in place of `update`, where its
+        gradient is the product `slopes^T h` of a chunk's slopes and `h`. It is called as
+        `update_kernel(start, slopes, h, carry)`, with bfloat16 arrays whose number of rows
+        is a multiple of 128. The kernel gradient that `update` gets then has no rows.
+        With a bias, `update_kernel` also returns the bias's gradient: the slopes, summed
+        over the batch in float32.
+      gradient_dtype: dtype of the kernel's gradient that `update` gets. The default, and
+        the dtype of the gradients of bias and scale, is that of the sums of products.
+      shard: the part of a mesh's work that this device does.
       implementation: see `output_loss`.
-      chunk_scores: about how many scores a chunk has, `batch` times its items; None is
-        what is fastest here.
+      chunk_scores: about how many scores a chunk has (`batch` times its items). None
+        picks what is fastest here.
 
     Returns:
       The unweighted losses; the gradient of `h`, None without `update`; the carry.
@@ -134,7 +135,7 @@ def loss_and_updates[Carry](
     if shard.items is None:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
     size = chunks.size(num_items, chunk_scores)
-    if not with_mosaic or whole.scale is not None or shard.rows is not None:
+    if not with_mosaic or whole.scale is not None or shard.batch is not None:
         update_kernel = None
 
     def fold(step, carry):
@@ -150,7 +151,7 @@ def loss_and_updates[Carry](
             if gradient_dtype is None or chunk.scale is not None
             else gradient_dtype
         )
-        # `update_kernel` makes it.
+        # `update_kernel` makes the gradient itself: no rows for it here.
         slopes = delta if update_kernel is None else delta[:, :0]
         dkernel = item_chunks.dot(slopes, h_live, (0, 0), out)
         dbias = dscale = None
@@ -164,7 +165,7 @@ def loss_and_updates[Carry](
             scale = chunk.scale[:, None]
             kernel = (kernel * scale).astype(h.dtype)
             dkernel = (dkernel * scale).astype(gradient_dtype or dtype)
-        made = shard.sum_over_rows(Layer(dkernel, dbias, dscale))
+        made = shard.sum_over_batch(Layer(dkernel, dbias, dscale))
         if product is None:
             product = item_chunks.dot(delta, kernel, (1, 0))
         return made, product
@@ -204,7 +205,7 @@ def loss_and_updates[Carry](
                 lambda x: item_chunks.slice_rows(x, start, size), current
             )
             made, more = gradients(chunk, delta, product)
-            # All reads of these rows come first: so they can be updated in place.
+            # All reads of these rows come first, so that they can be updated in place.
             made, delta, dh = lax.optimization_barrier((made, delta, dh + more))
             if update_kernel is not None:
                 pad = item_chunks.pad_rows
@@ -222,44 +223,45 @@ def over_items(
     h: Float[Array, "batch hidden"],
     labels: SparseRows,
     weights: Float[Array, "batch"] | None,
-    tables: Any,
+    arrays: Any,
     kernel_spec: P | None = None,
 ) -> tuple[Array, Array | None, Any]:
-    """`f(shard, h, labels, weights, tables)`, by each device of its part.
+    """Calls `f(shard, h, labels, weights, arrays)` on each device, with its parts.
 
     Args:
-      f: returns an array for each row of `h`, another or None, and a tree of arrays with
-        a row for each item, or None; as `loss_and_updates` does.
+      f: returns, as `loss_and_updates` does: an array with a row for each row of `h`;
+        another such array, or None; and a tree of arrays with a row for each item, or
+        None.
       h: hidden vectors.
       labels: `[batch, items]`.
       weights: of the examples.
-      tables: a tree of arrays with a row for each item.
+      arrays: a tree of arrays with a row for each item.
       kernel_spec: see `output_loss`.
     """
     shard = item_chunks.shard_of(kernel_spec, labels, len(h))
     if shard is None:
-        return f(Shard(), h, labels, weights, tables)
-    rows, items = P(shard.rows), P(shard.items)
+        return f(Shard(), h, labels, weights, arrays)
+    batch, items = P(shard.batch), P(shard.items)
     return call_on_each_device(
         functools.partial(f, shard),
         h,
         dataclasses.replace(labels, transposed=None),
         weights,
-        tables,
-        in_specs=(rows, item_chunks.entries_spec(labels), rows, items),
-        out_specs=(rows, rows, items),
+        arrays,
+        in_specs=(batch, item_chunks.entries_spec(labels), batch, items),
+        out_specs=(batch, batch, items),
     )
 
 
 def weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """`sum_b weights_b loss_b`; a loss that weighs nothing may be NaN."""
+    """`sum_b weights_b loss_b`; a loss with weight 0 may be NaN."""
     if weights is None:
         return jnp.sum(per_example)
     weights = weights.astype(per_example.dtype)
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
 
 
-# Functions for `Chunks.slopes`. Where the weight is 0, their slopes are ignored.
+# Functions for `Chunks.slopes`. It ignores their slopes where the weight is 0.
 
 
 def _elementwise(rule, scores, labels, listed, weights):
@@ -271,7 +273,7 @@ def _elementwise(rule, scores, labels, listed, weights):
 
 
 def _sigmoid(scores, labels, listed, weights):
-    """`_elementwise` of the sigmoid cross-entropy, if labels are 1, for the kernel."""
+    """`_elementwise` of the sigmoid cross-entropy with labels of 1, for the GPU program."""
     del labels
     scores = jnp.where(listed, -scores, scores)
     odds = jnp.exp(-jnp.abs(scores))
@@ -281,13 +283,13 @@ def _sigmoid(scores, labels, listed, weights):
 
 
 def _softmax_slopes(scores, labels, listed, weights, log_sum_exp, label_sum):
-    """The same of softmax, without values; `label_sum` is weighted."""
+    """No values, and the weighted derivatives of softmax; `label_sum` is weighted."""
     slopes = label_sum * jnp.exp(scores - log_sum_exp)
     return None, jnp.where(listed, slopes - weights * labels, slopes)
 
 
 class _Normaliser(NamedTuple):
-    """Of softmax, `[batch]`, for the items that were seen so far."""
+    """The sums of softmax, `[batch]` each, over the items that were seen so far."""
 
     largest: jax.Array
     total: jax.Array  # sum of exp(score - largest)
@@ -296,8 +298,7 @@ class _Normaliser(NamedTuple):
 
     @classmethod
     def merge(cls, known: Iterable[Float[Array, "parts batch"]]) -> _Normaliser:
-        """Of all parts of the items, from the same for each."""
-
+        """The normaliser of all items, from those of parts of the items."""
         largest, total, label_sum, label_scores = known
         all_largest = jnp.max(largest, axis=0)
         shift = _finite(all_largest)  # -inf - -inf would be NaN
@@ -328,12 +329,12 @@ def _softmax_loss(found: _Normaliser, shard: Shard):
 
 @dataclasses.dataclass(frozen=True)
 class Chunks(abc.ABC):
-    """What an implementation makes of the scores of a chunk of items.
+    """How an implementation computes with the scores of a chunk of items.
 
     Attributes:
       h: hidden vectors.
       entries: those of the labels.
-      limit: rows of the kernel from this one on are no items.
+      limit: kernel rows from this one on are padding, not items.
     """
 
     h: Float[Array, "batch hidden"]
@@ -342,7 +343,7 @@ class Chunks(abc.ABC):
 
     @abc.abstractmethod
     def size(self, num_items: int, chunk_scores: int | None) -> int:
-        """Items in a chunk of about so many scores; None is what is fastest."""
+        """Items in a chunk of about `chunk_scores` scores; None picks what is fastest."""
 
     @abc.abstractmethod
     def slopes(
@@ -355,15 +356,18 @@ class Chunks(abc.ABC):
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """A function of the scores: its values summed over the items, and its slopes.
 
-        The function gets scores, labels, where there is a label, and the `vectors` as
-        columns. The first vector is the weights; where they are 0, so are the slopes.
-        Third comes the product of the slopes with the kernel where it is no more work,
-        or else None.
+        The function gets the scores, the labels, a mask that says where there is a label,
+        and the `vectors` as columns. The first vector is the weights: where a weight is
+        0, the slopes are 0.
+
+        Returns:
+          The values summed over the items, or None; the slopes `[batch, size]`; and the
+          product of the slopes with the kernel if it costs nothing more, or None.
         """
 
     @abc.abstractmethod
-    def no_scores(self) -> list[Float[Array, "parts rows"]]:
-        """What `normalise` begins with: a `_Normaliser` for each part of the items."""
+    def no_scores(self) -> list[Float[Array, "parts padded"]]:
+        """The start of `normalise`: the sums of softmax for each part of the items."""
 
     @abc.abstractmethod
     def normalise(
@@ -371,15 +375,15 @@ class Chunks(abc.ABC):
         start: jax.typing.ArrayLike,
         size: int,
         layer: Layer,
-        known: list[Float[Array, "parts rows"]],
-    ) -> list[Float[Array, "parts rows"]]:
-        """`known`, and the scores of this chunk."""
+        known: list[Float[Array, "parts padded"]],
+    ) -> list[Float[Array, "parts padded"]]:
+        """`known`, with the scores of this chunk added."""
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class XlaChunks(Chunks):
-    """Chunks of scores, written to memory.
+    """Chunks whose scores are written to memory.
 
     Attributes:
       data: values of the labels; None if all are 1.
@@ -394,7 +398,7 @@ class XlaChunks(Chunks):
         return item_chunks.chunk_size(len(self.h), num_items, chunk_scores)
 
     def scores(self, start, size, layer: Layer):
-        """Scores, labels, where there is one, and where there is an item."""
+        """Scores, labels, a mask of where there is a label, and one of the items."""
         scores = item_chunks.scores(self.h, *layer, start, size)
         shape = len(self.h), size
         listed = self.entries.dense(True, start, shape)
@@ -411,7 +415,7 @@ class XlaChunks(Chunks):
         values, slopes = function(*operands, *columns)
         slopes = jnp.where(inside & (columns[0] != 0), slopes, 0).astype(self.h.dtype)
         if values is not None and jax.default_backend() == "gpu":
-            # In one kernel with the sum of the values, XLA takes more than twice as long.
+            # XLA takes more than twice as long if it fuses this with the sum of the values.
             *operands, slopes = lax.optimization_barrier((*operands, slopes))
             values, _ = function(*operands, *columns)
         if values is not None:
@@ -441,7 +445,7 @@ class XlaChunks(Chunks):
 @final
 @dataclasses.dataclass(frozen=True)
 class MosaicChunks(Chunks):
-    """Chunks whose scores exist in tiles only; the batch is padded to whole tiles.
+    """Chunks whose scores exist only in tiles; the batch is padded to whole tiles.
 
     Attributes:
       with_values: whether the function of the scores has values.
@@ -459,7 +463,7 @@ class MosaicChunks(Chunks):
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
-        """What both programs take."""
+        """The arguments that both GPU programs take."""
         h = item_chunks.pad_rows(self.h)
         bias, scale = (
             None if x is None else x.astype(jnp.float32)
@@ -499,7 +503,7 @@ class MosaicChunks(Chunks):
 
 
 def _unsupported(h, layer: Layer, labels: SparseRows) -> str | None:
-    """Why the kernel cannot be used, if so."""
+    """Why the GPU programs cannot be used; None if they can."""
     if labels.data is not None:
         return "takes labels without values"
     return tiles.unsupported(h.shape[1], len(layer.kernel), h.dtype)

@@ -53,9 +53,10 @@ def gather_matmul(
                    "mean"  s_b = 1 / sum_j v_j
                    "sqrtn" s_b = 1 / sqrt(sum_j v_j^2)
 
-    A row without entries, or whose weights sum to zero, gives zeros. Sums are made in
-    float32 (float64 of a float64 `w`) and returned in `w`'s dtype. Memory traffic: `nse * hidden` elements of `w`
-    and the result; no `[nse, hidden]` array is made on a CPU.
+    A row without entries, or whose weights sum to zero, gives zeros. Sums are computed in
+    float32 (float64 for a float64 `w`) and returned in `w`'s dtype. Memory traffic:
+    `nse * hidden` elements of `w`, and the result. On a CPU no `[nse, hidden]` array is
+    made.
 
     Differentiable in `w` (a dense gradient; see `sparsejax.value_and_grad` for one of
     the touched rows only) and in `x.data`.
@@ -64,12 +65,12 @@ def gather_matmul(
       x: `[batch, features]`. An entry outside `[0, features)`, or a row that does not
         fit in an overfull CSR, makes its row NaN.
       w: at least `x.num_cols` rows; further rows are never read.
-      combiner: how the rows of a bag are put together.
-      kernel_spec: how `w` lies on the mesh that is set: `P("model", None)` divides its
-        rows. Then each device sums the rows it has for its part of the batch, and the
-        sums are added; the result lies by rows over "data" (see also
+      combiner: how the rows of a bag are combined.
+      kernel_spec: how `w` is divided over the mesh that is set: `P("model", None)` divides
+        its rows. Then each device sums the rows it has for its part of the batch, and the
+        sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
-      implementation: "mosaic_gpu" is the GPU kernel (Hopper or newer), "xla" the
+      implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
         reference. None picks what is fastest here.
 
     Raises:
@@ -97,8 +98,8 @@ def gather_matmul(
 def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
     """`x` with each row times its factor `s_b`, see `gather_matmul`.
 
-    Differentiable in `x.data`. Each row is divided by about its largest value first, so that
-    neither its sum nor its sum of squares leaves the range of float32.
+    Differentiable in `x.data`. Each row is first divided by a power of 2 near its largest
+    value, so that neither its sum nor its sum of squares leaves the range of float32.
     """
     if combiner == "sum":
         return x
@@ -120,11 +121,11 @@ def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
         )
         data = of_row(_inverse(lengths.astype(jnp.float32), combiner))
         return x.with_data(data)  # pyrefly: ignore[bad-return]
-    # Padding is cut off first: were it NaN, its gradient would be.
+    # Padding is replaced first: if it is NaN, its gradient would be NaN too.
     used, dtype = rows < x.num_rows, accumulator(x.data.dtype)
     values = jnp.where(used, reshard_if_explicit(jnp.asarray(x.data, dtype), spec), 0)
     largest = _over_rows(x, jnp.abs(lax.stop_gradient(values)), "largest")
-    # A power of 2, by which division does not round.
+    # A power of 2: division by it does not round.
     power = lax.reduce_precision(largest / 2, jnp.finfo(dtype).nexp, 0)
     values = values / jnp.where(used, of_row(jnp.where(power > 0, power, 1)), 1)
     total = values if combiner == "mean" else jnp.square(values)
@@ -142,9 +143,9 @@ def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
 def _over_rows(
     x: SparseRows, values: jax.Array, what: Literal["sum", "largest"]
 ) -> Float[Array, "batch"]:
-    """The sum, or the largest, of a value for each entry over the rows.
+    """The sum, or the largest, of each row's values; `values` has one for each entry.
 
-    The largest is of values that are not negative, and has no derivative.
+    For "largest" values must not be negative; it has no derivative.
     """
 
     def reduce(x, values):
@@ -205,8 +206,8 @@ def _backward(implementation, residuals, dy):
     )
     data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
     blocks = x.blocks if isinstance(x, ShardedCSR) else x
-    # None stands for "no derivative" of the integer leaves only: for the whole CSR it
-    # would silently mean a zero gradient of data too.
+    # None means "no derivative" for the integer leaves only. For the whole CSR it would
+    # silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
         dx = ShardedCSR.tree_unflatten((x.num_cols, x.spread), (dx, None))

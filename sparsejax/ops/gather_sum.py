@@ -1,6 +1,6 @@
-"""Sums of gathered rows without a derivative: XLA's forms, Mosaic's, and the choice.
+"""Sums of gathered rows, without a derivative: the forms in XLA and Mosaic, the choice.
 
-`gather_matmul` and its gradient, `scatter_gradient`, are both made of this.
+`gather_matmul` and its gradient, `scatter_gradient`, both use it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     The figures are in benchmarks/README.md.
 
     Args:
-      w: what rows are gathered of.
+      w: the matrix whose rows are gathered.
       nse: number of entries.
       divided: see `mosaic_can_run`.
     """
@@ -84,8 +84,8 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
 
 def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
     """Whether the GPU program is fast for `w [rows, hidden]` and `nse` entries."""
-    # It pads a narrow `w`, which copies it. On an H200 that takes .18 us for 1,000 rows,
-    # and the program saves .15 us for 1,000 entries.
+    # The program pads a narrow `w`, which copies it. On an H200 the copy takes .18 us for
+    # 1,000 rows, and the program saves .15 us for 1,000 entries.
     return hidden >= 128 or 4 * rows <= 3 * nse
 
 
@@ -111,7 +111,7 @@ def by_loop(x: CSR, w: jax.Array) -> jax.Array:
                     term = term * data[i + u]
                 inside = (ids[u] >= 0) & (ids[u] < x.num_cols)
                 term = jnp.where(inside, term, jnp.nan)
-                # A select, not a factor of zero: what padding points at may be NaN.
+                # A select, not a factor of zero: the row that padding points at may be NaN.
                 total = total + jnp.where(i + u < end, term, 0)
             return i + _UNROLL, total
 

@@ -9,14 +9,14 @@ import jax
 
 from sparsejax.mesh.layout import traced_for_one_device
 
-# The argument `implementation` of every operation. A name is taken as it is, whichever
-# machine traces it, so a machine without a GPU can lower a program for one. None is a
-# choice by what is visible where the operation is traced.
+# The argument `implementation` of every operation. A name is used on whatever machine the
+# operation is traced, so a machine without a GPU can lower a program for one. None chooses
+# by the devices that are visible where the operation is traced.
 Implementation = Literal["xla", "mosaic_gpu"] | None
 
 
 class Capabilities(NamedTuple):
-    """The compute capabilities for which a GPU program is chosen, from oldest to newest."""
+    """The range of compute capabilities for which a GPU program is chosen."""
 
     oldest: float
     newest: float = math.inf

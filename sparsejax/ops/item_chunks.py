@@ -1,6 +1,7 @@
-"""What the operations over all items share: scores, a chunk of items at a time.
+"""What the operations over all items share: scores for a chunk of items at a time.
 
-`[batch, items]` is too large to keep, and is needed only once or twice, piece by piece.
+The array of all scores, `[batch, items]`, is too large to keep. Each part of it is needed
+only once or twice.
 """
 
 from __future__ import annotations
@@ -23,50 +24,50 @@ from sparsejax.mesh.per_device import own_block
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
-# And a multiple of this many is fast for all kinds of products on a GPU.
+# On a GPU all matrix products are fast with a multiple of this many items.
 _ROUNDED = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which part of the batch and of the items a device of a mesh has.
+    """The part of the batch and of the items that each device of a mesh has.
 
     Attributes:
-      rows: mesh axis over which the rows of the batch lie; None if each device has all.
-      items: mesh axis over which the items lie; None if each device has all.
+      batch: mesh axis over which the batch is divided; None if each device has all of it.
+      items: mesh axis over which the items are divided; None if each device has all.
     """
 
-    rows: str | None = None
+    batch: str | None = None
     items: str | None = None
 
     def first_row(self, batch: int) -> jax.typing.ArrayLike:
-        """Number, in the whole batch, of the first of this device's `batch` rows."""
-        return 0 if self.rows is None else lax.axis_index(self.rows) * batch
+        """The place in the whole batch of the first of this device's `batch` rows."""
+        return 0 if self.batch is None else lax.axis_index(self.batch) * batch
 
     def first_item(self, items: int) -> jax.typing.ArrayLike:
-        """Number, among all, of the first of this device's `items` items."""
+        """The place among all items of the first of this device's `items` items."""
         return 0 if self.items is None else lax.axis_index(self.items) * items
 
-    def sum_over_rows[Tree](self, values: Tree) -> Tree:
-        """Sums what each part of the batch contributes."""
-        return values if self.rows is None else lax.psum(values, self.rows)
+    def sum_over_batch[Tree](self, values: Tree) -> Tree:
+        """Adds the values of all parts of the batch."""
+        return values if self.batch is None else lax.psum(values, self.batch)
 
     def sum_over_items[Tree](self, values: Tree) -> Tree:
-        """Sums what each part of the items contributes."""
+        """Adds the values of all parts of the items."""
         return values if self.items is None else lax.psum(values, self.items)
 
 
 def shard_of(
     kernel_spec: P | None, matrix: SparseRows | None, batch: int
 ) -> Shard | None:
-    """What each device of the mesh that is set has; None if the work is not divided.
+    """How the work is divided over the mesh that is set; None if it is not divided.
 
-    Items lie as the blocks of the matrix do, or else as `kernel_spec` says; the batch
-    over "data", if that divides it.
+    The items are divided as the blocks of the matrix are, or else as `kernel_spec` says.
+    The batch is divided over "data", if the size of that axis divides it.
 
     Raises:
-      ValueError: no mesh is set, or the spec names no axis of it, divides `hidden` or
-        says otherwise than the blocks.
+      ValueError: no mesh is set, or the spec names an axis that the mesh lacks, divides
+        `hidden`, or contradicts the blocks.
     """
     if isinstance(matrix, ShardedCSR):
         if kernel_spec is not None and (*kernel_spec, None)[0] != "model":
@@ -97,14 +98,14 @@ def shard_of(
 
 
 def entries_spec(matrix: SparseRows | None) -> P:
-    """What of a matrix that is not sorted a device is given: its block, or all."""
+    """The part of a matrix (without `transposed`) for each device: its block, or all."""
     return P("data", "model") if isinstance(matrix, ShardedCSR) else P()
 
 
 def chunk_size(batch: int, num_items: int, budget: int) -> int:
     """Items in a chunk so that a `[batch, size]` array has about `budget` elements.
 
-    Chunks are even, but for the last one, and never smaller than 128 items.
+    All chunks but the last have the same size, which is at least 128 items.
     """
     largest = max(1, budget // batch // _ALIGNMENT) * _ALIGNMENT
     count = -(-num_items // largest)
@@ -120,7 +121,7 @@ def fold[Carry](
 ) -> Carry:
     """`carry = step(start, size, carry)` over all chunks; the last one may be smaller.
 
-    Sizes are static. With one chunk there is no loop, and XLA sees through.
+    Sizes are static. With one chunk there is no loop, so XLA can fuse across it.
     """
     whole, rest = divmod(num_items, size)
     if whole == 1:
@@ -201,7 +202,7 @@ def scores(
 
 
 class Entries(NamedTuple):
-    """The entries of a CSR, `[nse]` each, as far as they are a device's business.
+    """The entries of a CSR in the coordinates of one device, `[nse]` each.
 
     Attributes:
       rows: row within the device's part of the batch; -1 for padding and other parts.
@@ -216,8 +217,8 @@ class Entries(NamedTuple):
     ) -> tuple[Int[Array, "nse"], Int[Array, "nse"]]:
         """Row and column in the chunk that begins at column `start`.
 
-        Those of entries elsewhere are beyond it, to be dropped, and all different: so
-        targets are unique, as the indices of a row are.
+        An entry outside the chunk has a column beyond it, to be dropped. These columns
+        all differ, so the targets are unique if the indices of each row are.
         """
         columns = self.columns - start
         inside = (self.rows >= 0) & (columns >= 0) & (columns < shape[1])
@@ -242,8 +243,8 @@ class Entries(NamedTuple):
         shape: tuple[int, int],
         *,
         counted: bool = False,
-    ) -> Int[Array, "rows words"]:
-        """The same as bits, for the kernels."""
+    ) -> Int[Array, "padded words"]:
+        """The entries of the chunk as bits in int32 words, for the GPU programs."""
         columns = jnp.where(self.rows < 0, -1, self.columns - start)
         return label_words(self.rows, columns, *shape, counted=counted)
 
@@ -251,11 +252,11 @@ class Entries(NamedTuple):
 def entries_of(
     matrix: SparseRows, shard: Shard, batch: int, items: int
 ) -> tuple[Entries, Bool[Array, "batch"]]:
-    """The entries, and which of the device's rows must come out as NaN.
+    """The device's entries, and which of its rows must give NaN.
 
-    These are the overfull ones, and those with an index out of range. The device has
-    `batch` rows and `items` items of what the matrix speaks of, and of a matrix in
-    blocks its own.
+    A row gives NaN if it is overfull or has an index out of range. The device has `batch`
+    rows and `items` items. It is given all of a CSR, but only its own block of a
+    `ShardedCSR`.
     """
     if isinstance(matrix, ShardedCSR):
         block = own_block(matrix.blocks)
@@ -263,12 +264,12 @@ def entries_of(
         return entries, shard.sum_over_items(broken.astype(jnp.int32)) > 0
     first_row = shard.first_row(batch)
     if matrix.data is None and matrix.transposed is not None:
-        # Any order will do, and here the rows are known.
+        # The order does not matter, and here the row of each entry is known already.
         rows, indices = matrix.transposed.rows, matrix.transposed.columns
     else:
         rows, indices = matrix.row_ids(), jnp.asarray(matrix.indices)
     outside = (indices < 0) | (indices >= matrix.num_cols)
-    # Only what is wrong is written, as many writes to few places are slow on a GPU.
+    # Only wrong entries are written: many writes to few places are slow on a GPU.
     broken = jnp.where(outside, rows, matrix.num_rows)
     broken = matrix.overfull_rows().at[broken].max(outside, mode="drop")
     rows = rows - first_row
@@ -279,16 +280,16 @@ def entries_of(
 
 
 def rounded_items(num_items: int, rows: int) -> int:
-    """`num_items`, rounded up to what products are fast for, if there are the rows.
+    """`num_items` rounded up to a size with fast products, if the kernel has that many rows.
 
-    To all rows of a layer's kernel: a part of it would be copied.
+    That is all rows of a layer's kernel: XLA would copy a part of them.
     """
     rounded = min(padded_rows(num_items), rows)
     return num_items if rounded % _ROUNDED else rounded
 
 
 def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest"]:
-    """With rows of zeros up to a multiple of what the kernels take."""
+    """The array with rows of zeros up to a multiple that the GPU programs take."""
     extra = -len(array) % TILE_ROWS
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
@@ -299,7 +300,7 @@ def check_layer(
     bias: jax.Array | None,
     scale: jax.Array | None,
 ) -> None:
-    """Raises ValueError or TypeError for operands that are no output layer."""
+    """Raises ValueError or TypeError if the operands do not make an output layer."""
     if h.ndim != 2 or kernel.ndim != 2 or h.shape[1] != kernel.shape[1]:
         raise ValueError(
             "expected h [batch, hidden] and kernel [items, hidden], got "

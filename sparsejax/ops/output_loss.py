@@ -45,48 +45,49 @@ def output_loss(
         score_bi = (h_b . kernel_i) scale_i + bias_i
         result   = sum_b weights_b loss_b(score_b, labels_b)
 
-    The loss is one weighted scalar (a mean is `weights = 1 / batch`), so under
-    differentiation the forward pass makes the gradients too, at three matrix products
-    for an elementwise loss and four for softmax, and the backward pass only scales
-    them. Differentiable in reverse, in everything but the labels, whose values count as
-    constants; gradients also in forward mode (`jax.hessian`), with "xla".
+    The loss is one weighted scalar (a mean is `weights = 1 / batch`). So under
+    differentiation the forward pass makes the gradients too, and the backward pass only
+    scales them. The forward pass takes three matrix products for an elementwise loss and
+    four for softmax. Differentiable in reverse mode, in everything except the labels,
+    whose values count as constants. With "xla" the gradients are also differentiable in
+    forward mode (`jax.hessian`).
 
     Scores exist for a chunk of items at a time: memory beyond the gradients does not
     grow with the number of items. Operands are used as they are, products are summed
-    in float32 (float32 operands: at full precision), losses are made in float32. With
+    in float32 (float32 operands: at full precision), losses are computed in float32. With
     bfloat16 operands the derivative in the scores is rounded to bfloat16 before its two
-    products. Gradients have the dtypes of what they belong to.
+    products. Each gradient has the dtype of its operand.
 
-    An example with weight 0 contributes nothing, whatever is in it; the same row of
-    `weights`' gradient, its loss, is what it is. A row of labels that does not fit in
+    An example with weight 0 contributes nothing, whatever is in it. The gradient of its
+    weight is still its loss. A row of labels that does not fit in
     an overfull CSR, or has an index outside the items, makes the result NaN.
 
     Args:
       h: hidden vectors.
       kernel: one row for each item; it, `bias` and `scale` may have more rows than
         `labels` has columns. Those are padding: no loss, and a gradient of zeros.
-      bias: added to the scores; -inf denies an item: it costs nothing, or infinitely if
-        it has a label. None is 0.
-      labels: `[batch, items]`, indices unique in a row. In blocks on a mesh, they say
-        how all lies there: the kernel's rows, as many as a multiple of 256, over
+      bias: added to the scores. -inf denies an item: the loss of the item is 0, or
+        infinite if it has a label. None is 0.
+      labels: `[batch, items]`, indices unique in a row. Labels in blocks on a mesh also
+        say how the operands are divided: the kernel's rows (a multiple of 256) over
         "model", `h` over "data".
       loss: name of a rule in `sparsejax.losses`, or a rule.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: of the examples. None is 1.
-      kernel_spec: how the kernel lies on the mesh that is set, for labels that are not
-        in blocks: `P("model")` divides the items over the mesh's axis "model". Then each
+      kernel_spec: how the kernel is divided over the mesh that is set, for labels that
+        are not in blocks: `P("model")` divides the items over the mesh's axis "model". Then each
         device works on its own items, and on its own examples where the mesh has an axis
         "data".
-      implementation: "mosaic_gpu" is the Hopper kernel, for bfloat16 operands, labels
-        without values, and the rules of `sparsejax.losses`; "xla" the reference. None
-        picks what is fastest here.
+      implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands,
+        labels without values, and the rules of `sparsejax.losses`. "xla" is the
+        reference. None picks what is fastest here.
 
     Raises:
       ValueError: shapes do not match, an unknown loss or implementation, or a spec that
         does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
-      NotImplementedError: the kernel is asked for what it cannot do; or derivatives of
-        the loss itself in forward mode.
+      NotImplementedError: "mosaic_gpu" cannot take these operands; or the loss itself is
+        differentiated in forward mode.
     """
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
@@ -122,7 +123,7 @@ def output_loss_in_chunks(
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores; None is what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
     """
     how = _How(loss, kernel_spec, implementation, chunk_scores)
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
@@ -148,8 +149,8 @@ def output_loss_per_example(
     >>> output_loss_per_example(kernel, kernel, None, labels, loss="l2_loss").tolist()
     [0.0, 0.5]
 
-    Differentiable, at the price of computing the scores once more: for training, a
-    weighted sum by `output_loss` is cheaper.
+    Differentiable, but the scores are then computed once more: for training, a weighted
+    sum by `output_loss` is cheaper.
     """
     rule = losses.get(loss)
     _check(h, kernel, bias, labels, scale, implementation)
@@ -179,7 +180,7 @@ def output_loss_per_example_in_chunks(
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores; None is what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
     """
     how = _How(loss, kernel_spec, implementation, chunk_scores)
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
@@ -189,7 +190,7 @@ def output_loss_per_example_in_chunks(
 
 @contextlib.contextmanager
 def _forward_mode_refused() -> Iterator[None]:
-    """Says for JAX what its error is about."""
+    """Replaces JAX's error about forward mode by one that says what to do."""
     try:
         yield
     except TypeError as error:
@@ -220,7 +221,7 @@ def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
 def _write_kernel_gradient(
     start, slopes, h, gradients: Any
 ) -> tuple[Any, jax.Array | None]:
-    """The same of the kernel. XLA would copy a chunk after its product."""
+    """Writes the kernel's gradient. With XLA a chunk would be copied after its product."""
     kernel, with_sums = gradients.kernel, gradients.bias is not None
     if slopes.shape[1] == len(kernel):
         kernel = item_chunks.dot(slopes, h, (0, 0), kernel.dtype)
@@ -234,7 +235,7 @@ def _write_kernel_gradient(
 
 
 class _How(NamedTuple):
-    """What of the arguments is static."""
+    """The static arguments."""
 
     rule: losses.LossRule
     kernel_spec: P | None
@@ -320,11 +321,11 @@ def _compiled(
 
 
 def _typed(how: _How, labels: SparseRows, rows, items):
-    """What has a row for each example, and for each item, of the gradients' types."""
+    """The arrays with a row for each example and for each item, typed as the gradients are."""
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
     if shard is None:
         return rows, items
-    rows = reshard_if_explicit(rows, P(shard.rows))
+    rows = reshard_if_explicit(rows, P(shard.batch))
     return rows, reshard_if_explicit(items, P(shard.items))
 
 

@@ -38,8 +38,8 @@ NEVER = -1
 class RowRule(Protocol):
     """A rule on some rows: `w [rows, hidden]`, in float32 or finer, and state arrays."""
 
-    # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
-    # operations that Pallas has on GPUs; then the arrays they see may be pieces of a row.
+    # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
+    # with operations that Pallas has on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
 
     @property
@@ -48,13 +48,13 @@ class RowRule(Protocol):
         ...
 
     def numbers(self, count: jax.Array) -> Any:
-        """What step `count` needs beside arrays, as its learning rate: a tree of scalars."""
+        """A tree of scalars that step `count` needs, such as its learning rate."""
         ...
 
     def catch_up(
         self, w: jax.Array, state: State, lag: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, State]:
-        """Rows after `lag [rows, 1]` steps without a gradient, the last one `count`."""
+        """Rows after `lag [rows, 1]` steps without a gradient; the last step is `count`."""
         ...
 
     def step(
@@ -65,7 +65,7 @@ class RowRule(Protocol):
         numbers: Any,
         /,
     ) -> tuple[jax.Array, State]:
-        """Rows, up to date, after one more step, of these `numbers`."""
+        """Rows that were up to date, after one more step with these `numbers`."""
         ...
 
 
@@ -73,23 +73,23 @@ class TrainedKernel(NamedTuple):
     """A kernel together with what an optimizer keeps of it.
 
     Attributes:
-      w: `[num_rows, hidden]`.
-      state: arrays like `w`, or `[num_rows, 1]`, in float32 (float64 of a float64 `w`).
-      last: `[num_rows]` int32, the step after which each row was last up to date;
+      w: `[features, hidden]`.
+      state: arrays like `w`, or `[features, 1]`, in float32 (float64 of a float64 `w`).
+      last: `[features]` int32, the step after which each row was last up to date;
         `NEVER` if it has missed nothing, as no step has touched it. None if under the
         rule rows miss nothing.
     """
 
-    w: Float[Array, "num_rows hidden"]
+    w: Float[Array, "features hidden"]
     state: State
-    last: Int[Array, "num_rows"] | None
+    last: Int[Array, "features"] | None
 
     @property
     def num_rows(self) -> int:
         """Number of rows."""
         return self.w.shape[0]
 
-    def stale_rows(self, count: jax.Array) -> Bool[Array, "num_rows"]:
+    def stale_rows(self, count: jax.Array) -> Bool[Array, "features"]:
         """Which rows are not up to date after `count` steps."""
         if self.last is None:
             return jnp.zeros(self.num_rows, bool)
@@ -107,7 +107,7 @@ def step_rows(
 ) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
-    `ids` are unique, with those of padding out of range. Everything is written once.
+    `ids` are unique, and those of padding are out of range. Each row is written once.
     `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
     where its row is.
     """
@@ -191,7 +191,7 @@ def step_terms(
     if last is not None:
         lags = _lag(_read(last, column), count)
         done = jnp.where(is_last, column, trained.num_rows)
-        # Not `unique_indices`, as entries that are not the last of a row are alike.
+        # Not `unique_indices`: entries that are not the last of a row have the same index.
         last = last.at[done].set(count + 1, mode="drop")
 
     step, scalars = step_of_arrays(rule, trained.state, count + 1)
@@ -245,7 +245,7 @@ def step_of_arrays(
 def step_whole(
     rule: RowRule,
     trained: TrainedKernel,
-    gradient: Float[Array, "num_rows hidden"],
+    gradient: Float[Array, "features hidden"],
     count: jax.Array,
 ) -> TrainedKernel:
     """Step `count + 1` on all rows. Under a rule that drifts they must be up to date."""
@@ -263,7 +263,7 @@ def step_whole(
 def settle(
     rule: RowRule, trained: TrainedKernel, count: jax.Array, *, divided: bool = False
 ) -> TrainedKernel:
-    """Brings all rows up to date. Costs next to nothing where they are."""
+    """Brings all rows up to date. Takes almost no time if they are."""
     if trained.last is None:
         return trained
     if divided:
@@ -305,8 +305,8 @@ def current_rows(
     """Copies of the rows `ids` as they are after `count` steps; writes nothing.
 
     Returns:
-      rows: in another order, in `w`'s dtype; arbitrary for padding.
-      places: where the row of each id is in `rows`.
+      rows: the rows in another order, in `w`'s dtype; arbitrary for padding.
+      places: the place in `rows` of the row of each id.
     """
 
     def read(trained, ids, count, block):
@@ -367,7 +367,7 @@ def touched_rows(
     Returns:
       ids: unique and ascending, padded with `num_rows`; `capacity` is the smaller of
         `nse` and `num_rows`.
-      slots: where the column of each entry is in `ids`; `capacity` for an entry that
+      slots: the place in `ids` of the column of each entry; `capacity` for an entry that
         is padding or out of range.
     """
     capacity = min(x.nse, num_rows)
@@ -390,16 +390,17 @@ def touched_rows(
 
 
 def _lag(last, count):
-    """How many of `count` steps rows have missed."""
+    """How many of `count` steps each row has missed."""
     return jnp.where(last == NEVER, 0, count - last)
 
 
 def _longest_lag_first(rule, trained, ids, count):
     """Positions in `ids`, padding last.
 
-    The rows of a block are caught up together, for as many steps as the one that has
-    missed most. Sorted, all blocks together cost about the sum of the lags, which over
-    a run is at most what a dense rule does: every row misses one step at a time.
+    The rows of a block are caught up together, with as many steps as the row that has
+    missed most. With sorted rows, all blocks together take about as many steps as the sum
+    of the lags. Over a run that is at most what a dense rule does: every row misses one
+    step at a time.
     """
     positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
     if not rule.drifts:  # there is nothing to repeat
@@ -409,7 +410,7 @@ def _longest_lag_first(rule, trained, ids, count):
 
 
 def _caught_up(rule, trained, ids, count):
-    """Rows `ids`, up to date, in float32; an id out of range reads some row."""
+    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row."""
     w, state, last = jax.tree.map(lambda a: _read(a, ids), trained)
     w = _wide(w)
     if last is None:
@@ -427,7 +428,7 @@ def _written(trained, ids, w, state, count):
 
 
 def _wide(w):
-    """Weights in the dtype in which rules work."""
+    """Weights in the dtype that rules work in."""
     return w.astype(accumulator(w.dtype))
 
 

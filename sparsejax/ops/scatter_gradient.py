@@ -40,14 +40,15 @@ def row_gradient(
     *,
     implementation: Implementation = None,
 ) -> tuple[Int[Array, "capacity"], Float[Array, "capacity hidden"]]:
-    """The rows of `sum_k xs[k]^T dys[k]` that any entry touches.
+    """The rows of `sum_k xs[k]^T dys[k]` that have an entry.
 
     ::
 
         values[u] = sum over the entries j with column ids[u] of  v_j dy[row of j]
 
     Terms of a row are added in the order of the batch, so the sum is deterministic.
-    `capacity` is the smaller of all entries and all columns: nothing can overflow.
+    `capacity` is the smaller of the numbers of all entries and all columns, so that nothing
+    can overflow.
 
     Args:
       xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
@@ -56,9 +57,9 @@ def row_gradient(
       implementation: see `gather_matmul`.
 
     Returns:
-      ids: unique and ascending, padded with `num_rows`; on a mesh so for each part of
-        the rows.
-      values: sums in float32 (float64 of float64 `dys`); zero in padding.
+      ids: unique and ascending, padded with `num_rows`. On a mesh this holds for each
+        part of the rows.
+      values: sums in float32 (float64 for float64 `dys`); zero in padding.
     """
     if len(xs) != len(dys) or not xs:
         raise ValueError(f"{len(xs)} matrices but {len(dys)} gradients")
@@ -94,8 +95,8 @@ class Terms(NamedTuple):
 
         values[u] = sum over the entries j of the u-th touched row of  data_j dy[rows_j]
 
-    On a mesh each device along "model" has those of its rows of the kernel, whatever
-    part of the batch they come from: what crosses devices is `dy`, not rows.
+    On a mesh each device along "model" has the entries of its kernel rows, from all parts
+    of the batch: devices exchange `dy`, not kernel rows.
 
     Attributes:
       by_column: rows and order of the entries.
@@ -113,7 +114,7 @@ class Terms(NamedTuple):
 
     @classmethod
     def on_device(cls, by_column: Transposed, data, dy, num_rows: int) -> Terms:
-        """A device's part, of `num_rows` rows, made of its parts of the arrays."""
+        """A device's part, with `num_rows` kernel rows, from its parts of the arrays."""
         by_column, data = jax.tree.map(lambda a: a[0], (by_column, data))
         return cls(by_column, data, dy, num_rows)
 
@@ -145,7 +146,7 @@ class Terms(NamedTuple):
     def values(
         self, implementation: Implementation = None
     ) -> Float[Array, "capacity hidden"]:
-        """The sums in float32: with the entries by column, one more gather-matmul."""
+        """The sums in float32: a gather-matmul of the entries by column."""
         if self.divided:
             return self.per_device(
                 lambda terms: terms.values(implementation), out_specs=P("model")
@@ -160,7 +161,7 @@ def row_terms(
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
 ) -> Terms:
-    """What `row_gradient` sums, by a stable sort of the entries by column."""
+    """The terms that `row_gradient` sums, from a stable sort of the entries by column."""
     plain = [x for x in xs if isinstance(x, CSR)]
     if len(plain) < len(xs):
         return _divided_terms(xs, dys, num_rows)
@@ -214,8 +215,8 @@ def dense_gradient(
     num_rows: int,
     *,
     implementation: Implementation = None,
-) -> Float[Array, "rows hidden"]:
-    """`x^T dy` in float32 (float64 of a float64 `dy`), with all rows of the kernel.
+) -> Float[Array, "features hidden"]:
+    """`x^T dy` in float32 (float64 for a float64 `dy`), with all rows of the kernel.
 
     Writes `num_rows * hidden` elements even where a batch touches few rows.
     """
@@ -268,7 +269,7 @@ def _entries(x: CSR, padding: int):
 
 
 def _concatenated(xs: Sequence[CSR], padding: int):
-    """`_entries` of the matrices below each other."""
+    """`_entries` of all matrices, as of one below the other."""
     firsts = itertools.accumulate([0, *(x.num_rows for x in xs[:-1])])
     parts = [_entries(x, padding) for x in xs]
     return _joined(
@@ -277,7 +278,7 @@ def _concatenated(xs: Sequence[CSR], padding: int):
 
 
 def _joined(parts):
-    """Columns, rows and values of parts, one after the other."""
+    """Columns, rows and values of all parts, one part after the other."""
     column = jnp.concatenate([part[0] for part in parts])
     row = jnp.concatenate([part[1] for part in parts])
     if all(part[2] is None for part in parts):
@@ -296,7 +297,7 @@ def _rows_by_count(column, row, value, dy, num_rows):
 def rank_by_count(
     column: Int[Array, "nse"], num_rows: int
 ) -> tuple[Int[Array, "capacity"], Int[Array, "nse"]]:
-    """The distinct columns, and which of them each entry has, by a pass over all rows.
+    """The distinct columns, and the place of each entry among them, by a pass over all rows.
 
     Args:
       column: of each entry; `num_rows` for one that does not count.
@@ -334,7 +335,7 @@ def _add_rows(num_slots, slot, row, value, dy, count):
 
 
 def _nothing_to_add(xs: Sequence[SparseRows]) -> bool:
-    """Whether there can be no entry in a row: of nothing no program is made."""
+    """Whether no row can have an entry: then no program is made."""
     return all(x.nse == 0 or x.num_rows == 0 for x in xs)
 
 

@@ -86,39 +86,40 @@ def top_k(
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
 
     Exact: a full sort by descending score, then ascending id, would give the same.
-    Operands are used as they are, scores are made and ranked in float32. NaN ranks
-    above everything and comes back as NaN. An item whose score is -inf is never
+    Operands are used as they are. Scores are computed and ranked in float32. NaN ranks
+    above everything and is returned as NaN. An item whose score is -inf is never
     returned: where items run out (`k` may exceed their number), the id is -1 and the
-    score -inf. A bias of -inf denies an item, and like exclusion does so
-    where its score would be NaN.
+    score -inf. A bias of -inf denies an item. Denied
+    and excluded items are never returned, even if their score would be NaN.
 
-    Scores, or with the Hopper kernel and many items only the largest of each 16, exist for
-    a chunk of items at a time: memory does not grow with the number of items; it is some 16
-    times the result, or the chunk (on a GPU up to 1 GiB).
+    Scores exist for a chunk of items at a time, so memory does not grow with the number of
+    items. With "mosaic_gpu" and many items only the largest of each 16 scores exist. The
+    memory is that of a chunk (on a GPU up to 1 GiB), or about 16 times the result if that
+    is more.
 
     Args:
       h: hidden vectors.
-      kernel: one row for each item; it, `bias` and `scale` may have further rows, which
+      kernel: one row for each item. It, `bias` and `scale` may have further rows, which
         are padding and never returned.
       bias: added to the scores. None is 0.
       k: how many, at least 1.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
-      exclude: `[batch, items]`, items not to be returned; values are not looked at. A
-        row that does not fit in an overfull CSR, or has an index outside the items,
-        gets scores of NaN; its ids mean nothing. In blocks on a mesh, it says how the
-        kernel lies there, as `labels` of `sparsejax.output_loss` do.
+      exclude: `[batch, items]`, items not to be returned; values are ignored. A row that
+        does not fit in an overfull CSR, or has an index outside the items, gets scores of
+        NaN; its ids mean nothing. In blocks on a mesh, it says how the operands are
+        divided, like `labels` of `sparsejax.output_loss`.
       num_items: how many of the kernel's rows are items; by default as many as
         `exclude` has columns, or all.
-      kernel_spec: how the kernel lies on the mesh that is set, see
-        `sparsejax.output_loss`; the best of each part are put together.
-      implementation: "mosaic_gpu" is the Hopper kernel, for bfloat16 operands; "xla" the
-        reference. None picks what is fastest here.
+      kernel_spec: how the kernel is divided over the mesh that is set, see
+        `sparsejax.output_loss`. The best of each part are merged.
+      implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
+        "xla" is the reference. None picks what is fastest here.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
         implementation, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
-      NotImplementedError: the kernel is asked for what it cannot do.
+      NotImplementedError: "mosaic_gpu" cannot take these operands.
     """
     check_implementation(implementation)
     item_chunks.check_layer(h, kernel, bias, scale)
@@ -235,7 +236,7 @@ def _compiled(
         return best(h, kernel, bias, scale, exclude)
     if exclude is not None:
         exclude = dataclasses.replace(exclude, transposed=None)
-    rows, items = P(shard.rows), P(shard.items)
+    batch, items = P(shard.batch), P(shard.items)
     return call_on_each_device(
         best,
         h,
@@ -243,8 +244,8 @@ def _compiled(
         bias,
         scale,
         exclude,
-        in_specs=(rows, items, items, items, item_chunks.entries_spec(exclude)),
-        out_specs=(rows, rows),
+        in_specs=(batch, items, items, items, item_chunks.entries_spec(exclude)),
+        out_specs=(batch, batch),
     )
 
 
@@ -270,7 +271,8 @@ def _best(
     size = item_chunks.chunk_size(batch, here, max(tuning.chunk_scores, least))
     again = False
     if with_mosaic:
-        # Instead of scores there are maxima, and half as many words with what is excluded.
+        # Instead of scores there are maxima, and half as many words that say what is
+        # excluded.
         larger = max(tuning.chunk_scores * kernels.GROUP // 2, least)
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]
@@ -325,7 +327,7 @@ def _best(
             places, scores = select(scores, k, tuning)
         return _join(best, (places + first_item + start, scores), k)
 
-    # With one chunk only what is missing, so that no more is sorted.
+    # With one chunk the start fills only what is missing, so that no more is sorted.
     width = k if size < here else max(0, k - size)
     nothing = (
         jnp.full((batch, width), -1, jnp.int32),
@@ -344,9 +346,9 @@ def _best(
 
 
 def _one_of_each(scores):
-    """With one NaN and one zero: `lax.top_k` goes by bits and knows several."""
+    """The scores with one kind of NaN and of zero: `lax.top_k` compares bits."""
     scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
-    # Not a constant, which would have no derivative.
+    # Not the constant 0, which would have no derivative.
     return jnp.where(scores == 0, scores - lax.stop_gradient(scores), scores)
 
 
@@ -360,11 +362,11 @@ def _join(best, more, k: int):
 
 
 def _largest(grouped: jax.Array) -> jax.Array:
-    """Maxima over the last axis, NaN where there is one."""
+    """Maxima over the last axis; NaN if any element is NaN."""
     largest = jnp.max(grouped, axis=2)
     if jax.default_backend() != "cpu":
         return largest
-    # XLA's maximum of some thousand numbers on a CPU passes over NaN.
+    # On a CPU, XLA's maximum of some thousand numbers ignores NaN.
     return jnp.where(jnp.isnan(grouped).any(axis=2), jnp.nan, largest)
 
 
@@ -373,11 +375,11 @@ def select(
 ) -> tuple[Int[Array, "batch found"], Float[Array, "batch found"]]:
     """Places and scores of the k best of each row, or of all where there are fewer.
 
-    Where there are many, only the k groups of neighbours with the largest maxima, ties
-    to the lower group, are looked into, and these are found in the same way. They hold
-    the k best: let x be in another group. Each of the k has a maximum that is larger
-    than that of x's group, or equal to it and at a lower place. So k elements come
-    before x.
+    If there are many scores, they are put into groups of neighbours. Only the k groups
+    with the largest maxima (ties go to the lower group) are sorted, and these groups are
+    found in the same way. They hold the k best. Proof: let x be in another group. Each of
+    the k groups has a maximum that is larger than that of x's group, or equal to it and at
+    a lower place. So k elements come before x.
     """
     batch, size = scores.shape
     if size <= tuning.direct * k:
