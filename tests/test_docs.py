@@ -174,11 +174,20 @@ def test_choosing(capsys):
 def test_measuring_while_it_trains(trained, capsys):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     assert capsys.readouterr().out.count("'users'") == 2
-    [code] = python("training.md")
+    _, code = python("training.md")
     exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
     found = capsys.readouterr().err
     assert found.startswith("training ended after epoch ")
     assert " was the best, the model is that of epoch " in found
+
+
+def test_a_loop_of_your_own(trained):
+    code, _ = python("training.md")
+    exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
+    model, optimizer = (nnx.clone(trained[name]) for name in ("model", "optimizer"))
+    assert np.isfinite(np.asarray(trained["losses"])).all()
+    ranked = sj.recommend(model, trained["train"], k=3, optimizer=optimizer)
+    assert ranked.ids.shape == (60, 3)
 
 
 def test_tensorboard(trained, tmp_path):

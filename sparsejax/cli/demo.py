@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.cli import printing, report
@@ -17,8 +16,8 @@ from sparsejax.data import SparseDataset, datasets
 from sparsejax.data.names import as_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.evaluate import evaluate
+from sparsejax.training.build import build
 from sparsejax.training.fit import fit
 from sparsejax.whole_files import check_writable
 
@@ -68,13 +67,12 @@ def demo(command: Demo) -> None:
 def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]]:
     """A model of the visits, and what `fit` returned."""
     train, validation = visits.split(TRAINED, seed=SEED)
-    size = train.num_features
-    model = FeedForward(NETWORK, inputs=size, outputs=size, rngs=nnx.Rngs(SEED))
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
+    model, optimizer = build(NETWORK, train, rule, seed=SEED)
     printing.print_summary(train, model)
     history = fit(
         model,
-        Optimizer(model, rule),
+        optimizer,
         train,
         batch_size=BATCH_SIZE,
         num_epochs=EPOCHS,

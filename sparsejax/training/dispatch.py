@@ -86,6 +86,11 @@ class Sizes(NamedTuple):
 class Dispatch:
     """Some steps of an epoch; `Epochs.dispatches` makes it, `Program.launch` runs it.
 
+    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
+    >>> dispatch = next(epochs.dispatches(0))
+    >>> dispatch.count == len(dispatch.examples), int(dispatch.examples[0])
+    (True, 512)
+
     Attributes:
       data: the examples on the devices.
       rows: `[steps, data, batch_size / data]` rows of each step of an epoch, or of a
@@ -229,7 +234,13 @@ class Epochs:
 
 
 class Program[Model: Trainable]:
-    """The program that trains a model and its optimizer, a dispatch at a time.
+    """The program that trains a model and its optimizer, one dispatch at a time.
+
+    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
+    >>> program = Program(model, optimizer)
+    >>> dispatch = next(epochs.dispatches(0))
+    >>> program.launch(dispatch).shape == (dispatch.count,)
+    True
 
     Parameters and state are overwritten in place; a copy by `nnx.clone` keeps the values
     it has. The model is switched to training (`model.train()`), and on a mesh everything

@@ -78,6 +78,9 @@ class Roles:
 class Examples:
     """Rows to train on, checked; on the devices from the first call of `resident` on.
 
+    >>> place(train).num_rows == train.num_rows
+    True
+
     Attributes:
       inputs: what the model is shown.
       roles: what the matrices are.
