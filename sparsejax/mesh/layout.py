@@ -209,8 +209,10 @@ def jit_sharded[**Args, Made](
     """
     if spec is None or not mesh_is_set():
         return jax.jit(make)
-    check_axis_sizes(1, jax.sharding.get_abstract_mesh().shape["model"])
-    return jax.jit(make, out_shardings=spec)
+    mesh = jax.sharding.get_abstract_mesh()
+    check_axis_sizes(1, mesh.shape["model"])
+    # Of an abstract mesh the shapes can be evaluated, and no devices are needed.
+    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
 
 
 def put_on_mesh[Tree](tree: Tree) -> Tree:

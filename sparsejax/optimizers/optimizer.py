@@ -34,11 +34,20 @@ from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
 from sparsejax.optimizers.rules import Rule
 
-# A kernel of at most this many rows for each that a batch may touch is updated as a
-# whole, if its rows drift: reading a row up to date and writing it costs about ten
-# times as much as a row of a pass over the kernel (on a CPU, 256 floats a row: 3.6 us
-# against .36), and the batch touches somewhat fewer rows than it may.
+# Reading a row up to date and writing it costs about ten times as much as a row of a pass
+# over the kernel (on a CPU, 256 floats a row: 3.6 us against .36), and a batch touches
+# somewhat fewer rows than it may.
 _LARGE_PART = 8
+
+
+def updates_whole(rows: int, entries: int) -> bool:
+    """Whether a kernel whose rows drift is updated as a whole, not by single rows.
+
+    Args:
+      rows: of the kernel.
+      entries: how many of them a batch may touch.
+    """
+    return rows <= _LARGE_PART * entries
 
 
 _settle = jax.jit(
@@ -238,7 +247,7 @@ class Optimizer(nnx.Pytree):
         whole = {
             path
             for path, capacity in capacities.items()
-            if capacity and kernels[path].shape[0] <= _LARGE_PART * capacity
+            if capacity and updates_whole(kernels[path].shape[0], capacity)
         }
         for path in whole | elsewhere:
             self._settle(path, kernels[path])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import score_tiles, slopes_product
 from sparsejax.data.batching import bucket
@@ -40,10 +41,6 @@ _IMBALANCE = 1.05
 # The entries of the fullest batch are so many standard deviations above the mean, one
 # being 1.3 times the mean of a row times the root of the rows.
 _FULLEST = 3 * 1.3
-
-# Parameters whose rows are divided over "model", and so is their optimizer state.
-_BY_ROWS = re.compile("first/kernel|output/(kernel|bias)")
-_BETWEEN = re.compile(r"rest/(\d+)/(kernel|bias)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,6 @@ class Job:
     Attributes:
       target_entries: None if the inputs are the targets.
       batch: rows of a step.
-      variables: path, shape and bytes of each in `nnx.state((model, optimizer))`.
     """
 
     network: NetworkConfig
@@ -100,28 +96,6 @@ class Job:
     values: bool
     batch: int
     fused: bool
-    variables: tuple[tuple[tuple, tuple[int, ...], int], ...] = ()
-
-    def measured(self) -> Job:
-        """The same with its variables."""
-        found = []
-        for path, variable in nnx.to_flat_state(nnx.state(self.modules())):
-            leaf = variable.get_raw_value()
-            found.append((path, leaf.shape, leaf.size * leaf.dtype.itemsize))
-        return dataclasses.replace(self, variables=tuple(found))
-
-    def bytes_of(self, module: int, model: int, *, but_by_rows: bool = False) -> int:
-        """Bytes on a device of what the model (0) or the optimizer (1) has.
-
-        Args:
-          but_by_rows: without the first and the last kernel.
-        """
-        total = 0
-        for path, shape, size in self.variables:
-            if path[0] != module or (but_by_rows and _BY_ROWS.search(_name(path))):
-                continue
-            total += size if divided_axis(path, shape, model) is None else size // model
-        return total
 
     def modules(self) -> tuple[FeedForward, Optimizer]:
         """Model and optimizer, of shapes."""
@@ -174,28 +148,51 @@ class Job:
         return self.rule.elementwise and alike
 
 
-def divided_axis(path: tuple, shape: tuple[int, ...], model: int) -> int | None:
-    """Which axis of a variable of model or optimizer lies over "model"; None is none.
+class Laid(NamedTuple):
+    """A variable of the model or of the optimizer, and how it lies on a mesh.
 
-    As `FeedForward` has it: rows of the first and the last kernel, and of the layers
-    between alternately outputs and inputs.
+    Attributes:
+      path: where it is in `nnx.state((model, optimizer))`.
+      spec: which of its axes lie over which axis of the mesh.
+      size: bytes of the whole.
+      part: bytes on each device.
     """
-    if _BY_ROWS.search(_name(path)):
-        return 0
-    between = _BETWEEN.search(_name(path))
-    if between is None:
-        return None
-    number, kind = between.groups()
-    axis = len(shape) - 1
-    if int(number) % 2 == 1:
-        if kind == "bias":
-            return None
-        axis = 0
-    return None if shape[axis] % model else axis
+
+    path: tuple[Any, ...]
+    spec: P
+    size: int
+    part: int
 
 
-def _name(path: tuple) -> str:
-    return "/".join(map(str, path))
+def laid_out(job: Job, data: int, model: int) -> list[Laid]:
+    """How the variables of model and optimizer lie on a mesh of these axes.
+
+    A variable says so itself when it is made. The optimizer's state of a hidden layer's
+    parameter does not: it lies as the parameter, but for axes of another size.
+    """
+    mesh = AbstractMesh(
+        (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        variables = nnx.to_flat_state(nnx.state(job.modules()))
+    parameters: dict[Any, nnx.Variable] = {}
+    found = []
+    for path, variable in variables:  # the model's come first
+        spec = variable.get_metadata().get("out_sharding", P())
+        if path[0] == 0:
+            parameters["/".join(map(str, path[1:]))] = variable
+        elif path[-1] in parameters:
+            spec = _as_parameter(variable.shape, parameters[path[-1]])
+        size = variable.size * variable.dtype.itemsize
+        found.append(Laid(path, spec, size, size // model if "model" in spec else size))
+    return found
+
+
+def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
+    """The spec of state of this shape that belongs to the parameter."""
+    spec = parameter.get_metadata().get("out_sharding", P())
+    sizes = zip(shape, parameter.shape, spec, strict=False)
+    return P(*(axis if size == whole else None for size, whole, axis in sizes))
 
 
 def footprint(job: Job, data: int, model: int) -> Footprint:
@@ -223,14 +220,15 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     stays = output.gradient + operand
     stages = output.at_once(job.fused), stays + input_gradient
     held = job.entries_of(data, model)
-    over_data, over_model = _sent(job, data, model, column)
+    laid = laid_out(job, data, model)
+    over_data, over_model = _sent(job, laid, data, model, column)
     return Footprint(
         data=data,
         model=model,
         steps=steps,
         entries=max(held),
-        weights=job.bytes_of(0, model),
-        state=job.bytes_of(1, model),
+        weights=sum(variable.part for variable in laid if variable.path[0] == 0),
+        state=sum(variable.part for variable in laid if variable.path[0] == 1),
         dataset=sum(itemsize * n + 4 * (rows + 1) for n in held),
         order=4 * -(-job.rows // job.batch) * batch,
         batches=batches,
@@ -307,14 +305,19 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows
     if job.network.output.tied is not None:
         return touched + 4 * rows * width
-    if rule.drifts and rows <= optimizer._LARGE_PART * entries:
+    if rule.drifts and optimizer.updates_whole(rows, entries):
         return touched + 4 * rows * width
     if job.steps_by_elements(width) and not rule.drifts and width % 128 == 0:
         return int(_PIECES * entries * width)  # one kernel sums and moves
     return touched
 
 
-def _sent(job: Job, data: int, model: int, entries: int):
+def _is_between(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter is neither of the first kernel nor of the output."""
+    return path[0] == 0 and path[1] != "output" and path[1:] != ("first", "kernel")
+
+
+def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
     """Bytes that a ring sends from each device in a step, over "data" and "model"."""
     network, batch = job.network, job.batch // data
     sizes = [layer.size for layer in network.hidden]
@@ -359,6 +362,6 @@ def _sent(job: Job, data: int, model: int, entries: int):
             items * (sizes[-1] * dtype.itemsize + 4 * vectors), data
         )
         over_data["sums of hidden gradients"] = summed(
-            job.bytes_of(0, model, but_by_rows=True), data
+            sum(v.part for v in laid if _is_between(v.path)), data
         )
     return over_data, over_model

@@ -26,7 +26,7 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES
 from sparsejax.training import dispatch
-from sparsejax.training.footprint import Footprint, Job, divided_axis, footprint
+from sparsejax.training.footprint import Footprint, Job, footprint, laid_out
 from sparsejax.training.resident import Resident
 
 
@@ -234,7 +234,7 @@ def plan(
         values=values,
         batch=dispatch.step_size(batch_size, rows, data),
         fused=fused,
-    ).measured()
+    )
     memory = device_memory() if memory is None else memory
 
     def plan_on(model: int) -> Plan:
@@ -285,11 +285,11 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
 
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         graphdef, state = nnx.split(job.modules())
+        specs = {laid.path: laid.spec for laid in laid_out(job, data, model)}
 
         def placed(path, variable):
-            axis = divided_axis(path, variable.shape, model)
-            spec = P() if axis is None else P(*[None] * axis, "model")
-            return variable.replace(shape(variable.shape, variable.dtype, spec))
+            made = shape(variable.shape, variable.dtype, specs[path])
+            return variable.replace(made)
 
         state = nnx.map_state(placed, state)
         columns = [columns for _, columns in job.matrices()]

@@ -189,7 +189,7 @@ def test_dense_gradients_and_large_batches(rule):
 
     (model, optimizer), twin = make(rule), make_twin(rule)
     batches = make_batches(20), make_batches(20, nse=200)
-    assert 1024 <= optimizer_module._LARGE_PART * 2 * 200
+    assert optimizer_module.updates_whole(1024, 2 * 200)
     allowed = functools.partial(row_step, loss_fn=penalised, dense="allow")
 
     def rows(model, optimizer, small, large):

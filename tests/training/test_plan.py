@@ -14,7 +14,7 @@ import sparsejax as sj
 from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
 from sparsejax.training import plan as planning
-from sparsejax.training.footprint import divided_axis
+from sparsejax.training.footprint import Job, laid_out
 from sparsejax.training.plan import plan
 
 RMSPROP = sj.optimizers.rmsprop(1e-3)
@@ -133,14 +133,25 @@ def test_what_a_mesh_divides_is_what_lies_in_parts(name):
         rule = sj.optimizers.get(name, learning_rate=0.1)
         state = nnx.state((model, sj.Optimizer(model, rule)))
         whole = put_on_mesh(state)
-    for path, variable in nnx.to_flat_state(whole):
-        array = variable.get_raw_value()
-        axis = divided_axis(path, array.shape, 4)
-        parts = [None] * array.ndim
-        if axis is not None:
-            parts[axis] = "model"
-        planned = NamedSharding(array.sharding.mesh, jax.P(*parts))
+    job = Job(
+        network=DEEP,
+        rule=rule,
+        inputs=300,
+        outputs=500,
+        rows=10,
+        entries=100,
+        target_entries=100,
+        values=False,
+        batch=64,
+        fused=False,
+    )
+    laid = {variable.path: variable for variable in laid_out(job, 2, 4)}
+    arrays = {p: v.get_raw_value() for p, v in nnx.to_flat_state(whole)}
+    assert laid.keys() == arrays.keys()
+    for path, array in arrays.items():
+        planned = NamedSharding(array.sharding.mesh, laid[path].spec)
         assert planned.is_equivalent_to(array.sharding, array.ndim), path
+        assert laid[path].part == array.addressable_shards[0].data.nbytes, path
 
 
 def test_what_is_sent_is_what_the_program_sends(monkeypatch):
