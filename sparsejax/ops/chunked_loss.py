@@ -48,20 +48,68 @@ class Layer(NamedTuple):
     scale: jax.Array | None
 
 
+class Batch(NamedTuple):
+    """Rows whose loss is computed.
+
+    Attributes:
+      h: hidden vectors.
+      labels: `[batch, items]`.
+      weights: of the examples. None is 1.
+    """
+
+    h: Float[Array, "batch hidden"]
+    labels: SparseRows
+    weights: Float[Array, "batch"] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a loss is computed; all of it is static.
+
+    Attributes:
+      rule: the loss.
+      kernel_spec: see `output_loss`.
+      implementation: see `output_loss`.
+      chunk_scores: about how many scores a chunk has (`batch` times its items). None
+        picks what is fastest here.
+    """
+
+    rule: losses.LossRule
+    kernel_spec: P | None = None
+    implementation: Implementation = None
+    chunk_scores: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Updates[Carry]:
+    """What happens to the gradients of a chunk.
+
+    Attributes:
+      layer: takes the operands of the scores from the carry, or returns constants.
+      update: `update(start, gradients, carry)` returns the new carry. None if only the
+        losses are wanted.
+      update_kernel: a function that updates the kernel in place of `update`, where its
+        gradient is the product `slopes^T h` of a chunk's slopes and `h`. It is called as
+        `update_kernel(start, slopes, h, carry)`, with bfloat16 arrays whose number of rows
+        is a multiple of 128. The kernel gradient that `update` gets then has no rows.
+        With a bias, `update_kernel` also returns the bias's gradient: the slopes, summed
+        over the batch in float32.
+      gradient_dtype: dtype of the kernel's gradient that `update` gets. The default, and
+        the dtype of the gradients of bias and scale, is that of the sums of products.
+    """
+
+    layer: Callable[[Carry], Layer]
+    update: Callable[[jax.typing.ArrayLike, Layer, Carry], Carry] | None
+    update_kernel: UpdateKernel[Carry] | None = None
+    gradient_dtype: jnp.dtype | None = None
+
+
 def loss_and_updates[Carry](
-    rule: losses.LossRule,
-    h: Float[Array, "batch hidden"],
-    labels: SparseRows,
-    weights: Float[Array, "batch"] | None,
+    method: Method,
+    batch: Batch,
     carry: Carry,
-    *,
-    layer: Callable[[Carry], Layer],
-    update: Callable[[jax.typing.ArrayLike, Layer, Carry], Carry] | None,
-    update_kernel: UpdateKernel[Carry] | None = None,
-    gradient_dtype: jnp.dtype | None = None,
+    updates: Updates[Carry],
     shard: Shard | None = None,
-    implementation: Implementation = None,
-    chunk_scores: int | None = None,
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
     """The losses, and an update from the gradient of each chunk of items.
 
@@ -83,44 +131,25 @@ def loss_and_updates[Carry](
     Gradients are summed over the parts of the batch before `update` gets them.
 
     Args:
-      rule: the loss.
-      h: hidden vectors.
-      labels: `[batch, items]`.
-      weights: of the examples. None is 1.
+      method: how the loss is computed.
+      batch: the rows.
       carry: a tree of arrays that `update` changes, possibly empty.
-      layer: takes the operands of the scores from the carry, or returns constants.
-      update: None if only the losses are wanted.
-      update_kernel: a function that updates the kernel in place of `update`, where its
-        gradient is the product `slopes^T h` of a chunk's slopes and `h`. It is called as
-        `update_kernel(start, slopes, h, carry)`, with bfloat16 arrays whose number of rows
-        is a multiple of 128. The kernel gradient that `update` gets then has no rows.
-        With a bias, `update_kernel` also returns the bias's gradient: the slopes, summed
-        over the batch in float32.
-      gradient_dtype: dtype of the kernel's gradient that `update` gets. The default, and
-        the dtype of the gradients of bias and scale, is that of the sums of products.
+      updates: what happens to the gradients.
       shard: the part of a mesh's work that this device does.
-      implementation: see `output_loss`.
-      chunk_scores: about how many scores a chunk has (`batch` times its items). None
-        picks what is fastest here.
 
     Returns:
       The unweighted losses; the gradient of `h`, None without `update`; the carry.
     """
+    rule, (h, labels, weights) = method.rule, batch
+    layer, update = updates.layer, updates.update
     whole, shard = layer(carry), shard or Shard()
-    if implementation is None:
-        fast = type(rule).__module__ == losses.__name__ and mosaic_can_run(HOPPER)
-        fast = fast and not _unsupported(h, whole, labels)
-        implementation = "mosaic_gpu" if fast else "xla"
-    elif implementation == "mosaic_gpu" and (why := _unsupported(h, whole, labels)):
-        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
-
-    batch, rows = len(h), len(whole.kernel)
+    with_mosaic = _with_mosaic(method, batch, whole)
+    num_rows, rows = len(h), len(whole.kernel)
     dtype = item_chunks.accumulator(h.dtype)
-    entries, broken = item_chunks.entries_of(labels, shard, batch, rows)
+    entries, broken = item_chunks.entries_of(labels, shard, num_rows, rows)
     weighted = weights is not None
-    weights = jnp.ones(batch, dtype) if weights is None else weights.astype(dtype)
+    weights = jnp.ones(num_rows, dtype) if weights is None else weights.astype(dtype)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
-    with_mosaic = implementation == "mosaic_gpu"
     limit = labels.num_cols - shard.first_item(rows)
     with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
     chunks: Chunks
@@ -134,9 +163,9 @@ def loss_and_updates[Carry](
     num_items = rows
     if shard.items is None:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
-    size = chunks.size(num_items, chunk_scores)
-    if not with_mosaic or whole.scale is not None or shard.batch is not None:
-        update_kernel = None
+    size = chunks.size(num_items, method.chunk_scores)
+    is_product = with_mosaic and whole.scale is None and shard.batch is None
+    update_kernel = updates.update_kernel if is_product else None
 
     def fold(step, carry):
         return item_chunks.fold(step, carry, num_items, size)
@@ -146,11 +175,7 @@ def loss_and_updates[Carry](
         h_live = jnp.where((weights != 0)[:, None], h, 0)
 
     def gradients(chunk: Layer, delta, product) -> tuple[Layer, jax.Array]:
-        out = (
-            dtype
-            if gradient_dtype is None or chunk.scale is not None
-            else gradient_dtype
-        )
+        out = dtype if chunk.scale is not None else updates.gradient_dtype or dtype
         # `update_kernel` makes the gradient itself: no rows for it here.
         slopes = delta if update_kernel is None else delta[:, :0]
         dkernel = item_chunks.dot(slopes, h_live, (0, 0), out)
@@ -164,7 +189,7 @@ def loss_and_updates[Carry](
             dscale = jnp.sum(dkernel * kernel, axis=1)
             scale = chunk.scale[:, None]
             kernel = (kernel * scale).astype(h.dtype)
-            dkernel = (dkernel * scale).astype(gradient_dtype or dtype)
+            dkernel = (dkernel * scale).astype(updates.gradient_dtype or dtype)
         made = shard.sum_over_batch(Layer(dkernel, dbias, dscale))
         if product is None:
             product = item_chunks.dot(delta, kernel, (1, 0))
@@ -174,14 +199,14 @@ def loss_and_updates[Carry](
         per_example = jnp.where(broken, jnp.nan, per_example)
         return per_example, None if dh is None else shard.sum_over_items(dh), carry
 
-    zeros = jnp.zeros(batch, dtype)
+    zeros = jnp.zeros(num_rows, dtype)
     dh = None if update is None else jnp.zeros(h.shape, dtype)
     if isinstance(rule, losses.SoftmaxCrossEntropy):
         found = fold(
             lambda start, size, known: chunks.normalise(start, size, whole, known),
             chunks.no_scores(),
         )
-        found = _Normaliser.merge([x[:, :batch] for x in found])
+        found = _Normaliser.merge([x[:, :num_rows] for x in found])
         per_example, log_sum_exp, label_sum = _softmax_loss(found, shard)
         if update is None:
             return finish(per_example, None, carry)
@@ -219,37 +244,33 @@ def loss_and_updates[Carry](
 
 
 def over_items(
-    f: Callable[..., tuple[Array, Array | None, Any]],
-    h: Float[Array, "batch hidden"],
-    labels: SparseRows,
-    weights: Float[Array, "batch"] | None,
+    f: Callable[[Shard, Batch, Any], tuple[Array, Array | None, Any]],
+    batch: Batch,
     arrays: Any,
     kernel_spec: P | None = None,
 ) -> tuple[Array, Array | None, Any]:
-    """Calls `f(shard, h, labels, weights, arrays)` on each device, with its parts.
+    """Calls `f(shard, batch, arrays)` on each device, with its parts.
 
     Args:
-      f: returns, as `loss_and_updates` does: an array with a row for each row of `h`;
-        another such array, or None; and a tree of arrays with a row for each item, or
-        None.
-      h: hidden vectors.
-      labels: `[batch, items]`.
-      weights: of the examples.
+      f: returns, as `loss_and_updates` does: an array with a row for each row of the
+        batch; another such array, or None; and a tree of arrays with a row for each item,
+        or None.
+      batch: the rows.
       arrays: a tree of arrays with a row for each item.
       kernel_spec: see `output_loss`.
     """
-    shard = item_chunks.shard_of(kernel_spec, labels, len(h))
+    labels = batch.labels
+    shard = item_chunks.shard_of(kernel_spec, labels, len(batch.h))
     if shard is None:
-        return f(Shard(), h, labels, weights, arrays)
-    batch, items = P(shard.batch), P(shard.items)
+        return f(Shard(), batch, arrays)
+    rows, items = P(shard.batch), P(shard.items)
+    specs: Any = rows, item_chunks.entries_spec(labels), rows
     return call_on_each_device(
         functools.partial(f, shard),
-        h,
-        dataclasses.replace(labels, transposed=None),
-        weights,
+        batch._replace(labels=dataclasses.replace(labels, transposed=None)),
         arrays,
-        in_specs=(batch, item_chunks.entries_spec(labels), batch, items),
-        out_specs=(batch, batch, items),
+        in_specs=(Batch(*specs), items),
+        out_specs=(rows, rows, items),
     )
 
 
@@ -500,6 +521,21 @@ class MosaicChunks(Chunks):
 
     def normalise(self, start, size, layer, known):
         return mosaic.normalise(known=known, **self._arguments(start, size, layer))
+
+
+def _with_mosaic(method: Method, batch: Batch, layer: Layer) -> bool:
+    """Whether the GPU programs compute the scores.
+
+    Raises:
+      NotImplementedError: they were asked for and cannot.
+    """
+    why = _unsupported(batch.h, layer, batch.labels)
+    if method.implementation == "mosaic_gpu" and why:
+        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
+    if method.implementation is not None:
+        return method.implementation == "mosaic_gpu"
+    ours = type(method.rule).__module__ == losses.__name__
+    return ours and not why and mosaic_can_run(HOPPER)
 
 
 def _unsupported(h, layer: Layer, labels: SparseRows) -> str | None:

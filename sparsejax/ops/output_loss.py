@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,15 @@ from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import reshard_if_explicit
 from sparsejax.ops import item_chunks
-from sparsejax.ops.chunked_loss import Layer, loss_and_updates, over_items, weighted_sum
+from sparsejax.ops.chunked_loss import (
+    Batch,
+    Layer,
+    Method,
+    Updates,
+    loss_and_updates,
+    over_items,
+    weighted_sum,
+)
 from sparsejax.ops.implementations import Implementation, check_implementation
 
 
@@ -125,7 +133,12 @@ def output_loss_in_chunks(
 
     A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
     """
-    how = _How(loss, kernel_spec, implementation, chunk_scores)
+    how = Method(
+        rule=loss,
+        kernel_spec=kernel_spec,
+        implementation=implementation,
+        chunk_scores=chunk_scores,
+    )
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
         return _weighted(how, h, *layer, weights, labels)
@@ -182,7 +195,12 @@ def output_loss_per_example_in_chunks(
 
     A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
     """
-    how = _How(loss, kernel_spec, implementation, chunk_scores)
+    how = Method(
+        rule=loss,
+        kernel_spec=kernel_spec,
+        implementation=implementation,
+        chunk_scores=chunk_scores,
+    )
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():
         return _per_example(how, h, *layer, labels)
@@ -234,15 +252,6 @@ def _write_kernel_gradient(
 # Derivatives, and the choice of the implementation
 
 
-class _How(NamedTuple):
-    """The static arguments."""
-
-    rule: losses.LossRule
-    kernel_spec: P | None
-    implementation: Implementation
-    chunk_scores: int | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted(how, h, kernel, bias, scale, weights, labels):
     per_example, _ = _run(how, h, kernel, bias, scale, weights, labels, False)
@@ -288,39 +297,37 @@ _per_example.defvjp(_per_example_forward, _per_example_backward)
 
 @functools.partial(jax.jit, static_argnames=("how", "differentiate"))
 def _compiled(
-    h, kernel, bias, scale, weights, labels, *, how: _How, differentiate: bool
+    h, kernel, bias, scale, weights, labels, *, how: Method, differentiate: bool
 ):
     """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
 
-    def local(shard, h, labels, weights, whole):
+    def local(shard, batch, whole):
         # Padding rows may be in no chunk.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
         everything = shard.items is not None or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
 
         per_example, dh, gradients = loss_and_updates(
-            how.rule,
-            h,
-            labels,
-            weights,
+            how,
+            batch,
             jax.tree.map(unwritten, whole) if differentiate else None,
-            layer=lambda _: whole,
-            update=_write_gradients if differentiate else None,
-            update_kernel=_write_kernel_gradient,
-            gradient_dtype=kernel.dtype,
-            shard=shard,
-            implementation=how.implementation,
-            chunk_scores=how.chunk_scores,
+            Updates(
+                layer=lambda _: whole,
+                update=_write_gradients if differentiate else None,
+                update_kernel=_write_kernel_gradient,
+                gradient_dtype=kernel.dtype,
+            ),
+            shard,
         )
         return per_example, None if dh is None else dh.astype(h.dtype), gradients
 
     per_example, dh, gradients = over_items(
-        local, h, labels, weights, Layer(kernel, bias, scale), how.kernel_spec
+        local, Batch(h, labels, weights), Layer(kernel, bias, scale), how.kernel_spec
     )
     return per_example, None if gradients is None else (dh, *gradients)
 
 
-def _typed(how: _How, labels: SparseRows, rows, items):
+def _typed(how: Method, labels: SparseRows, rows, items):
     """The arrays with a row for each example and for each item, typed as the gradients are."""
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
     if shard is None:

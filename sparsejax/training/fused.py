@@ -24,7 +24,10 @@ from sparsejax.losses import LossRule
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.chunked_loss import (
+    Batch,
     Layer,
+    Method,
+    Updates,
     loss_and_updates,
     over_items,
     weighted_sum,
@@ -58,7 +61,7 @@ class Derived(NamedTuple):
     scale: jax.Array | None
 
 
-class _Tables(NamedTuple):
+class _Arrays(NamedTuple):
     """All that an update of the output layer changes."""
 
     kernel: jax.Array
@@ -138,26 +141,26 @@ def train_step(
     keys = _keys(model)
     states = optimizer.state_of(keys)
     bias = None if layer.bias is None else layer.bias[...]
-    before = _Tables(
+    before = _Arrays(
         layer.kernel[...],
         states[keys[0]],
         bias,
         states[keys[1]] if bias is not None else {},
         derived,
     )
-    arrays = [before.kernel, *before.kernel_state.values()]
+    read = [before.kernel, *before.kernel_state.values()]
     if derived.operand is not None:
-        arrays.append(derived.operand)
-    itemsize = sum(array.dtype.itemsize for array in arrays)
+        read.append(derived.operand)
+    itemsize = sum(array.dtype.itemsize for array in read)
     fits = by_elements(rule, before.kernel, before.kernel_state)
     fits = fits and weight_update.fits(before.kernel.shape[1], itemsize)
 
-    def operands(tables: _Tables) -> Layer:
-        kernel = tables.derived.operand
-        bias = tables.bias
+    def operands(arrays: _Arrays) -> Layer:
+        kernel = arrays.derived.operand
+        bias = arrays.bias
         bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         return Layer(
-            tables.kernel if kernel is None else kernel, bias, tables.derived.scale
+            arrays.kernel if kernel is None else kernel, bias, arrays.derived.scale
         )
 
     def move(w, state, gradient, start, derived=lambda new: ()):
@@ -175,70 +178,68 @@ def train_step(
         return write_rows(w, new, start), state, more
 
     def update_kernel(
-        start, slopes, h, tables: _Tables
-    ) -> tuple[_Tables, jax.Array | None]:
+        start, slopes, h, arrays: _Arrays
+    ) -> tuple[_Arrays, jax.Array | None]:
         """The same by the GPU program that makes the gradient."""
-        step, scalars = step_of_arrays(rule, tables.kernel_state, count)
+        step, scalars = step_of_arrays(rule, arrays.kernel_state, count)
         (kernel, *state), operand, sums = weight_update.weight_update(
             step,
             slopes,
             h,
-            [tables.kernel, *tables.kernel_state.values()],
-            tables.derived.operand,
+            [arrays.kernel, *arrays.kernel_state.values()],
+            arrays.derived.operand,
             start,
             scalars,
-            with_sums=tables.bias is not None,
+            with_sums=arrays.bias is not None,
         )
-        tables = tables._replace(
+        arrays = arrays._replace(
             kernel=kernel,
-            kernel_state=dict(zip(tables.kernel_state, state, strict=True)),
-            derived=tables.derived._replace(operand=operand),
+            kernel_state=dict(zip(arrays.kernel_state, state, strict=True)),
+            derived=arrays.derived._replace(operand=operand),
         )
-        return tables, sums
+        return arrays, sums
 
-    def update(start, gradient: Layer, tables: _Tables) -> _Tables:
+    def update(start, gradient: Layer, arrays: _Arrays) -> _Arrays:
         if len(gradient.kernel):
-            tables = update_rows(start, gradient, tables)
-        if tables.bias is None:
-            return tables
-        bias, state, _ = move(tables.bias, tables.bias_state, gradient.bias, start)
-        return tables._replace(bias=bias, bias_state=state)
+            arrays = update_rows(start, gradient, arrays)
+        if arrays.bias is None:
+            return arrays
+        bias, state, _ = move(arrays.bias, arrays.bias_state, gradient.bias, start)
+        return arrays._replace(bias=bias, bias_state=state)
 
-    def update_rows(start, gradient: Layer, tables: _Tables) -> _Tables:
+    def update_rows(start, gradient: Layer, arrays: _Arrays) -> _Arrays:
         slope = gradient.kernel
         if gradient.scale is not None:
-            old = slice_rows(tables.kernel, start, len(slope))
+            old = slice_rows(arrays.kernel, start, len(slope))
             _, pull = jax.vjp(layer.score_scale, old)
             slope = slope.astype(accumulator(slope.dtype)) + pull(gradient.scale)[0]
         kernel, kernel_state, more = move(
-            tables.kernel,
-            tables.kernel_state,
+            arrays.kernel,
+            arrays.kernel_state,
             slope,
             start,
             functools.partial(_derived, layer),
         )
         derived = jax.tree.map(
-            lambda whole, chunk: write_rows(whole, chunk, start), tables.derived, more
+            lambda whole, chunk: write_rows(whole, chunk, start), arrays.derived, more
         )
-        return tables._replace(
+        return arrays._replace(
             kernel=kernel, kernel_state=kernel_state, derived=derived
         )
 
-    def step_output(shard, h, labels, weights, tables):
+    method = Method(
+        rule=model.loss_rule,
+        kernel_spec=layer.kernel_spec,
+        implementation=layer.implementation,
+        chunk_scores=chunk_scores,
+    )
+    updates = Updates(
+        layer=operands, update=update, update_kernel=update_kernel if fits else None
+    )
+
+    def step_output(shard, batch, arrays):
         """Of a device's part of the batch and of the items."""
-        return loss_and_updates(
-            model.loss_rule,
-            h,
-            labels,
-            weights,
-            tables,
-            layer=operands,
-            update=update,
-            update_kernel=update_kernel if fits else None,
-            shard=shard,
-            implementation=layer.implementation,
-            chunk_scores=chunk_scores,
-        )
+        return loss_and_updates(method, batch, arrays, updates, shard)
 
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
@@ -246,10 +247,12 @@ def train_step(
         # A program of its own, as what is written in place cannot be in one that is
         # differentiated.
         run = jax.jit(
-            functools.partial(over_items, kernel_spec=layer.kernel_spec),
+            functools.partial(over_items, kernel_spec=method.kernel_spec),
             static_argnums=0,
         )
-        per_example, dh, after = run(step_output, constant, labels, weights, before)
+        per_example, dh, after = run(
+            step_output, Batch(constant, labels, weights), before
+        )
         loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update
         wide = accumulator(h.dtype)

@@ -20,7 +20,7 @@ from memory import temporary_bytes
 from tolerances import assert_close
 
 from sparsejax import losses
-from sparsejax.ops.chunked_loss import Layer, loss_and_updates
+from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates, loss_and_updates
 from sparsejax.ops.output_loss import (
     output_loss,
     output_loss_in_chunks,
@@ -830,14 +830,10 @@ def fused_sgd(rule, problem, rate, chunk_scores):
         return jax.tree.map(descend, layer, gradients)
 
     return loss_and_updates(
-        rule,
-        problem.h,
-        problem.labels,
-        problem.weights,
+        Method(rule=rule, chunk_scores=chunk_scores),
+        Batch(problem.h, problem.labels, problem.weights),
         Layer(problem.kernel, problem.bias, problem.scale),
-        layer=lambda layer: layer,
-        update=update,
-        chunk_scores=chunk_scores,
+        Updates(layer=lambda layer: layer, update=update),
     )
 
 
