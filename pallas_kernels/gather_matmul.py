@@ -7,11 +7,11 @@
     rows       [a ][b][  c  ][ d ][           e             ][ f  ]  padding
     programs   0: a b c   1: d e'    2: e'      3: e'  (e'' in 4)    4: e'' f
 
-A program takes `T` consecutive entries, so rows of any length make equal work. It sums
-whole rows where it can: a row that ends in the range after the one it starts in belongs
-to the program of its start. Only a longer row (`e`) is cut, at the ends of the ranges.
-Its pieces go to `partial`, and a second launch adds them in order. There are no atomics:
-the same input gives the same bits.
+A program has a range of `T` consecutive entries, so rows of any length make equal work.
+A row belongs to the program in whose range it starts, if it ends in that range or in the
+next one. Only a longer row (`e`) is cut, at the ends of the ranges. Its pieces are
+written to `partial`, and a second launch adds them in order. The same input gives the
+same bits, because there are no atomics.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from jaxtyping import Array, Float, Int
 
 _LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
-_WAYS = 8  # a search splits the rows into so many parts at each step
-REDUCE_CHUNK = 512  # and 8 pieces at once: 6.6 us on ml20m; 256 and 16: 10 us
+_WAYS = 8  # each step of a search splits the rows into this many parts
+# Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
+# at once take 6.6 us; 256 columns with 16 pieces take 10 us.
+REDUCE_CHUNK = 512
 
 PARAMS = plgpu.CompilerParams(
-    # No program reads what another, or itself, has written.
+    # No program reads what it or another program has written.
     unsafe_no_auto_barriers=True,
-    # With the default semantics inferring the layouts takes half a minute.
+    # With the default semantics, inferring the layouts takes half a minute.
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
@@ -44,10 +46,11 @@ class Config:
     """How the work is cut; `default_config` picks one.
 
     Attributes:
-      entries: entries of a program, `T`.
-      unroll: weight rows that are loaded before the first is added.
-      chunk: most elements of a weight row that a program takes. Programs of one chunk
-        run before those of the next, so that less of `w` has to fit in the L2 cache.
+      entries: number of entries of a program, `T`.
+      unroll: number of weight rows that are loaded before the first is added.
+      chunk: largest number of elements of a weight row that a program takes. Programs of
+        one chunk run before those of the next, so that less of `w` has to fit in the L2
+        cache.
     """
 
     entries: int
@@ -58,8 +61,9 @@ class Config:
 def default_config(hidden: int, itemsize: int) -> Config:
     """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/README.md).
 
-    Long weight rows want small programs (less work left over at the end), short ones
-    want few (less to begin). There, more float32 rows at once win 3 %.
+    Long weight rows are fastest with small programs, which leave less work at the end.
+    Short weight rows are fastest with few programs, which cost less to start; there,
+    loading more float32 rows at once gains 3 %.
     """
     chunk = 2048 // itemsize  # 16 bytes a thread
     if hidden * itemsize >= 2048:
@@ -78,23 +82,25 @@ def gather_matmul(
 ) -> Float[Array, "rows hidden"]:
     """`y[b] = sum_j data_j w[indices_j]` over the entries j of CSR row b.
 
-    Sums are made in float32, in the order of the entries (pieces of a row longer than
-    `T` first by themselves), and rounded once to `w`'s dtype. Reads `nse * hidden`
-    elements of `w` and writes `rows * hidden`; rows longer than `T` add some
-    `2 hidden / T` float32 numbers an entry.
+    Sums are made in float32, in the order of the entries, and rounded once to `w`'s
+    dtype. Pieces of a row longer than `T` are summed first, each by itself. Reads
+    `nse * hidden` elements of `w` and writes `rows * hidden`. Rows longer than `T` also
+    move about `2 hidden / T` float32 numbers per entry.
 
-    Where `hidden` is no multiple of 128 the last programs take columns again that others
-    have taken, and write the same there. Below 128 `w` is padded, which copies it.
+    If `hidden` is not a multiple of 128, the last programs compute some columns a second
+    time and write the same values there. If `hidden` is below 128, `w` is padded, which
+    copies it.
 
     Args:
-      data: values, or None if every entry is 1. Not finite in a row: nor is the result.
-      indices: int32 columns. One outside `[0, num_cols)` makes its row NaN and is
-        never read.
-      indptr: int32, ascending from 0. Entries from `indptr[-1]` on are never looked at;
-        a row that ends beyond `nse` is NaN.
-      w: float32 or bfloat16, at least `num_cols` rows; no more of them are read.
+      data: values, or None if every entry is 1. If a row has a value that is not finite,
+        its result is not finite either.
+      indices: int32 columns. An index outside `[0, num_cols)` makes its row NaN; no
+        memory is read there.
+      indptr: int32, ascending from 0. Entries from `indptr[-1]` on are ignored; a row
+        that ends beyond `nse` is NaN.
+      w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
-      config: how the work is cut; by default what is fast for the shape.
+      config: how the work is cut; by default `default_config` for the shape.
 
     Raises:
       ValueError: shapes or dtypes that the GPU program does not take.
@@ -114,7 +120,7 @@ def gather_matmul(
             "entries; split the rows"
         )
     if nse == 0 or num_rows == 0 or num_cols == 0 or w.shape[1] == 0:
-        # Nothing can be read. A row is NaN if it has entries all the same.
+        # There is nothing to read. A row that has entries all the same is NaN.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(w.dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
     padding = _LANES - w.shape[1]
@@ -182,9 +188,10 @@ def gather_matmul(
 
 
 def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
-    """Elements of a program, at least 128 in all, and those of a thread's access.
+    """Elements of a row that a program takes, and that a thread accesses at once.
 
-    The fewest in all programs together, of those the fewest programs.
+    The first is a multiple of 128. It is chosen so that all programs together take the
+    fewest elements and, among equals, so that there are the fewest programs.
     """
     units = range(1, min(most, hidden) // _LANES + 1)
     unit = min(units, key=lambda u: (pl.cdiv(hidden, u * _LANES) * u, -u))
@@ -192,7 +199,7 @@ def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
 
 
 def columns_of(hidden: int, chunk: int):
-    """The columns of a program: a whole chunk, also at the end."""
+    """The columns of a program: always a whole chunk, so the last two may overlap."""
     start = lax.axis_index("chunk") * chunk
     if hidden % chunk:
         start = jnp.minimum(start, hidden - chunk)
@@ -200,7 +207,7 @@ def columns_of(hidden: int, chunk: int):
 
 
 def _fill_body(indptr_gmem, out_gmem, *, nse, programs, chunk, vec):
-    """Rows without entries are 0, rows that do not fit are NaN."""
+    """Writes 0 to rows without entries, and NaN to rows that end beyond `nse`."""
     num_rows, hidden = out_gmem.shape
     p, columns = lax.axis_index("program"), columns_of(hidden, chunk)
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
@@ -239,17 +246,17 @@ def sum_body(
     vec,
     config: Config,
 ):
-    """Sums the rows that belong to a program, and the pieces of those that are cut.
+    """Sums the rows that belong to a program, and its pieces of rows that are cut.
 
     Args:
-      entries_gmem: arrays `[nse]` of which an entry has one value each: the index of
-        its row of `w`; its factor, if `valued`; any others.
-      cut_rows_gmem: `[2, programs]`: the row that begins in each range and is cut, or -1;
-        the range it ends in.
-      store: called with a row, the columns, its sum, and the values of the row's last
-        entry with what `read_ahead` had for it.
-      read_ahead: called with the columns, the layout and the values of each entry, when
-        its row of `w` is loaded.
+      entries_gmem: arrays `[nse]` with one value for each entry: the index of its row of
+        `w`; its factor, if `valued`; then any others.
+      cut_rows_gmem: `[2, programs]`, written: for each range, the row that begins in it
+        and is cut, or -1 if no row is; and the range in which that row ends.
+      store: called with a row, the columns, the row's sum, the values of its last entry,
+        and what `read_ahead` returned for that entry.
+      read_ahead: called for each entry when its row of `w` is loaded, with the columns,
+        the layout and the entry's values.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
     programs = cut_rows_gmem.shape[1]
@@ -271,7 +278,7 @@ def sum_body(
         cut_rows_gmem[0, p] = -1
 
     def rows_of(entries):
-        """The rows that hold the entries: eight parts a step, so few trips to memory."""
+        """The rows that hold the entries. Eight parts a step: few trips to memory."""
         width, steps = 1, 0
         while width < num_rows:
             width, steps = width * _WAYS, steps + 1
@@ -298,7 +305,7 @@ def sum_body(
         return lax.fori_loop(0, steps, narrow, start)[1:]
 
     def row_of(entry, low, high):
-        """The row in [low, high) that holds the entry; little code, for rare use."""
+        """The row in [low, high) that holds the entry. Short code for a rare case."""
 
         def halve(bounds):
             low, high = bounds
@@ -310,8 +317,8 @@ def sum_body(
 
     @pl.when((p < programs) & (begin < stop))
     def _entries():
-        # Row a holds the first entry of the range, row b the last. What is summed here
-        # are the entries [first, last).
+        # Row a holds the first entry of the range, row b the last one. This program sums
+        # the entries [first, last).
         row_a, row_b = rows_of([begin, stop - 1])
         start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
         start_b, end_b = indptr_gmem[row_b], indptr_gmem[row_b + 1]
@@ -345,8 +352,9 @@ def sum_body(
         def end_of(row):
             return indptr_gmem[jnp.minimum(row + 1, num_rows)]
 
-        # `end` is where the row, or its piece in here, ends; `following` where the next
-        # does, read ahead; `bad` is NaN if an entry of the row is out of bounds.
+        # `end` is where the row ends, or its piece in this program. `following` is where
+        # the next row ends, loaded ahead. `bad` is NaN if an index of the row is out of
+        # bounds, else 0.
         def end_row(position, last_entry, row, end, following, bad, acc):
             def search():
                 found = row_of(position, row, row_b + 1)
@@ -386,7 +394,7 @@ def sum_body(
             ]
             each = [tuple(values[u] for values in entries) for u in range(unroll)]
             ahead = [read_ahead(columns, layout, entry) for entry in each]
-            # Read ahead: an index is as far away as a row.
+            # Loaded ahead: an index takes as long to arrive as a row.
             upcoming = lax.cond(
                 position + unroll < last,
                 lambda: load_entries(position + unroll),
@@ -405,8 +413,8 @@ def sum_body(
                 return row, end, following, bad, total
 
             def several_rows():
-                # Entries past the last are copies of it: added after the last row
-                # ended, they reach no result.
+                # Entries past the last one are copies of it. They are added after the
+                # last row has ended, so they reach no result.
                 state = row, end, following, bad, acc
                 for u in range(unroll):
                     *place, worst, total = state
@@ -434,7 +442,7 @@ def sum_body(
 
 
 def reduce_body(partial_gmem, cut_rows_gmem, store, *, chunk, vec):
-    """Sum of a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
+    """Sums a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
 
     Calls `store` with the row, the columns and the sum.
     """

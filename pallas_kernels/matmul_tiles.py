@@ -1,8 +1,9 @@
 """Tiles of a matrix product in registers, operands copied ahead: Mosaic GPU, Hopper.
 
-A program (one an SM) goes through tiles. One warpgroup copies operands to shared memory,
-some steps of 64 of the summed dimension ahead, also while the others are busy with what
-comes after the sums. Of a tile these have a part each.
+Each SM has one program, which works on one tile after the other. The summed dimension is
+cut into steps of 64. One warpgroup copies operands to shared memory, some steps ahead. It
+goes on copying while the other warpgroups work on finished sums. Each of the others has a
+part of the tile.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-STEP = 64  # of the summed dimension: 128 bytes of bfloat16
-ROWS = 64  # of a warpgroup, which `wgmma` asks for
+STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
+ROWS = 64  # rows of a warpgroup, as `wgmma` needs
 
 # How operands and results of 64 two-byte columns lie in shared memory.
 LAYOUT = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP))
 
 _STAGES = 4  # steps that are copied ahead
-# Registers of a thread that computes or copies, by the number of warpgroups that compute:
-# together what 512 (of an SM), divided by all and rounded down to 8, gives them at first.
+# Registers of a thread that computes and of one that copies, by the number of warpgroups
+# that compute. The warpgroups only exchange registers. At first each has the same number:
+# 512, those of an SM, divided by all warpgroups and rounded down to a multiple of 8.
 _REGISTERS = {2: (232, 40), 4: (112, 32)}
 
 
@@ -46,23 +48,25 @@ def matmul_tiles(
     """The body of a GPU program that `call` runs.
 
     Args:
-      num_tiles: of all programs.
-      tile_of: from a tile's number to what the other functions get as `tile`.
-      operands: (matrix, shape of a step's block, place), where `place(tile, k)` is its
-        first row and column at step k.
-      factors: from the blocks of a step, the constants and a warpgroup's number to the
-        two operands of `wgmma` for each of its `[64, columns]` parts of the tile.
+      num_tiles: number of tiles of all programs.
+      tile_of: maps a tile's number to what the other functions get as `tile`.
+      operands: (matrix, shape of a step's block, place), where `place(tile, k)` is the
+        first row and column of the block of step k.
+      factors: maps the blocks of a step, the constants and a warpgroup's number to the
+        two operands of `wgmma`, for each `[64, columns]` part of the tile that the
+        warpgroup has.
       finish: called with the tile, the warpgroup, a function that makes the float32 sums
-        of each part, and `scratch`. What it loads before it calls the function is there
-        when the sums are.
-      columns: of each part.
-      steps: of 64, which a tile takes.
-      warpgroups: 2 or 4, that compute.
+        of each part, and `scratch`. Data that it loads before it calls the function has
+        arrived when the sums are complete.
+      columns: number of columns of each part.
+      steps: number of steps of a tile.
+      warpgroups: number of warpgroups that compute, 2 or 4.
       constants: matrices that are in shared memory all the time.
-      scratch: shared memory.
-      stages: steps that are copied ahead.
-      movers: at most 3, which a warp each runs next to the one that copies operands;
-        called with a function that calls another with each tile, and `scratch`.
+      scratch: more shared memory, for `finish` and `movers`.
+      stages: number of steps that are copied ahead.
+      movers: at most 3 functions. Each runs on a warp of its own, beside the warp that
+        copies operands. It is called with a function, which calls another one with each
+        tile, and with `scratch`.
     """
     stages = min(stages, steps)
     registers, of_loader = _REGISTERS[warpgroups]
@@ -160,9 +164,9 @@ def matmul_tiles(
 
 
 def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *arguments):
-    """Runs `body`, which is to call `matmul_tiles`, on arrays or references.
+    """Runs `body`, which calls `matmul_tiles`, on arrays or references.
 
-    A profiler shows the name.
+    A profiler shows `name`.
     """
     body.__name__ = name
     return plgpu.kernel(
@@ -174,28 +178,28 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # Sums over the columns of `wgmma`'s results, which a warp has whole.
+            # No memory: a warp has whole rows of `wgmma`'s results when it sums columns.
             reduction_scratch_bytes=0,
-            # With the default semantics inferring the layouts takes half a minute.
+            # With the default semantics, inferring the layouts takes half a minute.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*arguments)
 
 
 def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
-    """int32 operands of a GPU program, one array each: to join them XLA would launch more."""
+    """int32 operands of a GPU program, one array each: joining them needs more launches."""
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 
 def store(target, values: jax.Array) -> None:
-    """Writes what `wgmma` has made from registers to a reference into global memory."""
-    if hasattr(plgpu, "store"):  # which JAX 0.12 asks for, 0.11 has not
+    """Writes results of `wgmma` from registers to a reference into global memory."""
+    if hasattr(plgpu, "store"):  # JAX 0.12 requires it; JAX 0.11 lacks it
         plgpu.store(target, values, optimized=False)
     else:
         target[...] = values
 
 
 def num_programs() -> int:
-    """One for each SM; where there is no GPU, a few, for lowering and interpretation."""
+    """One for each SM; without a GPU two, for lowering and interpretation."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 2

@@ -1,8 +1,8 @@
-"""What an output layer's loss needs of its scores: Mosaic GPU programs for Hopper.
+"""What the loss of an output layer needs from its scores: Mosaic GPU programs for Hopper.
 
-Scores are made in registers (`score_tiles`) and turned there into the slopes of the loss,
-rounded to bfloat16, or into what softmax needs first. Which items are labels is told by
-bits, so that nothing has to be put right afterwards::
+Scores are made in registers (`score_tiles`). There they are turned into the slopes of the
+loss, rounded to bfloat16, or into what softmax needs first. Bits say which items are
+labels, so that no result has to be corrected afterwards::
 
     word [b, 8 (i // 256) + i % 8], bit (i % 256) // 8        item i of row b
 
@@ -27,7 +27,7 @@ from pallas_kernels import score_tiles as tiles
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, num_programs
 
 _WORDS = tiles.TILE_ITEMS // 32
-SLOPES_COLUMNS = 64  # that are written at once
+SLOPES_COLUMNS = 64  # columns of slopes that are written at once
 _PIECE = 16  # columns that are worked on at once
 _LOG2E = math.log2(math.e)
 _LEAST = 8  # columns of the smallest array
@@ -41,11 +41,11 @@ def label_words(
     *,
     counted: bool = False,
 ) -> Int[Array, "rows words"]:
-    """The bits of labels at (row, column), see above; what is outside is left out.
+    """The words with the bits of labels at (row, column), see above.
 
-    A sum of different bits, so there must be no duplicates. If `counted`, `batch` is a
-    multiple of 64 and a row is added for each 64, with the numbers of labels in each 64
-    columns.
+    Labels outside `[batch, size]` are left out. Bits are added, so there must be no
+    duplicates. If `counted`, `batch` must be a multiple of 64; then a row is appended for
+    each 64 rows, with the number of labels in each 64 columns.
     """
     inside = (columns >= 0) & (columns < size) & (rows < batch)
     word, bit = word_and_bit(columns)
@@ -63,7 +63,7 @@ def label_words(
 def word_and_bit(
     columns: Int[Array, "..."],
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """In which word of a row the bit of a column is, and where there."""
+    """The word of a row that holds the bit of a column, and the bit's place in the word."""
     word = columns // tiles.TILE_ITEMS * _WORDS + columns % _WORDS
     return word, columns % tiles.TILE_ITEMS // _WORDS
 
@@ -89,23 +89,24 @@ def slopes(
         scores = (h . kernel_i) scale_i + bias_i                        float32
         values, slopes = function(scores, 1, listed, *vectors)      element by element
 
-    A function may return `odds` between the two, from 0 to 1: then its values are
-    `values + log(1 + odds)`, and a logarithm is taken of the product of some.
+    A function may also return `values, odds, slopes`, with odds from 0 to 1. Its values
+    are then `values + log(1 + odds)`, and one logarithm is taken of a product of several
+    `1 + odds`.
 
     Args:
-      function: gets float32 arrays `[rows, columns]`, `listed` a bool one, and may only
-        use what Mosaic GPU can lower.
-      h: bfloat16, rows in a multiple of 128.
+      function: gets float32 arrays `[rows, columns]`. Only `listed` is bool: it says
+        which items are labels. The function may only use what Mosaic GPU can lower.
+      h: bfloat16; the number of rows is a multiple of 128.
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      words: of the labels of these items, counted, see `label_words`.
-      vectors: float32, a number for each row. Where the first one, its weight, is 0,
-        all slopes are 0.
+      words: `label_words` of these items, `counted`.
+      vectors: float32, one number for each row. The first is the row's weight; where it
+        is 0, all slopes are 0.
       start: first item.
       size: number of items, a multiple of 256.
-      limit: items from this one on (of the kernel's rows) have no value and no slope.
-      with_values: whether the values are wanted.
+      limit: items from this row of the kernel on have value 0 and slope 0.
+      with_values: whether to return the values.
 
     Returns:
       The values, summed over each 128 items, or None; the slopes in bfloat16.
@@ -129,7 +130,7 @@ def slopes(
 
 
 def slopes_inputs(words, vectors) -> list[jax.Array]:
-    """What `SlopesEpilogue` wants to find in global memory."""
+    """The arrays that `SlopesEpilogue` reads from global memory."""
     weights = jnp.reshape(vectors[0], (-1, ROWS))
     weightless = jnp.any(weights == 0, axis=1).astype(jnp.int32)
     return [words, weightless, *vectors]
@@ -161,24 +162,24 @@ class SlopesEpilogue:
             ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
 
     def of_rows(self, row, inputs) -> tuple:
-        """Of 64 rows: whether one has no weight, and their numbers."""
+        """For 64 rows: whether the weight of one is 0, and their `vectors`."""
         _, weightless_gmem, *refs = inputs
         return weightless_gmem[row // ROWS], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
     def labels(self, row, column, inputs) -> tuple:
-        """The bits of a tile, and how many there are in each part of it."""
+        """The bits of a tile's labels, and the number of labels in each part of it."""
         words_gmem, weightless_gmem, *_ = inputs
         return load_labels(words_gmem, weightless_gmem.shape[0] * ROWS, row, column)
 
     def no_sums(self):
-        """Of no values."""
+        """The sums before the first part."""
         zeros = tiles.column_numbers(_LEAST).astype(jnp.float32) * 0.0
         return zeros, zeros
 
     def total(self, sums):
-        """`[64, _]`, the values: their sums over the columns are wanted."""
+        """`[64, _]`: summed over the columns, these are the values."""
         total, odds = sums
         return total + _log1p(odds)
 
@@ -188,10 +189,10 @@ class SlopesEpilogue:
         Args:
           products: `[64, SLOPES_COLUMNS]`.
           c: first column in the tile.
-          labels: of the tile, see above.
-          of_rows: see above.
+          labels: what `labels` returned for the tile.
+          of_rows: what `of_rows` returned.
           sums: `no_sums()` or what the last part returned.
-          count: the items from this one of the tile on do not count.
+          count: items of the tile from this one on do not count.
           layer_refs: scales and biases of the tile's items.
 
         Returns:
@@ -225,7 +226,7 @@ class SlopesEpilogue:
         def work(labelled=True, masked=False):
             operands = products, words, sums
             if masked or not labelled:
-                # Else LLVM hoists what branches have in common, which costs registers.
+                # Else LLVM hoists what the branches share, which costs registers.
                 operands = lax.optimization_barrier(operands)
             mine, bits, after = operands
             pieces = []
@@ -245,8 +246,8 @@ class SlopesEpilogue:
         return lax.cond(plain, unmasked, lambda: work(masked=True))
 
     def write(self, slopes, row, column, smem, outputs):
-        """Writes slopes to `smem`, and from there on their way to global memory."""
-        # What was there must have been read.
+        """Writes slopes to `smem`, and starts their copy to global memory."""
+        # An earlier copy must have read what was there.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem[...] = slopes
         plgpu.commit_smem()
@@ -260,8 +261,8 @@ def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
 
 
 def no_scores(batch: int) -> list[Float[Array, "parts batch"]]:
-    """What `normalise` begins with."""
-    # Each program of `score_tiles` has two times 128 items at once.
+    """The `known` that `normalise` begins with."""
+    # Each program of `score_tiles` works on two times 128 items at once.
     zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
     return [zeros - jnp.inf, zeros, zeros, zeros]
 
@@ -278,18 +279,18 @@ def normalise(
     size: int,
     limit: jax.typing.ArrayLike,
 ) -> list[Float[Array, "parts batch"]]:
-    """What softmax needs to know of the scores of some items, with what is `known`.
+    """Adds to `known` what softmax needs to know of the scores of some items.
 
     The other arguments are those of `slopes`.
 
     Args:
-      known: `no_scores(batch)` or what a call for other items returned; written in place,
-        if donated.
+      known: `no_scores(batch)` or what a call for other items returned. It is written in
+        place if it is donated.
 
     Returns:
-      In parts, each of some of the items: the largest score; the sum of
-      exp(score - largest), from 0 if the largest is -inf; the number of labels; the sum
-      of their scores.
+      For each part of the items: the largest score; the sum of exp(score - largest), with
+      0 in place of a largest score of -inf; the number of labels; the sum of the labels'
+      scores.
     """
     layer = ItemLayer(bias, scale)
 
@@ -361,7 +362,7 @@ def normalise(
 
 
 class ItemLayer:
-    """Scale and bias, of which there may be none."""
+    """The scale and the bias of the items; each may be None."""
 
     def __init__(self, bias, scale):
         self.bias, self.scale = bias, scale
@@ -383,14 +384,14 @@ class ItemLayer:
         return products
 
     def denied(self, refs, item, columns: int) -> list:
-        """Whether the bias is -inf, `[64, columns]`, if there is one."""
+        """A list of `[64, columns]`, whether the bias is -inf; empty without a bias."""
         if self.bias is None:
             return []
         return [tiles.spread_columns(refs[-1], item, columns) == -jnp.inf]
 
 
 def _log1p(x):
-    """`log(1 + x)` for x from 0 on, with a small relative error also of small results."""
+    """`log(1 + x)` for x >= 0. Small results, too, have a small relative error."""
     z = x * jnp.square(lax.rsqrt(x + 2.0))
     square = jnp.square(z)
     series = 2 / 13
@@ -400,7 +401,7 @@ def _log1p(x):
 
 
 def load_words(words_gmem, row, column):
-    """`[64, 8]` words of a tile, with the bits from item `column` of it on."""
+    """`[64, 8]` words of a tile, shifted so that the bits of item `column` come first."""
     first = pl.multiple_of(column // tiles.TILE_ITEMS * _WORDS, _WORDS)
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
     words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
@@ -408,7 +409,7 @@ def load_words(words_gmem, row, column):
 
 
 def load_labels(words_gmem, batch, row, column):
-    """`load_words`, and how many labels there are in each 64 columns of a tile."""
+    """`load_words`, and the number of labels in each 64 columns of a tile."""
     at, place = batch + row // ROWS, column // SLOPES_COLUMNS
     counts = range(tiles.COLUMNS // SLOPES_COLUMNS)
     counts = [words_gmem[at, place + i] for i in counts]
@@ -416,7 +417,7 @@ def load_labels(words_gmem, batch, row, column):
 
 
 def listed(words, column: int, columns: int):
-    """`[64, columns]` whether items from `column` of the tile on are labels."""
+    """`[64, columns]`: whether the items from `column` of the tile on are labels."""
     bits = range(column // _WORDS, (column + columns) // _WORDS)
     masks = [1 << bit if bit < 31 else -(2**31) for bit in bits]
     parts = [(words & jnp.int32(mask)) != 0 for mask in masks]

@@ -1,8 +1,8 @@
 """An optimizer's step on the rows of a kernel that a batch has touched: Mosaic GPU.
 
 The gradient of a row is the sum of the rows of `dy` that its entries name, as in
-`gather_matmul`. Where such a sum is complete, the row and its state are read, moved and
-written back, so the gradient itself never gets to memory.
+`gather_matmul`. When such a sum is complete, the program reads the row and its state,
+moves them, and writes them back. It does not write the gradient to memory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.gather_matmul import (
     sum_body,
 )
 
-# What moves a row: (arrays of it, gradient, missed steps, scalars) -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps, scalars) -> its new arrays.
 Update = Callable[
     [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array]], Sequence[jax.Array]
 ]
 
 
 def default_config(hidden: int) -> Config:
-    """As fast as any tried on an H200, jax 0.11.2 (benchmarks/README.md)."""
+    """None that was tried is faster, on an H200 with jax 0.11.2 (benchmarks/README.md)."""
     return Config(entries=64, unroll=4, chunk=256 if hidden <= 256 else 512)
 
 
@@ -59,18 +59,19 @@ def row_update(
     elements of `dy`, and reads and writes the touched rows of each array once.
 
     Args:
-      update: elementwise, in float32, on pieces of a row. Arrays it makes itself must be
-        scalars.
+      update: works element by element, in float32, on pieces of a row. Arrays that it
+        makes itself must be scalars.
       arrays: kernel and state, float32 or bfloat16; `hidden` is a multiple of 128.
       data: values, or None if every entry is 1.
       rows: int32, each in `[0, batch)`.
-      indptr: int32, where the entries of each touched row start; the last is their
-        number, and those beyond are never looked at.
-      targets: int32; at the last entry of each touched row, which row of the arrays it
-        is, and -1 elsewhere. A target occurs once.
-      lags: what `update` gets as float32 for the row, at its last entry.
+      indptr: int32, where the entries of each touched row start. The last element is the
+        number of entries; entries beyond it are ignored.
+      targets: int32; at the last entry of each touched row the number of that row in the
+        arrays, and -1 at the other entries. No row occurs twice.
+      lags: at the last entry of each touched row its missed steps, which `update` gets as
+        float32; or None.
       dy: float32 or bfloat16.
-      scalars: what else it gets, for all rows.
+      scalars: further numbers that `update` gets, the same for all rows.
       config: how the work is cut; see `gather_matmul`.
 
     Raises:
@@ -120,7 +121,7 @@ def row_update(
         layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
         def read_ahead(columns, layout, entry):
-            """The row itself, with the last entry of its gradient."""
+            """Loads the row that is to be moved, at the last entry of its gradient."""
             target = entry[-len(extras)]
             zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
             return jax.lax.cond(

@@ -1,12 +1,12 @@
-"""Tiles of scores in registers, for what goes over all items: a Mosaic GPU matmul.
+"""Tiles of scores in registers, for operations over all items: a Mosaic GPU matmul.
 
 ::
 
     scores[b, i] = h[b] . kernel[i]        h [batch, hidden], kernel [items, hidden]
 
-Of a tile of 128 rows and 256 items, four warpgroups have 64 rows and 128 items each
-(`matmul_tiles`). Once their scores are summed an `epilogue` makes something smaller of
-them.
+Four warpgroups share a tile of 128 rows and 256 items; each has 64 rows and 128 items
+(`matmul_tiles`). When its scores are complete, an `epilogue` turns them into something
+smaller.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
-TILE_ROWS = 128  # of a program's tile
-TILE_ITEMS = 256
+TILE_ROWS = 128  # rows of a program's tile
+TILE_ITEMS = 256  # items of a program's tile
 WARPGROUPS = 4  # two by two
-COLUMNS = TILE_ITEMS // 2  # of a warpgroup
-# Tiles of items that are gone through side by side, so that `h` and they stay in the cache.
+COLUMNS = TILE_ITEMS // 2  # items of a warpgroup
+# This many tiles of items are worked on side by side: they and `h` stay in the cache.
 _WIDTH = 8
 
 
 def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
-    """What is wrong with operands of this kind, as the end of a sentence."""
+    """What is wrong with such operands, as the end of a sentence; None if nothing is."""
     if dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {dtype}"
     if hidden % STEP or not hidden:
@@ -56,17 +56,17 @@ def score_tiles(
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function that makes the float32 scores `[64, COLUMNS]`, the first
-    of which is that of `row` and item `start + column`. What it loads before it calls
-    the function is there when the scores are.
+    references, and a function `make` that makes the float32 scores `[64, COLUMNS]`. The
+    first of them is that of `row` and item `start + column`. Data that the epilogue loads
+    before it calls `make` has arrived when the scores are complete.
 
     Args:
-      name: what a profiler shows.
+      name: the name that a profiler shows.
       epilogue: see above.
-      h: rows in a multiple of 128.
+      h: the number of rows is a multiple of 128.
       kernel: see `unsupported`.
       scalars: int32, handed to the epilogue.
-      inputs: arrays in global memory, or references to some that the epilogue changes.
+      inputs: arrays in global memory, or references to arrays that the epilogue changes.
       out_type: what the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256.

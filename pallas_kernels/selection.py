@@ -2,11 +2,11 @@
 
 ::
 
-    number    7 1 8 9 3 ... | 3 2 8 0 6 ...       k is 4, the row parted at 6
-    above     1 0 1 1 0 ... | 0 0 1 0 0 ...       bits of words
-    equal     0 0 0 0 0 ... | 0 0 0 0 1 ...       of which as many are taken as are missing
+    number    7 1 8 9 3 ... | 3 2 8 0 6 ...       k is 4, and 6 parts the row
+    above     1 0 1 1 0 ... | 0 0 1 0 0 ...       larger than 6, as bits of words
+    equal     0 0 0 0 0 ... | 0 0 0 0 1 ...       equal to 6, taken if `above` has too few
 
-A sort of 512 numbers takes a GPU longer than all of this.
+To sort only 512 numbers takes a GPU longer than all of this.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ _LANES = 128  # threads of a warpgroup
 _PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers
 _LEAST, _LARGEST = -(2**31), 2**31 - 1
 _INFINITY = 0x7F800000  # as bits
-_WORDS = 8  # whose bits are counted together
+_WORDS = 8  # words whose bits are counted together
 
 
 def best_places(
     numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """Places of the `k` largest of each row in rising order, or of all if there are fewer.
+    """Places of the `k` largest numbers of each row, or of all if there are fewer.
 
-    Of equal ones the first; NaN is the largest.
+    The places are in rising order. Of equal numbers the first ones are taken. NaN counts
+    as the largest number.
     """
     batch, count = numbers.shape
     if count <= k:
@@ -49,7 +50,7 @@ def best_places(
     ends = jnp.cumsum(counts, axis=2)
     missing = k - ends[0, :, -1:]
     ended = ends[0] + jnp.minimum(ends[1], missing)
-    # The n-th place: first in which words, then in which of these.
+    # To find the n-th place: first the group of words that holds it, then its word.
     n = jnp.arange(k, dtype=jnp.int32)[None]
     at = jnp.sum(ended[:, None] <= n[:, :, None], axis=2, dtype=jnp.int32)
     above_before, equal_before = (pick(x, at) for x in ends - counts)
@@ -74,7 +75,10 @@ def best_places(
 def best_places_inside(
     maxima: Float[Array, "batch groups"], numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """The same, by the maxima of groups of neighbours: the k best are in the k best groups."""
+    """As `best_places`, given the maxima of groups of neighbours.
+
+    The k best numbers are in the k best groups, so only these groups are searched.
+    """
     size = numbers.shape[1] // maxima.shape[1]
     groups = best_places(maxima, k)
     found = best_places(pick(numbers, groups, size), k)
@@ -95,7 +99,7 @@ def pick(
     size: int = 1,
 ) -> Shaped[Array, "batch places"]:
     """The `size` members of some groups of each row."""
-    # Flat, as the indices of `take_along_axis` are written to memory first.
+    # From a flat array: `take_along_axis` would first write its indices to memory.
     batch, count = array.shape
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * (count // size)
     flat = array.reshape(-1, size).at[rows + groups]
@@ -107,13 +111,13 @@ def _num_bits(words: jax.Array) -> jax.Array:
 
 
 def _first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Only the n lowest bits that are set."""
+    """The words with only the n lowest of their set bits."""
     below = jnp.left_shift(jnp.uint32(1), _nth_bit(words, n).astype(jnp.uint32)) - 1
     return jnp.where(n >= _num_bits(words), words, words & below)
 
 
 def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
-    """The place of the bit that is set and has n set bits below it."""
+    """The place of the set bit that has n set bits below it."""
     place = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = words & jnp.uint32((1 << width) - 1)
@@ -126,18 +130,19 @@ def _nth_bit(words: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def in_order(numbers: Float[Array, "..."]) -> Int[Array, "..."]:
-    """int32 that order as the numbers do; a NaN is the largest, and zeros are equal."""
+    """int32 in the order of the numbers. NaN is the largest; 0 and -0 are equal."""
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
     bits = jnp.where(bits < 0, _LEAST - bits, bits)
-    # In Mosaic a `where` has a sign only if the second operand has.
+    # In Mosaic the result of `where` is signed only if its second operand is.
     return jnp.where(jnp.abs(bits) <= _INFINITY, bits, _LARGEST)
 
 
 def parting(numbers: Float[Array, "batch count"], k: int) -> Int[Array, "batch"]:
     """For each row a number, `in_order`, that parts its `k` largest from the others.
 
-    No more than `k` are larger, and no fewer are as large or larger. It is found bit by bit,
-    by counting, and need not be one of them. A program has a row, and counts in registers.
+    At most `k` numbers of the row are larger, and at least `k` are as large or larger. The
+    parting number is found bit by bit, by counting; it need not occur in the row. A program
+    has one row and counts in registers.
     """
     batch, count = numbers.shape
     piece = min(_PIECE, -(-count // _LANES) * _LANES)
@@ -149,7 +154,7 @@ def parting(numbers: Float[Array, "batch count"], k: int) -> Int[Array, "batch"]
         row = lax.axis_index("row")
 
         def load(first):
-            # What is read of other rows, as `piece` is larger, does not count.
+            # A piece may be longer than the row: numbers of other rows do not count.
             start = row * count + first
             shift = jnp.maximum(start + piece - flat.shape[0], 0)
             at = numbers_gmem.at[pl.ds(start - shift, piece)]

@@ -1,13 +1,14 @@
-"""Slopes of an output layer's loss and, of the same tiles, their product with the kernel.
+"""Slopes of an output layer's loss, and from the same tiles their product with the kernel.
 
 ::
 
     slopes  = function(scores)          [batch, size]
     product = slopes kernel             [batch, hidden], the gradient of h
 
-As in attention: slopes are multiplied where they are made, and the kernel is read once for
-both products. That takes `[64, hidden]` sums in the registers of a warpgroup, which leaves
-those for 128 scores a row. While one warpgroup works on scores, the other's are multiplied.
+As in attention, slopes are multiplied where they are made, and the kernel is read once for
+both products. The `[64, hidden]` sums of the product stay in the registers of a warpgroup.
+The registers that are left hold 128 scores of each row. While one warpgroup works on its
+scores, the products of the other warpgroup are computed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from pallas_kernels.score_tiles import COLUMNS, TILE_ROWS
 
 MAX_HIDDEN = 256
 _WARPGROUPS = TILE_ROWS // ROWS
-_TILES = 2  # of the kernel's rows, in shared memory
-# Of which the odds are multiplied before a logarithm is taken: 16 factors of 2 each.
+_TILES = 2  # tiles of the kernel's rows in shared memory
+# The odds of this many tiles are multiplied before a logarithm is taken. Each tile gives 16
+# factors of at most 2.
 _TILES_OF_ODDS = 4
-_REGISTERS = 240, 24  # of a thread that computes or copies, see `matmul_tiles`
+_REGISTERS = 240, 24  # of a thread that computes, and that copies; see `matmul_tiles`
 
 
 def slopes_product(
@@ -56,14 +58,14 @@ def slopes_product(
     Float[Array, "batch size"],
     Float[Array, "parts batch hidden"],
 ]:
-    """`output_loss.slopes`, and parts of `slopes kernel`, to be summed.
+    """`output_loss.slopes`, and `slopes kernel` in parts that the caller has to add.
 
     The arguments are those of `slopes`; `hidden` is at most `MAX_HIDDEN`. The values are
     summed over the items of each part.
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // COLUMNS
-    # More than one only if then each program has one part of one tile of rows.
+    # There are several only if each program then has one part of one tile of rows.
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
     epilogue = SlopesEpilogue(function, layer, with_values)
@@ -79,10 +81,11 @@ def slopes_product(
         sums_type = plgpu.ACC((ROWS, COLUMNS))
 
         def each_part(function):
-            """Of a program: calls `function(row, part, steps, again, tile)`.
+            """Calls `function(row, part, steps, again, tile)` with each part of a program.
 
-            `tile(j)` is the first column of its tile j, where that is in shared memory,
-            and, as `again` of `h`, whether there was another one before.
+            `again` says whether shared memory held other rows of `h` before. `tile(j)` is
+            the first column of the part's tile j, its slot in shared memory, and whether
+            the slot held another tile before.
             """
 
             @plgpu.nd_loop((down * parts,), collective_axes="program")
@@ -137,14 +140,14 @@ def slopes_product(
                     return epilogue.labels(first_row, column, inputs_gmem)
 
                 def score(sums, j):
-                    """Begins what makes the scores of a tile."""
+                    """Starts the product that makes the scores of a tile."""
                     _, slot, _ = tile(j)
 
                     @pl.when(j < steps)
                     def _():
                         plgpu.barrier_wait(full.at[slot])
 
-                    # After the last tile, of what happens to be there.
+                    # After the last tile: of whatever is in the slot. Nothing uses it.
                     items = kernel_smem.at[slot].transpose((1, 0))
                     plgpu.wgmma(sums, h_smem.at[mine], items)
 

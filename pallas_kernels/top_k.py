@@ -1,9 +1,9 @@
-"""For choosing the best of all scores, without them: Mosaic GPU programs for Hopper.
+"""The best of all scores, without storing the scores: Mosaic GPU programs for Hopper.
 
 `maxima` makes scores in registers (`score_tiles`) and keeps the largest of each group of 16
-neighbours. `scores_of_groups` makes those of the groups that were chosen again, with the same
-bits, as `wgmma` sums each product in the same order wherever it stands. Where that would take
-longer than to write all scores and read some, `maxima` writes them too.
+neighbours. `scores_of_groups` computes the scores of the chosen groups a second time. They
+have the same bits, because `wgmma` sums a product in the same order wherever it stands. If
+that would take longer than to write all scores and read some, `maxima` also writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_b
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
-BLOCK = tiles.COLUMNS  # of which a warpgroup makes the maximum
+BLOCK = tiles.COLUMNS  # a warpgroup makes the maximum of this many items
 _GROUPS = BLOCK // GROUP
 _STORE = 32  # columns that are written at once: 128 bytes
 _LAYOUT = (plgpu.TilingTransform((8, _STORE)), plgpu.SwizzleTransform(4 * _STORE))
@@ -43,20 +43,21 @@ def maxima(
 
     ::
 
-        score_bi = (h_b . kernel_i) scale_i + bias_i        -inf where the bias is
+        score_bi = (h_b . kernel_i) scale_i + bias_i
 
-    and -inf where there is a bit, or no item. A maximum of NaN and others is NaN.
+    A score is -inf where the bias is -inf, where `words` has a bit, and where there is no
+    item. A maximum of NaN and other numbers is NaN.
 
     Args:
-      h: bfloat16, rows in a multiple of 128.
+      h: bfloat16; the number of rows is a multiple of 128.
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      words: of items that are not wanted, see `output_loss.label_words`.
+      words: bits of the items to leave out, see `output_loss.label_words`; or None.
       start: first item.
       size: number of items, a multiple of 256.
-      limit: from this one on (of the kernel's rows) there are no items.
-      with_scores: whether the scores are returned, in place of the maxima of each 128.
+      limit: from this row of the kernel on there are no items.
+      with_scores: whether to return all scores in place of the maxima of each 128.
     """
     batch = h.shape[0]
     layer = ItemLayer(bias, scale)
@@ -94,7 +95,7 @@ def maxima(
                     largest = jnp.where(places == i // GROUP, here, largest)
                 if not with_scores:
                     continue
-                # What was there must have been read.
+                # An earlier copy must have read what was there.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 smem[warpgroup] = lax.concatenate(pieces, 1)
                 plgpu.commit_smem()
@@ -141,13 +142,15 @@ def scores_of_groups(
     start: jax.typing.ArrayLike,
     limit: jax.typing.ArrayLike,
 ) -> Float[Array, "batch scores"]:
-    """The scores of which `maxima` gives the largest, of the groups that are asked for.
+    """All scores of the given groups; `maxima` gives only the largest of each group.
 
-    A program has a row. 64 items are a factor of `wgmma`, eight rows of `h` the other, of
-    which one is wanted: shared memory is read as fast as items arrive.
+    A program has one row. It multiplies 64 items by eight rows of `h`, as `wgmma` needs,
+    and uses the scores of one of them. The others take no time: shared memory is read as
+    fast as items arrive.
 
     Args:
-      groups: numbers of groups from item `start` on. All else is as for `maxima`.
+      groups: numbers of groups, counted from item `start`. The other arguments are those
+        of `maxima`.
     """
     hidden, (batch, wanted) = h.shape[1], groups.shape
     across = ROWS // GROUP
@@ -236,7 +239,7 @@ def scores_of_groups(
         grid=(batch,),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # as for `maxima`, whose bits these are
+            approx_math=True,  # as for `maxima`: the bits must be the same
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(
@@ -256,6 +259,6 @@ def scores_of_groups(
 def has_label(
     words: Int[Array, "batch words"], columns: Int[Array, "batch count"]
 ) -> Bool[Array, "batch count"]:
-    """Whether there is a bit for these columns, see `output_loss.label_words`."""
+    """Whether the bits of these columns are set, see `output_loss.label_words`."""
     word, bit = word_and_bit(columns)
     return lax.shift_right_logical(pick(words, word), bit) % 2 != 0

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
 
-WARPGROUPS = 2  # that compute
+WARPGROUPS = 2  # warpgroups that compute
 TILE = WARPGROUPS * ROWS  # rows of a tile
 # Columns of the product that sums slopes: the fewest that `wgmma` makes.
 SUM_COLUMNS = 8
@@ -29,17 +29,17 @@ def weight_gradient(
 ) -> tuple[Float[Array, "items hidden"], Float[Array, "size"] | None]:
     """`gradient` with `slopes^T h` in rows `start .. start + size - 1`.
 
-    In place, if `gradient` is donated; XLA would copy the rows once more.
+    The rows are written in place if `gradient` is donated. XLA would copy them once more.
 
     Args:
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
       gradient: bfloat16.
       start: first row, a multiple of 128.
-      with_sums: whether the sums of the slopes are wanted.
+      with_sums: whether to return the sums of the slopes.
 
     Returns:
-      The gradient, and the float32 sums of the slopes over the batch or None.
+      The gradient, and the float32 sums of the slopes over the batch, or None.
     """
     columns = tile_columns(h.shape[1])
     summing = summing_operands(with_sums)
@@ -54,7 +54,8 @@ def weight_gradient(
             sums = make()
             for c in range(0, columns, STEP):
                 slot = c // STEP % 2
-                # What was there must have been read: with an odd number it was the last.
+                # An earlier copy must have read the slot. If a tile has an odd number of
+                # pieces, that may be the last copy.
                 plgpu.wait_smem_to_gmem(1 - columns // STEP % 2, wait_read_only=True)
                 smem[warpgroup, slot] = sums[:, c : c + STEP].astype(smem.dtype)
                 plgpu.commit_smem()
@@ -74,13 +75,13 @@ def weight_gradient(
 
 
 def summing_operands(with_sums: bool) -> list[jax.Array]:
-    """What slopes are multiplied by, for columns of an eighth of their sums."""
+    """Factors of the slopes that give 8 columns, each with an eighth of their sums."""
     eighths = jnp.full((SUM_COLUMNS, STEP), 1 / SUM_COLUMNS, jnp.bfloat16)
     return [eighths] * with_sums
 
 
 def sums_type(slopes: jax.Array, with_sums: bool) -> list[jax.ShapeDtypeStruct]:
-    """Of the sums."""
+    """Shape and dtype of the sums."""
     return [jax.ShapeDtypeStruct(slopes.shape[1:], jnp.float32)] * with_sums
 
 
@@ -101,12 +102,13 @@ def gradient_tiles(
       slopes_gmem: `[batch, size]`.
       h_gmem: `[batch, hidden]`.
       summing_gmem: `summing_operands`.
-      sums_gmem: of `sums_type`; the sums are written where `finish` makes the product.
-      finish: its tile is the first row and column of `[128, tile_columns(hidden)]`, of
-        which a warpgroup has 64 rows, and how many the program had before; the function
-        that it gets makes the product alone.
+      sums_gmem: arrays of `sums_type`. They are written when `finish` makes the product.
+      finish: called as `matmul_tiles` says. `tile` is the first row and the first column
+        of `[128, tile_columns(hidden)]`, and the number of tiles that the program had
+        before. A warpgroup has 64 rows of the tile. The function that `finish` gets
+        returns the product alone, without the sums.
       scratch: shared memory.
-      options: of `matmul_tiles`.
+      options: further arguments of `matmul_tiles`.
     """
     batch, size = slopes_gmem.shape
     hidden = h_gmem.shape[1]
@@ -155,5 +157,5 @@ def gradient_tiles(
 
 
 def tile_columns(hidden: int) -> int:
-    """Columns of a tile, of so many."""
+    """Columns of a tile: the most that divide `hidden`."""
     return next(n for n in (256, 192, 128, 64) if hidden % n == 0)

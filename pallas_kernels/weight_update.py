@@ -1,8 +1,9 @@
 """An optimizer's step on rows of a kernel, as part of its gradient's product: Mosaic GPU.
 
-The gradient is summed in registers, and never gets to memory. Pieces of the rows and of
-their state go through slots of shared memory: a warp copies them there, ahead and also
-during the product; what has summed the gradient moves them; other warps copy them back.
+The gradient is summed in registers and never written to memory. Pieces of the rows and of
+their state pass through slots of shared memory. One warp copies them there ahead of time,
+also during the product. The warpgroup that has summed the gradient moves them. Other warps
+copy them back.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from pallas_kernels.weight_gradient import (
     tile_columns,
 )
 
-# What moves rows: (arrays of them, gradient, scalars) -> their new arrays.
+# Moves rows: (their arrays, their gradient, scalars) -> their new arrays.
 Update = Callable[[list[jax.Array], jax.Array, list[jax.Array]], Sequence[jax.Array]]
 
-# Columns of a piece, and steps of the product that are copied ahead: the first for which
-# there is memory. Pieces of 128 bytes a row are read and written slower.
+# Columns of a piece, and steps of the product that are copied ahead. The first choice that
+# fits in memory is taken. Pieces of 128 bytes a row are read and written more slowly.
 _CHOICES = (64, 3), (64, 2), (32, 3), (32, 2)
 _LEAST_SLOTS, _MOST_SLOTS = 2, 8
 _SHARED = 226 * 1024  # bytes of an SM's shared memory
@@ -63,23 +64,24 @@ def weight_update(
         operand[rows]      = arrays[0][rows], rounded
         sums               = slopes summed over the batch           in float32
 
-    Reads and writes each row of the arrays once, and `slopes` for each 256 columns.
+    Reads and writes each row of the arrays once. Reads `slopes` once for each 256 columns.
 
     Args:
-      update: elementwise, in float32. Arrays it makes itself must be scalars.
+      update: works element by element, in float32. Arrays that it makes itself must be
+        scalars.
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
-      arrays: kernel and state, float32 or bfloat16; as many as `fits`.
-      operand: the kernel once more, in bfloat16, or None.
+      arrays: kernel and state, float32 or bfloat16, as far as `fits` allows.
+      operand: a copy of the kernel in bfloat16, or None.
       start: first row, a multiple of 128.
-      scalars: what else `update` gets.
-      with_sums: whether the sums are wanted.
+      scalars: further numbers that `update` gets.
+      with_sums: whether to return the sums.
 
     Returns:
-      The arrays, the operand, the sums or None.
+      The arrays; the operand or None; the sums or None.
 
     Raises:
-      ValueError: an element of all the arrays has too many bytes, see `fits`.
+      ValueError: the arrays together have too many bytes per element, see `fits`.
     """
     columns = tile_columns(h.shape[1])
     refs = [jax.new_ref(array) for array in arrays]
@@ -105,8 +107,9 @@ def weight_update(
             return pl.ds(row, ROWS), pl.ds(column, width)
 
         def slot_of(tile, warpgroup, c):
-            """A piece's slot, its barrier, and whether the slot had another before."""
-            # All of a warpgroup, so that its next product begins while the other moves.
+            """A piece's slot, its barrier, and whether the slot held a piece before."""
+            # All pieces of one warpgroup, then all of the other: one warpgroup begins its
+            # next product while the other still moves its pieces.
             number = (tile[2] * WARPGROUPS + warpgroup) * each + c
             slot = lax.rem(number, slots)
             return slot, warpgroup * slots + slot, number >= slots
@@ -200,8 +203,9 @@ def fits(hidden: int, itemsize: int) -> bool:
     """Whether `weight_update` takes such rows, and an SM has shared memory for them.
 
     Args:
-      hidden: their columns.
-      itemsize: bytes of an element of weights, state and operand: up to 32 always fit.
+      hidden: number of columns.
+      itemsize: bytes per element, of weights, state and operand together. Up to 32 always
+        fit.
     """
     if hidden % STEP:
         return False
@@ -213,8 +217,8 @@ def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
     """Columns of a piece, steps of the product that are copied ahead, and slots.
 
     Args:
-      itemsize: bytes of an element of all arrays.
-      columns: of a tile.
+      itemsize: bytes per element, of all arrays together.
+      columns: columns of a tile.
     """
     for width, stages in _CHOICES:
         left = _SHARED - 2 * STEP * (stages * (TILE + columns) + SUM_COLUMNS)
@@ -225,7 +229,7 @@ def _pieces(itemsize: int, columns: int) -> tuple[int, int, int]:
 
 
 def _pieces_type(slots: int, width: int, dtype: jnp.dtype):
-    """Shared memory for an array's pieces, which lie as `wgmma` has its results."""
+    """Shared memory for an array's pieces, laid out as the results of `wgmma`."""
     tile = min(width, 128 // dtype.itemsize)
     swizzle = plgpu.SwizzleTransform(tile * dtype.itemsize)
     layout = plgpu.TilingTransform((8, tile)), swizzle
