@@ -1,7 +1,7 @@
 """From data to a trained model: `fit`, its dispatches, checkpoints and the plan.
 
-Above prediction, below the command line. Here are the names for a loop of your own at the
-speed of `fit`.
+This package lies above prediction and below the command line. It also has what a training
+loop of your own needs to be as fast as `fit`.
 """
 
 import lazy_loader

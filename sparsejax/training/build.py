@@ -47,14 +47,14 @@ def build(
         SciPy matrix. Only its number of columns is used.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
       targets: `[rows, items]`, of the same types; `data` itself by default.
-      seed: of the random initial parameters and of the noise in training.
+      seed: seed of the random initial parameters and of the noise in training.
 
     Returns:
       The model and the optimizer.
 
     Raises:
       TypeError: `data` or `targets` has another type.
-      ValueError: the network cannot be made, for example a tied output with another
+      ValueError: the network cannot be made. For example, a tied output has another
         number of items than features.
     """
     features = _num_columns("data", data)

@@ -28,7 +28,7 @@ from orbax.checkpoint import v1 as ocp
 from sparsejax.mesh import processes
 from sparsejax.sparse import CSR
 
-_KEPT = 3  # newest checkpoints that stay; the best one stays beside them
+_KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
 VERSION = 1  # of the record
 _METADATA = "_CHECKPOINT_METADATA"  # orbax's file, which also holds the record
 _HANDLERS = r"orbax\.checkpoint\.[\w.]+\.(PyTreeHandler|MetricsHandler)"
@@ -36,7 +36,7 @@ _FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be used; an older one was."""
+    """A checkpoint could not be used, so an older one was used."""
 
 
 class Checkpoints:
@@ -45,18 +45,18 @@ class Checkpoints:
     Each holds the state of a tuple of NNX modules (parameters, optimizer state, random
     keys) and a record: how far training had come, which run it was, and checksums.
     Orbax writes a checkpoint under a temporary name and renames it, so a killed process
-    leaves no half of one. The checksums are compared on reading, because the storage
-    format itself does not notice a changed byte.
+    leaves no incomplete checkpoint. The checksums are compared on reading, because the
+    storage format itself does not notice a changed byte.
 
-    The newest three stay, and the one with the highest `score`.
+    The newest three checkpoints are kept, and the one with the highest `score`.
 
-    What was saved on one mesh can be restored on any other, or on none. Several
-    processes call each method together, and need the same file system.
+    A checkpoint that was saved on one mesh can be restored on any other mesh, or without
+    a mesh. Several processes call each method together, and must share a file system.
 
     Args:
-      directory: made when the first checkpoint is saved.
-      identity: JSON values by which a run is known. They are kept with each checkpoint,
-        and one that has others is refused.
+      directory: the folder, made when the first checkpoint is saved.
+      identity: JSON values that identify the run. They are kept with each checkpoint. A
+        checkpoint with other values is refused.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it, no other process can hold the directory, see `locks.locked`.
+        """A context in which no other process can hold the directory, see `locks.locked`.
 
         Raises:
-          BlockingIOError: another one does.
+          BlockingIOError: another process holds it.
         """
         with processes.alone_in(os.fspath(self.directory)):
             yield
@@ -98,13 +98,13 @@ class Checkpoints:
         """Writes one checkpoint and returns when it is safe on disk.
 
         Args:
-          step: its name; an older one of the same step is replaced.
+          step: the checkpoint's name. An older one of the same step is replaced.
           modules: NNX modules.
           progress: JSON values; floats come back bit for bit.
           score: how good it is (higher is better), if that was measured.
 
         Raises:
-          OSError: it cannot be written; those that were there are.
+          OSError: the checkpoint cannot be written. Earlier ones are unharmed.
         """
         arrays = _arrays(nnx.state(modules))
         record: dict[str, Any] = {
@@ -145,15 +145,15 @@ class Checkpoints:
             is_full = any(text in str(error) for text in _FULL)
             raise OSError(
                 f"checkpoint {step} cannot be written to {self.directory}"
-                f"{', make room there and resume' if is_full else ''}; those that were "
-                f"there are unharmed ({_first_line(error)})"
+                f"{', make room there and resume' if is_full else ''}; earlier "
+                f"checkpoints are unharmed ({_first_line(error)})"
             ) from error
 
     def check(self) -> None:
-        """Looks whether the checkpoints are of this run, and of this release.
+        """Checks that the checkpoints are of this run, and of this release.
 
         Raises:
-          ValueError: one is not; says what differs.
+          ValueError: one of them is not. The message says what differs.
         """
         for step in self.steps():
             with contextlib.suppress(_Damaged):  # `restore` will say so
@@ -164,10 +164,10 @@ class Checkpoints:
     ) -> dict[str, Any] | None:
         """Loads the newest sound checkpoint into the modules.
 
-        A damaged one is passed over, with a `CheckpointWarning`, for the one before.
+        If it is damaged, the one before it is used, with a `CheckpointWarning`.
 
         Args:
-          modules: the same modules that were saved, in any state.
+          modules: modules like those that were saved, with any values.
           best: prefer the checkpoint with the highest score to the newest.
 
         Returns:
@@ -192,12 +192,12 @@ class Checkpoints:
                 arrays = self._load(step, modules, record)
             except _Damaged as error:
                 failure = str(error)
-            # Each process reads its own part: another's may be the damaged one.
+            # Each process reads its own part. The damage may be in that of another one.
             if not processes.is_true_anywhere(bool(failure)):
                 _set_arrays(modules, arrays)
                 return progress
             if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
-                continue  # a training that goes on has removed it since
+                continue  # a training that is still running has removed it
             warnings.warn(
                 f"checkpoint {self.directory / str(step)} is damaged and was skipped "
                 f"({failure or 'in another process'})",
@@ -205,7 +205,7 @@ class Checkpoints:
                 stacklevel=2,
             )
         if processes.is_true_anywhere(self.steps()[::-1] != sorted(steps)[::-1]):
-            return self.restore(modules, best=best)  # it has saved others
+            return self.restore(modules, best=best)  # that training saved others
         raise ValueError(
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
@@ -214,7 +214,7 @@ class Checkpoints:
     def progress(self) -> dict[str, Any] | None:
         """How far training had come at the newest checkpoint whose record can be read.
 
-        The arrays are not looked at. None where there is no such checkpoint.
+        The arrays are not read. Returns None if there is no such checkpoint.
 
         Raises:
           ValueError: a checkpoint is of another run, or of another release.
@@ -242,12 +242,12 @@ class Checkpoints:
         try:
             return self._record(step).get("score", -math.inf)
         except _Damaged:
-            return math.inf  # tried first, so that it is told
+            return math.inf  # tried first, so that the user is warned
 
     def _load(
         self, step: int, modules: tuple[Any, ...], record: dict[str, Any]
     ) -> dict[str, jax.Array]:
-        """The arrays of a checkpoint, which are those that were saved."""
+        """The arrays of a checkpoint, compared with their checksums."""
         path = self.directory / str(step)
         abstract = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -274,7 +274,7 @@ class Checkpoints:
                 )
             except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
                 failure = _first_line(error)
-            if failure:  # what is left of the other reads complains now, not later
+            if failure:  # let reads that are still running fail now, not later
                 time.sleep(0.1)
                 gc.collect()
         if failure:
@@ -304,7 +304,7 @@ def _sealed(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _opened(path: epath.Path) -> dict[str, Any]:
-    """The record of the checkpoint in a folder; whatever it names is not run."""
+    """The record of the checkpoint in a folder. Nothing that it names is run."""
     try:
         metadata = json.loads((path / _METADATA).read_text())
         handlers = metadata["item_handlers"].values()
@@ -314,10 +314,10 @@ def _opened(path: epath.Path) -> dict[str, Any]:
         version = record["version"]
     except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
         raise _Damaged(f"its record cannot be read: {_first_line(error)}") from None
-    # Orbax only looks a handler up among those it has, and imports none.
+    # Orbax looks for a handler only among those that it has; it imports none.
     for name in handlers:
         if not re.fullmatch(_HANDLERS, str(name)):
-            raise _Damaged(f"its arrays want a handler that is not known: {name!r}")
+            raise _Damaged(f"its arrays need a handler that is not known: {name!r}")
     if not is_whole:
         raise _Damaged("its record does not match its digest")
     if version != VERSION:
@@ -333,7 +333,7 @@ def _digest(text: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What is behind an error, in a line."""
+    """The first cause of an error, in one line."""
     while cause := error.__cause__ or error.__context__:
         if not isinstance(cause, Exception):
             break
@@ -343,7 +343,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drops what orbax and asyncio print beside the exception of a read that fails."""
+    """Drops what orbax and asyncio print when a read fails with an exception."""
     loggers = [logging.getLogger(name) for name in ("", "absl", "asyncio")]
     hook = sys.unraisablehook
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
@@ -363,8 +363,8 @@ def _no_record(record: logging.LogRecord) -> bool:
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """One 32-bit number for each array, the same however it is sharded.
 
-    The sum over all elements of bits times an odd number that depends on the position,
-    modulo 2^32: any single changed element changes it.
+    The sum over all elements of the element's bits times an odd number that depends on
+    its position, modulo 2^32. A change of any single element changes the sum.
     """
     return {name: int(value) for name, value in _checksums(dict(arrays)).items()}
 
@@ -388,7 +388,7 @@ def _checksums(arrays):
 
 
 def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
-    """A hash of matrices, arrays and names: the same content, the same string.
+    """A hash of matrices, arrays and names: a string that depends on their content.
 
     Padding of a CSR does not count.
     """

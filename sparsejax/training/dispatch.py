@@ -45,16 +45,16 @@ from sparsejax.training import fused as fused_output
 from sparsejax.training.resident import Examples, Resident, first_row
 from sparsejax.training.streaming import Stream
 
-# One program is compiled for so many epochs: it has room for the largest of their batches.
+# A program is compiled for this many epochs: it has room for the largest of their batches.
 _EPOCHS_OF_A_PROGRAM = 32
 
-# Entries of the batches of a dispatch: some 300 MB, and several milliseconds of work.
+# Entries of all batches of a dispatch: about 300 MB, and several milliseconds of work.
 _DISPATCH_ENTRIES = 2**23
 
 
 @runtime_checkable
 class Trainable(Protocol):
-    """What `Program` needs of a model: an `nnx.Module` with these, as `FeedForward` is."""
+    """What `Program` needs of a model: an `nnx.Module` with these methods."""
 
     def loss(
         self, x: Any, labels: CSR, *, weights: jax.Array | None = None
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     Attributes:
       capacities: for each matrix of the examples, room for the entries of a batch.
-      steps: the most steps of a dispatch.
+      steps: largest number of steps of a dispatch.
       sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
         once, for the gradients of their rows.
     """
@@ -94,7 +94,7 @@ class Dispatch:
     Attributes:
       data: the examples on the devices.
       rows: `[steps, data, batch_size / data]` rows of each step of an epoch, or of a
-        chunk of streamed data; -1 is no row.
+        chunk of streamed data; -1 stands for no row.
       first: where in `rows` the steps of this dispatch begin.
       examples: for each step of this dispatch, how many examples it has.
       sizes: what the program is compiled for.
@@ -115,7 +115,7 @@ class Dispatch:
 
 
 class Epochs:
-    """The order in which examples are trained on, an epoch after the other.
+    """The order in which examples are trained on, for each epoch.
 
     >>> examples = place(train)
     >>> epochs = Epochs(examples, batch_size=512, num_epochs=20)
@@ -123,21 +123,21 @@ class Epochs:
     True
 
     The order depends on `seed`, the epoch and the batch size only; a mesh divides the
-    same batches. Where the mesh of `jax.set_mesh` divides batches, it must be the one
-    under which the examples were placed.
+    same batches. If the mesh of `jax.set_mesh` divides batches, the examples must have
+    been placed under the same mesh.
 
-    One program serves the dispatches of 32 epochs: the largest of their batches is looked
-    up before the first of them begins.
+    One program serves the dispatches of 32 epochs. It has room for the largest of their
+    batches, which is looked up before the first of these epochs begins.
 
     Args:
       examples: from `place`.
       batch_size: examples of a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller.
       num_epochs: how many epochs there will be.
-      seed: of the order.
+      seed: seed of the order.
 
     Attributes:
-      batch_size: rows of a step, those included that stand in for no example.
+      batch_size: rows of a step, including those that stand for no example.
       num_epochs: the argument.
       num_rows: examples of an epoch.
 
@@ -166,8 +166,8 @@ class Epochs:
 
         Args:
           epoch: from 0 to `num_epochs - 1`.
-          position: leave out so many steps at the beginning; the sum of the `count`s of
-            some dispatches of the epoch.
+          position: number of steps to leave out at the beginning: the sum of the `count`s
+            of the epoch's first dispatches.
 
         Raises:
           ValueError: there is no such epoch.
@@ -178,14 +178,14 @@ class Epochs:
                 "larger num_epochs"
             )
         chunks = self._examples.order(self._seed, epoch)
-        # The next epoch's first is read while this one's last is trained on.
+        # The next epoch's first chunk is read while this one's last is trained on.
         more = epoch + 1 < self.num_epochs
         after = self._examples.order(self._seed, epoch + 1)[:1] if more else [None]
         start = 0
         for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
             steps = math.ceil(self._examples.chunks[chunk] / self.batch_size)
             if position < start + steps:
-                # No variable holds the data, which makes room for the next chunk's.
+                # No variable holds the data, so its memory is free for the next chunk.
                 yield from self._of_chunk(
                     self._examples.resident(chunk, following),
                     chunk,
@@ -214,12 +214,12 @@ class Epochs:
             )
 
     def _order(self, data: Resident, chunk: int, epoch: int):
-        # An exception of a signal's handler would become another one in JAX's caches.
+        # JAX's caches would turn an exception of a signal's handler into another one.
         with interrupts.uninterrupted():
             return _ordered(self._key, epoch, data, chunk, self.batch_size, self._parts)
 
     def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
-        """Of each matrix the room for the largest of many epochs' batches."""
+        """For each matrix, the room for its largest batch of many epochs."""
         period = epoch // _EPOCHS_OF_A_PROGRAM
         if (chunk, period) not in self._found:
             first = period * _EPOCHS_OF_A_PROGRAM
@@ -242,16 +242,16 @@ class Program[Model: Trainable]:
     >>> program.launch(dispatch).shape == (dispatch.count,)
     True
 
-    Parameters and state are overwritten in place; a copy by `nnx.clone` keeps the values
-    it has. The model is switched to training (`model.train()`), and on a mesh everything
+    Parameters and state are overwritten in place; a copy by `nnx.clone` keeps its
+    values. The model is switched to training (`model.train()`), and on a mesh everything
     in model and optimizer that is not divided is copied to every device.
 
-    It is compiled when it is first launched. Later programs, also of other models of the
-    same network, shapes and settings, use what was compiled.
+    The program is compiled when it is first launched. Later programs reuse it, also for
+    other models of the same network, shapes and settings.
 
     Args:
       model: a `FeedForward`, or a module with the methods of `Trainable`.
-      optimizer: of this model.
+      optimizer: the optimizer of this model.
       fused: apply the gradient of each chunk of the output's items where it is made, see
         `fit`.
 
@@ -278,7 +278,7 @@ class Program[Model: Trainable]:
             fused_output.check(model, optimizer)
         self.modules = model, optimizer
         self.variables = inplace.variables_of(self.modules)
-        inplace.unshare(self.variables)  # placed, they may share memory
+        inplace.unshare(self.variables)  # once placed, they may share memory
         nnx.update(self.modules, put_on_mesh(nnx.state(self.modules)))
         _check_divided(model)
         model.train()
@@ -289,8 +289,8 @@ class Program[Model: Trainable]:
     def launch(self, dispatch: Dispatch) -> jax.Array:
         """Starts the steps of a dispatch, and does not wait for their end.
 
-        The next dispatch can be launched before: the devices then do not wait for the
-        host.
+        The next dispatch can be launched before they end. Then the devices do not wait
+        for the host.
 
         Returns:
           `[dispatch.count]` float32, the loss of each step: the mean of
@@ -311,15 +311,15 @@ class Program[Model: Trainable]:
             return jax.tree.leaves(state), losses
 
         losses = inplace.overwrite(self.variables, program)
-        # Cut before another dispatch is launched, for whose end it would wait.
+        # Cut now: after the next launch, it would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
 
 class How(NamedTuple):
-    """What of a `Program` is static.
+    """The static part of a `Program`.
 
     Attributes:
-      graphdef: of `(model, optimizer)`.
+      graphdef: the graph of `(model, optimizer)`.
       layout: how each array of their state lies on the mesh; None without one.
       fused: whether the output's update is fused into its loss.
     """
@@ -387,16 +387,17 @@ def run_steps(
 
 
 def steps_per_dispatch(entries: int) -> int:
-    """Enough to hide the launch; on a CPU few, since there a step may take seconds.
+    """Steps of a dispatch: enough to hide its launch.
 
-    The batches of all steps of a dispatch, of so many `entries` each, exist at once and
-    are sorted together, which takes about 40 bytes an entry.
+    On a CPU they are few, since a step may take seconds there. The batches of all steps
+    of a dispatch exist at once and are sorted together. Each has `entries` entries, and
+    the sort takes about 40 bytes per entry.
     """
     return 16 if jax.default_backend() == "cpu" else steps_on_gpu(entries)
 
 
 def steps_on_gpu(entries: int) -> int:
-    """Steps of a dispatch on a GPU, whose batches have so many entries."""
+    """Steps of a dispatch on a GPU, if each batch has this many entries."""
     return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
 
 
@@ -405,7 +406,8 @@ def entries_of_step(
 ) -> int:
     """Entries that a device works on in a step, by the room in its block of each matrix.
 
-    Of the sparse inputs it sorts the entries of its columns in all parts of the batch.
+    Of a sparse input, a device sorts the entries of its columns, from all parts of the
+    batch.
     """
     return sum(
         room * (parts if i in sparse_inputs else 1) for i, room in enumerate(capacities)
@@ -415,7 +417,7 @@ def entries_of_step(
 def sorts_ahead() -> bool:
     """Whether dispatches sort the inputs of all their steps at once, see `Sizes`.
 
-    On a CPU there are quicker ways, a step at a time.
+    On a CPU it is quicker to work on one step at a time.
     """
     return jax.default_backend() != "cpu"
 
@@ -423,14 +425,14 @@ def sorts_ahead() -> bool:
 def launches_ahead() -> bool:
     """Whether `fit` launches a dispatch before it reads the losses of the last one.
 
-    Several processes ask each other something after each, for which they wait for it. A
-    CPU that runs a dispatch is not idle while the host works.
+    Several processes do not, because they ask each other something after each dispatch,
+    when it has ended. A CPU does not, because it is both the device and the host.
     """
     return jax.process_count() == 1 and jax.default_backend() != "cpu"
 
 
 def step_size(batch_size: int, num_rows: int, data: int) -> int:
-    """Rows of a step, those that do not exist included.
+    """Rows of a step, including those that stand for no example.
 
     Raises:
       ValueError: a batch cannot be divided over `data` devices.
@@ -454,10 +456,10 @@ def epoch_order(
     *,
     contiguous: bool = False,
 ) -> jax.Array:
-    """`[steps, data, batch_size / data]`: rows of each step of an epoch, -1 is none.
+    """`[steps, data, batch_size / data]`: rows of each step of an epoch; -1 is no row.
 
-    With a batch size that 64 does not divide, the batches cut up one sequence instead,
-    whose position `p` is entry `p // 64` of shard `p mod 64`.
+    If 64 does not divide the batch size, the batches are consecutive parts of one
+    sequence. Position `p` of this sequence is entry `p // 64` of shard `p mod 64`.
     """
     depth = -(-num_rows // VIRTUAL_SHARDS)
     steps = -(-num_rows // batch_size)
@@ -494,7 +496,7 @@ def epoch_order(
 @functools.partial(jax.jit, static_argnames=("batch_size", "parts"))
 def _ordered(key, epoch, data: Resident, chunk, batch_size: int, parts: int):
     """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
-    if data.contiguous:  # there are others
+    if data.contiguous:  # there are other chunks
         key = jax.random.fold_in(key, chunk)
     order = epoch_order(
         key, epoch, data.num_rows, batch_size, parts, contiguous=data.contiguous
@@ -510,7 +512,7 @@ def check_epochs(batch_size: int, num_epochs: int, seed: int) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that JAX would cut."""
+    """Raises ValueError for a seed that JAX would truncate."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
 

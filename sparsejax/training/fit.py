@@ -40,17 +40,17 @@ from sparsejax.training.streaming import Stream
 
 @runtime_checkable
 class Fittable(dispatching.Trainable, Recommender, Protocol):
-    """What `fit` needs of a model: an `nnx.Module` that is both, as `FeedForward` is."""
+    """What `fit` needs of a model: an `nnx.Module` with the methods of both protocols."""
 
 
 def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
-    """`fit`, to which all axes are Auto, also those of a mesh where they are Explicit."""
+    """`fit` with Auto axes inside, also under a mesh with Explicit axes."""
 
     @functools.wraps(fit)
     def wrapped(model, optimizer, *args, **kwargs):
         if not axes_are_explicit():
             return fit(model, optimizer, *args, **kwargs)
-        axis_sizes()  # it is a mesh as ours
+        axis_sizes()  # checks the mesh
         try:
             with using_auto_axes():
                 return fit(model, optimizer, *args, **kwargs)
@@ -61,7 +61,7 @@ def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 
 
 def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
-    """`fit`, which alone works in the directory of its checkpoints."""
+    """`fit`, during which no other process works in the directory of its checkpoints."""
 
     @functools.wraps(fit)
     def wrapped(*args, checkpoint_dir=None, **kwargs):
@@ -103,13 +103,13 @@ def fit(
     ['coverage@20', 'epoch', 'examples_per_second']
 
     The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
-    The data is copied to the device once; some steps at a time then run as one compiled
-    program that draws its rows there. The order of examples depends on `seed`, the epoch
+    The data is copied to the device once. Several steps at a time then run as one compiled
+    program, which picks its rows there. The order of examples depends on `seed`, the epoch
     and the batch size only. At the end rows are brought up to date (`Optimizer.flush`).
 
-    Parameters and state are overwritten in place. What else has them, as a copy by
-    `nnx.clone`, keeps the values it has. After any exception, Ctrl-C too, the model is
-    that of the last dispatch.
+    Parameters and state are overwritten in place. Anything else that holds them, such as
+    a copy by `nnx.clone`, keeps its values. After any exception, including Ctrl-C, the
+    model is as the last dispatch left it.
 
     Under `jax.set_mesh(make_mesh(...))` the data is divided over the devices, and the
     batches are the same. Make the model and the optimizer there, too::
@@ -123,73 +123,74 @@ def fit(
 
     Args:
       model: a `FeedForward`, or a module with the methods of `Fittable`.
-      optimizer: of this model.
+      optimizer: the optimizer of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
         `scan_parquet` gives, which is read from disk a chunk at a time; or several by
         name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
-        rows are those of the first source with row names; the other ones are matched by
-        name, and by position where one has none.
-      targets: `[rows, items]`, its rows matched by name where both have names; or the
-        name of a sparse input; a single input itself by default (an autoencoder).
+        rows are those of the first source with row names. The other sources are matched
+        by row name, or by position if they have no names.
+      targets: `[rows, items]`, matched by row name if both have names; or the name of a
+        sparse input. By default the single input itself (an autoencoder).
       weights: `[rows]`, weight of each example; 1 by default.
       batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller.
       num_epochs: passes over the data, those before a resume included.
-      seed: of the order of examples.
+      seed: seed of the order of examples.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
         ranked among all items that the row does not have in the targets.
       k: cut-off of the validation metrics.
       early_stopping: stop on a validation metric, and end with the best epoch's weights.
-      checkpoint_dir: where to save checkpoints; one process at a time.
-      checkpoint_seconds: save when this much time has passed since the last, and when
-        an epoch is the best so far, and at the end. 0 saves as often as possible.
-      resume: continue from the newest sound checkpoint in `checkpoint_dir`, if any. The
-        result has the same bits as an uninterrupted run's; on a GPU only under
+      checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
+      checkpoint_seconds: save when this much time has passed since the last checkpoint,
+        when an epoch is the best so far, and at the end. 0 saves as often as possible.
+      resume: continue from the newest sound checkpoint in `checkpoint_dir`, if there is
+        one. The result has the same bits as without the interruption. On a GPU this needs
         `XLA_FLAGS=--xla_gpu_autotune_level=0`: without it each process picks its matrix
         products by timing them.
       fused: apply the gradient of each chunk of the output's items where it is made, so
         that no array of the size of its kernel exists beside the kernel and its state.
         The result is the same, up to rounding.
       log: called after each epoch with the step number and that epoch's history entry,
-        by the first process if there are several. Model and optimizer can be used in it;
-        rows may be behind: pass `optimizer=optimizer` to `evaluate` and `recommend`.
+        by the first process if there are several. It can use model and optimizer. Rows
+        may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
       validation metrics.
 
     Raises:
-      FloatingPointError: the loss is not finite; names epoch and step. The last good
-        checkpoint stays.
-      TypeError: the model or the optimizer is something else.
-      ValueError: shapes, names, values or settings do not fit; a checkpoint of other
+      FloatingPointError: the loss is not finite. The message names epoch and step. The
+        last good checkpoint stays.
+      TypeError: the model or the optimizer has another type.
+      ValueError: shapes, names, values or settings do not fit; a checkpoint is of other
         data.
       NotImplementedError: `fused` with a tied output, or with a model that has no
         `SparseOutput` of its own; one of several inputs is scanned.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
-      BlockingIOError: another process trains into `checkpoint_dir`; says which.
-      KeyboardInterrupt: Ctrl-C; a checkpoint was saved, when the steps that were under
-        way were done. A second Ctrl-C does not wait for these. Of several processes one
-        was told to end, also by SIGTERM: all have saved.
+      BlockingIOError: another process trains into `checkpoint_dir`. The message says
+        which one.
+      KeyboardInterrupt: Ctrl-C. The steps that were running have ended, and a checkpoint
+        was saved. A second Ctrl-C does not wait for these steps. With several processes,
+        one of them was told to end by Ctrl-C or SIGTERM, and all have saved.
     """
     dispatching.check_modules(model, optimizer)
     dispatching.check_epochs(batch_size, num_epochs, seed)
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
-    if validation is not None:  # what scores of checkpoints are
+    if validation is not None:  # the metric is the score of checkpoints
         settings["metric"] = _metric(early_stopping, k)
     elif early_stopping is not None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
     examples = _examples_of(model, inputs, targets, weights, validation)
-    if isinstance(examples, Stream):  # by default a matter of the devices' memory
+    if isinstance(examples, Stream):  # by default it depends on the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(examples, batch_size=batch_size, num_epochs=num_epochs, seed=seed)
-    # Before a checkpoint is read, which puts arrays where they are.
+    # It places the arrays. A checkpoint that is read later keeps them in their places.
     program = Program(model, optimizer, fused=fused)
     evaluation = None
     if validation is not None:
-        assert isinstance(examples, Examples)  # not scanned, as there is a validation
+        assert isinstance(examples, Examples)  # scanned inputs have no validation
         setup = Setup(
             k=k,
             exclude="inputs" if targets is None else cast(Source | str, targets),
@@ -285,7 +286,7 @@ def _examples_of(model, inputs, targets, weights, validation) -> Examples | Stre
 
 @dataclasses.dataclass(frozen=True)
 class _AfterEpochs:
-    """What follows each epoch."""
+    """What to do after each epoch."""
 
     evaluation: Evaluation | None
     stopping: EarlyStopping | None
@@ -293,7 +294,7 @@ class _AfterEpochs:
 
 
 class _Training:
-    """What one call of `fit` does, its arguments being checked."""
+    """What one call of `fit` does after its arguments were checked."""
 
     def __init__(
         self,
@@ -305,7 +306,7 @@ class _Training:
     ):
         self.epochs, self.program, self.after = epochs, program, after
         self.progress, self.saver = progress, saver
-        # Of each dispatch that is not awaited its losses, and the examples of its steps.
+        # For each dispatch that may be running: its losses, and the examples of its steps.
         self._waiting: list[tuple[jax.Array, np.ndarray]] = []
         self._best: inplace.HostCopy | None = None
         done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
@@ -328,7 +329,7 @@ class _Training:
             self._end_epoch(entry)
 
     def _run_epoch(self) -> None:
-        """Trains on what a resume has left of an epoch."""
+        """Trains on an epoch; after a resume, on what is left of it."""
         progress, ahead = self.progress, 1 if dispatching.launches_ahead() else 0
         for dispatch in self.epochs.dispatches(
             progress.epoch, position=progress.position
@@ -336,12 +337,12 @@ class _Training:
             self._waiting.append((self.program.launch(dispatch), dispatch.examples))
             self._await_all_but(ahead)
             self._save_or_end()
-            if dispatch.is_last:  # its data makes room for the next chunk's
+            if dispatch.is_last:  # free its data, to make room for the next chunk
                 self._await_all_but(0)
                 del dispatch
 
     def _await_all_but(self, ahead: int) -> None:
-        """Waits for all dispatches but the last ones."""
+        """Waits for all dispatches except the last `ahead`."""
         progress = self.progress
         while len(self._waiting) > ahead:
             losses, examples = self._waiting.pop(0)
@@ -369,7 +370,7 @@ class _Training:
         return host
 
     def _save_or_end(self) -> None:
-        """In the midst of an epoch: saves if it is time, ends if a process has to."""
+        """Within an epoch: saves if it is time to, and ends if a process has to."""
         told, due = self._is_told_and_due()
         if told or due:
             self._await_all_but(0)

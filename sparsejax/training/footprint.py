@@ -1,4 +1,4 @@
-"""The formula for what training takes of a device: docs/large_models.md says why."""
+"""The formula for the memory of a device in training; see docs/large_models.md."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.training import dispatch
 
-# Bytes of an entry of a dispatch. Its column is kept, and of the transpose column, row
-# and place; a column's start comes to it. While they are sorted there are keys, values
-# and what the sort needs: as measured on an H200, with 39 million entries.
+# Bytes per entry of a dispatch. The transpose has its column, row and place; the starts of
+# the columns are counted separately. During the sort, an entry has its column, keys, values
+# and what the sort needs, as measured on an H200 with 39 million entries.
 _TRANSPOSED, _SORTED = 12, 37
-# Of an entry of a step: some ten arrays of 4 bytes; and of its row of `hidden` numbers
-# the sums of pieces of rows.
+# Bytes per entry of a step: about ten arrays of 4 bytes; and for each of the `hidden`
+# numbers of the entry's row, the sums of pieces of rows.
 _STEP_ENTRY, _PIECES = 40, 1 / 8
-# Of a row of the data while the order of an epoch is sorted, beside the order.
+# Bytes per row of the data while the order of an epoch is sorted, besides the order.
 _ORDER_SORTED = 20
 # Arrays of [batch, hidden] for each hidden layer, forward and backward.
 _ACTIVATIONS = 5
-# The entries of the fullest device of a mesh, to the mean, in the readers' order.
+# The entries of the fullest device of a mesh divided by the mean, in the readers' order.
 _IMBALANCE = 1.05
-# The entries of the fullest batch are so many standard deviations above the mean, one
-# being 1.3 times the mean of a row times the root of the rows.
+# The entries of the fullest batch are 3 standard deviations above the mean. A standard
+# deviation is 1.3 times the mean of a row times the root of the number of rows.
 _FULLEST = 3 * 1.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of a device; see `sparsejax.Plan`."""
+    """Bytes on one device; see `sparsejax.Plan`."""
 
     data: int
     model: int
@@ -79,7 +79,7 @@ class Footprint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, whatever the mesh.
+    """What is to be trained, on any mesh.
 
     Attributes:
       target_entries: None if the inputs are the targets.
@@ -98,7 +98,7 @@ class Job:
     fused: bool
 
     def modules(self) -> tuple[FeedForward, Optimizer]:
-        """Model and optimizer, of shapes."""
+        """Model and optimizer, with shapes in place of arrays."""
 
         def make():
             model = FeedForward(
@@ -113,7 +113,7 @@ class Job:
         return nnx.eval_shape(make)
 
     def matrices(self) -> list[tuple[int, int]]:
-        """Entries and columns of inputs and targets, or of what is both."""
+        """Entries and columns of the inputs, and of the targets if they are separate."""
         found = [(self.entries, self.inputs)]
         if self.target_entries is not None:
             found.append((self.target_entries, self.outputs))
@@ -143,7 +143,7 @@ class Job:
         return [array.shape for array in arrays.values()]
 
     def steps_by_elements(self, width: int) -> bool:
-        """Whether a kernel can do the rule's step on rows of this width."""
+        """Whether a GPU program can do the rule's step on rows of this width."""
         alike = all(shape == (2, width) for shape in self.state_shapes(width))
         return self.rule.elementwise and alike
 
@@ -167,8 +167,9 @@ class Laid(NamedTuple):
 def laid_out(job: Job, data: int, model: int) -> list[Laid]:
     """How the variables of model and optimizer lie on a mesh of these axes.
 
-    A variable says so itself when it is made. The optimizer's state of a hidden layer's
-    parameter does not: it lies as the parameter, but for axes of another size.
+    The metadata of most variables says it. Only for the optimizer's state of a hidden
+    layer's parameter it does not: this state lies as the parameter does, except for axes
+    of another size.
     """
     mesh = AbstractMesh(
         (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
@@ -196,12 +197,12 @@ def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
 
 
 def footprint(job: Job, data: int, model: int) -> Footprint:
-    """What a device takes on a mesh of these axes."""
+    """What a device needs on a mesh with axes of these sizes."""
     batch, rows = job.batch // data, job.rows_of(data, model)
     itemsize = 8 if job.values else 4
     own = job.capacities(data, model)
     steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
-    # Of its columns, a device is sent the entries of the whole batch.
+    # A device receives the entries in its columns of the whole batch.
     column = data * own[0]
     starts = min(column, padded_rows(job.inputs) // model)
     taken = steps * itemsize * sum(own)
@@ -216,7 +217,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
         hidden += 4 * job.batch * sizes[0]
     output = _output(job, data, model)
     input_gradient = _input_gradient(job, column, model)
-    operand = output.operand if job.fused else 0  # in all of a dispatch
+    operand = output.operand if job.fused else 0  # exists during a dispatch
     stays = output.gradient + operand
     stages = output.at_once(job.fused), stays + input_gradient
     held = job.entries_of(data, model)
@@ -245,7 +246,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
 
 
 class _Output(NamedTuple):
-    """Bytes of the output's temporary arrays, and whether a chunk is all its items."""
+    """Bytes of the output's temporary arrays, and whether one chunk has all items."""
 
     operand: int
     gradient: int
@@ -277,7 +278,7 @@ def _output(job: Job, data: int, model: int) -> _Output:
         budget = chunked_loss.MOSAIC_CHUNK_SCORES
     size = item_chunks.chunk_size(batch, items, budget)
     scores, rows = batch * size, size * width
-    # Slopes and the bits of labels; or scores, where there is a label, and its value.
+    # Slopes and the bits of labels. Or scores, and where labels are; or also their values.
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
@@ -295,7 +296,7 @@ def _output(job: Job, data: int, model: int) -> _Output:
 
 
 def _input_gradient(job: Job, entries: int, model: int) -> int:
-    """Bytes of the gradient of the first kernel, in a batch of so many entries."""
+    """Bytes of the gradient of the first kernel, for a batch with this many entries."""
     rule, width = job.rule, job.network.hidden[0].size
     rows = padded_rows(job.inputs) // model
     touched = 4 * min(entries, rows) * width
@@ -308,12 +309,12 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
     if rule.drifts and optimizer.updates_whole(rows, entries):
         return touched + 4 * rows * width
     if job.steps_by_elements(width) and not rule.drifts and width % 128 == 0:
-        return int(_PIECES * entries * width)  # one kernel sums and moves
+        return int(_PIECES * entries * width)  # one GPU program sums and moves
     return touched
 
 
 def _is_between(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter is neither of the first kernel nor of the output."""
+    """Whether a parameter is not the first kernel and not in the output."""
     return path[0] == 0 and path[1] != "output" and path[1:] != ("first", "kernel")
 
 
@@ -340,7 +341,7 @@ def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
                 between += summed(4 * batch * size, model)
             elif i % 2 == 0 and size % model == 0:
                 between += summed(4 * batch * before, model)  # backward
-                if i + 2 == len(sizes):  # nobody takes the parts
+                if i + 2 == len(sizes):  # no layer takes the parts
                     between += gathered(4 * batch * size, model)
         if between:
             over_model["between hidden layers"] = between

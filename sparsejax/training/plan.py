@@ -1,4 +1,4 @@
-"""What training will take of each device's memory, before there is such a device."""
+"""The memory that training will need on each device, found without such a device."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from sparsejax.training.resident import Resident
 
 
 class Compiled(NamedTuple):
-    """What the compiler takes for the program on devices of the kind here, in bytes.
+    """What the compiler needs for the program on devices of the kind here, in bytes.
 
-    On a CPU that is another program than on a GPU: it has other kernels and smaller
-    chunks, and 16 steps that are not sorted ahead. Only `kept` compares.
+    A CPU has another program than a GPU: with other operations, smaller chunks, and 16
+    steps that are not sorted ahead. Only `kept` can be compared.
 
     Attributes:
       platform: "cpu" or "gpu".
       kept: weights, state, data set and order: the arguments of the program.
-      temporary: all that it makes beside them.
+      temporary: all other arrays that the program makes.
     """
 
     platform: str
@@ -57,31 +57,31 @@ class Plan(Footprint):
     >>> planned.total == planned.kept + planned.temporary
     True
 
-    Sizes are in bytes, of one device.
+    Sizes are in bytes, on one device.
 
     Attributes:
       data: devices over which batches are divided.
       model: devices over which the first and the last kernel are divided.
       steps: steps of a dispatch.
-      entries: of the data set, of inputs or targets, the larger.
+      entries: number of entries of the inputs or of the targets, whichever is larger.
       weights: parameters.
-      state: of the optimizer.
+      state: state of the optimizer.
       dataset: inputs and targets.
-      order: of the rows in an epoch.
-      batches: of the steps of a dispatch, and what a step makes of its entries.
+      order: order of the rows in an epoch.
+      batches: batches of all steps of a dispatch, and what a step makes of its entries.
       hidden: activations of the hidden layers and their gradients.
-      operand: a copy of the last kernel in bfloat16, factors of cosines.
-      output_gradient: of the last kernel, if it is not applied where it is made.
+      operand: a copy of the last kernel in bfloat16, and factors of cosines.
+      output_gradient: gradient of the last kernel, if it is not applied where it is made.
       chunk: scores of a part of the items, and the gradient of their rows.
-      input_gradient: of the rows of the first kernel that a batch touches.
-      sorting: the entries of a dispatch, or the rows of an epoch.
+      input_gradient: gradient of the rows of the first kernel that a batch touches.
+      sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
       temporary: the most of these seven that exists at once: while sorting, in the
         output layer, or in the input layer.
-      over_data: what for and how much is sent along "data" in a step, by a ring.
-      over_model: along "model".
-      memory: of a device; None if it is not known.
-      least_model: the smallest `model` with which it fits, with this `data`; None if
-        there is none, or the memory is not known.
+      over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
+      over_model: the same along "model".
+      memory: memory of a device; None if it is not known.
+      least_model: the smallest `model` that fits, with this `data`; None if no `model`
+        fits, or the memory is not known.
       compiled: the compiler's figures, if they were asked for.
     """
 
@@ -91,13 +91,13 @@ class Plan(Footprint):
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory and 32-bit numbers of entries suffice; None if not known."""
+        """Whether the memory and 32-bit numbers of entries suffice; None if not known."""
         if self.memory is None:
             return None
         return self.total <= self.memory and self.entries <= MAX_ENTRIES
 
     def table(self) -> str:
-        """All of it as text, with a verdict."""
+        """All figures as text, and whether they fit."""
         devices = self.data * self.model
         where = "on one device" if devices == 1 else f"on each of {devices:,} devices"
         lines = [
@@ -164,7 +164,7 @@ def plan(
     memory: int | None = None,
     compile: bool = False,
 ) -> Plan:
-    """What `fit` will take of each GPU of a mesh. Nothing of that size is made.
+    """The memory that `fit` needs on each GPU of a mesh. No arrays of that size are made.
 
     >>> config = NetworkConfig.autoencoder((1024,))
     >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
@@ -174,29 +174,30 @@ def plan(
     >>> planned.weights // 10**9  # two kernels of 8 million x 1,024 x 4, and biases
     66
 
-    Weights, state and data are exact, but that a mesh is taken to divide the data to 5 %.
-    Temporary arrays are those of our kernels on an H200. Not counted are validation, the
-    host's memory, and what is tried out while a program is compiled.
+    Weights, state and data are exact, except that a mesh is assumed to divide the data
+    evenly to 5 %. Temporary arrays are those of our GPU programs on an H200. Validation,
+    the host's memory, and what the compiler tries out are not counted.
 
     Args:
       network: layers and loss.
-      rule: of the optimizer.
+      rule: rule of the optimizer.
       inputs: number of features.
       outputs: number of items; by default the features, which are then the targets too.
-      rows: of the data set.
-      entries: of the inputs, in all. The lengths of rows are taken to have a standard
-        deviation of 1.3 times their mean, as those of purchase histories.
-      target_entries: of the targets; `entries` by default.
+      rows: number of rows of the data set.
+      entries: number of entries of the inputs, over all rows. The lengths of rows are
+        assumed to have a standard deviation of 1.3 times their mean, as those of purchase
+        histories have.
+      target_entries: number of entries of the targets; `entries` by default.
       values: whether entries have values.
       batch_size: examples a step.
       fused: as `fit` takes it.
       data: devices over which batches are divided.
       model: devices over which the first and the last kernel are divided.
-      memory: of a device; by default what JAX may take of the first one here, where it
-        says.
-      compile: also compile the program, for such a mesh of devices of the kind here.
-        More GPUs than there are need nothing. More CPU devices do, before JAX is used:
-        `jax.config.update("jax_num_cpu_devices", 64)`.
+      memory: memory of a device; by default what JAX may take of the first device here, if
+        that is known.
+      compile: also compile the program, for such a mesh of devices of the kind here. The
+        mesh may have more GPUs than there are. For more CPU devices than there are, call
+        `jax.config.update("jax_num_cpu_devices", 64)` before JAX is used.
 
     Raises:
       ValueError: a size is not positive, the mesh cannot be made or does not divide the
@@ -205,7 +206,7 @@ def plan(
     """
     if outputs is None and target_entries is not None:
         raise ValueError(
-            "target_entries needs outputs, the number of items: without, the targets "
+            "target_entries needs outputs, the number of items: without it, the targets "
             "are the inputs"
         )
     counts = {
@@ -259,7 +260,7 @@ def _compiled(job: Job, data: int, model: int) -> Compiled:
 
 
 def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
-    """Compiles a dispatch for a mesh of the devices here, for shapes alone."""
+    """Compiles a dispatch for a mesh of devices of the kind here, from shapes alone."""
     mesh = None
     if data * model > 1:
         devices = _devices(data * model)
@@ -319,7 +320,7 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
 
 
 def _devices(count: int) -> list[jax.Device]:
-    """So many of the kind here. GPUs can be compiled for that are not here."""
+    """At least this many devices of the kind here. GPUs among them need not exist."""
     devices = jax.devices()
     if len(devices) >= count or devices[0].platform != "gpu":
         return devices
@@ -328,10 +329,10 @@ def _devices(count: int) -> list[jax.Device]:
 
 
 def read_bytes(text: str) -> int:
-    """The number of bytes that a size as "141GB", "1.5 TB" or "139 GiB" means."""
+    """The number of bytes that a size such as "141GB", "1.5 TB" or "139 GiB" means."""
     found = re.fullmatch(r"(\d+\.?\d*)\s*([kKMGT]?)(i?)B", text.strip())
     if found is None:
-        raise ValueError(f'expected a size as "141GB" or "139GiB", got {text!r}')
+        raise ValueError(f'expected a size such as "141GB" or "139GiB", got {text!r}')
     number, prefix, binary = found.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

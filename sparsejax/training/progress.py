@@ -24,13 +24,13 @@ class EarlyStopping:
     A line on stderr says when training stopped and which epoch was the best.
 
     Attributes:
-      metric: a key of the validation metrics, as "recall@20"; higher is better. By
+      metric: a key of the validation metrics, such as "recall@20"; higher is better. By
         default "ndcg@k", with the `k` of `fit`.
       patience: epochs without a new best before training stops.
       restore_best: end with model and optimizer as they were after the best epoch, also
-        if training was not stopped. They come from its checkpoint, if there is a
-        `checkpoint_dir`; else from a copy in the host's memory, which is made after each
-        epoch that is the best so far.
+        if training was not stopped. They come from its checkpoint if there is a
+        `checkpoint_dir`, else from a copy in the host's memory. The copy is made after
+        each epoch that is the best so far.
     """
 
     metric: str | None = None
@@ -49,13 +49,13 @@ class Progress:
     Attributes:
       settings: what must be the same when the training is resumed.
       epoch: epochs done.
-      position: steps done in the epoch that follows.
+      position: steps done in the epoch that follows these.
       step: steps done in all.
-      loss_sum: of the examples of this epoch so far.
-      examples: of this epoch so far.
+      loss_sum: sum of the losses of this epoch's examples so far.
+      examples: number of this epoch's examples so far.
       best: the highest score of an epoch.
-      best_epoch: the epoch that has it, counted from 1; 0 if there is none.
-      waited: epochs since then.
+      best_epoch: the epoch with the highest score, counted from 1; 0 before the first.
+      waited: epochs since the best one.
       stopped: whether early stopping has ended the training.
       history: what `fit` returns.
     """
@@ -111,7 +111,7 @@ class Progress:
         if self.stopped:
             why = f", as {metric} has not risen for {stopping.patience} epochs"
         best = "no epoch"
-        if self.best_epoch:  # the metric was a number
+        if self.best_epoch:  # else the metric was always NaN
             best = f"epoch {self.best_epoch} ({metric} {self.best:.4f})"
         return (
             f"training ended after epoch {self.epoch}{why}; {best} was the best, the "
@@ -123,9 +123,9 @@ class Saver:
     """Saves checkpoints of modules, if there is a folder for them.
 
     Args:
-      checkpoints: the folder's; None if nothing is to be saved.
+      checkpoints: those of the folder; None if nothing is to be saved.
       modules: NNX modules.
-      seconds: it is time to save when so much time has passed since the last save.
+      seconds: it is time to save when this much time has passed since the last save.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class Saver:
 
     def is_due(self) -> bool:
         """Whether it is time to save."""
-        # One clock decides, as all processes have to save.
+        # The clock of one process decides, because all have to save together.
         waits = self.checkpoints is not None and processes.is_first()
         return waits and time.monotonic() - self._saved >= self._seconds
 
     def resume(self, progress: Progress) -> Progress:
-        """The newest sound checkpoint's, with its arrays in the modules.
+        """Loads the newest sound checkpoint into the modules and returns its progress.
 
-        Without a checkpoint it is `progress`, which has the settings.
+        Returns `progress` itself if there is no checkpoint.
 
         Raises:
-          ValueError: the checkpoint is of other settings.
+          ValueError: the checkpoint has other settings than `progress`.
         """
         assert self.checkpoints is not None
         record = self.checkpoints.restore(self._modules)
@@ -172,10 +172,10 @@ class Saver:
         return before
 
     def restore_best(self) -> int | None:
-        """Loads the best epoch into the modules, and says which it was.
+        """Loads the best epoch's checkpoint into the modules and returns its epoch.
 
-        That may be another epoch's, if the best one's is damaged. None if there is no
-        folder, or no checkpoint in it.
+        If it is damaged, that is the checkpoint of another epoch. Returns None if there
+        is no folder, or no checkpoint in it.
         """
         if self.checkpoints is None:
             return None

@@ -1,15 +1,15 @@
 """Training data on the device, and the order in which its rows are trained on.
 
 The order does not depend on the mesh. Row `r` belongs to shard `r mod 64`, and in each
-epoch a shard permutes its rows by a key of its own. A batch has as many rows of each
-shard, those of a shard together::
+epoch a shard permutes its rows by a key of its own. A batch has the same number of rows
+from each shard. The rows of a shard stand together::
 
     shard 0        shard 1        ...  shard 63
     r r r r | r r  r r r r | r r       r r r r | r r      | end of the first batch
     batch 0:  shard 0's, shard 1's, ..., shard 63's
 
-So part `d` of `D` of every batch is what shards `64 d / D` to `64 (d + 1) / D - 1` have,
-whose rows are on the devices at `d` of the axis "data": nothing has to be fetched.
+So part `d` of `D` of every batch has rows of the shards `64 d / D` to `64 (d + 1) / D - 1`.
+These rows are on the devices at place `d` of the axis "data", so nothing has to be fetched.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from sparsejax.mesh.layout import (
 from sparsejax.sparse import CSR, take_rows
 from sparsejax.training.checkpoint import fingerprint
 
-# That a device has more than its share is worth a warning, where it has so many entries
-# that time goes into them.
+# A device with more than its share of the entries is worth a warning only if it has more
+# entries than this. Fewer take little time.
 MANY_ENTRIES = 2**20
 
 
@@ -52,16 +52,16 @@ class Roles:
     """What the matrices of `Examples` are.
 
     Attributes:
-      names: of the first ones, which are the inputs; None if there is one without a
-        name.
-      labels: the place of the targets, which may be an input.
+      names: names of the inputs, which are the first matrices; None for a single input
+        without a name.
+      labels: the place of the targets among the matrices. They may be an input.
     """
 
     names: tuple[str, ...] | None = None
     labels: int = -1
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
-        """From all of them what the model is shown, and the labels."""
+        """Selects from all matrices what the model is shown, and the labels."""
         shown = matrices[0]
         if self.names is not None:
             shown = dict(zip(self.names, matrices, strict=False))
@@ -76,7 +76,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Rows to train on, checked; on the devices from the first call of `resident` on.
+    """Rows to train on, checked. The first call of `resident` copies them to the devices.
 
     >>> place(train).num_rows == train.num_rows
     True
@@ -103,8 +103,8 @@ class Examples:
         """Matches the rows.
 
         Raises:
-          TypeError: a source is none.
-          ValueError: there is no row, one is missing, or a weight is wrong.
+          TypeError: a source has another type.
+          ValueError: there are no rows, a row is missing, or a weight is wrong.
         """
         inputs = Inputs.of(inputs)
         names = None if inputs.alone else tuple(sorted(inputs.parts))
@@ -131,7 +131,7 @@ class Examples:
 
     @property
     def chunks(self) -> list[int]:
-        """Rows of each part that is on the devices at a time: here of all."""
+        """Number of rows of each chunk: here one chunk has all rows."""
         return [self.num_rows]
 
     def order(self, seed: int, epoch: int) -> list[int]:
@@ -143,7 +143,7 @@ class Examples:
         return self._resident
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""
 
     @functools.cached_property
     def _resident(self) -> Resident:
@@ -162,7 +162,7 @@ def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
     """Weights of `rows` examples in float32.
 
     Raises:
-      ValueError: there are not so many, or one is not finite.
+      ValueError: there are more or fewer, or one is not finite.
     """
     if weights is None:
         return None
@@ -194,7 +194,7 @@ def place(
 
     Raises:
       TypeError: a source has another type.
-      ValueError: there is no row, one is missing, or a weight is wrong.
+      ValueError: there are no rows, a row is missing, or a weight is wrong.
     """
     examples = Examples.of(inputs, targets, weights)
     examples.resident(0, None)
@@ -205,9 +205,9 @@ def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
     """Raises ValueError if the loss cannot make sense of the values of labels.
 
     Args:
-      rule: the loss; of one that is no `LossRule` nothing is known.
+      rule: the loss. If it is not a `LossRule`, any values are allowed.
       labels: a `CSR`.
-      whole: whether these are all labels there are.
+      whole: whether these are all labels of the data.
     """
     count = int(labels.indptr[-1])
     if labels.data is None or count == 0:
@@ -225,7 +225,7 @@ def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
         name = getattr(rule, "name", type(rule).__name__)
         raise ValueError(
             f"the targets have values from {least:g} to {most:g}, but the loss {name} "
-            f"takes values from {low:g} to {high:g}, others mean nothing to it. Leave "
+            f"takes values from {low:g} to {high:g} only. Leave "
             "the values out if each entry counts, scale them, or choose another loss "
             "(l2_loss takes any)"
         )
@@ -237,10 +237,10 @@ class Resident:
     """A data set on the device, or in blocks on the mesh.
 
     Attributes:
-      matrices: the inputs, and the targets if they are something else. Of a dense input
-        `[data, rows of a part + 1, ...]`, of which the last stands in for no row.
+      matrices: the inputs, and the targets if they are something else. A dense input is
+        `[data, rows of a part + 1, ...]`; the last row of a part stands for no row.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
-      num_rows: that there are (static).
+      num_rows: number of rows (static).
       contiguous: whether the rows of a shard follow each other, see `first_row`; else
         row `r` belongs to shard `r mod 64` (static).
       roles: what the matrices are (static).
@@ -256,7 +256,7 @@ class Resident:
     def of(cls, examples: Examples) -> Resident:
         """Places the data, on the mesh if one is set.
 
-        A warning says when the devices of the mesh have very different shares.
+        Warns if the devices of the mesh have very different shares.
         """
         weights, num_rows, roles = examples.weights, examples.num_rows, examples.roles
         if not mesh_is_set():
@@ -285,7 +285,7 @@ class Resident:
         return cls(blocks, weights, num_rows, roles=roles)
 
     def take(self, rows: jax.Array, capacities: tuple[int, ...]) -> list:
-        """Of each matrix the batches of some steps: a stack of matrices, or an array
+        """For each matrix the batches of some steps: a stack of matrices, or an array
         `[steps, batch, ...]`.
 
         Args:
@@ -305,12 +305,12 @@ class Resident:
 
     @property
     def sparse_inputs(self) -> list[int]:
-        """Which of the matrices are sparse inputs."""
+        """The places of the sparse inputs among the matrices."""
         first = enumerate(self.matrices[: len(self.roles.inputs)])
         return [i for i, x in first if isinstance(x, SparseRows)]
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
-        """Of each matrix the room that `take` needs: entries, of an array numbers."""
+        """For each matrix the room that `take` needs: entries, or numbers of an array."""
         rows = self.local(rows)
 
         def of(matrix):
@@ -335,7 +335,7 @@ class Resident:
         return means.reshape(len(rows), -1)
 
     def local(self, rows: jax.Array) -> jax.Array:
-        """Rows `[steps, data, n]`, counted from the first of their part; -1 is none."""
+        """Rows `[steps, data, n]`, counted from the first of their part; -1 is no row."""
         data = rows.shape[1]
         if self.contiguous:
             shard = jnp.arange(data, dtype=jnp.int32) * (VIRTUAL_SHARDS // data)
@@ -347,13 +347,13 @@ class Resident:
 
 
 def first_row(shard, num_rows: int):
-    """Where a shard starts, if its rows follow each other; as even as can be."""
+    """The first row of a shard, if its rows follow each other. Shards are almost equal."""
     each, more = divmod(num_rows, VIRTUAL_SHARDS)
     return shard * each + shard.clip(max=more)
 
 
 def home_rows(num_rows: int, data: int) -> np.ndarray:
-    """`[data, rows of a part]`: the rows of each of `data` parts, -1 is none."""
+    """`[data, rows of a part]`: the rows of each of `data` parts; -1 is no row."""
     shards = VIRTUAL_SHARDS // data
     place = np.arange(-(-num_rows // VIRTUAL_SHARDS) * shards)
     rows = place // shards * VIRTUAL_SHARDS + place % shards
@@ -364,7 +364,7 @@ def home_rows(num_rows: int, data: int) -> np.ndarray:
 def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
     """`[steps, batch, ...]` of `parts: [data, n, ...]` and `rows: [steps, data, b]`.
 
-    -1 is the last row of a part. Nothing moves between devices.
+    -1 selects the last row of a part. Nothing moves between devices.
     """
 
     def block(part, rows):
@@ -391,7 +391,7 @@ def _canonical(array):
 
 
 def _warn_of_imbalance(what: str, matrix: ShardedCSR, mesh: jax.sharding.Mesh) -> None:
-    """Says so if a device has far more than its share of the entries."""
+    """Warns if a device has far more than its share of the entries."""
     everywhere = NamedSharding(mesh, P())
     ends = jax.jit(lambda indptr: indptr[..., -1], out_shardings=everywhere)
     counts = np.asarray(ends(matrix.blocks.indptr))

@@ -1,8 +1,8 @@
-"""Training data that stays on disk, of which a chunk at a time is on the devices.
+"""Training data that stays on disk; one chunk at a time is on the devices.
 
 While one chunk is trained on, the next is read and copied to the devices. Within a chunk
-the order is that of `sparsejax.resident`, but a shard is a run of rows that follow each
-other, so that a process reads no more of the file than its devices train on.
+the order is that of `sparsejax.training.resident`, except that the rows of a shard follow
+each other in the file. So a process reads only the rows that its devices train on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sparsejax.sparse import CSR
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.resident import Resident, checked_weights, first_row
 
-# Data that takes no more than this share of the devices' memory is read once; otherwise
-# two chunks of the smaller share are there at a time.
+# Data that takes at most the first share of the devices' memory is read once. Otherwise a
+# chunk takes the second share, and two chunks are there at a time.
 _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 
 
@@ -33,8 +33,8 @@ class Stream:
     """What `fit` trains on, from disk.
 
     Attributes:
-      chunks: rows of each part that is on the devices at a time.
-      chunk_rows: how many were wanted.
+      chunks: number of rows of each chunk.
+      chunk_rows: number of rows that a chunk should have.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Stream:
         weights: ArrayLike | None,
         check: Callable[[CSR], None] = lambda labels: None,
     ):
-        """`check` is called with labels, when they are read."""
+        """`check` is called with the labels when they are read."""
         self._check = check
         self._sources = [inputs] if targets is None else [inputs, targets]
         if targets is not None and targets.num_rows != inputs.num_rows:
@@ -55,7 +55,7 @@ class Stream:
         if inputs.num_rows == 0:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, inputs.num_rows)
-        # Kept, as what is set is a matter of the thread.
+        # Kept, because the thread that reads does not see what this one has set.
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._device = jax.config.jax_default_device
         self.chunk_rows = inputs.chunk_rows or self._rows_that_fit()
@@ -100,7 +100,7 @@ class Stream:
         return "-".join([*parts, fingerprint(*weights)])
 
     def _prepare(self, chunk: int) -> Resident | list[dict[int, CSR]]:
-        """What another thread can do: processes place their parts together."""
+        """Reads a chunk, and places it unless several processes must do that together."""
         parts = self.read(chunk)
         if jax.process_count() > 1:
             return parts
@@ -108,7 +108,7 @@ class Stream:
             return self._place(chunk, parts)
 
     def read(self, chunk: int) -> list[dict[int, CSR]]:
-        """Of each source, the parts of the chunk that this process trains on."""
+        """For each source, the parts of the chunk that this process trains on."""
         start, rows = self._ends[chunk], self.chunks[chunk]
         ends, mine = [0, rows], [0]
         if self._mesh is not None:

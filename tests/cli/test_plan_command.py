@@ -56,7 +56,7 @@ def test_plan_of_a_network_from_a_file(tmp_path, capsys):
     ("options", "message"),
     [
         ([], "does not say its memory: pass --memory 141GB"),
-        (["--memory", "141"], 'expected a size as "141GB"'),
+        (["--memory", "141"], 'expected a size such as "141GB"'),
         (["--memory", "1GB", "--mesh", "4"], "--mesh is written data=2,model=4"),
         (["--memory", "1GB", "--mesh", "model=3"], "model must be a divisor of 256"),
         (["--memory", "1GB", "--optimizer", "magic"], "unknown optimizer 'magic'"),
