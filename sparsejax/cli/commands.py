@@ -1,4 +1,4 @@
-"""What each command does, but for `train`, `plan` and `demo`."""
+"""What each command does, except `train`, `plan` and `demo`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def evaluate(command: flags.Evaluate) -> None:
     if command.test is None:
         if command.history:
             raise ValueError("--history goes with TEST; leave it out with --fold-in")
-        shown = valued(command.train)  # in its own features until it is split
+        shown = valued(command.train)  # with its own features until it is split
     else:
         train = valued(command.train, features=names)
         more = (valued(path, features=names) for path in command.history)
@@ -152,14 +152,14 @@ def report(command: flags.Report) -> None:
     """`sparsejax report`."""
     if command.test is not None and command.train is None:
         raise ValueError(
-            "--test needs --train, the file of what the model is shown of each row"
+            "--test needs --train, the file of the interactions that the model is shown"
         )
     out = command.run / "report.html" if command.out is None else command.out
     settings, names = run.load_run(command.run)
     whole_files.check_writable(out)
     model = run.restored_model(command.run, settings)
     progress = run.checkpoints_of(command.run, settings).progress() or {}
-    # Without data: by popularity, which decided the order of the vocabulary.
+    # Without data: by the order of the vocabulary, which popularity decided.
     counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
     if command.train is not None:
         shown = read_file(

@@ -14,7 +14,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 
 def _value(metavar: str, default: str | None = None) -> Any:
-    """How a flag's value and its default are shown; without `default`, as they are."""
+    """How help shows a flag's value and default; without `default`, the real default."""
     hint = None if default is None else f"(default: {default})" if default else ""
     return arg(metavar=metavar, help_behavior_hint=hint)
 
@@ -72,11 +72,11 @@ class Devices:
         divided: data=2,model=4 takes 8 devices. The default is one device. With several
         processes it is all devices: batches are divided over the processes, kernels over
         the devices of each process.
-      distributed: This process is one of several that srun, mpirun or Kubernetes started
-        and told of each other.
-      coordinator: Address of process 0, with a free port, where no launcher tells it.
-      num_processes: Number of processes, where no launcher tells it.
-      process_id: Number of this process, from 0, where no launcher tells it.
+      distributed: This process is one of several that srun, mpirun or Kubernetes started.
+        They find each other through the launcher.
+      coordinator: Address of process 0, with a free port. Needed without such a launcher.
+      num_processes: Number of processes. Needed without such a launcher.
+      process_id: Number of this process, from 0. Needed without such a launcher.
     """
 
     mesh: Annotated[str | None, _value(_Mesh, "")] = None
@@ -147,8 +147,8 @@ class Train:
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
         rowwise_adagrad, sgd, momentum and nesterov.
       learning_rate: Learning rate of the optimizer.
-      weight_decay: In each step, take this share of each weight off, times the learning
-        rate. For adamw, sgd, momentum and nesterov.
+      weight_decay: In each step, subtract from each weight this share of it, times the
+        learning rate. Only for adamw, sgd, momentum and nesterov.
       warmup_epochs: Raise the learning rate from 0 over this many epochs, which may be a
         fraction.
       cosine_decay: Lower the learning rate along a cosine, to 0 at the last epoch. With
@@ -199,7 +199,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Measures how well a model finds held-out interactions, beside mere popularity.
+    """Measures how well a model finds held-out interactions, compared with popularity.
 
     Prints a table and, as the last line, the same numbers as JSON.
 
@@ -243,10 +243,10 @@ class Evaluate:
 class Predict:
     """Writes the best items for each row.
 
-    The name of the output file decides its form. .csv and .parquet have the columns user, item, score
-    and rank. .jsonl has an object with user, items and scores for each row. Any other
-    name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and \\\\ in a name
-    stand for comma, colon, TAB, line end and backslash.
+    The name of the output file decides its form. .csv and .parquet have the columns user,
+    item, score and rank. .jsonl has an object with user, items and scores for each row.
+    Any other name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and
+    \\\\ in a name stand for comma, colon, TAB, line end and backslash.
 
     Attributes:
       run: Folder of the run that train wrote.
@@ -434,8 +434,8 @@ class Plan:
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernels of the first and the last layer are divided (model).
       memory: Memory of a device, for example 141GB.
-      compile: Also print what the compiler takes, for a mesh of devices of the kind that
-        is here. Fewer devices than the mesh has are enough.
+      compile: Also print the memory that the compiler needs, for a mesh of devices of the
+        kind that is here. There may be fewer devices than the mesh has.
       config: JSON file that describes the network, instead of the network options below.
       optimizer: Name of the optimizer, as for train.
       batch_size: Rows per step.
@@ -488,12 +488,12 @@ Command = (
     | Demo
 )
 
-# Commands that read files, by columns.
+# Commands that read files, with the flags of Columns.
 Reading = Train | Evaluate | Predict | Convert | Split | Report | Vectors
 
 
 def flags_of(kind: type) -> dict[str, str]:
-    """The flag of each field that has one, also of the dataclasses within.
+    """The flag of each field that has one, including the fields of nested dataclasses.
 
     >>> flags_of(Export)
     {'k': '--k', 'batch_size': '--batch-size'}

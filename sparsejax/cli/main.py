@@ -1,4 +1,4 @@
-"""The entry of the command line: parses, dispatches, and says what failed."""
+"""The entry of the command line: parses, calls the command, and reports errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> flags.Command:
-    """The command; prints what is asked for, or what is wrong, and raises SystemExit."""
+    """The command. For help or wrong usage, prints it and raises SystemExit."""
     try:
         if argv == ["--version"]:
             print(f"sparsejax {sparsejax.__version__}")
@@ -122,7 +122,7 @@ def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> No
 
 @contextlib.contextmanager
 def _on(devices: flags.Devices) -> Generator[None]:
-    """Joins the processes, of which only the first prints, and sets the mesh."""
+    """Joins the processes and sets the mesh. Only the first process prints."""
     if devices == flags.Devices():
         yield
         return
@@ -136,7 +136,7 @@ def _on(devices: flags.Devices) -> Generator[None]:
             processes.join_processes(
                 devices.coordinator, devices.num_processes, devices.process_id
             )
-            # Gloo, which connects CPUs, prints to stdout, which is for results.
+            # Gloo connects CPUs. It prints to stdout, which is for results.
             sys.stdout = os.fdopen(os.dup(1), "w")
             os.dup2(2, 1)
             if not processes.is_first():
@@ -157,14 +157,14 @@ def _one_line_warnings(command: flags.Command) -> Generator[None]:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        try:  # what Python would report as "Exception ignored" changes no result
+        try:  # an "Exception ignored" that Python would print changes no result
             yield
         finally:
             sys.unraisablehook = hook
 
 
 def _failed(error: BaseException, command: flags.Command | None) -> int:
-    """Says why a command failed and returns its exit status; raises what is a bug."""
+    """Says why a command failed and returns its exit status. Raises a bug again."""
     from sparsejax.mesh import processes
 
     status, after = 1, _what_next(command)

@@ -119,7 +119,7 @@ def examples_of(
     rows: int = 6,
     k: int = 8,
 ) -> list[Example]:
-    """Examples of the first rows that have enough to go by and something to find.
+    """Examples of the first rows with enough items to be shown and some item to find.
 
     Args:
       model: see `recommend`.
@@ -168,7 +168,7 @@ def similar_to_popular(
 
 
 def means_over(measured: Mapping[str, float]) -> str:
-    """Over how many users metrics are means, and how many held-out items are unknown."""
+    """Says over how many users metrics are means, and how many items are unknown."""
     text = f"means over {measured['users']:,} users"
     if entries := measured.get("entries_unknown"):
         text += (

@@ -47,12 +47,12 @@ class Run:
       num_features: number of features in the vocabulary. They are also the items.
       num_epochs: passes over the data.
       batch_size: rows per step.
-      seed: of the initial parameters and of the order of rows.
+      seed: seed of the initial parameters and of the order of rows.
       indicator: whether the data has no values, or its values are ignored.
       data: the file of the data, as the command named it.
       data_fingerprint: `fingerprint` of the rows that were read from the file.
       vocabulary_fingerprint: `fingerprint` of the names of the features.
-      validation: `fingerprint` of the held-out entries; None if there are no such.
+      validation: `fingerprint` of the held-out entries; None if no entries are held out.
       validation_split: how the held-out entries were chosen from the data: a share, or
         "last". None if a file holds them.
       k: cut-off of the validation metrics.
@@ -119,7 +119,7 @@ class Run:
     def check_resumes(self, before: Run) -> None:
         """Checks that a run can be resumed with these settings.
 
-        Only `num_epochs` may differ from those it was begun with: it may be higher.
+        Only `num_epochs` may differ from that of the run: it may be higher.
 
         Raises:
           ValueError: another setting differs. The message names it.
@@ -135,7 +135,7 @@ class Run:
                 f"{before.data}, with which the run was begun"
             )
         other_validation = self.validation != before.validation
-        # Then the same file has other entries left to train on.
+        # With another split, the same file has other entries to train on.
         splits_otherwise = self.validation_split != before.validation_split
         if self.data_fingerprint != before.data_fingerprint and not (
             other_validation and splits_otherwise
@@ -212,7 +212,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
     """The trained model of a run folder, ready for use, and its feature names.
 
     With validation data this is the model of the best epoch, otherwise of the newest
-    checkpoint. A damaged checkpoint is passed over with a `CheckpointWarning`.
+    checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)
@@ -227,9 +227,9 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
 
 
 def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
-    """The model that `load_model` returns, of settings that were read already."""
+    """The model that `load_model` returns, given the settings of its run."""
     checkpoints = checkpoints_of(directory, run)
-    checkpoints.check()  # before memory is taken for what the settings say
+    checkpoints.check()  # before a model is built, which may take much memory
     model, optimizer = run.build()
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
@@ -310,7 +310,7 @@ def begun(
                 and processes.is_first()
                 and checkpoints.steps() == steps
             ):
-                with contextlib.suppress(OSError):  # the first error is told
+                with contextlib.suppress(OSError):  # the first error is reported
                     write(before)
             if new and processes.is_first() and not checkpoints.steps():
                 shutil.rmtree(directory, ignore_errors=True)

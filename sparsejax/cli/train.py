@@ -298,6 +298,6 @@ def _logging(
 
 
 def _pretend_devices(count: int) -> None:
-    """Makes the CPU this many devices, unless JAX has begun already."""
+    """Makes the CPU appear as this many devices, unless JAX has been used already."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)

@@ -4,7 +4,7 @@ import re
 
 from sparsejax.cli.flags import Command, flags_of
 
-# What Python calls a flag whose name is another.
+# Arguments whose names in Python are not those of their flags.
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
 _ELSEWHERE |= {"keep_seen": "exclude=None"}
 # Names and paths in a message are the user's, whatever words they contain.

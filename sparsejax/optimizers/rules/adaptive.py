@@ -50,8 +50,8 @@ class rowwise_adagrad(Rule):
         v += mean(g^2)                  of the row; v starts at initial_accumulator_value
         w -= learning_rate g / (sqrt(v) + eps)
 
-    A row of an ordinary parameter is what one index of its first axis selects, so that
-    a bias has plain Adagrad.
+    A row of an ordinary parameter is what one index of its first axis selects. So a bias
+    has plain Adagrad.
     """
 
     initial_accumulator_value: float = 0.0
@@ -64,7 +64,7 @@ class rowwise_adagrad(Rule):
     def dense(self):
         def init(params):
             def of(p):
-                # Like a part of the parameter, so that it lies on a mesh as that does.
+                # From a part of the parameter, so that both lie on a mesh the same way.
                 places = (slice(None), *[slice(1)] * (p.ndim - 1))
                 first = self.initial_accumulator_value
                 return jnp.full_like(p[places[: p.ndim]], first)

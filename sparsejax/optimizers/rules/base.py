@@ -1,4 +1,4 @@
-"""The base class of the optimizer rules, and helpers of theirs."""
+"""The base class of the optimizer rules, and functions that the rules use."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Rule:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def rate(self, count: ArrayLike) -> Any:
-        """The learning rate of step `count`, from 1; like `count` if that is an array."""
+        """The learning rate of step `count`, from 1; an array if `count` is an array."""
         if not callable(self.learning_rate):
             return self.learning_rate
         rate = jnp.vectorize(self.learning_rate)(jnp.asarray(count) - 1)
@@ -102,20 +102,21 @@ class Rule:
     def catch_up(
         self, w: Float[Array, "rows hidden"], state: State, lag: jax.Array, count: Any
     ) -> tuple[jax.Array, State]:
-        """Rows after `lag` steps without a gradient.
+        """The rows after `lag` steps without a gradient.
 
         Args:
           w: weights.
           state: state arrays.
           lag: `[rows, 1]` int32, the number of steps that each row has missed.
-          count: steps done so far, those included.
+          count: steps done so far, including the missed ones.
         """
         return w, state
 
     def numbers(self, count: ArrayLike) -> Any:
         """The numbers that step `count`, from 1, needs: by default its learning rate.
 
-        A tree of numbers of the shape of `count`. They are computed outside GPU programs.
+        A tree of numbers that have the shape of `count`. They are computed outside GPU
+        programs.
         """
         return self.rate(count)
 
@@ -131,7 +132,7 @@ class Rule:
         raise NotImplementedError
 
     def missed(self, rate: Any) -> Linear:
-        """One step with a gradient of zero, of a rule that is linear in that case."""
+        """One step with a gradient of zero, for rules that are then linear."""
         raise NotImplementedError
 
     def all_missed(self, lag, count) -> Linear:
@@ -159,7 +160,7 @@ def power(base: float, exponent: jax.Array) -> jax.Array:
     """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
     if base == 0:
         return jnp.where(exponent > 0, 0.0, 1.0)
-    # The dense rule multiplies by the float32 number, again and again.
+    # Of the float32 number, because the dense rule multiplies by that in each step.
     return jnp.exp2(exponent * math.log2(np.float32(base)))
 
 

@@ -71,15 +71,15 @@ def changing(
     """The `lag` steps before and including number `count`.
 
     Args:
-      step: of an array of numbers of steps.
+      step: maps an array of step numbers to these steps.
       lag: number of steps, 0 or more.
       count: number of the last one.
     """
 
     place_in_chunk = jnp.arange(_CHUNK, dtype=jnp.int32)
 
-    # The latest step comes first. A sum of 2^i steps is joined to the one before it;
-    # `associative_scan` would do with half the arithmetic, and take seconds to compile.
+    # The latest step comes first. A sum of 2^i steps is joined to the one before it.
+    # `associative_scan` would need half the arithmetic, but take seconds to compile.
     def double(i, sums):
         later = jax.tree.map(lambda s: jnp.roll(s, 1 << i), sums)
         there = place_in_chunk >= 1 << i

@@ -1,4 +1,4 @@
-"""Adam and its kin."""
+"""Adam and related rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsejax.optimizers.rules.missed_steps import Linear
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Rule):
-    """What adam and its kin have in common."""
+    """What adam and related rules have in common."""
 
     elementwise = True
     shrinks_state = True
@@ -76,11 +76,11 @@ class _Moments(Rule):
         moves = jnp.any(mu != 0, axis=1, keepdims=True)
         owed = jnp.where(moves, jnp.minimum(lag, self.max_replay), 0)
 
-        # Of the weights' type also where numbers of 64 bits are enabled.
+        # Of the weights' type, even if 64-bit types are enabled.
         b1, b2 = jnp.asarray(self.b1, w.dtype), jnp.asarray(self.b2, w.dtype)
 
         # In the k-th missed step, number start + k, the moments are mu b1^k and
-        # nu b2^k, so all of them take one root, and one division each.
+        # nu b2^k. So all missed steps together need one root, and each one division.
         def missed(k, total):
             k = k + 1
             rate = self.rate(start + k)
@@ -146,8 +146,8 @@ class adamw(_Moments):
 class lazy_adam(adam):
     """As `adam`, but rows that a step does not touch stay as they are, moments too.
 
-    It is another rule than Adam: torch's SparseAdam, and LazyAdam of TensorFlow
-    Addons. Ordinary parameters have plain Adam.
+    The results are not Adam's. It is the rule of torch's SparseAdam, and of LazyAdam in
+    TensorFlow Addons. Ordinary parameters have plain Adam.
     """
 
     shrinks_state = False
