@@ -1,4 +1,4 @@
-"""Hardware counters of the gather-matmul kernel, by Nsight Compute.
+"""Hardware counters of our gather-matmul program, by Nsight Compute.
 
 python benchmarks/counters.py run [--commit NAME]    on a GPU, with ncu on the PATH
 python benchmarks/counters.py table                  anywhere

@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_ops.py
 
-Prints a table and writes `results/cpu_ops.json`. Milliseconds: the median of calls that
+Prints a table and writes `results/cpu_ops.json`. Times are medians in milliseconds. Calls
 alternate between the two, so that both meet the same disturbances.
 """
 

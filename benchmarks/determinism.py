@@ -1,10 +1,10 @@
-"""Trains a network of the demo's size twice, in processes of their own, and compares the bits.
+"""Trains a network of the demo's size in two processes, and compares the bits.
 
     python benchmarks/determinism.py run [--commit NAME]    on a GPU
     python benchmarks/determinism.py table                  anywhere
 
-200 steps of `fit` on generated data of the demo's shape, under several flags of XLA. What
-is compared is every array of the model and the optimizer.
+Each process does 200 steps of `fit` on generated data of the demo's shape. This is done
+under several flags of XLA. Every array of the model and the optimizer is compared.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
     python benchmarks/epoch.py run [--commit NAME]    on a GPU
     python benchmarks/epoch.py table                  anywhere
 
-27,278 items in and out, three hidden layers of 1,024 sigmoid units, dropout .5, sigmoid
-cross-entropy, RMSProp, batches of 256; 138,493 users with 20 million entries, generated:
-zipf items, lognormal lengths. Weights and state are float32, products take bfloat16
-operands at the output and TF32 between.
+The network has 27,278 items in and out, three hidden layers of 1,024 sigmoid units,
+dropout .5 and sigmoid cross-entropy. It is trained by RMSProp with batches of 256. The
+data is generated: 138,493 users with 20 million entries, zipf items, lognormal lengths.
+Weights and state are float32. Products take bfloat16 operands at the output, and TF32
+between.
 
-Peers have the same network: plain JAX (XLA's operations, dense gradients, data resident,
-one program for many steps); torch (embedding_bag in, batches resident and cut ahead of
-time, the compiled step in a CUDA graph); torch fed with dense rows from the host, as
-DSSTNE's comparison with TensorFlow did.
+The peers have the same network. Plain JAX: XLA's operations, dense gradients, resident
+data, one program for many steps. Torch: embedding_bag for the inputs, resident batches
+that are cut ahead of time, the compiled step in a CUDA graph. Torch with dense rows from
+the host, as in DSSTNE's comparison with TensorFlow.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/gather_matmul.py run [--commit NAME]    on a GPU
     python benchmarks/gather_matmul.py table                  anywhere
 
-JAX, JAX with its cuSPARSE flag, and torch with CuPy run in processes of their own, since
-they do not share a GPU's memory well; so do the shapes, on which the default choice of
-an implementation rests. Every result is checked against float64 before it is timed.
-`table` also draws the plots.
+JAX, JAX with its cuSPARSE flag, and torch with CuPy each run in a process of their own,
+since they do not share a GPU's memory well. Another process measures over shapes; the
+default choice of an implementation is based on these measurements. Every result is checked
+against float64 before it is timed. `table` also draws the plots.
 """
 
 from __future__ import annotations

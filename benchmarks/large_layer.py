@@ -2,9 +2,9 @@
 
     python benchmarks/large_layer.py [--output FILE] [--commit NAME]
 
-The command that users run: `fit`, RMSProp, data resident on the device, 100 steps of
-8,192 examples with some 64 features each, zipf ids, 1,000 classes. Writes
-`results/large_layer.json` and the table in README.md.
+It times what users call: `fit` with RMSProp, on data that is resident on the device, for
+100 steps of 8,192 examples. An example has about 64 features, with zipf ids; there are
+1,000 classes. Writes `results/large_layer.json` and the table in README.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/optimizers.py
 
 Writes `results/optimizers.json` and the table in README.md. It needs no GPU and takes
-some minutes. What is trained has two lookups in one kernel and ordinary parameters; the
-twin is plain JAX and optax. Ids are skewed. After 200 steps most rows are left alone for
-1,000 steps, and then some come back.
+some minutes. The model has two lookups in one kernel, and ordinary parameters. Its twin is
+plain JAX and optax. Ids are skewed. After 200 steps most rows are not touched for 1,000
+steps, and then some of them are touched again.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     python benchmarks/output_loss.py run [--commit NAME]    on a GPU
     python benchmarks/output_loss.py table                  anywhere
 
-`run` starts a process for JAX, another that only says whether it makes the same bits, and
-one for torch. Loss and gradients in `h` and the kernel, bfloat16 operands. The gradient of
-`h` is checked against float64 in some rows before anything is timed.
+`run` starts three processes: one for JAX, another that only checks whether JAX makes the
+same bits again, and one for torch. They compute the loss and its gradients in `h` and the
+kernel, with bfloat16 operands. The gradient of `h` is checked against float64 in some rows
+before anything is timed.
 """
 
 from __future__ import annotations

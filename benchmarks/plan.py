@@ -1,10 +1,10 @@
-"""What `plan` says beside the peak memory of a GPU, in three runs of `fit`.
+"""Compares what `plan` says with the peak memory of a GPU, in three calls of `fit`.
 
     python benchmarks/plan.py run [--commit NAME]    on a GPU
     python benchmarks/plan.py table                  anywhere
 
-Each run is a process of its own. It compiles first, so that what the compiler tries out
-is not in the peak. On a CPU everything is a hundredth as large, and there is no peak.
+Each call has a process of its own. It compiles first, so that what the compiler tries out
+is not in the peak. On a CPU everything is a hundredth as large, and no peak is known.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     python benchmarks/quality.py table
 
 FOLDER holds `train.txt.xz` and `test.txt.xz` of Gowalla in the split of the LightGCN paper.
-Each seed trains on all of `train` and is measured on `test` once after 20 epochs and once
-after 50: all items are ranked, those of `train` are left out. Nothing is chosen on `test`.
+With each seed a model is trained on all of `train`. It is measured on `test` once after 20
+epochs and once after 50: all items are ranked, except those that a user has in `train`.
+Nothing is chosen on `test`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
     python benchmarks/request.py run [--commit NAME] [--output FILE]
     python benchmarks/request.py table                  anywhere
 
-An autoencoder of 256 hidden units with cosines and a temperature, untrained, of as many
-items as MovieLens-1M and Gowalla have. A file is written and loaded, then 300 requests of
-one row come with histories of 1 to 385 items, which are not recommended: cold, as they
-come after loading, and the same again, warm. With `Predictor.warm_up` before them, where
-there is one. "rows" are requests of several rows, warm, the fastest of ten: other work on
-the machine only adds to times. `results/request_before.json` is of the commit before there
-were programs for one row.
+The model is an untrained autoencoder of 256 hidden units, with cosines and a temperature.
+It has as many items as MovieLens-1M, or as Gowalla. A predictor file is written and
+loaded. Then come 300 requests of one row, with histories of 1 to 385 items, which are not
+recommended. They are cold the first time after loading, and warm when the same ones come
+again. If there is `Predictor.warm_up`, the file is loaded once more, and the same requests
+come after it. "rows" are warm requests of several rows, the fastest of ten, because other
+work on the machine only adds to times. `results/request_before.json` is of the commit
+before the programs for one row.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/scatter_gradient.py run [--commit NAME]    on a GPU
     python benchmarks/scatter_gradient.py table                  anywhere
 
-Two tasks. *gradient*: the summed rows of `x^T dy` that the batch touches, the sort of
-its entries included. *step*: the gather-matmul, that gradient, and an Adagrad update of
-the kernel in place. Everything is checked against float64 before it is timed.
+There are two tasks. *gradient*: the summed rows of `x^T dy` that the batch touches,
+including the sort of its entries. *step*: the gather-matmul, that gradient, and an Adagrad
+update of the kernel in place. Everything is checked against float64 before it is timed.
 """
 
 from __future__ import annotations

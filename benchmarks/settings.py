@@ -4,9 +4,10 @@
     python benchmarks/settings.py plot
 
 FOLDER holds `train.txt.xz` of Gowalla (the split of the LightGCN paper) and
-`user_movie.csv.xz` of MovieLens-1M; the bundled data set is the third. Of each row of
-these training files a fifth is held out, and nDCG@20 on it is measured after every epoch.
-One setting at a time departs from the defaults of `sparsejax train`. Test data is not read.
+`user_movie.csv.xz` of MovieLens-1M. The bundled data set is the third. A fifth of each
+row of these training files is held out, and nDCG@20 on it is measured after every epoch.
+One setting at a time differs from the defaults of `sparsejax train`. Test data is not
+read.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python benchmarks/streaming.py run [--commit NAME]    on a GPU
     python benchmarks/streaming.py table                  anywhere
 
-One of 8,000,000 items in and out, that of scaling.py, and one of MovieLens-20M's shape, of
-which a step is a hundred times as fast. RMSProp, sigmoid cross-entropy, zipf ids,
-`fit(..., fused=True)`, from a file in a temporary folder. Epochs after the first, which
-compiles, are timed: they read all of the file again. Peak host memory is that of a process
-(VmHWM) in which the data was not made. On a CPU, to see that it runs, all is one chunk.
+One autoencoder has 8,000,000 items in and out, as in scaling.py. The other has the shape
+of MovieLens-20M; its steps are a hundred times as fast. Both use RMSProp, sigmoid
+cross-entropy, zipf ids and `fit(..., fused=True)`, on a file in a temporary folder. The
+first epoch compiles. The epochs after it are timed; each of them reads all of the file
+again. Peak host memory is that of a process (VmHWM) in which the data was not made. On a
+CPU all data is one chunk, only to see that the program runs.
 """
 
 from __future__ import annotations

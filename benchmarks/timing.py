@@ -1,8 +1,9 @@
-"""Kernel and call time on a GPU, the same way for JAX and for torch.
+"""Times on a GPU, measured in the same way for JAX and for torch.
 
-Kernel time is the sum over the kernels of a call as CUPTI records them; call time is
-wall clock over calls that follow each other. Both cycle through several inputs, so no
-call finds exactly its own data in the cache. Times are in microseconds.
+The time that tables call kernel time is the sum over the GPU programs of a call, as CUPTI
+records them. Call time is wall clock over calls that follow each other. Both measurements
+cycle through several inputs, so no call finds exactly its own data in the cache. Times are
+in microseconds.
 """
 
 from __future__ import annotations

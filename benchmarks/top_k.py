@@ -1,10 +1,10 @@
-"""Times the best 100 items of an output layer against its peers.
+"""Times finding the best 100 items of an output layer against its peers.
 
     python benchmarks/top_k.py run [--commit NAME]    on a GPU
     python benchmarks/top_k.py table                  anywhere
 
-Exact on float32 scores of bfloat16 operands, with the seen items excluded. Ids are checked
-against a sort of float64 scores in some rows before anything is timed.
+The results are exact for float32 scores of bfloat16 operands, with the seen items excluded.
+Ids are checked against a sort of float64 scores in some rows before anything is timed.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import sparsejax as sj
 
 
 def main(num_epochs: int = 10) -> None:
-    # A user's history, by name: sj.read("purchases.tsv") reads your own.
+    # The histories of users. To read your own: sj.read("purchases.tsv").
     data = sj.datasets.msweb().train
     print(data)
-    train, heldout = data.split(0.8, seed=0)  # of each row, hold out a fifth
+    train, heldout = data.split(0.8, seed=0)  # hold out a fifth of each row
 
     config = sj.NetworkConfig.autoencoder(hidden=(64,))
     size = train.num_features
@@ -30,7 +30,7 @@ def main(num_epochs: int = 10) -> None:
         ),
     )
 
-    # All items ranked for each user, what the user has left out, beside popularity.
+    # For each user, rank all items that the user does not have. Compare with popularity.
     measured = sj.evaluate(model, train, heldout, k=20)
     print(f"ndcg@20 {measured['ndcg@20']:.3f}", end=", ")
     print(f"of mere popularity {measured['popularity_ndcg@20']:.3f}")
@@ -42,7 +42,7 @@ def main(num_epochs: int = 10) -> None:
 
     sj.write_report("report.html", model, history, measured=measured)
 
-    # For a service, which needs neither Flax nor this script.
+    # A file for a service. The service needs neither Flax nor this script.
     sj.export_predictor(model, "model.predictor", k=3, names=train)
     predictor = sj.load_predictor("model.predictor")
     predictor.warm_up()  # else the first request waits for the compiler

@@ -15,7 +15,7 @@ from flax import nnx
 import sparsejax as sj
 
 LIKED = 4.0
-FEWEST_LIKES = 5  # of a user
+FEWEST_LIKES = 5  # users with fewer likes are left out
 
 
 def read_ratings(folder: pathlib.Path) -> sj.SparseDataset:
@@ -40,7 +40,7 @@ def read_titles(folder: pathlib.Path) -> dict[str, str]:
 
 
 def likes(ratings: sj.SparseDataset) -> sj.SparseDataset:
-    """Users with enough likes, and these."""
+    """The users with enough likes, and what they like."""
     matrix = ratings.to_scipy() >= LIKED
     enough = np.diff(matrix.indptr) >= FEWEST_LIKES
     return sj.SparseDataset.from_scipy(
@@ -83,8 +83,8 @@ def main(folder: pathlib.Path, *, hidden: int, num_epochs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path, help="as unpacked, with ratings")
-    parser.add_argument("--hidden", type=int, default=256, help="units")
-    parser.add_argument("--epochs", type=int, default=50, help="at most")
+    parser.add_argument("folder", type=pathlib.Path, help="the unpacked folder")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden units")
+    parser.add_argument("--epochs", type=int, default=50, help="most epochs")
     arguments = parser.parse_args()
     main(arguments.folder, hidden=arguments.hidden, num_epochs=arguments.epochs)

@@ -1,8 +1,8 @@
 """The sparse layers in a network and a training loop of your own.
 
-Trains the same network twice: with plain Flax and optax, where the gradient of each
-kernel is dense, and with gradients of only the rows that a batch names. The results
-agree; the second never touches the other rows.
+Trains the same network twice. With plain Flax and optax, the gradient of each kernel is
+dense. With sparsejax's optimizer, a gradient has only the rows of the features that occur
+in the batch, and the other rows are never touched. The results agree.
 
 Run: python examples/03_own_flax_loop.py
 """
@@ -21,7 +21,7 @@ BATCH, LEARNING_RATE = 512, 1e-3
 
 
 class Network(nnx.Module):
-    """With `num_features`, `num_items` and `top_k`, `recommend` and `evaluate` work."""
+    """`recommend` and `evaluate` need `num_features`, `num_items` and `top_k`."""
 
     def __init__(self, num_items: int, width: int, *, rngs: nnx.Rngs):
         self.num_features = self.num_items = num_items
@@ -37,7 +37,7 @@ class Network(nnx.Module):
         return h + nnx.gelu(self.second(self.norm(h)))
 
     def loss(self, x: sj.CSR) -> jax.Array:
-        """The mean over the batch; its inputs, whole, are the labels."""
+        """The mean over the batch. The labels are the inputs without corruption."""
         total = self.output.loss(self.encode(x), x, loss="softmax_cross_entropy")
         return total / x.num_rows
 
@@ -47,7 +47,7 @@ class Network(nnx.Module):
 
 
 def batches(data: sj.SparseDataset, num_epochs: int) -> Iterator[sj.CSR]:
-    """Shuffled rows, every batch of the same shape, so that one program is compiled."""
+    """Shuffled rows. All batches have one shape, so that one program is compiled."""
     resident = jax.tree.map(jnp.asarray, data.matrix)
     lengths = np.diff(data.matrix.indptr)
     capacity = int(np.sort(lengths)[-BATCH:].sum())  # the fullest batch there could be
@@ -67,7 +67,7 @@ def dense_step(model: Network, optimizer: nnx.Optimizer, x: sj.CSR) -> jax.Array
 
 @nnx.jit(donate_argnums=(0, 1))
 def row_step(model: Network, optimizer: sj.Optimizer, x: sj.CSR) -> jax.Array:
-    # The optimizer's own, because rows are brought up to date as they are read.
+    # The optimizer's own function: it brings rows up to date as they are read.
     loss, grads = optimizer.value_and_grad(lambda model: model.loss(x))(model)
     optimizer.update(model, grads)
     return loss

@@ -1,8 +1,8 @@
-"""Two towers: users by what they did and who they are, items by what they are.
+"""Two towers: one for users, from their history and profile, and one for items.
 
-The vector of a user is made of a history and a dense profile, that of an item of its tags
-alone. So items that nobody has bought yet get vectors, and are recommended. The data is
-made up: users buy items whose tags they like.
+The vector of an item is made from its tags alone. So items that nobody has bought yet also
+have vectors, and are recommended. The profile of a user is dense. The data is made up:
+users buy items whose tags they like.
 
 Run: python examples/04_two_towers.py
 """
@@ -62,13 +62,13 @@ class TwoTowers(nnx.Module):
 
 
 def unit(vectors: jax.Array) -> jax.Array:
-    """Vectors of length 1; a vector of zeros, as of an item without tags, stays one."""
+    """Vectors of length 1. A vector of zeros (an item without tags) stays zero."""
     square = jnp.sum(jnp.square(vectors), axis=1, keepdims=True)
     return vectors * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
 
 
 def make_data():
-    """Purchases, profiles in another order and not of all users, and the items' tags."""
+    """Purchases; profiles of some users, in another order; and the items' tags."""
     rng = np.random.default_rng(0)
     tags = (rng.random((ITEMS, TAGS)) < 0.15).astype(np.float32)
     likes = rng.normal(size=(USERS, TAGS))
@@ -95,7 +95,7 @@ def only(data: sj.SparseDataset, items: np.ndarray) -> sj.SparseDataset:
 
 def main(num_epochs: int = 10) -> dict[str, float]:
     purchases, profiles, tags = make_data()
-    is_new = np.arange(ITEMS) % 5 == 4  # training knows no purchase of these
+    is_new = np.arange(ITEMS) % 5 == 4  # training sees no purchase of these
     new = only(purchases, is_new)
     train, heldout = only(purchases, ~is_new).split(0.8, seed=0)
 

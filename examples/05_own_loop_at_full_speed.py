@@ -28,13 +28,13 @@ def main(num_epochs: int = 10) -> list[float]:
     for epoch in range(num_epochs):
         waiting = []
         for dispatch in epochs.dispatches(epoch):
-            # Returns at once. To read the losses here would wait for the steps.
+            # Returns at once. Reading the losses here would wait for the steps.
             waiting.append((program.launch(dispatch), dispatch.examples))
         sums = [np.dot(np.asarray(each, np.float64), count) for each, count in waiting]
         losses.append(float(sum(sums)) / epochs.num_rows)
         print(f"epoch {epoch + 1}: loss {losses[-1]:.4f}")
         if epoch % 2 == 1:
-            # Rows may not be up to date: with the optimizer they are read as if they were.
+            # Rows may not be up to date. With the optimizer they are read as if they were.
             measured = sj.evaluate(model, train, heldout, k=20, optimizer=optimizer)
             print(f"  ndcg@20 {measured['ndcg@20']:.4f}")
             if measured["ndcg@20"] > ENOUGH:
