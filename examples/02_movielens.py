@@ -83,8 +83,10 @@ def main(folder: pathlib.Path, *, hidden: int, num_epochs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path, help="the unpacked folder")
+    parser.add_argument(
+        "folder", type=pathlib.Path, help="the unpacked folder, with ratings"
+    )
     parser.add_argument("--hidden", type=int, default=256, help="hidden units")
-    parser.add_argument("--epochs", type=int, default=50, help="most epochs")
+    parser.add_argument("--epochs", type=int, default=50, help="largest number")
     arguments = parser.parse_args()
     main(arguments.folder, hidden=arguments.hidden, num_epochs=arguments.epochs)

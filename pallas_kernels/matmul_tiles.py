@@ -25,8 +25,9 @@ LAYOUT = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP))
 
 _STAGES = 4  # steps that are copied ahead
 # Registers of a thread that computes and of one that copies, by the number of warpgroups
-# that compute. The warpgroups only exchange registers. At first each has the same number:
-# 512, those of an SM, divided by all warpgroups and rounded down to a multiple of 8.
+# that compute. The warpgroups only exchange registers. At first all threads have the same
+# number: 512 (those of an SM, for 128 threads) divided by the number of all warpgroups,
+# rounded down to a multiple of 8.
 _REGISTERS = {2: (232, 40), 4: (112, 32)}
 
 

@@ -157,5 +157,5 @@ def gradient_tiles(
 
 
 def tile_columns(hidden: int) -> int:
-    """Columns of a tile: the most that divide `hidden`."""
+    """Columns of a tile: a divisor of `hidden`, 256 at most."""
     return next(n for n in (256, 192, 128, 64) if hidden % n == 0)

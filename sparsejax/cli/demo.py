@@ -24,7 +24,7 @@ from sparsejax.whole_files import check_writable
 NETWORK = NetworkConfig.autoencoder((128,))
 OPTIMIZER, LEARNING_RATE = "adam", 1e-3
 EPOCHS, BATCH_SIZE, SEED = 15, 512, 0
-TRAINED = 0.9  # share of the visits to train on; the curves are of the others
+TRAINED = 0.9  # share of the visits to train on; the curves show the others
 GIVEN = 0.6  # share of a test visitor's visits that the model is shown
 K, SHOWN_VISITORS, PRINTED_VISITORS, SHOWN_AREAS = 10, 6, 3, 5
 

@@ -27,7 +27,7 @@ _STYLE = pathlib.Path(__file__).with_name("report.css")
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 24
 _MOST_POINTS = 60  # with more, a chart has a line only
-_MOST_NAMES = 12  # shown of a list
+_MOST_NAMES = 12  # names that are shown of a list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

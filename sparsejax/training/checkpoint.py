@@ -376,7 +376,7 @@ def _checksums(arrays):
             array = array.astype(jnp.uint8)
         width = jnp.dtype(array.dtype).itemsize * 8
         bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
-        # By axes, so that each device makes its own part.
+        # Computed axis by axis, so that each device makes its own part.
         position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
         for axis in reversed(range(bits.ndim)):
             place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -388,7 +388,7 @@ def _checksums(arrays):
 
 
 def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
-    """A hash of matrices, arrays and names: a string that depends on their content.
+    """A hash of matrices, arrays and names: the same string for the same content.
 
     Padding of a CSR does not count.
     """

@@ -54,7 +54,10 @@ _DISPATCH_ENTRIES = 2**23
 
 @runtime_checkable
 class Trainable(Protocol):
-    """What `Program` needs of a model: an `nnx.Module` with these methods."""
+    """What `Program` needs of a model: an `nnx.Module` with these methods.
+
+    `FeedForward` has them.
+    """
 
     def loss(
         self, x: Any, labels: CSR, *, weights: jax.Array | None = None

@@ -40,7 +40,10 @@ from sparsejax.training.streaming import Stream
 
 @runtime_checkable
 class Fittable(dispatching.Trainable, Recommender, Protocol):
-    """What `fit` needs of a model: an `nnx.Module` with the methods of both protocols."""
+    """What `fit` needs of a model: an `nnx.Module` with the methods of both protocols.
+
+    `FeedForward` has them.
+    """
 
 
 def _on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
@@ -186,7 +189,7 @@ def fit(
     if isinstance(examples, Stream):  # by default it depends on the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(examples, batch_size=batch_size, num_epochs=num_epochs, seed=seed)
-    # It places the arrays. A checkpoint that is read later keeps them in their places.
+    # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
     program = Program(model, optimizer, fused=fused)
     evaluation = None
     if validation is not None:

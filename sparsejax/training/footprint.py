@@ -167,9 +167,8 @@ class Laid(NamedTuple):
 def laid_out(job: Job, data: int, model: int) -> list[Laid]:
     """How the variables of model and optimizer lie on a mesh of these axes.
 
-    The metadata of most variables says it. Only for the optimizer's state of a hidden
-    layer's parameter it does not: this state lies as the parameter does, except for axes
-    of another size.
+    The metadata of a variable says it. The optimizer's state of a hidden layer's parameter
+    has no such metadata: it lies as the parameter does, except for axes of another size.
     """
     mesh = AbstractMesh(
         (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
@@ -202,7 +201,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     itemsize = 8 if job.values else 4
     own = job.capacities(data, model)
     steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
-    # A device receives the entries in its columns of the whole batch.
+    # A device receives the entries of the whole batch that are in its columns.
     column = data * own[0]
     starts = min(column, padded_rows(job.inputs) // model)
     taken = steps * itemsize * sum(own)
@@ -337,10 +336,10 @@ def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
         )
         between = 0
         for i, (before, size) in enumerate(itertools.pairwise(sizes)):
-            if i % 2 == 1 and before % model == 0:  # inputs: their sums
+            if i % 2 == 1 and before % model == 0:  # inputs in parts: sums
                 between += summed(4 * batch * size, model)
             elif i % 2 == 0 and size % model == 0:
-                between += summed(4 * batch * before, model)  # backward
+                between += summed(4 * batch * before, model)  # outputs: backward
                 if i + 2 == len(sizes):  # no layer takes the parts
                     between += gathered(4 * batch * size, model)
         if between:

@@ -63,7 +63,8 @@ class Plan(Footprint):
       data: devices over which batches are divided.
       model: devices over which the first and the last kernel are divided.
       steps: steps of a dispatch.
-      entries: number of entries of the inputs or of the targets, whichever is larger.
+      entries: number of entries of the inputs or of the targets, whichever is larger, on
+        the fullest device.
       weights: parameters.
       state: state of the optimizer.
       dataset: inputs and targets.

@@ -205,7 +205,7 @@ def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
     """Raises ValueError if the loss cannot make sense of the values of labels.
 
     Args:
-      rule: the loss. If it is not a `LossRule`, any values are allowed.
+      rule: the loss. Only a `LossRule` says which values it takes.
       labels: a `CSR`.
       whole: whether these are all labels of the data.
     """

@@ -80,7 +80,7 @@ class Stream:
     def resident(self, chunk: int, following: int | None) -> Resident:
         """The data of a chunk on the devices, once read; `following` comes next."""
         if self._here is None or self._here[0] != chunk:
-            self._here = None  # makes room
+            self._here = None  # frees its memory
             ahead = self._ahead.pop(chunk, None)
             done = self._prepare(chunk) if ahead is None else ahead.result()
             placed = done if isinstance(done, Resident) else self._place(chunk, done)

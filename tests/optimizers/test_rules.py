@@ -336,7 +336,7 @@ def test_errors_of_options():
         ({"learning_rate": 1, "eps": 0}, "eps must be positive, got 0"),
         ({"learning_rate": 1, "b1": 0.999, "b2": 0.99}, r"b1 must be below sqrt\(b2\)"),
         ({"learning_rate": 1, "momentum": 1}, "options learning_rate, .*b1, b2, eps"),
-        ({}, "of which learning_rate is needed; got none"),
+        ({}, "and learning_rate is needed; got none"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizers.get("adam", **options)

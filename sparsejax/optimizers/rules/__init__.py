@@ -60,8 +60,8 @@ def get(name: str, **options: Any) -> Rule:
     unknown = [option for option in options if option not in options_of]
     if unknown or "learning_rate" not in options:
         raise ValueError(
-            f"{name} takes the options {', '.join(options_of)}, of which learning_rate "
-            f"is needed; got {', '.join(options) or 'none'}"
+            f"{name} takes the options {', '.join(options_of)}, and learning_rate is "
+            f"needed; got {', '.join(options) or 'none'}"
         )
     return _RULES[name](**options)
 
