@@ -38,10 +38,8 @@ _TILES = 2  # tiles of the kernel's rows in shared memory
 # The odds of this many tiles are multiplied before a logarithm is taken. Each tile gives 16
 # factors of at most 2.
 _TILES_OF_ODDS = 4
-_REGISTERS = (
-    240,
-    24,
-)  # of a thread that computes, of one that copies; see `matmul_tiles`
+# Registers of a thread that computes, and of one that copies; see `matmul_tiles`.
+_REGISTERS = 240, 24
 
 
 def slopes_product(
