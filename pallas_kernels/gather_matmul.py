@@ -309,7 +309,7 @@ def sum_body(
 
         def halve(bounds):
             low, high = bounds
-            middle = (low + high) // 2
+            middle = lax.div(low + high, 2)
             right = indptr_gmem[middle] <= entry
             return jnp.where(right, middle, low), jnp.where(right, high, middle)
 
@@ -323,7 +323,7 @@ def sum_body(
         start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
         start_b, end_b = indptr_gmem[row_b], indptr_gmem[row_b + 1]
         earlier = start_a < begin
-        theirs = earlier & (end_a <= (start_a // t + 2) * t)
+        theirs = earlier & (end_a <= (lax.div(start_a, t) + 2) * t)
         head = earlier & ~theirs
         first = jnp.where(theirs, end_a, begin)
         mine = (start_b >= begin) & (end_b <= begin + 2 * t)
@@ -334,20 +334,20 @@ def sum_body(
         @pl.when(c == 0)
         def _():
             cut_rows_gmem[0, p] = jnp.where(tail, row_b, -1)
-            cut_rows_gmem[1, p] = (end_b - 1) // t
+            cut_rows_gmem[1, p] = lax.div(end_b - 1, t)
 
         def flush(row, acc, bad, entry, ahead):
             acc = acc + bad
             is_head = head & (row == row_a)
             is_tail = tail & (row == row_b)
 
-            @pl.when(is_head | is_tail)
-            def _():
-                partial_gmem[is_tail.astype(jnp.int32), p, columns] = acc
+            def is_cut():
+                partial_gmem[jnp.where(is_tail, 1, 0), p, columns] = acc
 
-            @pl.when(~(is_head | is_tail))
-            def _():
+            def is_whole():
                 store(row, columns, acc, entry, ahead)
+
+            lax.cond(~(is_head | is_tail), is_whole, is_cut)
 
         def end_of(row):
             return indptr_gmem[jnp.minimum(row + 1, num_rows)]
@@ -424,8 +424,9 @@ def sum_body(
                         state = end_row(position + u + 1, (each[u], ahead[u]), *state)
                 return state
 
-            plain = (position + unroll <= end) & (largest < num_cols)
-            state = lax.cond(plain, one_row, several_rows)
+            # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
+            several = (position + unroll > end) | (largest >= num_cols)
+            state = lax.cond(several, several_rows, one_row)
             position = position + unroll
             return position, *end_row(position, (each[-1], ahead[-1]), *state), upcoming
 

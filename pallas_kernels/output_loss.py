@@ -159,12 +159,12 @@ class SlopesEpilogue:
             self.write(slopes, row, column + c, smem.at[warpgroup], outputs)
         for ref in outputs[:-1]:
             values = jnp.sum(self.total(sums), axis=1)
-            ref[column // tiles.COLUMNS, pl.ds(row, ROWS)] = values
+            ref[lax.div(column, tiles.COLUMNS), pl.ds(row, ROWS)] = values
 
     def of_rows(self, row, inputs) -> tuple:
         """For 64 rows: whether the weight of one is 0, and their `vectors`."""
         _, weightless_gmem, *refs = inputs
-        return weightless_gmem[row // ROWS], [
+        return weightless_gmem[lax.div(row, ROWS)], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
@@ -337,14 +337,15 @@ def normalise(
                 total = total + jnp.exp2(x * _LOG2E - shifts)
             total = jnp.sum(total, axis=1)
             total = total + before[1] * jnp.exp2((before[0] - shift) * _LOG2E)
+            # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
             labels = lax.cond(
-                sum(counts) == 0, lambda: before[2:], lambda: of_labels(scores)
+                sum(counts) != 0, lambda: of_labels(scores), lambda: before[2:]
             )
             for ref, x in zip(refs, (largest, total, *labels), strict=True):
                 ref[pl.ds(row, ROWS)] = x
 
-        all_inside = first + column + tiles.COLUMNS <= end
-        lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
+        some_outside = first + column + tiles.COLUMNS > end
+        lax.cond(some_outside, lambda: finish(True), lambda: finish(False))
 
     refs = [jax.new_ref(x) for x in known]
     tiles.score_tiles(
@@ -402,15 +403,17 @@ def _log1p(x):
 
 def load_words(words_gmem, row, column):
     """`[64, 8]` words of a tile, shifted so that the bits of item `column` come first."""
-    first = pl.multiple_of(column // tiles.TILE_ITEMS * _WORDS, _WORDS)
+    first = pl.multiple_of(lax.div(column, tiles.TILE_ITEMS) * _WORDS, _WORDS)
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
     words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
-    return lax.shift_right_logical(words, lax.rem(column, tiles.TILE_ITEMS) // _WORDS)
+    return lax.shift_right_logical(
+        words, lax.div(lax.rem(column, tiles.TILE_ITEMS), _WORDS)
+    )
 
 
 def load_labels(words_gmem, batch, row, column):
     """`load_words`, and the number of labels in each 64 columns of a tile."""
-    at, place = batch + row // ROWS, column // SLOPES_COLUMNS
+    at, place = batch + lax.div(row, ROWS), lax.div(column, SLOPES_COLUMNS)
     counts = range(tiles.COLUMNS // SLOPES_COLUMNS)
     counts = [words_gmem[at, place + i] for i in counts]
     return load_words(words_gmem, row, column), counts

@@ -101,14 +101,14 @@ def maxima(
                 plgpu.commit_smem()
                 target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
                 plgpu.copy_smem_to_gmem(smem.at[warpgroup], more_gmem.at[*target])
-            at = pl.ds(pl.multiple_of(column // GROUP, _GROUPS), _GROUPS)
+            at = pl.ds(pl.multiple_of(lax.div(column, GROUP), _GROUPS), _GROUPS)
             store(maxima_gmem.at[pl.ds(row, ROWS), at], largest)
             if not with_scores:
-                target = more_gmem.at[pl.ds(row, ROWS), column // BLOCK]
+                target = more_gmem.at[pl.ds(row, ROWS), lax.div(column, BLOCK)]
                 store(target, jnp.max(largest, axis=1))
 
-        all_inside = first + column + BLOCK <= end
-        lax.cond(all_inside, lambda: finish(False), lambda: finish(True))
+        some_outside = first + column + BLOCK > end
+        lax.cond(some_outside, lambda: finish(True), lambda: finish(False))
 
     more = size if with_scores else size // BLOCK
     stored = plgpu.SMEM(
@@ -167,7 +167,7 @@ def scores_of_groups(
     def scores_of_groups_body(groups_gmem, h_gmem, kernel_gmem, *refs):
         *layer_refs, out_gmem = refs
         row = lax.axis_index("row")
-        others = pl.multiple_of(row // 8 * 8, 8)
+        others = pl.multiple_of(lax.div(row, 8) * 8, 8)
 
         def scope(items_smem, h_smem, full):
             def copy(i):
