@@ -187,14 +187,14 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     Raises:
       ValueError: the name is unknown.
     """
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ValueError(
-            f"unknown activation {name!r}; known: {', '.join(sorted(_ACTIVATIONS))}"
+            f"unknown activation {name!r}; known: {', '.join(sorted(ACTIVATIONS))}"
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "celu": jax.nn.celu,
     "elu": jax.nn.elu,
     "gelu": jax.nn.gelu,

@@ -12,7 +12,7 @@ from flax import nnx
 from matrices import oracle, random_csr
 
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
-from sparsejax.nn.models import FeedForward
+from sparsejax.nn.models import ACTIVATIONS, FeedForward
 
 PLAIN: dict[str, Any] = {
     "activation": "relu",
@@ -116,10 +116,8 @@ def test_unknown_names():
 
 
 def test_every_activation_runs():
-    from sparsejax.nn.models import _ACTIVATIONS
-
     x = random_csr(3, 12)
-    for name in _ACTIVATIONS:
+    for name in ACTIVATIONS:
         assert build(activation=name).encode(x).shape == (3, 6)
 
 

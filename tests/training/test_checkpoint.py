@@ -15,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from matrices import random_csr
+from orbax.checkpoint import v1 as ocp
 
 from sparsejax.data.names import as_names
 from sparsejax.sparse import CSR
@@ -179,19 +180,19 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(tmp_path, monkeypatch):
     """By the policy of a training that goes on, which has saved another one."""
     pair, checkpoints = modules(0), Checkpoints(tmp_path)
     checkpoints.save(1, pair, {"step": 1})
-    load = Checkpoints._load
+    load = ocp.load
 
-    def deleted(self, step, modules, record):
-        if step == 1:
+    def deleted(path, *arguments, **options):
+        if path.name == "1":
             checkpoints.save(2, pair, {"step": 2})
-            shutil.rmtree(tmp_path / "1")
-        return load(self, step, modules, record)
+        if path.name in doomed:
+            shutil.rmtree(path)
+        return load(path, *arguments, **options)
 
-    monkeypatch.setattr(Checkpoints, "_load", deleted)
+    monkeypatch.setattr(ocp, "load", deleted)
+    doomed = {"1"}
     assert checkpoints.restore(modules(1)) == {"step": 2}
-    monkeypatch.setattr(
-        Checkpoints, "_load", lambda *_: shutil.rmtree(tmp_path / "2") or load(*_)
-    )
+    doomed = {"2"}
     assert checkpoints.restore(modules(1)) is None
 
 

@@ -14,7 +14,6 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.data import parquet
 from sparsejax.training.dispatch import epoch_order
 from sparsejax.training.resident import Resident
 from sparsejax.training.streaming import Stream
@@ -23,15 +22,16 @@ ROWS, ITEMS = 300, 40
 
 
 @pytest.fixture
-def path(tmp_path, monkeypatch):
+def path(tmp_path):
     """A saved data set in row groups of 32 rows."""
-    monkeypatch.setattr(parquet, "_GROUP_ROWS", 32)
     rng = np.random.default_rng(0)
     matrix = rng.random((ROWS, ITEMS)) < 0.15
     matrix[:, 0] |= np.arange(ROWS) % 2 == 0
     data = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(matrix))
-    data.save(tmp_path / "data.parquet")
-    return tmp_path / "data.parquet"
+    path = tmp_path / "data.parquet"
+    data.save(path)
+    pq.write_table(pq.read_table(path), path, row_group_size=32)
+    return path
 
 
 def on(shape):
