@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 
 # Programs compile in two thirds of the time; `test-oldest` optimizes, as users do.
 test: $(VENV)/.installed
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest --numprocesses 2 --dist worksteal
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest --numprocesses 2 --dist worksteal --durations 20
 
 # Of losses over all items and of ranking the tests choose their own types.
 X64 := $(addprefix tests/,ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)

@@ -199,7 +199,7 @@ def test_validation_of_a_wrong_share(small, tmp_path, monkeypatch, capsys):
             "a share must be between 0 and 1; a file of this" in capsys.readouterr().err
         )
     assert main([*small, "--validation", ".001"]) == 1
-    assert "nothing is held out: 0.001 of each row" in capsys.readouterr().err
+    assert "too few to hold out 0.001 of them" in capsys.readouterr().err
     # Files of such names.
     monkeypatch.chdir(tmp_path)
     for name in ("last", ".1"):
