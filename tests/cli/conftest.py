@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterator
 
-import jax
 import numpy as np
 import pytest
 from run_folders import (
@@ -17,13 +15,6 @@ from run_folders import (
 )
 
 from sparsejax.cli.main import main
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _few_programs() -> Iterator[None]:
-    """Keeps compiled programs from one module to the next: these compile the same."""
-    yield
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
