@@ -85,7 +85,7 @@ class _OneFormula(ElementwiseLoss):
 class SigmoidBinaryCrossEntropy(_OneFormula):
     """Every item is a yes-or-no question: `optax.sigmoid_binary_cross_entropy`.
 
-    With s the score and t the label (0 where there is none)::
+    With s the score and t the label (0 where no label is stored)::
 
         loss = softplus(s) - t s = -t log(sigmoid(s)) - (1 - t) log(1 - sigmoid(s))
     """
@@ -103,7 +103,7 @@ class SigmoidBinaryCrossEntropy(_OneFormula):
 class L2Loss(_OneFormula):
     """Half the squared error: `optax.l2_loss`.
 
-    With s the score and t the label (0 where there is none)::
+    With s the score and t the label (0 where no label is stored)::
 
         loss = (s - t)^2 / 2
     """
@@ -120,7 +120,7 @@ class L2Loss(_OneFormula):
 class L1Loss(_OneFormula):
     """The absolute error.
 
-    With s the score and t the label (0 where there is none)::
+    With s the score and t the label (0 where no label is stored)::
 
         loss = |s - t|
     """
@@ -138,7 +138,7 @@ class L1Loss(_OneFormula):
 class HingeLoss(_OneFormula):
     """Scores on the right side of a margin: `optax.hinge_loss`.
 
-    With s the score and t the label (-1 where there is none)::
+    With s the score and t the label (-1 where no label is stored)::
 
         loss = max(0, 1 - t s)
     """
@@ -156,7 +156,7 @@ class HingeLoss(_OneFormula):
 class L2HingeLoss(_OneFormula):
     """Half the squared error, only where the score is on the wrong side (DSSTNE's).
 
-    With s the score and t the label (0 where there is none)::
+    With s the score and t the label (0 where no label is stored)::
 
         t > 0:    loss = min(0, s - t)^2 / 2      pushes s up only, to t
         t <= 0:   loss = max(0, s - |t|)^2 / 2    pushes s down only, to |t|

@@ -163,7 +163,7 @@ class Train:
       epochs: Number of passes over the data, including those before a resume.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
-      resume: Continue from the last checkpoint of the run, or begin if there is none. The
+      resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
         settings must be those the run was begun with; only --epochs may be higher.
       tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
         Needs pip install 'sparsejax[tensorboard]'.

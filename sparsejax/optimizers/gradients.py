@@ -47,7 +47,7 @@ Reader = Callable[[SparseRows, jax.Array, Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
-    """A `[rows, hidden]` parameter of which a step reads few rows, through `lookup`.
+    """A `[rows, hidden]` parameter. A step reads few of its rows, through `lookup`.
 
     >>> isinstance(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, RowParam)
     True
@@ -61,7 +61,7 @@ def lookup(
     combiner: gather.Combiner = "sum",
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_matmul(x, kernel)` of which `value_and_grad` sees only the touched rows.
+    """`gather_matmul(x, kernel)`; `value_and_grad` differentiates the touched rows only.
 
     >>> x = CSR.from_scipy(scipy.sparse.csr_array([[0, 1, 0, 2, 0], [0, 0, 0, 0, 0.0]]))
     >>> lookup(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, x).shape

@@ -1,9 +1,9 @@
 """Optimizers that write only the rows a step touches, and equal their dense twins.
 
-With a dense rule every step also changes the rows whose gradient is zero. Here a row
-that is not touched is left as it is and catches up later. Its state does so when the row is
-next written. Its weights, under rules that move them, also do so whenever they are read. After `Optimizer.flush` all weights are those of the dense rule, up to
-rounding.
+With a dense rule every step also changes the rows whose gradient is zero. Here a step leaves
+these rows as they are, and they catch up later. The state of a row catches up when the row is
+next written. Its weights, under rules that move them, also catch up whenever they are read.
+After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
 
 >>> rate = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=10_000)
 >>> optimizer = Optimizer(model, adamw(rate, weight_decay=1e-2))
@@ -129,8 +129,9 @@ class Optimizer(nnx.Pytree):
 
         Rows are brought up to date on the fly and not written. If they drift and the
         batch may touch a large part of a kernel, an update of the whole kernel is
-        quicker: it is brought up to date in place, and its gradient is a dense array.
-        So is that of a kernel the loss also reads elsewhere (`dense="allow"`).
+        quicker: it is brought up to date in place, and its gradient is a dense array. A
+        kernel that the loss also reads elsewhere (`dense="allow"`) has a dense gradient
+        too.
         """
         return gradients.value_and_grad_with(
             self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense

@@ -228,7 +228,7 @@ class RowTerms(RowGradient):
 
     @property
     def terms(self) -> scatter_gradient.Terms:
-        """The terms of which `values` has the sums."""
+        """The terms; `values` has their sums."""
         by_column = jax.tree.map(_opened, self._by_column)
         return scatter_gradient.Terms(
             by_column, self._data, self._dy, self.num_rows, self.divided
@@ -296,7 +296,7 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
     overflow. Values are added in the order given.
 
     Raises:
-      ValueError: there is none, or they are of kernels of different shapes.
+      ValueError: there are no gradients, or their kernels differ in shape.
     """
     if not gradients:
         raise ValueError("merge needs at least one RowGradient")
