@@ -4,6 +4,7 @@ import contextlib
 import signal
 from typing import Any
 
+import beartype.roar
 import jax
 import jaxtyping
 import numpy as np
@@ -21,6 +22,9 @@ from sparsejax.training import dispatch
 from sparsejax.training.checkpoint import Checkpoints
 from sparsejax.training.fit import fit
 from sparsejax.training.progress import EarlyStopping
+
+# What the check of types raises if an exception interrupts it.
+TYPE_ERRORS = jaxtyping.TypeCheckError, beartype.roar.BeartypeException
 
 
 class Interrupted(Exception):
@@ -210,8 +214,7 @@ def test_models_survive_a_signal_at_any_moment():
     try:
         for _ in range(8):
             signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.3 * rng.random())
-            # A check of types in the tests takes the exception for a wrong type.
-            with contextlib.suppress(Interrupted, jaxtyping.TypeCheckError):
+            with contextlib.suppress(Interrupted, *TYPE_ERRORS):
                 fit(model, optimizer, train, batch_size=16, num_epochs=100)
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert all(np.isfinite(leaf).all() for leaf in values_of(model, optimizer))
