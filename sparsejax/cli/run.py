@@ -18,18 +18,21 @@ import shutil
 from collections.abc import Generator
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.mesh import processes
-from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.mesh.layout import sharding_of
 from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
+from sparsejax.training.build import make_modules, new_modules
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
 from sparsejax.whole_files import whole_text_file
 
@@ -81,12 +84,32 @@ class Run:
         Raises:
           ValueError: no such network can be built.
         """
+        return new_modules(self.network, self.optimizer, **self._sizes())
+
+    def shapes(self) -> tuple[FeedForward, Optimizer]:
+        """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.
+
+        Raises:
+          ValueError: no such network can be built.
+        """
+
+        def placed(variable: nnx.Variable) -> nnx.Variable:
+            sharding = sharding_of(variable.get_metadata().get("out_sharding", P()))
+            shape = variable.get_raw_value()
+            return variable.replace(
+                jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+            )
+
+        make = functools.partial(make_modules, self.network, self.optimizer)
+        modules = nnx.eval_shape(lambda: make(**self._sizes()))
+        is_variable = lambda node: isinstance(node, nnx.Variable)
+        state = jax.tree.map(placed, nnx.state(modules), is_leaf=is_variable)
+        nnx.update(modules, state)
+        return modules
+
+    def _sizes(self) -> dict[str, int]:
         size = self.num_features
-        rngs = nnx.Rngs(self.seed)
-        model = FeedForward(self.network, inputs=size, outputs=size, rngs=rngs)
-        optimizer = Optimizer(model, self.optimizer)
-        nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
-        return model, optimizer
+        return {"inputs": size, "outputs": size, "seed": self.seed}
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
@@ -229,8 +252,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
 def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
     """The model that `load_model` returns, given the settings of its run."""
     checkpoints = checkpoints_of(directory, run)
-    checkpoints.check()  # before a model is built, which may take much memory
-    model, optimizer = run.build()
+    model, optimizer = run.shapes()
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
             f"{directory}: holds no checkpoint yet; train it with --resume"

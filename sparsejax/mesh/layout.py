@@ -215,6 +215,13 @@ def jit_sharded[**Args, Made](
     return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
 
 
+def sharding_of(spec: P) -> jax.sharding.Sharding:
+    """How `put_on_mesh` lays an array of this spec: without a mesh, on the first device."""
+    if not mesh_is_set():
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(jax.sharding.get_mesh(), spec)
+
+
 def put_on_mesh[Tree](tree: Tree) -> Tree:
     """The tree, with its arrays copied to the mesh that is set, if one is.
 

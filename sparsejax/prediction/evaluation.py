@@ -27,12 +27,12 @@ from sparsejax.data.sources import (
     features_of,
     find_rows,
 )
-from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
+from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.loop import check_positive, check_scores, exclusion, indicator
 from sparsejax.prediction.popularity import Popularity, column_counts
-from sparsejax.prediction.recommender import Recommender, split
-from sparsejax.prediction.tasks import METRICS, Tasks, measured
+from sparsejax.prediction.recommender import Recommender, beside, split
+from sparsejax.prediction.tasks import METRICS, Tasks, measured, ranked
 from sparsejax.sparse import CSR
 
 # A warning names the first line outside these files: the caller's.
@@ -173,10 +173,11 @@ class Evaluation:
                 f"{type(model).__name__} does not have it"
             )
         graphdef, state = split(model, optimizer)
-        counts = put_on_mesh(jnp.zeros((len(self.ks), items), jnp.int32))
+        counts = beside(state, jnp.zeros((len(self.ks), items), jnp.int32))
         parts = []
         for task in self.tasks:
-            part, counts = measured(graphdef, state, task, counts, self.ks)
+            found = ranked(graphdef, state, task, max(self.ks))
+            part, counts = measured(found, task.labels, task.left_out, counts, self.ks)
             parts.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import numpy as np
 
-from sparsejax.data.batching import Batch, Shown, rows_in_a_batch, taken
+from sparsejax.data.batching import rows_in_a_batch
 from sparsejax.data.sources import (
     Inputs,
     NamedCSR,
@@ -18,11 +15,11 @@ from sparsejax.data.sources import (
     check_same_features,
     features_of,
 )
-from sparsejax.mesh.layout import replicated, using_auto_axes
+from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.loop import check_positive, collect, each, exclusion
 from sparsejax.prediction.recommendations import Recommendations
-from sparsejax.prediction.recommender import Recommender, merged, split
+from sparsejax.prediction.recommender import Recommender, recommended, split
 
 
 @using_auto_axes()
@@ -81,17 +78,9 @@ def recommend(
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     graphdef, state = split(model, optimizer)
     results = (
-        _recommended(graphdef, state, *step, k)
+        recommended(graphdef, state, *step, k)
         for step in zip(batches, each(unwanted), strict=False)
     )
     starts = range(0, x.num_rows, batch_size)
     counts = [min(batch_size, x.num_rows - start) for start in starts]
     return collect(x, k, counts, results)
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "k"))
-def _recommended(graphdef, state, shown: Shown, exclude: Batch | None, k: int):
-    """Ids and scores, `[batch, k]`."""
-    with merged(graphdef, state) as model:
-        unwanted = None if exclude is None else exclude.take()
-        return replicated(model.top_k(taken(shown), k, exclude=unwanted))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from sparsejax.data.batching import Batch, Shown, taken
 from sparsejax.data.sources import Features
-from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.mesh.layout import put_on_mesh, replicated
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
 
@@ -59,7 +63,28 @@ def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
       `(graphdef, state)`: a static argument, and arrays that are on the mesh.
     """
     graphdef, state = nnx.split((model, optimizer))
-    return graphdef, put_on_mesh(state)
+    return graphdef, _committed(put_on_mesh(state))
+
+
+def _committed(state: Any) -> Any:
+    """The state, with its arrays committed to their devices, as restored arrays are.
+
+    A program is compiled once more for arrays that are not.
+    """
+    leaves = jax.tree.leaves(state)
+    if any(leaf.committed for leaf in leaves):
+        return state
+    return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+
+
+def beside(state: Any, array: jax.Array) -> jax.Array:
+    """The array, whole on each device of a state from `split`, as programs return it."""
+    for leaf in jax.tree.leaves(state):
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P())
+        return jax.device_put(array, sharding)
+    return put_on_mesh(array)
 
 
 @contextlib.contextmanager
@@ -71,3 +96,11 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
     model, optimizer = nnx.merge(graphdef, state)
     with contextlib.nullcontext() if optimizer is None else optimizer.reading(model):
         yield model
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "k"))
+def recommended(graphdef, state, shown: Shown, exclude: Batch | None, k: int):
+    """Ids and scores, `[batch, k]`, of a model from `split`."""
+    with merged(graphdef, state) as model:
+        unwanted = None if exclude is None else exclude.take()
+        return replicated(model.top_k(taken(shown), k, exclude=unwanted))

@@ -1,11 +1,10 @@
-"""Batches of rows with held-out entries, and the program that measures a model on them."""
+"""Batches of rows with held-out entries, and the programs that measure models on them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated
 from sparsejax.prediction.loop import each
-from sparsejax.prediction.recommender import merged
+from sparsejax.prediction.recommender import merged, recommended
 
 METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
@@ -72,16 +71,28 @@ class Tasks:
             yield Task(*parts)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "ks"), donate_argnames="counts"
-)
-def measured(graphdef, state, task: Task, counts: Array, ks: tuple[int, ...]):
+def ranked(graphdef, state, task: Task, k: int) -> tuple[Array, Array]:
+    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends."""
+    if task.candidates is None:
+        return recommended(graphdef, state, task.shown, task.exclude, k)
+    return _ranked_among(graphdef, state, task.shown, task.exclude, task.candidates, k)
+
+
+# A program of its own: models and baselines share it.
+@functools.partial(jax.jit, static_argnames="ks", donate_argnames="counts")
+def measured(
+    found: tuple[Array, Array],
+    labels: Batch,
+    left_out: Array | None,
+    counts: Array,
+    ks: tuple[int, ...],
+):
     """Metrics of each row, and how often each item is recommended.
 
     Args:
-      graphdef: from `recommender.split`.
-      state: from `recommender.split`.
-      task: the rows.
+      found: from `ranked`, with at least `max(ks)` columns.
+      labels: what should be found.
+      left_out: `[batch]` number of held-out entries that have no item number, or None.
       counts: `[len(ks), items]` int32, of the batches before.
       ks: the cut-offs.
 
@@ -89,15 +100,8 @@ def measured(graphdef, state, task: Task, counts: Array, ks: tuple[int, ...]):
       `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`, to
       which these recommendations are added.
     """
-    left_out = task.left_out
-    with merged(graphdef, state) as model:
-        x, k = taken(task.shown), max(ks)
-        unwanted = None if task.exclude is None else task.exclude.take()
-        if task.candidates is None:
-            ids, scores = model.top_k(x, k, exclude=unwanted)
-        else:
-            ids, scores = _ranked_among(model, x, task.candidates, unwanted, k)
-    wanted = task.labels.take()
+    ids, scores = found
+    wanted = labels.take()
     values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
     bad = jnp.isnan(scores).any(axis=1)
     # Rows that only fill up the last batch have nothing to find.
@@ -123,21 +127,20 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
     ]
 
 
+@functools.partial(jax.jit, static_argnames=("graphdef", "k"))
 def _ranked_among(
-    model,
-    x: Any,
-    candidates,
-    exclude: SparseRows | None,
-    k: int,
+    graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
 ):
-    """As `model.top_k`, but of the `candidates: [batch, count]` alone.
+    """As `recommended`, but of the `candidates: [batch, count]` alone.
 
     In each row candidates ascend, and -1 fills it up.
     """
+    candidates = jnp.asarray(candidates)
     valid = candidates >= 0
     if exclude is not None:
-        valid &= ~metrics.is_label(candidates, exclude)
-    scores = model.item_scores(x, jnp.maximum(candidates, 0))
+        valid &= ~metrics.is_label(candidates, exclude.take())
+    with merged(graphdef, state) as model:
+        scores = model.item_scores(taken(shown), jnp.maximum(candidates, 0))
     scores = jnp.where(valid, scores, -jnp.inf)
     room = max(k - candidates.shape[1], 0)
     best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
@@ -145,7 +148,9 @@ def _ranked_among(
     ids = jnp.where(best == -jnp.inf, -1, ids)
     best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)
     fill = ((0, 0), (0, room))
-    return (
-        jnp.pad(ids, fill, constant_values=-1),
-        jnp.pad(best, fill, constant_values=-jnp.inf),
+    return replicated(
+        (
+            jnp.pad(ids, fill, constant_values=-1),
+            jnp.pad(best, fill, constant_values=-jnp.inf),
+        )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import scipy.sparse
@@ -9,7 +10,7 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.data import ScannedDataset, SparseDataset
-from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
@@ -58,16 +59,34 @@ def build(
         number of items than features.
     """
     features = _num_columns("data", data)
-    model = FeedForward(
+    return new_modules(
         config,
+        optimizers.adam(1e-3) if rule is None else rule,
         inputs=features,
         outputs=features if targets is None else _num_columns("targets", targets),
-        rngs=nnx.Rngs(seed),
+        seed=seed,
     )
-    rule = optimizers.adam(1e-3) if rule is None else rule
-    modules = model, Optimizer(model, rule)
+
+
+def new_modules(
+    config: NetworkConfig, rule: Rule, *, inputs: int, outputs: int, seed: int
+) -> tuple[FeedForward, Optimizer]:
+    """A new model and its optimizer, on the mesh if one is set. See `build`."""
+    sizes = {"inputs": inputs, "outputs": outputs, "seed": seed}
+    make = functools.partial(make_modules, config, rule, **sizes)
+    if not mesh_is_set():
+        return nnx.jit(make)()  # one program in place of a dozen small ones
+    modules = make()
     nnx.update(modules, put_on_mesh(nnx.state(modules)))
     return modules
+
+
+def make_modules(
+    config: NetworkConfig, rule: Rule, *, inputs: int, outputs: int, seed: int
+) -> tuple[FeedForward, Optimizer]:
+    """`new_modules`, for `nnx.eval_shape`: on a mesh not every array is placed."""
+    model = FeedForward(config, inputs=inputs, outputs=outputs, rngs=nnx.Rngs(seed))
+    return model, Optimizer(model, rule)
 
 
 def _num_columns(what: str, source: Any) -> int:

@@ -167,7 +167,9 @@ class Checkpoints:
         If it is damaged, the one before it is used, with a `CheckpointWarning`.
 
         Args:
-          modules: modules like those that were saved, with any values.
+          modules: modules like those that were saved, with any values; or with
+            shapes (`jax.ShapeDtypeStruct`) in place of arrays, which say where each array
+            goes.
           best: prefer the checkpoint with the highest score to the newest.
 
         Returns:
@@ -414,17 +416,27 @@ def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _arrays(state) -> dict[str, jax.Array]:
-    """Leaves by path; typed random keys as the integers they are made of."""
+def _arrays(state) -> dict[str, Any]:
+    """Arrays or their shapes by path; typed random keys as the integers they are made of."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
     return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in leaves}
 
 
 def _plain(leaf):
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape = jax.eval_shape(_plain, leaf)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=leaf.sharding)
     leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf
+
+
+def _key_impl(keys):
+    """`jax.random.key_impl` of keys or of their shape."""
+    found = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), keys)
+    return found[0]
 
 
 def _set_arrays(modules, arrays) -> None:
@@ -432,8 +444,8 @@ def _set_arrays(modules, arrays) -> None:
 
     def restored(path, leaf):
         array = arrays[jax.tree_util.keystr(path)]
-        if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(array, impl=_key_impl(leaf))
         return array
 
     pure = jax.tree_util.tree_map_with_path(restored, nnx.to_pure_dict(state))

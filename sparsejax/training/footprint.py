@@ -24,6 +24,7 @@ from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.training import dispatch
+from sparsejax.training.build import make_modules
 
 # Bytes per entry of a dispatch. The transpose has its column, row and place; the starts of
 # the columns are counted separately. During the sort, an entry has its column, keys, values
@@ -101,14 +102,15 @@ class Job:
         """Model and optimizer, with shapes in place of arrays."""
 
         def make():
-            model = FeedForward(
+            modules = make_modules(
                 self.network,
+                self.rule,
                 inputs=self.inputs,
                 outputs=self.outputs,
-                rngs=nnx.Rngs(0),
+                seed=0,
             )
-            model.train()
-            return model, Optimizer(model, self.rule)
+            modules[0].train()
+            return modules
 
         return nnx.eval_shape(make)
 
