@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sparsejax.mesh import interrupts, locks
+from sparsejax.mesh import interrupts, locks, peers
 from sparsejax.mesh.layout import make_mesh
 
-# A process that has been silent for this long counts as lost, and all others end.
+# A process that runs but has been silent for this long counts as lost, and all others end.
 HEARTBEAT_SECONDS = 60
 
 # How long a failing process waits for the others, which may be failing too.
@@ -31,12 +31,16 @@ def join_processes(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    *,
+    when_lost: Callable[[], None] | None = None,
 ) -> None:
     """Joins the processes that train one model together.
 
     Call it before anything else in the program asks JAX for its devices. After it, a
     SIGTERM makes `fit` save a checkpoint and end: a cluster sends it before it takes a
     machine away. A second SIGTERM ends the process at once.
+
+    If one process is lost, the others end some seconds later, with status 1.
 
     ::
 
@@ -52,6 +56,8 @@ def join_processes(
         `jax.distributed.initialize`.
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
+      when_lost: called in another thread just before this process ends because another
+        one was lost. By default it prints a line to standard error.
 
     Raises:
       ValueError: no cluster was found, or only some of the arguments are given.
@@ -76,6 +82,11 @@ def join_processes(
             "of it); give --coordinator, --num-processes and --process-id"
         ) from error
     signal.signal(signal.SIGTERM, _note)
+    peers.watch(_say_lost if when_lost is None else when_lost)
+
+
+def _say_lost() -> None:
+    print("sparsejax: error: another process was lost", file=sys.__stderr__)
 
 
 def _note(number: int, frame: object) -> None:
@@ -207,6 +218,8 @@ def leave(status: int) -> None:
     At an ordinary exit JAX waits for all of them, for minutes if one does not answer.
     """
     if is_joined():
+        if status != 1:
+            peers.end_watch()
         # Processes that fail for the same reason end soon too, each with its own message.
         sys.stdout.flush()
         sys.stderr.flush()
