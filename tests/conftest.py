@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -12,6 +13,11 @@ import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Not the user's own: workers and commands in processes of their own share this folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory()
+    os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # Every annotation of the packages is checked at run time. This must come before their
 # first import. `pep484_tower`: an int is a float, as it is for the type checker.

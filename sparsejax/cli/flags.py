@@ -93,6 +93,18 @@ class Devices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How programs for the device are compiled.
+
+    Attributes:
+      compilation_cache: Keep compiled programs in the user's cache folder, and use those
+        that are there. Several processes that work together do not.
+    """
+
+    compilation_cache: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns:
     """Which columns of a table hold what.
 
@@ -170,6 +182,7 @@ class Train:
       network: The network to train.
       columns: Which columns of a table hold what. By default their names say it.
       devices: The devices to train on.
+      compilation: How programs for the device are compiled.
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
@@ -195,6 +208,7 @@ class Train:
     network: Network = Network()
     columns: Columns = Columns()
     devices: Devices = Devices()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,6 +236,7 @@ class Evaluate:
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
       devices: The devices to compute on.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -237,6 +252,7 @@ class Evaluate:
     columns: Columns = Columns()
     counting: Counting = Counting()
     devices: Devices = Devices()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,6 +277,7 @@ class Predict:
       format: Format of the files that are read.
       columns: Which columns of a table hold what. By default their names say it.
       devices: The devices to compute on.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -273,6 +290,7 @@ class Predict:
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     devices: Devices = Devices()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,12 +304,14 @@ class Export:
       out: File to write. An existing file is replaced.
       k: Largest number of items that the predictor recommends to a row.
       batch_size: Largest number of rows that the predictor scores at a time.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
     out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
     k: int = 10
     batch_size: int = 512
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -369,6 +389,7 @@ class Report:
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
       devices: The devices to compute on.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -380,6 +401,7 @@ class Report:
     columns: Columns = Columns()
     counting: Counting = Counting()
     devices: Devices = Devices()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -393,6 +415,7 @@ class Vectors:
       data: File of interactions: write the vectors of its rows instead of the items'.
       format: Format of the file of interactions.
       columns: Which columns of a table hold what. By default their names say it.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
@@ -400,6 +423,7 @@ class Vectors:
     data: Annotated[str | None, _OptionalFile] = None
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -410,11 +434,13 @@ class Similar:
       run: Folder of the run that train wrote.
       items: Names of items. Each gives a line of output.
       k: Number of similar items for each.
+      compilation: How programs for the device are compiled.
     """
 
     run: Annotated[Positional[pathlib.Path], _Folder]
     items: Annotated[Positional[tuple[str, ...]], _value("ITEM", "")]
     k: int = 10
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -441,6 +467,7 @@ class Plan:
       batch_size: Rows per step.
       fused: Plan for training with --fused.
       network: The network to plan for.
+      compilation: How programs for the device are compiled.
     """
 
     items: int
@@ -459,6 +486,7 @@ class Plan:
     batch_size: int = 512
     fused: Flag = False
     network: Network = Network()
+    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -469,9 +497,11 @@ class Demo:
 
     Attributes:
       report: HTML page to write. An existing file is replaced.
+      compilation: How programs for the device are compiled.
     """
 
     report: Annotated[pathlib.Path, _File] = pathlib.Path("sparsejax-demo.html")
+    compilation: Compilation = Compilation()
 
 
 Command = (

@@ -10,6 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
+from typing import TextIO
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -43,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = _parse(argv)
         devices = getattr(command, "devices", flags.Devices())
-        with interrupts.noted(), _one_line_warnings(command), _on(devices):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(interrupts.noted())
+            stack.enter_context(_one_line_warnings(command))
+            stack.enter_context(_on(devices, command))
+            stack.enter_context(_programs(command, devices))
             status = _carry_out(command, argv)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version, wrong usage
@@ -121,7 +126,7 @@ def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> No
 
 
 @contextlib.contextmanager
-def _on(devices: flags.Devices) -> Generator[None]:
+def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
     """Joins the processes and sets the mesh. Only the first process prints."""
     if devices == flags.Devices():
         yield
@@ -133,18 +138,47 @@ def _on(devices: flags.Devices) -> Generator[None]:
 
     with contextlib.ExitStack() as stack:
         if devices.several:
+            stack.enter_context(_results_alone())
             processes.join_processes(
-                devices.coordinator, devices.num_processes, devices.process_id
+                devices.coordinator,
+                devices.num_processes,
+                devices.process_id,
+                when_lost=lambda: _say(_lost(command), sys.__stderr__),
             )
-            # Gloo connects CPUs. It prints to stdout, which is for results.
-            sys.stdout = os.fdopen(os.dup(1), "w")
-            os.dup2(2, 1)
             if not processes.is_first():
                 nowhere = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(contextlib.redirect_stdout(nowhere))
                 stack.enter_context(contextlib.redirect_stderr(nowhere))
         stack.enter_context(jax.set_mesh(processes.mesh_of(devices.mesh)))
         yield
+
+
+def _programs(
+    command: flags.Command, devices: flags.Devices
+) -> contextlib.AbstractContextManager[None]:
+    """Within it, compiled programs are kept for later commands, if the command says so."""
+    compilation = getattr(command, "compilation", None)
+    # Processes that find different programs would wait for each other's compiler.
+    if compilation is None or not compilation.compilation_cache or devices.several:
+        return contextlib.nullcontext()
+    from sparsejax.cli.compilation_cache import kept_programs
+
+    return kept_programs()
+
+
+@contextlib.contextmanager
+def _results_alone() -> Generator[None]:
+    """Within it only Python prints to stdout. Gloo, which connects CPUs, prints there too."""
+    before = sys.stdout
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        sys.stdout = results
+        try:
+            yield
+        finally:
+            sys.stdout = before
+            results.flush()
+            os.dup2(results.fileno(), 1)
 
 
 @contextlib.contextmanager
@@ -175,7 +209,8 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
         # At exit Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif processes.is_lost_peer(error):
-        _say(f"error: another process was lost{after} ({_message(error, command)})")
+        _say(f"error: {_message(error, command)}")
+        _say(_lost(command))
     elif isinstance(error, processes.OtherProcessError) or _is_for_users(error):
         _say(f"error: {_message(error, command)}")
     elif processes.is_joined():
@@ -184,6 +219,10 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
         raise error
     processes.leave(status)
     return status
+
+
+def _lost(command: flags.Command | None) -> str:
+    return f"error: another process was lost{_what_next(command)}"
 
 
 def _what_next(command: flags.Command | None) -> str:
@@ -212,5 +251,5 @@ def _message(error: BaseException | str, command: flags.Command | None) -> str:
     return " ".join(text.split("\n")) or type(error).__name__
 
 
-def _say(line: str) -> None:
-    print(f"sparsejax: {line}", file=sys.stderr)
+def _say(line: str, file: TextIO | None = None) -> None:
+    print(f"sparsejax: {line}", file=sys.stderr if file is None else file)

@@ -1,0 +1,143 @@
+"""Compiled programs, which a command keeps for the commands after it."""
+
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+from collections import Counter
+
+import jax
+import pytest
+
+from sparsejax.cli import compilation_cache
+from sparsejax.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> pathlib.Path:
+    """An empty folder for compiled programs, which does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return compilation_cache.folder()
+
+
+@pytest.fixture
+def programs():
+    """Counts the programs that are asked for, found, and written, since the last call."""
+    counts = Counter()
+
+    def count(event: str, **_: object) -> None:
+        counts[event.rpartition("/")[2]] += 1
+
+    def since() -> tuple[int, ...]:
+        names = ("compile_requests_use_cache", "cache_hits", "cache_misses")
+        found = tuple(counts[name] for name in names)
+        counts.clear()
+        return found
+
+    jax.monitoring.register_event_listener(count)
+    yield since
+    jax.monitoring.unregister_event_listener(count)
+
+
+@pytest.fixture
+def similar(board, capsys):
+    """Runs a command in which nothing is compiled yet; gives what it prints."""
+
+    def call(*flags: str) -> tuple[str, str]:
+        jax.clear_caches()
+        assert main(["similar", board.run, "item4", *flags]) == 0
+        return capsys.readouterr()
+
+    return call
+
+
+def test_programs_are_found_again(similar, programs, folder):
+    before = similar("--no-compilation-cache")
+    assert programs()[1:] == (0, 0) and not folder.exists()
+    assert similar() == before
+    asked, found, written = programs()
+    assert written > 0 and asked == found + written
+    assert folder.stat().st_mode & 0o077 == 0
+    assert similar() == before
+    assert programs() == (asked, asked, 0)
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_folder_of_the_user_stays(similar, folder, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    try:
+        similar()
+        assert not folder.exists()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "emptied"])
+def test_damaged_programs(damage, similar, programs, folder):
+    expected = similar()
+    asked, _, _ = programs()
+    for file in folder.glob("*-cache"):
+        content = bytearray(file.read_bytes())
+        if damage == "changed":
+            content[len(content) // 2] ^= 1
+        size = {"cut": len(content) // 2, "changed": None, "emptied": 0}[damage]
+        file.write_bytes(content[:size])
+    out, err = similar()
+    assert out == expected.out
+    assert err.count("\n") == 1
+    assert f"the compiled programs in {folder} are damaged and were removed" in err
+    programs()
+    assert similar() == expected and similar() == expected
+    assert programs()[1] == asked  # the last one found all
+
+
+def test_a_folder_that_cannot_be_made(similar, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    out, err = similar()
+    assert out and err.startswith(
+        "sparsejax: warning: compiled programs are not kept: "
+    )
+    assert str(tmp_path / "cache") in err and err.count("\n") == 1
+
+
+def test_no_room_for_programs(similar, folder):
+    expected = similar()
+    for file in folder.iterdir():
+        file.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        out, err = similar()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out == expected.out and err.count("\n") == 1
+    assert f"compiled programs are no longer kept in {folder}: OSError" in err
+    similar()  # finds one that was cut off, and removes it
+    assert similar() == expected
+
+
+def test_two_commands_at_once(board, folder):
+    command = [sys.executable, "-m", "sparsejax", "similar", board.run, "item4"]
+    both = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+        )
+        for _ in range(2)
+    ]
+    (out, err), other = (process.communicate(timeout=300) for process in both)
+    assert out and not err and other == (out, err)
+    assert list(folder.glob("*-cache"))
+
+
+def test_least_recently_used_programs_are_removed(similar, folder, monkeypatch):
+    similar()
+    sizes = [file.stat().st_size for file in folder.glob("*-cache")]
+    name = "jax_compilation_cache_max_size"
+    monkeypatch.setitem(compilation_cache.SETTINGS, name, max(sizes))
+    for file in folder.iterdir():
+        file.unlink()
+    similar()
+    left = [file.stat().st_size for file in folder.glob("*-cache")]
+    assert 0 < sum(left) <= max(sizes) < sum(sizes)
