@@ -26,6 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.integers import div
+
 _LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
 _WAYS = 8  # each step of a search splits the rows into this many parts
@@ -309,7 +311,7 @@ def sum_body(
 
         def halve(bounds):
             low, high = bounds
-            middle = lax.div(low + high, 2)
+            middle = div(low + high, 2)
             right = indptr_gmem[middle] <= entry
             return jnp.where(right, middle, low), jnp.where(right, high, middle)
 
@@ -323,7 +325,7 @@ def sum_body(
         start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
         start_b, end_b = indptr_gmem[row_b], indptr_gmem[row_b + 1]
         earlier = start_a < begin
-        theirs = earlier & (end_a <= (lax.div(start_a, t) + 2) * t)
+        theirs = earlier & (end_a <= (div(start_a, t) + 2) * t)
         head = earlier & ~theirs
         first = jnp.where(theirs, end_a, begin)
         mine = (start_b >= begin) & (end_b <= begin + 2 * t)
@@ -334,7 +336,7 @@ def sum_body(
         @pl.when(c == 0)
         def _():
             cut_rows_gmem[0, p] = jnp.where(tail, row_b, -1)
-            cut_rows_gmem[1, p] = lax.div(end_b - 1, t)
+            cut_rows_gmem[1, p] = div(end_b - 1, t)
 
         def flush(row, acc, bad, entry, ahead):
             acc = acc + bad

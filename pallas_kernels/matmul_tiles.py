@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.integers import rem
+
 STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
 ROWS = 64  # rows of a warpgroup, as `wgmma` needs
 
@@ -87,7 +89,7 @@ def matmul_tiles(
             def _(tile, done):
                 @pl.loop(0, steps)
                 def _(k):
-                    slot = lax.rem(done + k, stages)
+                    slot = rem(done + k, stages)
 
                     @pl.when(done + k >= stages)
                     def _():
@@ -129,7 +131,7 @@ def matmul_tiles(
                     def multiply(*sums):
                         @pl.loop(0, steps)
                         def _(k):
-                            slot = lax.rem(done + k, stages)
+                            slot = rem(done + k, stages)
                             plgpu.barrier_wait(full.at[slot])
                             here = [block.at[slot] for block in blocks]
                             for part, of_part in zip(

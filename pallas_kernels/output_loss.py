@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import score_tiles as tiles
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, num_programs
 
 _WORDS = tiles.TILE_ITEMS // 32
@@ -159,12 +160,12 @@ class SlopesEpilogue:
             self.write(slopes, row, column + c, smem.at[warpgroup], outputs)
         for ref in outputs[:-1]:
             values = jnp.sum(self.total(sums), axis=1)
-            ref[lax.div(column, tiles.COLUMNS), pl.ds(row, ROWS)] = values
+            ref[div(column, tiles.COLUMNS), pl.ds(row, ROWS)] = values
 
     def of_rows(self, row, inputs) -> tuple:
         """For 64 rows: whether the weight of one is 0, and their `vectors`."""
         _, weightless_gmem, *refs = inputs
-        return weightless_gmem[lax.div(row, ROWS)], [
+        return weightless_gmem[div(row, ROWS)], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
@@ -298,7 +299,7 @@ def normalise(
         first, end = scalars
         layer_refs, words_gmem, *known_gmem = layer.split(inputs)
         words, counts = load_labels(words_gmem, h.shape[0], row, column)
-        part = 2 * lax.axis_index("program") + lax.div(warpgroup, 2)
+        part = 2 * lax.axis_index("program") + div(warpgroup, 2)
         refs = [ref.at[part] for ref in known_gmem]
         before = [tiles.row_vector(ref, row) for ref in refs]
         products = make()
@@ -403,17 +404,15 @@ def _log1p(x):
 
 def load_words(words_gmem, row, column):
     """`[64, 8]` words of a tile, shifted so that the bits of item `column` come first."""
-    first = pl.multiple_of(lax.div(column, tiles.TILE_ITEMS) * _WORDS, _WORDS)
+    first = pl.multiple_of(div(column, tiles.TILE_ITEMS) * _WORDS, _WORDS)
     block = words_gmem.at[pl.ds(row, ROWS), pl.ds(first, _WORDS)]
     words = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
-    return lax.shift_right_logical(
-        words, lax.div(lax.rem(column, tiles.TILE_ITEMS), _WORDS)
-    )
+    return lax.shift_right_logical(words, div(rem(column, tiles.TILE_ITEMS), _WORDS))
 
 
 def load_labels(words_gmem, batch, row, column):
     """`load_words`, and the number of labels in each 64 columns of a tile."""
-    at, place = batch + lax.div(row, ROWS), lax.div(column, SLOPES_COLUMNS)
+    at, place = batch + div(row, ROWS), div(column, SLOPES_COLUMNS)
     counts = range(tiles.COLUMNS // SLOPES_COLUMNS)
     counts = [words_gmem[at, place + i] for i in counts]
     return load_words(words_gmem, row, column), counts

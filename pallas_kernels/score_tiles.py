@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
 TILE_ROWS = 128  # rows of a program's tile
@@ -86,13 +87,13 @@ def score_tiles(
             return m * TILE_ROWS, n * TILE_ITEMS
 
         def factors(h_smem, kernel_smem, warpgroup):
-            i, j = lax.rem(warpgroup, 2) * ROWS, lax.div(warpgroup, 2) * COLUMNS
+            i, j = rem(warpgroup, 2) * ROWS, div(warpgroup, 2) * COLUMNS
             items = kernel_smem.at[pl.ds(j, COLUMNS)]
             return [(h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0)))]
 
         def finish(tile, warpgroup, make, scratch_smem=None):
-            row = tile[0] + lax.rem(warpgroup, 2) * ROWS
-            column = tile[1] + lax.div(warpgroup, 2) * COLUMNS
+            row = tile[0] + rem(warpgroup, 2) * ROWS
+            column = tile[1] + div(warpgroup, 2) * COLUMNS
             epilogue(
                 lambda: make()[0], row, column, warpgroup, mine, *refs, scratch_smem
             )

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, call, num_programs, numbers
 from pallas_kernels.output_loss import (
     SLOPES_COLUMNS,
@@ -92,13 +93,13 @@ def slopes_product(
             @plgpu.nd_loop((down * parts,), collective_axes="program")
             def _(info):
                 (i,) = info.index
-                row, part = lax.rem(i, down) * TILE_ROWS, lax.div(i, down)
-                steps = lax.div(across - 1 - part, parts) + 1
+                row, part = rem(i, down) * TILE_ROWS, div(i, down)
+                steps = div(across - 1 - part, parts) + 1
                 done = info.local_index * across  # see `parts`
 
                 def tile(j):
                     column = (part + j * parts) * COLUMNS
-                    return column, lax.rem(done + j, _TILES), done + j >= _TILES
+                    return column, rem(done + j, _TILES), done + j >= _TILES
 
                 function(row, part, steps, done > 0, tile)
 
@@ -195,7 +196,7 @@ def slopes_product(
                         products = pl.run_scoped(next_scores, sums_type)
                         if with_values:
                             sums = lax.cond(
-                                lax.rem(j, _TILES_OF_ODDS) == _TILES_OF_ODDS - 1,
+                                rem(j, _TILES_OF_ODDS) == _TILES_OF_ODDS - 1,
                                 lambda: (epilogue.total(sums), epilogue.no_sums()[1]),
                                 lambda: sums,
                             )

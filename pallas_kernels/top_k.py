@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import score_tiles as tiles
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, store
 from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_bit
 from pallas_kernels.selection import members, pick
@@ -101,10 +102,10 @@ def maxima(
                 plgpu.commit_smem()
                 target = pl.ds(row, ROWS), pl.ds(column + c, _STORE)
                 plgpu.copy_smem_to_gmem(smem.at[warpgroup], more_gmem.at[*target])
-            at = pl.ds(pl.multiple_of(lax.div(column, GROUP), _GROUPS), _GROUPS)
+            at = pl.ds(pl.multiple_of(div(column, GROUP), _GROUPS), _GROUPS)
             store(maxima_gmem.at[pl.ds(row, ROWS), at], largest)
             if not with_scores:
-                target = more_gmem.at[pl.ds(row, ROWS), lax.div(column, BLOCK)]
+                target = more_gmem.at[pl.ds(row, ROWS), div(column, BLOCK)]
                 store(target, jnp.max(largest, axis=1))
 
         some_outside = first + column + BLOCK > end
@@ -167,12 +168,12 @@ def scores_of_groups(
     def scores_of_groups_body(groups_gmem, h_gmem, kernel_gmem, *refs):
         *layer_refs, out_gmem = refs
         row = lax.axis_index("row")
-        others = pl.multiple_of(lax.div(row, 8) * 8, 8)
+        others = pl.multiple_of(div(row, 8) * 8, 8)
 
         def scope(items_smem, h_smem, full):
             def copy(i):
-                slot, tile = lax.rem(i, stages), lax.div(i, steps)
-                at = pl.ds(lax.rem(i, steps) * width, width)
+                slot, tile = rem(i, stages), div(i, steps)
+                at = pl.ds(rem(i, steps) * width, width)
                 plgpu.copy_gmem_to_smem(
                     h_gmem.at[pl.ds(others, 8), at], h_smem.at[slot], full.at[slot]
                 )
@@ -195,7 +196,7 @@ def scores_of_groups(
                     @pl.loop(0, steps)
                     def _(k):
                         i = tile * steps + k
-                        slot = lax.rem(i, stages)
+                        slot = rem(i, stages)
                         plgpu.barrier_wait(full.at[slot])
                         rows = h_smem.at[slot].transpose((1, 0))
                         plgpu.wgmma(sums, items_smem.at[slot], rows)

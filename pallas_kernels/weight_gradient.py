@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
 
 WARPGROUPS = 2  # warpgroups that compute
@@ -116,8 +117,8 @@ def gradient_tiles(
     across = hidden // columns
 
     def tile_of(i):
-        before = lax.div(i, lax.axis_size("program"))
-        return lax.div(i, across) * TILE, lax.rem(i, across) * columns, before
+        before = div(i, lax.axis_size("program"))
+        return div(i, across) * TILE, rem(i, across) * columns, before
 
     def factors(slopes_smem, h_smem, *more):
         *summing_smem, warpgroup = more

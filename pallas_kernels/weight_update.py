@@ -13,11 +13,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 from pallas_kernels.weight_gradient import (
     SUM_COLUMNS,
@@ -111,7 +111,7 @@ def weight_update(
             # All pieces of one warpgroup, then all of the other: one warpgroup begins its
             # next product while the other still moves its pieces.
             number = (tile[2] * WARPGROUPS + warpgroup) * each + c
-            slot = lax.rem(number, slots)
+            slot = rem(number, slots)
             return slot, warpgroup * slots + slot, number >= slots
 
         def load(each_tile, smem, ready, done, free):
@@ -119,7 +119,7 @@ def weight_update(
             def _(tile):
                 @pl.loop(0, WARPGROUPS * each)
                 def _(i):
-                    piece = tile, lax.div(i, each), lax.rem(i, each)
+                    piece = tile, div(i, each), rem(i, each)
                     slot, barrier, again = slot_of(*piece)
 
                     @pl.when(again)

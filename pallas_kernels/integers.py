@@ -1,0 +1,20 @@
+"""Quotients of int32 numbers in GPU programs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def div(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
+    """`x // n` for numbers that are not negative: `//` would also handle other signs.
+
+    `lax.div` alone takes a Python number for an int64 where these are enabled.
+    """
+    return lax.div(x, jnp.int32(n))
+
+
+def rem(x: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
+    """`x % n` for numbers that are not negative."""
+    return lax.rem(x, jnp.int32(n))
