@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import scipy.sparse
 from flax import nnx
 
@@ -75,7 +76,9 @@ def new_modules(
     sizes = {"inputs": inputs, "outputs": outputs, "seed": seed}
     make = functools.partial(make_modules, config, rule, **sizes)
     if not mesh_is_set():
-        return nnx.jit(make)()  # one program in place of a dozen small ones
+        modules = nnx.jit(make)()  # one program in place of a dozen small ones
+        jax.block_until_ready(nnx.state(modules))  # if memory is short, it fails here
+        return modules
     modules = make()
     nnx.update(modules, put_on_mesh(nnx.state(modules)))
     return modules
