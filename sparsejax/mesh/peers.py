@@ -77,14 +77,21 @@ def watch(when_lost: Callable[[], None]) -> None:
 
 def end_watch() -> None:
     """Tells the others that this process ends as it should."""
-    while _connections:
-        with contextlib.suppress(OSError):
-            _connections.pop().sendall(_ENDED)
+    _tell(_ENDED)
+    _connections.clear()
 
 
 def _at_exit() -> None:
-    if getattr(sys, "last_exc", None) is None:  # else an exception ends the program
+    if getattr(sys, "last_exc", None) is None:
         end_watch()
+    else:  # an exception ends the program, but first JAX would wait for the others
+        _tell(_LOST)
+
+
+def _tell(word: bytes) -> None:
+    for connection in _connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(word)
 
 
 def _catch_abort(when_lost: Callable[[], None]) -> None:
@@ -93,7 +100,7 @@ def _catch_abort(when_lost: Callable[[], None]) -> None:
     def end_or_abort(number: int) -> None:
         if _lost.wait(_GRACE_SECONDS):
             _end(when_lost)
-        signal.signal(number, signal.SIG_DFL)  # something else: abort
+        # Else something is wrong in this process: when this returns, `abort` ends it.
 
     # Python would call a handler of its own in the main thread, which waits for a device.
     _on_abort.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(end_or_abort))
@@ -104,14 +111,11 @@ def _catch_abort(when_lost: Callable[[], None]) -> None:
 def _names() -> list[str]:
     """Names under which other machines may know this one."""
     names = [socket.gethostname(), socket.getfqdn()]
-    with contextlib.suppress(OSError), _udp() as out:
+    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    with contextlib.suppress(OSError), udp as out:
         out.connect(("192.0.2.1", 9))  # nothing is sent; this chooses an interface
         names.append(out.getsockname()[0])
     return [*dict.fromkeys(names), "127.0.0.1"]
-
-
-def _udp() -> socket.socket:
-    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 
 
 def _sent(text: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
-import sys, threading, time
+import sys, threading
 import sparsejax as sj
 number = int(sys.argv[1])
 sj.join_processes(sys.argv[2], num_processes=3, process_id=number)
@@ -66,6 +66,18 @@ def test_the_others_of_a_killed_process_end(three, lost):
         _, error = three[i].communicate(timeout=50)  # JAX's heartbeats take longer
         assert three[i].returncode == 1
         assert error.endswith("sparsejax: error: another process was lost\n")
+
+
+def test_the_others_of_a_process_that_fails_end(three):
+    tell(three[0], "wait")
+    tell(three[2], "wait")
+    tell(three[1], "fail")
+    for i in 0, 2:
+        _, error = three[i].communicate(timeout=50)  # JAX's heartbeats take longer
+        assert three[i].returncode == 1
+        assert error.endswith("sparsejax: error: another process was lost\n")
+    _, error = three[1].communicate(timeout=50)
+    assert three[1].returncode != 0 and "this process has failed" in error
 
 
 def test_processes_that_end_are_not_lost(three):
