@@ -169,8 +169,8 @@ class Epochs:
 
         Args:
           epoch: from 0 to `num_epochs - 1`.
-          position: number of steps to leave out at the beginning: the sum of the `count`s
-            of the epoch's first dispatches.
+          position: number of steps to leave out at the beginning: the sum of `count` over
+            the epoch's first dispatches.
 
         Raises:
           ValueError: there is no such epoch.
