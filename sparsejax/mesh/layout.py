@@ -18,7 +18,7 @@ VIRTUAL_SHARDS = 64
 # Elements in a piece of an array that one process sends to all others: 256 MB.
 _EXCHANGED_ELEMENTS = 2**26
 
-# How a kernel lies on a mesh: its rows, which are features or items, over "model".
+# How the input's kernel lies on a mesh: its rows, which are features, over "model".
 BY_ROWS = P("model", None)
 
 
@@ -52,7 +52,8 @@ def make_mesh(
 
     Args:
       data: parts of a batch; divides 64 and the batch size.
-      model: parts of a kernel; divides 256.
+      model: parts of the input's kernel; `data * model`, which are the parts of the
+        output's kernel, divides 256.
       devices: `data * model` devices; by default the first of all.
 
     Raises:
@@ -84,6 +85,11 @@ def check_axis_sizes(data: int, model: int) -> None:
                 f"{name} must be a divisor of {whole}, got {size}: so many devices along this axis of the "
                 "mesh cannot share our arrays evenly"
             )
+    if ROW_MULTIPLE % (data * model):
+        raise ValueError(
+            f"data * model must be a divisor of {ROW_MULTIPLE}, got {data} * {model}: so "
+            "many devices cannot share the output's items evenly"
+        )
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -108,6 +114,17 @@ def vary_over[Tree](tree: Tree, axes: frozenset[str]) -> Tree:
 def vary_alike[*Trees](*trees: *Trees) -> tuple[*Trees]:
     """The trees, with all arrays cast to types that vary over the same axes, for loops."""
     return vary_over(trees, varying_axes(trees))
+
+
+def item_axes() -> str | tuple[str, str]:
+    """The axes of the mesh that is set over which the output's items are divided.
+
+    These are all devices: also those along "data", where batches are divided. For a step,
+    the devices exchange hidden vectors and their gradients, which are much smaller than
+    the gradient of the output's kernel.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    return ("model", "data") if shape.get("data", 1) > 1 else "model"
 
 
 def mesh_is_set() -> bool:
@@ -210,7 +227,7 @@ def jit_sharded[**Args, Made](
     if spec is None or not mesh_is_set():
         return jax.jit(make)
     mesh = jax.sharding.get_abstract_mesh()
-    check_axis_sizes(1, mesh.shape["model"])
+    check_axis_sizes(mesh.shape.get("data", 1), mesh.shape["model"])
     # Of an abstract mesh the shapes can be evaluated, and no devices are needed.
     return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
 

@@ -15,6 +15,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
+    item_axes,
     jit_sharded,
     out_sharding,
     padded_rows,
@@ -89,7 +90,7 @@ class SparseLinear(nnx.Module):
         self.implementation: Implementation = implementation
         if kernel is None:
             shape = (in_features, out_features)
-            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
+            value = _padded(kernel_init, rngs.params(), shape, param_dtype, BY_ROWS)
             kernel = gradients.RowParam(value, **out_sharding(BY_ROWS))
         _check_kernel(kernel, in_features, out_features)
         self.kernel = kernel
@@ -170,20 +171,17 @@ class SparseOutput(nnx.Module):
         self.temperature = temperature
         self.dtype = dtype
         self.implementation: Implementation = implementation
+
+        def made(init, *shape):
+            spec = P(item_axes(), *[None] * (len(shape) - 1))
+            value = _padded(init, rngs.params(), shape, param_dtype, spec)
+            return nnx.Param(value, **out_sharding(spec))
+
         if kernel is None:
-            shape = (num_items, in_features)
-            value = _padded(kernel_init, rngs.params(), shape, param_dtype)
-            kernel = nnx.Param(value, **out_sharding(BY_ROWS))
+            kernel = made(kernel_init, num_items, in_features)
         _check_kernel(kernel, num_items, in_features)
         self.kernel = kernel
-        self.bias = (
-            nnx.Param(
-                _padded(bias_init, rngs.params(), (num_items,), param_dtype),
-                **out_sharding(P("model")),
-            )
-            if use_bias
-            else None
-        )
+        self.bias = made(bias_init, num_items) if use_bias else None
         self.folded_scale: nnx.Variable | None = nnx.data(None)
 
     def scores(self, h: Float[Array, "batch hidden"]) -> Float[Array, "batch items"]:
@@ -390,8 +388,8 @@ def _inverse_norm(vectors: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
 
 
-def _padded(init, key, shape, dtype):
-    """`init` of the true shape, then zero rows up to the allocated number."""
+def _padded(init, key, shape, dtype, spec):
+    """`init` of the true shape, then zero rows up to the allocated number; lies as spec."""
     extra = padded_rows(shape[0]) - shape[0]
 
     def make(key):
@@ -400,7 +398,7 @@ def _padded(init, key, shape, dtype):
         )
 
     # Compiled, so that only the result is allocated, on the devices where it belongs.
-    return jit_sharded(make, P("model"))(key)
+    return jit_sharded(make, spec)(key)
 
 
 def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from pallas_kernels import output_loss as mosaic
 from pallas_kernels import score_tiles as tiles
@@ -128,7 +128,7 @@ def loss_and_updates[Carry](
 
     Not differentiable. On a mesh (see `over_items`), operands are the parts that the
     device has, except for labels that are not in blocks: these are all rows and columns.
-    Gradients are summed over the parts of the batch before `update` gets them.
+    The device works on its items for all rows of the batch.
 
     Args:
       method: how the loss is computed.
@@ -140,13 +140,14 @@ def loss_and_updates[Carry](
     Returns:
       The unweighted losses; the gradient of `h`, None without `update`; the carry.
     """
-    rule, (h, labels, weights) = method.rule, batch
+    rule, labels, shard = method.rule, batch.labels, shard or Shard()
+    h, weights = shard.all_rows((batch.h, batch.weights))
     layer, update = updates.layer, updates.update
-    whole, shard = layer(carry), shard or Shard()
+    whole = layer(carry)
     with_mosaic = _with_mosaic(method, batch, whole)
     num_rows, rows = len(h), len(whole.kernel)
     dtype = item_chunks.accumulator(h.dtype)
-    entries, broken = item_chunks.entries_of(labels, shard, num_rows, rows)
+    entries, broken = item_chunks.entries_of(labels, shard, rows)
     weighted = weights is not None
     weights = jnp.ones(num_rows, dtype) if weights is None else weights.astype(dtype)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
@@ -158,13 +159,12 @@ def loss_and_updates[Carry](
             h, entries, limit, with_values=with_values, with_product=update is not None
         )
     else:
-        data = None if labels.data is None else jnp.ravel(labels.data)
-        chunks = XlaChunks(h, entries, limit, data=data)
+        chunks = XlaChunks(h, entries, limit)
     num_items = rows
-    if shard.items is None:
+    if not shard.items:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
     size = chunks.size(num_items, method.chunk_scores)
-    is_product = with_mosaic and whole.scale is None and shard.batch is None
+    is_product = with_mosaic and whole.scale is None
     update_kernel = updates.update_kernel if is_product else None
 
     def fold(step, carry):
@@ -190,14 +190,13 @@ def loss_and_updates[Carry](
             scale = chunk.scale[:, None]
             kernel = (kernel * scale).astype(h.dtype)
             dkernel = (dkernel * scale).astype(updates.gradient_dtype or dtype)
-        made = shard.sum_over_batch(Layer(dkernel, dbias, dscale))
         if product is None:
             product = item_chunks.dot(delta, kernel, (1, 0))
-        return made, product
+        return Layer(dkernel, dbias, dscale), product
 
     def finish(per_example, dh, carry):
-        per_example = jnp.where(broken, jnp.nan, per_example)
-        return per_example, None if dh is None else shard.sum_over_items(dh), carry
+        per_example = shard.own_rows(jnp.where(broken, jnp.nan, per_example))
+        return per_example, None if dh is None else shard.own_sums(dh), carry
 
     zeros = jnp.zeros(num_rows, dtype)
     dh = None if update is None else jnp.zeros(h.shape, dtype)
@@ -260,10 +259,11 @@ def over_items(
       kernel_spec: see `output_loss`.
     """
     labels = batch.labels
-    shard = item_chunks.shard_of(kernel_spec, labels, len(batch.h))
+    num_rows = len(jax.tree.leaves(arrays)[0])
+    shard = item_chunks.shard_of(kernel_spec, labels, len(batch.h), num_rows)
     if shard is None:
         return f(Shard(), batch, arrays)
-    rows, items = P(shard.batch), P(shard.items)
+    rows, items = shard.rows_spec, shard.items_spec
     specs: Any = rows, item_chunks.entries_spec(labels), rows
     return call_on_each_device(
         functools.partial(f, shard),
@@ -338,7 +338,7 @@ def _finite(largest):
 
 def _softmax_loss(found: _Normaliser, shard: Shard):
     """Losses, log-sum-exp and sum of the labels of each row."""
-    if shard.items is not None:
+    if shard.items:
         found = _Normaliser.merge(lax.all_gather(tuple(found), shard.items))
     log_sum_exp = _finite(found.largest) + jnp.log(found.total)
     # A row without labels costs nothing, even where all its items are denied.
@@ -404,13 +404,7 @@ class Chunks(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True)
 class XlaChunks(Chunks):
-    """Chunks whose scores are written to memory.
-
-    Attributes:
-      data: values of the labels; None if all are 1.
-    """
-
-    data: Shaped[Array, "nse"] | None = dataclasses.field(kw_only=True)
+    """Chunks whose scores are written to memory."""
 
     def size(self, num_items, chunk_scores):
         if chunk_scores is None:
@@ -424,8 +418,8 @@ class XlaChunks(Chunks):
         shape = len(self.h), size
         listed = self.entries.dense(True, start, shape)
         labels = jnp.ones_like(scores)
-        if self.data is not None:
-            data = jnp.asarray(self.data, scores.dtype)
+        if self.entries.data is not None:
+            data = self.entries.data.astype(scores.dtype)
             labels = self.entries.dense(data, start, shape)
         inside = start + jnp.arange(size, dtype=jnp.int32) < self.limit
         return scores, labels, listed, inside[None]

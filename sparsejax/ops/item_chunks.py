@@ -7,6 +7,7 @@ only once or twice.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
-from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.per_device import gather_over_data, own_block
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -30,71 +31,123 @@ _ROUNDED = 256
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of the batch and of the items that each device of a mesh has.
+    """The items that each device of a mesh works on, for all rows of the batch.
 
     Attributes:
-      batch: mesh axis over which the batch is divided; None if each device has all of it.
-      items: mesh axis over which the items are divided; None if each device has all.
+      batch: mesh axis over which the rows of the batch lie before and after; None if
+        each device has all of them. It is one of `items`.
+      items: mesh axes over which the items are divided; empty if each device has all.
     """
 
     batch: str | None = None
-    items: str | None = None
+    items: tuple[str, ...] = ()
 
-    def first_row(self, batch: int) -> jax.typing.ArrayLike:
-        """The place in the whole batch of the first of this device's `batch` rows."""
-        return 0 if self.batch is None else lax.axis_index(self.batch) * batch
+    @property
+    def rows_spec(self) -> P:
+        """How an array with a row for each row of the batch lies."""
+        return P(self.batch)
+
+    @property
+    def items_spec(self) -> P:
+        """How an array with a row for each item lies."""
+        return P(self.items or None)
 
     def first_item(self, items: int) -> jax.typing.ArrayLike:
         """The place among all items of the first of this device's `items` items."""
-        return 0 if self.items is None else lax.axis_index(self.items) * items
+        return lax.axis_index(self.items) * items if self.items else 0
 
-    def sum_over_batch[Tree](self, values: Tree) -> Tree:
-        """Adds the values of all parts of the batch."""
-        return values if self.batch is None else lax.psum(values, self.batch)
+    def all_rows[Tree](self, rows: Tree) -> Tree:
+        """The rows of the whole batch, from this device's and the others'."""
+        if self.batch is None:
+            return rows
+        return jax.tree.map(lambda x: lax.all_gather(x, self.batch, tiled=True), rows)
+
+    def own_rows(
+        self, rows: Shaped[Array, "batch *rest"]
+    ) -> Shaped[Array, "part *rest"]:
+        """This device's part of the rows of the whole batch."""
+        if self.batch is None:
+            return rows
+        size = len(rows) // lax.axis_size(self.batch)
+        return slice_rows(rows, lax.axis_index(self.batch) * size, size)
 
     def sum_over_items[Tree](self, values: Tree) -> Tree:
         """Adds the values of all parts of the items."""
-        return values if self.items is None else lax.psum(values, self.items)
+        return lax.psum(values, self.items) if self.items else values
+
+    def own_sums(
+        self, rows: Shaped[Array, "batch *rest"]
+    ) -> Shaped[Array, "part *rest"]:
+        """`own_rows(sum_over_items(rows))`. Fewer bytes move."""
+        if self.batch is None:
+            return self.sum_over_items(rows)
+        rows = lax.psum_scatter(rows, self.batch, tiled=True)
+        rest = tuple(axis for axis in self.items if axis != self.batch)
+        return lax.psum(rows, rest) if rest else rows
 
 
 def shard_of(
-    kernel_spec: P | None, matrix: SparseRows | None, batch: int
+    kernel_spec: P | None, matrix: SparseRows | None, batch: int, rows: int
 ) -> Shard | None:
     """How the work is divided over the mesh that is set; None if it is not divided.
 
     The items are divided as the blocks of the matrix are, or else as `kernel_spec` says.
-    The batch is divided over "data", if the size of that axis divides it.
+    On a mesh with an axis "data", these parts are divided further over "data": so no sum
+    over devices is of the kernel's size. The rows of the batch lie over "data", if the
+    size of that axis divides them.
+
+    Args:
+      kernel_spec: see `output_loss`.
+      matrix: labels or exclusions.
+      batch: rows of the batch.
+      rows: of the kernel.
 
     Raises:
-      ValueError: no mesh is set, or the spec names an axis that the mesh lacks, divides
-        `hidden`, or contradicts the blocks.
+      ValueError: no mesh is set; or the spec names an axis that the mesh lacks, divides
+        `hidden`, or contradicts the blocks; or the rows cannot be divided evenly.
     """
     if isinstance(matrix, ShardedCSR):
-        if kernel_spec is not None and (*kernel_spec, None)[0] != "model":
+        axis_sizes()  # there is a mesh with these axes
+        if kernel_spec is not None and _axes_of(kernel_spec)[:1] != ("model",):
             raise ValueError(
                 f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
                 "the items"
             )
-        return Shard("data" if axis_sizes()[0] > 1 else None, "model")
-    if kernel_spec is None:
+        items: tuple[str, ...] = ("model",)
+    elif kernel_spec is None:
         return None
+    else:
+        items = _axes_of(kernel_spec)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    data = sizes.get("data", 1)
+    if data > 1 and "data" not in items:
+        items = (*items, "data")
+    parts = math.prod(sizes[axis] for axis in items)
+    if rows % parts:
+        raise ValueError(
+            f"the kernel has {rows:,} rows, which cannot be divided evenly over "
+            f"{parts} devices ({' and '.join(items)}); add rows of zeros"
+        )
+    return Shard("data" if data > 1 and batch % data == 0 else None, items)
+
+
+def _axes_of(kernel_spec: P) -> tuple[str, ...]:
+    """The axes over which the spec divides the items."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("kernel_spec needs a mesh: use `with jax.set_mesh(mesh):`")
-    items, *rest = (*kernel_spec, None)
+    first, *rest = (*kernel_spec, None)
     if any(axis is not None for axis in rest):
         raise ValueError(
             f"kernel_spec is {kernel_spec}; only the first axis, the items, can be "
             "divided"
         )
-    if items is not None and items not in mesh.shape:
+    axes = () if first is None else (first,) if isinstance(first, str) else first
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
         raise ValueError(
-            f"kernel_spec names {items!r}; the mesh has {tuple(mesh.axis_names)}"
+            f"kernel_spec names {missing[0]!r}; the mesh has {tuple(mesh.axis_names)}"
         )
-    rows = "data" if "data" in mesh.shape and items != "data" else None
-    if rows is not None and (mesh.shape[rows] == 1 or batch % mesh.shape[rows]):
-        rows = None
-    return Shard(rows, items)
+    return axes
 
 
 def entries_spec(matrix: SparseRows | None) -> P:
@@ -205,12 +258,14 @@ class Entries(NamedTuple):
     """The entries of a CSR in the coordinates of one device, `[nse]` each.
 
     Attributes:
-      rows: row within the device's part of the batch; -1 for padding and other parts.
+      rows: row within the batch; -1 for padding.
       columns: column within the device's part of the items; it may be outside.
+      data: values; None if all are 1.
     """
 
     rows: Int[Array, "nse"]
     columns: Int[Array, "nse"]
+    data: Shaped[Array, "nse"] | None
 
     def places(
         self, start: jax.typing.ArrayLike, shape: tuple[int, int]
@@ -250,19 +305,24 @@ class Entries(NamedTuple):
 
 
 def entries_of(
-    matrix: SparseRows, shard: Shard, batch: int, items: int
+    matrix: SparseRows, shard: Shard, items: int
 ) -> tuple[Entries, Bool[Array, "batch"]]:
-    """The device's entries, and which of its rows must give NaN.
+    """The entries in the device's items, and which rows of the batch must give NaN.
 
-    A row gives NaN if it is overfull or has an index out of range. The device has `batch`
-    rows and `items` items. It is given all of a CSR, but only its own block of a
-    `ShardedCSR`.
+    A row gives NaN if it is overfull or has an index out of range. The device has `items`
+    items. It is given all of a CSR, but only its own block of a `ShardedCSR`.
     """
     if isinstance(matrix, ShardedCSR):
         block = own_block(matrix.blocks)
-        entries, broken = entries_of(block, Shard(), batch, items)
-        return entries, shard.sum_over_items(broken.astype(jnp.int32)) > 0
-    first_row = shard.first_row(batch)
+        entries, broken = entries_of(block, Shard(), items)
+        broken = lax.psum(broken.astype(jnp.int32), "model") > 0
+        if shard.batch is None:
+            return entries, broken
+        # Columns of its blocks along "data" are divided among these devices.
+        place = lax.axis_index("data")
+        rows = jnp.where(entries.rows < 0, -1, entries.rows + place * block.num_rows)
+        entries, broken = gather_over_data((entries._replace(rows=rows), broken))
+        return entries._replace(columns=entries.columns - place * items), broken
     if matrix.data is None and matrix.transposed is not None:
         # The order does not matter, and here the row of each entry is known already.
         rows, indices = matrix.transposed.rows, matrix.transposed.columns
@@ -272,11 +332,9 @@ def entries_of(
     # Only wrong entries are written: many writes to few places are slow on a GPU.
     broken = jnp.where(outside, rows, matrix.num_rows)
     broken = matrix.overfull_rows().at[broken].max(outside, mode="drop")
-    rows = rows - first_row
-    mine = (rows >= 0) & (rows < min(batch, matrix.num_rows))
-    mine &= rows + first_row < matrix.num_rows
-    entries = Entries(jnp.where(mine, rows, -1), indices - shard.first_item(items))
-    return entries, lax.dynamic_slice_in_dim(broken, first_row, batch)
+    rows = jnp.where((rows >= 0) & (rows < matrix.num_rows), rows, -1)
+    data = None if matrix.data is None else jnp.ravel(matrix.data)
+    return Entries(rows, indices - shard.first_item(items), data), broken
 
 
 def rounded_items(num_items: int, rows: int) -> int:

@@ -78,14 +78,15 @@ def output_loss(
         infinite if it has a label. None is 0.
       labels: `[batch, items]`, indices unique in a row. Labels in blocks on a mesh also
         say how the operands are divided: the kernel's rows (a multiple of 256) over
-        "model", `h` over "data".
+        "model" and then "data", `h` over "data".
       loss: name of a rule in `sparsejax.losses`, or a rule.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: of the examples. None is 1.
       kernel_spec: how the kernel is divided over the mesh that is set, for labels that
-        are not in blocks: `P("model")` divides the items over the mesh's axis "model". Then each
-        device works on its own items, and on its own examples where the mesh has an axis
-        "data".
+        are not in blocks: `P("model")` divides the items over the mesh's axis "model".
+        Each device works on its own items, for all examples. Where the mesh has an axis
+        "data", the items are divided over that axis too: best is a kernel that lies so,
+        `P(("model", "data"))`. Then only `h` and its gradient move between devices.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands,
         labels without values, and the rules of `sparsejax.losses`. "xla" is the
         reference. None picks what is fastest here.
@@ -304,7 +305,7 @@ def _compiled(
     def local(shard, batch, whole):
         # Padding rows may be in no chunk.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
-        everything = shard.items is not None or written == len(kernel)
+        everything = shard.items or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
 
         per_example, dh, gradients = loss_and_updates(
@@ -329,11 +330,12 @@ def _compiled(
 
 def _typed(how: Method, labels: SparseRows, rows, items):
     """The arrays with a row for each example and for each item, typed as the gradients are."""
-    shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows)
+    num_rows = len(items[0])
+    shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows, num_rows)
     if shard is None:
         return rows, items
-    rows = reshard_if_explicit(rows, P(shard.batch))
-    return rows, reshard_if_explicit(items, P(shard.items))
+    rows = reshard_if_explicit(rows, shard.rows_spec)
+    return rows, reshard_if_explicit(items, shard.items_spec)
 
 
 def _empty_like(array):

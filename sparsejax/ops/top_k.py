@@ -223,7 +223,7 @@ def _compiled(
     tuning: Tuning,
     with_mosaic: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    shard = item_chunks.shard_of(kernel_spec, exclude, len(h))
+    shard = item_chunks.shard_of(kernel_spec, exclude, len(h), len(kernel))
     best = functools.partial(
         _best,
         k=k,
@@ -236,7 +236,7 @@ def _compiled(
         return best(h, kernel, bias, scale, exclude)
     if exclude is not None:
         exclude = dataclasses.replace(exclude, transposed=None)
-    batch, items = P(shard.batch), P(shard.items)
+    batch, items = shard.rows_spec, shard.items_spec
     return call_on_each_device(
         best,
         h,
@@ -263,9 +263,10 @@ def _best(
     with_mosaic,
 ):
     """The best of all items for a device's part of the batch."""
+    h = shard.all_rows(h)
     batch, rows = len(h), len(kernel)
     here = rows
-    if shard.items is None:
+    if not shard.items:
         here = item_chunks.rounded_items(num_items, rows)
     least = batch * k * tuning.chunk_items
     size = item_chunks.chunk_size(batch, here, max(tuning.chunk_scores, least))
@@ -281,7 +282,7 @@ def _best(
     first_item = shard.first_item(rows)
     excluded, broken = None, jnp.zeros(batch, bool)
     if exclude is not None:
-        excluded, broken = item_chunks.entries_of(exclude, shard, batch, rows)
+        excluded, broken = item_chunks.entries_of(exclude, shard, rows)
 
     def step_with_mosaic(start, size, best):
         padded = item_chunks.pad_rows(h)
@@ -335,14 +336,15 @@ def _best(
     )
     step = step_with_mosaic if with_mosaic else step
     ids, scores = item_chunks.fold(step, nothing, here, size)
-    if shard.items is not None:
+    if shard.items:
         ids, scores = (
-            jnp.moveaxis(lax.all_gather(x, shard.items), 0, 1).reshape(batch, -1)
+            shard.own_rows(jnp.moveaxis(lax.all_gather(x, shard.items), 0, 1))
             for x in (ids, scores)
         )
+        ids, scores = (x.reshape(len(x), -1) for x in (ids, scores))
         ids, scores = _join((ids[:, :0], scores[:, :0]), (ids, scores), k)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
-    return ids, jnp.where(broken[:, None], jnp.nan, scores)
+    return ids, jnp.where(shard.own_rows(broken)[:, None], jnp.nan, scores)
 
 
 def _one_of_each(scores):

@@ -773,7 +773,7 @@ def test_sharded_by_items_equals_unsharded(rule, with_spec):
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, want[1][name], rtol=1e-5, atol=1e-4)
     if with_spec:
-        assert gradients["kernel"].sharding.spec == P("model")
+        assert gradients["kernel"].sharding.spec == P(("model", "data"))
         assert gradients["h"].sharding.spec == P("data")
 
 

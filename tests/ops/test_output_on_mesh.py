@@ -35,6 +35,8 @@ from sparsejax.training import fused
 
 SHAPES = [(2, 4), (8, 1), (1, 8)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+# The items are divided over all devices.
+BY_ITEMS = P(("model", "data"))
 BCE, SOFTMAX = losses.SigmoidBinaryCrossEntropy(), losses.SoftmaxCrossEntropy()
 both_kinds = pytest.mark.parametrize("rule", [BCE, SOFTMAX], ids=str)
 BATCH, ITEMS, ROWS, HIDDEN = 16, 700, 768, 5
@@ -57,9 +59,9 @@ def operands(dtype=jnp.float32, hidden=HIDDEN):
 
 def placed(arrays, mesh):
     """As layers have them on the mesh."""
-    specs = {"h": P("data"), "weights": P("data"), "kernel": P("model", None)}
+    specs = {"h": P("data"), "weights": P("data")}
     return {
-        name: jax.device_put(array, NamedSharding(mesh, specs.get(name, P("model"))))
+        name: jax.device_put(array, NamedSharding(mesh, specs.get(name, BY_ITEMS)))
         for name, array in arrays.items()
     }
 
@@ -125,9 +127,9 @@ def test_loss_and_gradients(shape, rule):
     assert_trees_close(got, want, ITEMS * BATCH)
     jax.tree.map(np.testing.assert_array_equal, got, again)
     for name, gradient in got[1].items():
-        axis = "data" if name in ("h", "weights") else "model"
-        assert lies(gradient, P(axis), mesh), name
-        assert axis == "data" or not np.asarray(gradient)[ITEMS:].any()
+        spec = P("data") if name in ("h", "weights") else BY_ITEMS
+        assert lies(gradient, spec, mesh), name
+        assert spec == P("data") or not np.asarray(gradient)[ITEMS:].any()
 
 
 @both_kinds
@@ -238,7 +240,7 @@ def test_kernel_lowers_for_cuda(rule):
         jnp.zeros((BATCH, 64), jnp.bfloat16),
         jnp.zeros((1024, 64), jnp.bfloat16),
     )
-    labels, mesh = matrices.random_csr(BATCH, 1000), mesh_of((2, 4))
+    labels, mesh = matrices.random_csr(BATCH, 1000), mesh_of((2, 2))
 
     def function(h, kernel, labels):
         return output_loss(
@@ -311,7 +313,7 @@ def trained(shape, fuse, rule, **options):
             for _ in range(3):
                 loss, derived = step(model, optimizer, x, labels, derived)
                 history.append(float(loss))
-            assert mesh is None or lies(model.output.kernel[...], P("model"), mesh)
+            assert mesh is None or lies(model.output.kernel[...], BY_ITEMS, mesh)
             state = nnx.state((model, optimizer), nnx.Not(nnx.RngState))
             return history, jax.tree.map(np.asarray, nnx.to_pure_dict(state))
 
