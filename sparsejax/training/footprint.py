@@ -186,7 +186,13 @@ def laid_out(job: Job, data: int, model: int) -> list[Laid]:
         elif path[-1] in parameters:
             spec = _as_parameter(variable.shape, parameters[path[-1]])
         size = variable.size * variable.dtype.itemsize
-        found.append(Laid(path, spec, size, size // model if "model" in spec else size))
+        part = size // math.prod(
+            mesh.shape[axis]
+            for axes in spec
+            if axes is not None
+            for axis in ((axes,) if isinstance(axes, str) else axes)
+        )
+        found.append(Laid(path, spec, size, part))
     return found
 
 
@@ -214,8 +220,8 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
 
     sizes = [layer.size for layer in job.network.hidden]
     hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
-    if data > 1:
-        hidden += 4 * job.batch * sizes[0]
+    if data > 1:  # gradient of the first layer, operand and gradient of the output
+        hidden += 4 * job.batch * (sizes[0] + 2 * sizes[-1])
     output = _output(job, data, model)
     input_gradient = _input_gradient(job, column, model)
     operand = output.operand if job.fused else 0  # exists during a dispatch
@@ -223,7 +229,7 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     stages = output.at_once(job.fused), stays + input_gradient
     held = job.entries_of(data, model)
     laid = laid_out(job, data, model)
-    over_data, over_model = _sent(job, laid, data, model, column)
+    over_data, over_model = _sent(job, laid, data, model, column, data * own[-1])
     return Footprint(
         data=data,
         model=model,
@@ -261,9 +267,8 @@ class _Output(NamedTuple):
 
 
 def _output(job: Job, data: int, model: int) -> _Output:
-    layer, width = job.network.output, job.network.hidden[-1].size
-    batch = job.batch // data
-    items = padded_rows(job.outputs) // model
+    layer, width, batch = job.network.output, job.network.hidden[-1].size, job.batch
+    items = padded_rows(job.outputs) // (data * model)
     dtype = jnp.dtype(layer.dtype or jnp.float32)
     operand = items * width * dtype.itemsize if dtype != jnp.float32 else 0
     gradient = items * width * dtype.itemsize
@@ -283,7 +288,7 @@ def _output(job: Job, data: int, model: int) -> _Output:
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
-    in_product = with_kernel and data == 1 and layer.temperature is None
+    in_product = with_kernel and layer.temperature is None
     if job.fused and in_product and job.steps_by_elements(width):
         in_place = size >= items or width <= slopes_product.MAX_HIDDEN
         copied = 0 if in_place else dtype.itemsize * rows
@@ -319,8 +324,13 @@ def _is_between(path: tuple[Any, ...]) -> bool:
     return path[0] == 0 and path[1] != "output" and path[1:] != ("first", "kernel")
 
 
-def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
-    """Bytes that a ring sends from each device in a step, over "data" and "model"."""
+def _sent(
+    job: Job, laid: Sequence[Laid], data: int, model: int, entries: int, labels: int
+):
+    """Bytes that a ring sends from each device in a step, over "data" and "model".
+
+    `entries` and `labels` are those of the whole batch in a device's columns.
+    """
     network, batch = job.network, job.batch // data
     sizes = [layer.size for layer in network.hidden]
 
@@ -331,6 +341,12 @@ def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
         return 2 * gathered(size, n)
 
     over_data, over_model = {}, {}
+    if network.loss == "softmax_cross_entropy":
+        # A ring through all devices.
+        over = over_data if data > 1 else over_model
+        n = data * model
+        if n > 1:
+            over["normalisers"] = gathered(4 * 4 * job.batch * n, n)
     if model > 1:
         over_model["sums of the first layer"] = summed(4 * batch * sizes[0], model)
         over_model["gradient of the last hidden layer"] = summed(
@@ -346,22 +362,24 @@ def _sent(job: Job, laid: Sequence[Laid], data: int, model: int, entries: int):
                     between += gathered(4 * batch * size, model)
         if between:
             over_model["between hidden layers"] = between
-        if network.loss == "softmax_cross_entropy":
-            over_model["normalisers"] = gathered(4 * 4 * batch * model, model)
     if data > 1:
-        items = padded_rows(job.outputs) // model
-        layer, of_input = network.output, network.input
-        dtype = jnp.dtype(job.fused and jnp.float32 or layer.dtype or jnp.float32)
-        vectors = layer.use_bias + (layer.temperature is not None)
+        operand = jnp.dtype(network.output.dtype or jnp.float32)
+        of_input = network.input
         valued = job.values or of_input.normalize or of_input.corruption > 0
         over_data["entries of the batch"] = gathered(
             (12 if valued else 8) * entries, data
         )
+        over_data["entries of the labels"] = gathered(
+            (12 if job.values else 8) * labels, data
+        )
+        over_data["hidden vectors of the batch"] = gathered(
+            operand.itemsize * job.batch * sizes[-1], data
+        )
+        over_data["gradient of the last hidden layer"] = gathered(
+            4 * job.batch * sizes[-1], data
+        )
         over_data["gradient of the first layer"] = gathered(
             4 * job.batch * sizes[0], data
-        )
-        over_data["sums of the output's gradient"] = summed(
-            items * (sizes[-1] * dtype.itemsize + 4 * vectors), data
         )
         over_data["sums of hidden gradients"] = summed(
             sum(v.part for v in laid if _is_between(v.path)), data

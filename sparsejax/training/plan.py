@@ -61,7 +61,8 @@ class Plan(Footprint):
 
     Attributes:
       data: devices over which batches are divided.
-      model: devices over which the first and the last kernel are divided.
+      model: devices over which the first kernel is divided. The last kernel is divided
+        over all devices.
       steps: steps of a dispatch.
       entries: number of entries of the inputs or of the targets, whichever is larger, on
         the fullest device.
@@ -193,7 +194,8 @@ def plan(
       batch_size: examples a step.
       fused: as `fit` takes it.
       data: devices over which batches are divided.
-      model: devices over which the first and the last kernel are divided.
+      model: devices over which the first kernel is divided. The last kernel is divided
+        over all devices.
       memory: memory of a device; by default what JAX may take of the first device here, if
         that is known.
       compile: also compile the program, for such a mesh of devices of the kind here. The
@@ -242,7 +244,7 @@ def plan(
     def plan_on(model: int) -> Plan:
         return Plan(**vars(footprint(job, data, model)), memory=memory)
 
-    larger = (plan_on(2**i) for i in range(ROW_MULTIPLE.bit_length()))
+    larger = (plan_on(2**i) for i in range((ROW_MULTIPLE // data).bit_length()))
     return dataclasses.replace(
         plan_on(model),
         least_model=next((each.model for each in larger if each.fits), None),

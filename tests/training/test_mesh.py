@@ -47,20 +47,20 @@ class Counted(FeedForward):
         return super().loss(*args, **kwargs)
 
 
-def build():
+def build(rule=None):
     # No cosines: the slope of a row's is without bound where its vector is near zero.
     config = NetworkConfig.autoencoder(
         (8, 4), activation="tanh", corruption=0.3, dropout=0.2, temperature=None
     )
     model = Counted(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
-    return model, optimizers.Optimizer(model, optimizers.adam(1e-2))
+    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
 
 
-def trained(shape: Shape, **options: Any):
+def trained(shape: Shape, rule=None, **options: Any):
     """The history without speeds, and all arrays that training leaves."""
     x, y, weights = examples()
     with on(shape):
-        model, optimizer = build()
+        model, optimizer = build(rule)
         before = layout(model, optimizer)
         settings: dict[str, Any] = {"batch_size": 128, "num_epochs": 3} | options
         history = fit(model, optimizer, x, y, weights=weights, **settings)
@@ -118,6 +118,28 @@ def on_one_device():
 
 def test_a_mesh_trains_as_one_device_does(on_one_device):
     check_equal(trained((2, 4)), on_one_device)
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.NAMES))
+def test_every_rule_divides_the_items_over_all_devices(name):
+    rule = optimizers.get(name, learning_rate=1e-2)
+    expected, _ = trained(None, rule, num_epochs=2)
+    for fused in (False, True):
+        history, arrays = trained((2, 2), rule, num_epochs=2, fused=fused)
+        for ours, theirs in zip(history, expected, strict=True):
+            np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
+        of_output = [path for path in arrays if "output" in path]
+        assert len(of_output) >= 2  # kernel, bias, and their state
+        for path in of_output:
+            part = arrays[path].addressable_shards[0].data
+            assert len(part) == len(arrays[path]) // 4, path
+
+
+@pytest.mark.parametrize("shape", [None, (1, 4)], ids=str)
+def test_a_fused_training_goes_on_on_other_meshes(shape, tmp_path, on_one_device):
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "fused": True}
+    trained((2, 2), num_epochs=2, **options)
+    check_equal(trained(shape, resume=True, **options), on_one_device)
 
 
 def test_training_on_a_mesh_repeats_its_bits_and_its_programs():

@@ -100,14 +100,18 @@ def test_a_mesh_divides_kernels_state_and_data():
     one = small(WIDE, rule, rows=6_400)
     mesh = small(WIDE, rule, rows=6_400, data=4, model=8)
     rows = padded_rows(70_000)
-    divided = rows * (2 * 128 + 1) * 4  # two kernels, and the bias of the items
-    assert mesh.weights == divided // 8 + one.weights - divided
-    divided = 2 * divided + rows * 4  # moments, and the last step of each row
-    assert mesh.state == divided // 8 + one.state - divided
+    first = rows * 128 * 4  # over "model"
+    last = rows * (128 + 1) * 4  # kernel and bias of the items, over all devices
+    divided = first // 8 + last // 32
+    assert mesh.weights == divided + one.weights - first - last
+    # Moments, and the last step of each row.
+    first, last = 2 * first + rows * 4, 2 * last
+    divided = first // 8 + last // 32
+    assert mesh.state == divided + one.state - first - last
     assert mesh.dataset == math.ceil(200_000 / 32 * 1.05) * 4 + (6_400 // 4 + 1) * 4
     assert mesh.order == one.order // 4
-    half = [small(HALF, model=m).operand for m in (1, 8)]
-    assert half[1] == half[0] // 8
+    half = [small(HALF, data=d, model=m).operand for d, m in ((1, 1), (1, 8), (2, 4))]
+    assert half[1] == half[2] == half[0] // 8
 
 
 def test_what_is_sent():
@@ -117,13 +121,17 @@ def test_what_is_sent():
     assert planned.over_model == {
         "sums of the first layer": sums,
         "gradient of the last hidden layer": sums,
-        "normalisers": 4 * 4 * (64 // 4),
     }
-    items = padded_rows(70_000) // 2
     sent = planned.over_data
     assert sent["gradient of the first layer"] == 4 * 64 * 128 * 3 // 4
-    assert sent["sums of the output's gradient"] == 2 * items * (128 * 2 + 4) * 3 // 4
+    assert sent["hidden vectors of the batch"] == 2 * 64 * 128 * 3 // 4
+    assert sent["gradient of the last hidden layer"] == 4 * 64 * 128 * 3 // 4
+    assert sent["normalisers"] == 4 * 4 * 64 * 7
+    assert small(HALF, model=8).over_model["normalisers"] == 4 * 4 * 64 * 7
     assert not small(HALF).over_data
+    # Nothing that moves grows with the items.
+    more = small(HALF, data=4, model=2, inputs=700_000, entries=200_000)
+    assert more.over_data == sent
 
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
@@ -169,12 +177,16 @@ def test_what_is_sent_is_what_the_program_sends(monkeypatch):
     monkeypatch.setattr(planning, "program", program)
     planned = small(network, SGD, data=2, model=4, compile=True, **sizes)
     text = made[0].as_text()
-    kinds = r"= (.*?) (all-reduce|all-gather)\(.*replica_groups=(.*?), .*while/body"
+    kinds = "all-reduce|all-gather|reduce-scatter"
+    kinds = rf"= (.*?) ({kinds})\(.*replica_groups=(.*?), .*while/body"
     for shapes, kind, groups in re.findall(kinds, text):
-        axis = "data" if group_size(groups) == 2 else "model"
-        n = {"data": 2, "model": 4}[axis]
-        times = 2 if kind == "all-reduce" else 1
+        n = group_size(groups)
+        axis = "model" if n == 4 else "data"
+        # All devices make a part or the whole of what is that large.
+        times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": n}[kind]
         sent[axis] += times * (n - 1) / n * bytes_of(shapes)
+        # The gradient of the output's kernel stays where it is made.
+        assert bytes_of(shapes) < padded_rows(20_000) // 8 * 32 * 4
     assert sum(planned.over_data.values()) == pytest.approx(sent["data"], rel=0.05)
     assert sum(planned.over_model.values()) == pytest.approx(sent["model"], rel=0.05)
 
@@ -183,8 +195,8 @@ def group_size(groups: str) -> int:
     """Of `mesh['data'=2,'model'=4] {'data'}`, or `[4,2]<=...`."""
     if groups.startswith("mesh"):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", groups))
-        (axis,) = re.findall(r"\{'(\w+)'\}", groups)
-        return int(sizes[axis])
+        axes = re.findall(r"'(\w+)'", groups.partition("{")[2])
+        return math.prod(int(sizes[axis]) for axis in axes)
     return int(re.findall(r"\d+", groups)[1])
 
 
