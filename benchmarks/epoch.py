@@ -9,6 +9,9 @@ data is generated: 138,493 users with 20 million entries, zipf items, lognormal 
 Weights and state are float32. Products take bfloat16 operands at the output, and TF32
 between.
 
+On meshes of several GPUs of one host (the part "meshes") batches have 1,024 examples.
+Meshes of more GPUs than there are, are left out.
+
 The peers have the same network. Plain JAX: XLA's operations, dense gradients, resident
 data, one program for many steps. Torch: embedding_bag for the inputs, resident batches
 that are cut ahead of time, the compiled step in a CUDA graph. Torch with dense rows from
@@ -18,6 +21,7 @@ the host, as in DSSTNE's comparison with TensorFlow.
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
 import re
 import sys
@@ -39,13 +43,15 @@ _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
 _RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
 _STEPS = -(-_USERS // _BATCH)
+# Sizes of the axes "data" and "model".
+_MESHES, _MESH_BATCH = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)), 1_024
 # The loop over steps as one CUDA graph, with the steps in it.
 _GRAPH = "--xla_gpu_enable_command_buffer=+WHILE"
 
 
 def main() -> None:
     flags = {"XLA_FLAGS": _GRAPH}
-    parts = {"sparsejax": {}, "jax": {}, "torch": {}, "dense": {}}
+    parts = {"sparsejax": {}, "meshes": {}, "jax": {}, "torch": {}, "dense": {}}
     parts |= {"sparsejax, graph": flags, "jax, graph": flags}
     command(__doc__, __file__, parts, _measure, _write_table)
 
@@ -53,6 +59,7 @@ def main() -> None:
 def _measure(part: str) -> Iterator[dict]:
     measure = {
         "sparsejax": _sparsejax,
+        "meshes": _on_meshes,
         "jax": _plain_jax,
         "torch": _torch,
         "dense": _torch_dense,
@@ -106,21 +113,7 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
         model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
         rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
         optimizer = sj.Optimizer(model, rule)
-        times: list[float] = []
-
-        def log(step, entry, times=times):
-            times.append(time.perf_counter())
-
-        history = sj.fit(
-            model,
-            optimizer,
-            data,
-            batch_size=_BATCH,
-            num_epochs=5,
-            fused=fused,
-            log=log,
-        )
-        seconds = float(min(np.diff(times)))  # the first epoch compiles
+        seconds, loss = _timed(model, optimizer, data, _BATCH, fused=fused)
         with tempfile.TemporaryDirectory() as folder:
             # A trace of two epochs, of which the first compiles nothing any more.
             with jax.profiler.trace(folder):
@@ -136,11 +129,59 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
         yield _result(
             "sparsejax, fused update" if fused else "sparsejax",
             seconds,
-            history[-1]["loss"],
+            loss,
             versions,
             peak_bytes=jax.devices()[0].memory_stats()["peak_bytes_in_use"],
             kernels=kernels,
         )
+
+
+def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, float]:
+    """Seconds of the fastest of four epochs, and the last loss."""
+    import sparsejax as sj
+
+    times: list[float] = []
+    history = sj.fit(
+        model,
+        optimizer,
+        data,
+        batch_size=batch,
+        num_epochs=5,
+        fused=fused,
+        log=lambda step, entry: times.append(time.perf_counter()),
+    )
+    # The first epoch compiles.
+    return float(min(np.diff(times))), history[-1]["loss"]
+
+
+def _on_meshes(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    import jax
+    from flax import nnx
+
+    import sparsejax as sj
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    config = autoencoder((_HIDDEN,) * 3, _DROPOUT)
+    for along_data, along_model in _MESHES:
+        if along_data * along_model > jax.device_count():
+            continue
+        mesh = sj.make_mesh(data=along_data, model=along_model)
+        alone = along_data * along_model == 1
+        with contextlib.nullcontext() if alone else jax.set_mesh(mesh):
+            model = sj.FeedForward(
+                config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0)
+            )
+            rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
+            optimizer = sj.Optimizer(model, rule)
+            seconds, loss = _timed(model, optimizer, data, _MESH_BATCH, fused=True)
+        yield {
+            "implementation": "sparsejax, fused update",
+            "mesh": [along_data, along_model],
+            "epoch_seconds": seconds,
+            "step_microseconds": 1e6 * seconds / -(-_USERS // _MESH_BATCH),
+            "loss": loss,
+            "versions": versions,
+        }
 
 
 def _kernels(folder: str, steps: int) -> dict[str, float]:
@@ -370,6 +411,8 @@ def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
     results = sorted(report["results"], key=lambda r: r["epoch_seconds"])
+    meshes = [r for r in report["results"] if r.get("mesh")]
+    results = [r for r in results if not r.get("mesh")]
     ours = results[0]["epoch_seconds"]
     rows = [
         [
@@ -398,6 +441,21 @@ def _write_table(report: dict) -> None:
         for name, t in fused["kernels"].items()
     ]
     lines += table(["program", "us a step"], programs)
+    if meshes:
+        alone = next(r for r in meshes if r["mesh"] == [1, 1])["epoch_seconds"]
+        measured = [
+            [
+                f"{r['mesh'][0]} x {r['mesh'][1]}",
+                f"{r['epoch_seconds']:.3f}",
+                f"{r['step_microseconds']:.0f}",
+                f"{alone / r['epoch_seconds']:.2f}x",
+                f"{r['loss']:.6f}",
+            ]
+            for r in meshes
+        ]
+        columns = ["data x model", "s an epoch", "us a step", "to one GPU", "loss"]
+        lines += ["", f"On meshes, batches of {_MESH_BATCH:,}:", ""]
+        lines += table(columns, measured)
     write_section("epoch", lines)
 
 
