@@ -141,16 +141,17 @@ def loss_and_updates[Carry](
       The unweighted losses; the gradient of `h`, None without `update`; the carry.
     """
     rule, labels, shard = method.rule, batch.labels, shard or Shard()
-    h, weights = shard.all_rows((batch.h, batch.weights))
     layer, update = updates.layer, updates.update
     whole = layer(carry)
     with_mosaic = _with_mosaic(method, batch, whole)
-    num_rows, rows = len(h), len(whole.kernel)
-    dtype = item_chunks.accumulator(h.dtype)
+    rows, dtype = len(whole.kernel), item_chunks.accumulator(batch.h.dtype)
     entries, broken = item_chunks.entries_of(labels, shard, rows)
-    weighted = weights is not None
-    weights = jnp.ones(num_rows, dtype) if weights is None else weights.astype(dtype)
+    weights = jnp.ones(len(batch.h), dtype)
+    if weighted := batch.weights is not None:
+        weights = batch.weights.astype(dtype)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
+    h, weights = shard.all_rows((batch.h, weights))
+    num_rows = len(h)
     limit = labels.num_cols - shard.first_item(rows)
     with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
     chunks: Chunks
@@ -195,7 +196,7 @@ def loss_and_updates[Carry](
         return Layer(dkernel, dbias, dscale), product
 
     def finish(per_example, dh, carry):
-        per_example = shard.own_rows(jnp.where(broken, jnp.nan, per_example))
+        per_example = jnp.where(broken, jnp.nan, shard.own_rows(per_example))
         return per_example, None if dh is None else shard.own_sums(dh), carry
 
     zeros = jnp.zeros(num_rows, dtype)

@@ -306,8 +306,8 @@ class Entries(NamedTuple):
 
 def entries_of(
     matrix: SparseRows, shard: Shard, items: int
-) -> tuple[Entries, Bool[Array, "batch"]]:
-    """The entries in the device's items, and which rows of the batch must give NaN.
+) -> tuple[Entries, Bool[Array, "part"]]:
+    """The entries in the device's items, and which of its own rows must give NaN.
 
     A row gives NaN if it is overfull or has an index out of range. The device has `items`
     items. It is given all of a CSR, but only its own block of a `ShardedCSR`.
@@ -321,7 +321,7 @@ def entries_of(
         # Columns of its blocks along "data" are divided among these devices.
         place = lax.axis_index("data")
         rows = jnp.where(entries.rows < 0, -1, entries.rows + place * block.num_rows)
-        entries, broken = gather_over_data((entries._replace(rows=rows), broken))
+        entries = gather_over_data(entries._replace(rows=rows))
         return entries._replace(columns=entries.columns - place * items), broken
     if matrix.data is None and matrix.transposed is not None:
         # The order does not matter, and here the row of each entry is known already.
@@ -334,7 +334,8 @@ def entries_of(
     broken = matrix.overfull_rows().at[broken].max(outside, mode="drop")
     rows = jnp.where((rows >= 0) & (rows < matrix.num_rows), rows, -1)
     data = None if matrix.data is None else jnp.ravel(matrix.data)
-    return Entries(rows, indices - shard.first_item(items), data), broken
+    entries = Entries(rows, indices - shard.first_item(items), data)
+    return entries, shard.own_rows(broken)
 
 
 def rounded_items(num_items: int, rows: int) -> int:

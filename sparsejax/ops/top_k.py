@@ -263,6 +263,7 @@ def _best(
     with_mosaic,
 ):
     """The best of all items for a device's part of the batch."""
+    broken = jnp.zeros(len(h), bool)
     h = shard.all_rows(h)
     batch, rows = len(h), len(kernel)
     here = rows
@@ -280,7 +281,7 @@ def _best(
         size = larger if again else size
         size = -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
     first_item = shard.first_item(rows)
-    excluded, broken = None, jnp.zeros(batch, bool)
+    excluded = None
     if exclude is not None:
         excluded, broken = item_chunks.entries_of(exclude, shard, rows)
 
@@ -344,7 +345,7 @@ def _best(
         ids, scores = (x.reshape(len(x), -1) for x in (ids, scores))
         ids, scores = _join((ids[:, :0], scores[:, :0]), (ids, scores), k)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
-    return ids, jnp.where(shard.own_rows(broken)[:, None], jnp.nan, scores)
+    return ids, jnp.where(broken[:, None], jnp.nan, scores)
 
 
 def _one_of_each(scores):

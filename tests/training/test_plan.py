@@ -240,6 +240,7 @@ def test_entries_of_a_device_are_counted_in_32_bits():
         ({"target_entries": 5}, "target_entries needs outputs"),
         ({"data": 3}, "data must be a divisor of 64, got 3"),
         ({"model": 512}, "model must be a divisor of 256"),
+        ({"data": 8, "model": 64}, r"data \* model must be a divisor of 256"),
         ({"data": 2, "batch_size": 100}, "batch_size=100 must be a multiple of 64"),
     ],
 )
