@@ -53,7 +53,7 @@ def make_mesh(
     Args:
       data: parts of a batch; divides 64 and the batch size.
       model: parts of the input's kernel; `data * model`, which are the parts of the
-        output's kernel, divides 256.
+        output's kernel, is at most 256.
       devices: `data * model` devices; by default the first of all.
 
     Raises:
@@ -85,10 +85,10 @@ def check_axis_sizes(data: int, model: int) -> None:
                 f"{name} must be a divisor of {whole}, got {size}: so many devices along this axis of the "
                 "mesh cannot share our arrays evenly"
             )
-    if ROW_MULTIPLE % (data * model):
+    if data * model > ROW_MULTIPLE:
         raise ValueError(
-            f"data * model must be a divisor of {ROW_MULTIPLE}, got {data} * {model}: so "
-            "many devices cannot share the output's items evenly"
+            f"data * model must be at most {ROW_MULTIPLE}, got {data} * {model}: so many "
+            "devices cannot share the output's items evenly"
         )
 
 

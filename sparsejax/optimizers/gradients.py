@@ -31,7 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
+from sparsejax.mesh.layout import reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
@@ -242,8 +242,12 @@ def row_params(
 
 
 def is_divided(kernel: nnx.Variable) -> bool:
-    """Whether the rows of a kernel lie over the axis "model" of a mesh."""
-    return kernel.get_metadata().get("out_sharding") == BY_ROWS
+    """Whether the rows of a kernel lie over the axis "model" of a mesh.
+
+    A kernel that a `SparseOutput` shares may lie over "data" too.
+    """
+    axes, *_ = kernel.get_metadata().get("out_sharding") or (None,)
+    return "model" in (axes or ())
 
 
 @contextlib.contextmanager

@@ -384,4 +384,9 @@ def _sent(
         over_data["sums of hidden gradients"] = summed(
             sum(v.part for v in laid if _is_between(v.path)), data
         )
+        if network.output.tied is not None:
+            kernel = 4 * padded_rows(job.inputs) // model * sizes[0]
+            over_data["tied kernel and its gradient"] = gathered(kernel, data) + summed(
+                kernel, data
+            )
     return over_data, over_model

@@ -48,20 +48,19 @@ class Counted(FeedForward):
         return super().loss(*args, **kwargs)
 
 
-def build(rule=None):
+def build(rule=None, hidden=(8, 4), **network):
     # No cosines: the slope of a row's is without bound where its vector is near zero.
-    config = NetworkConfig.autoencoder(
-        (8, 4), activation="tanh", corruption=0.3, dropout=0.2, temperature=None
-    )
+    network = {"activation": "tanh", "corruption": 0.3, "dropout": 0.2} | network
+    config = NetworkConfig.autoencoder(hidden, temperature=None, **network)
     model = Counted(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
 
 
-def trained(shape: Shape, rule=None, **options: Any):
+def trained(shape: Shape, rule=None, network: Any = None, **options: Any):
     """The history without speeds, and all arrays that training leaves."""
     x, y, weights = examples()
     with on(shape):
-        model, optimizer = build(rule)
+        model, optimizer = build(rule, **(network or {}))
         before = layout(model, optimizer)
         settings: dict[str, Any] = {"batch_size": 128, "num_epochs": 3} | options
         history = fit(model, optimizer, x, y, weights=weights, **settings)
@@ -134,6 +133,14 @@ def test_every_rule_divides_the_items_over_all_devices(name):
         for path in of_output:
             part = arrays[path].addressable_shards[0].data
             assert len(part) == len(arrays[path]) // 4, path
+
+
+def test_a_tied_kernel_on_a_mesh():
+    network = {"hidden": (8,), "tied": True}
+    got = trained((2, 4), network=network)
+    check_equal(got, trained(None, network=network))
+    (kernel,) = (array for path, array in got[1].items() if "kernel" in path)
+    assert len(kernel.addressable_shards[0].data) == len(kernel) // 8
 
 
 @pytest.mark.parametrize("shape", [None, (1, 4)], ids=str)

@@ -132,6 +132,10 @@ def test_what_is_sent():
     # Nothing that moves grows with the items.
     more = small(HALF, data=4, model=2, inputs=700_000, entries=200_000)
     assert more.over_data == sent
+    # But a tied kernel is gathered, and its gradient summed.
+    tied = small(TIED, data=4, model=2).over_data
+    of_kernel = 3 * (padded_rows(70_000) // 2 * 32 * 4) * 3 // 4
+    assert tied["tied kernel and its gradient"] == of_kernel
 
 
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
@@ -240,7 +244,7 @@ def test_entries_of_a_device_are_counted_in_32_bits():
         ({"target_entries": 5}, "target_entries needs outputs"),
         ({"data": 3}, "data must be a divisor of 64, got 3"),
         ({"model": 512}, "model must be a divisor of 256"),
-        ({"data": 8, "model": 64}, r"data \* model must be a divisor of 256"),
+        ({"data": 8, "model": 64}, r"data \* model must be at most 256, got 8 \* 64"),
         ({"data": 2, "batch_size": 100}, "batch_size=100 must be a multiple of 64"),
     ],
 )
