@@ -125,12 +125,10 @@ def top_k(
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
-    why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
     num_items = _num_items(h, kernel, exclude, num_items)
-    if implementation == "mosaic_gpu" and why:
-        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
-    if implementation is None and not why and mosaic_can_run(HOPPER):
-        implementation = "mosaic_gpu"
+    if implementation is None and mosaic_can_run(HOPPER):
+        why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
+        implementation = "xla" if why else "mosaic_gpu"
     return top_k_tuned(
         h,
         kernel,
@@ -266,6 +264,9 @@ def _best(
     broken = jnp.zeros(len(h), bool)
     h = shard.all_rows(h)
     batch, rows = len(h), len(kernel)
+    why = tiles.unsupported(h.shape[1], rows, h.dtype)
+    if with_mosaic and why:
+        raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
     here = rows
     if not shard.items:
         here = item_chunks.rounded_items(num_items, rows)

@@ -390,8 +390,8 @@ def test_kernel_reads_and_writes_in_place():
 def test_kernel_lowers_for_cuda_on_a_mesh(rule):
     # It cannot be interpreted there: devices would share one shared memory.
     mesh = mesh_of((2, 2))
-    labels = matrices.random_csr(4, 300)
-    problem = make_problem(labels, hidden=64, extra_rows=212, dtype=jnp.bfloat16)
+    labels = matrices.random_csr(4, 1000)
+    problem = make_problem(labels, hidden=64, extra_rows=24, dtype=jnp.bfloat16)
     operands = {name: getattr(problem, name) for name in OPERANDS}
     options = {"implementation": "mosaic_gpu", "kernel_spec": P("model")}
     function = functools.partial(loss_of, rule, **options)

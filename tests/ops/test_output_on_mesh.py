@@ -277,6 +277,27 @@ def test_what_does_not_fit_is_refused():
         function(h, kernel, None, blocks)
     with pytest.raises(ValueError, match="needs a mesh"):
         function(h, kernel, None, blocks)
+    labels, few = some_labels(), kernel[: ITEMS + 2]
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(
+            ValueError, match=r"702 rows, .* over 8 devices \(model and data\)"
+        ),
+    ):
+        function(h, few, None, labels, kernel_spec=P("model"))
+    half = operands(jnp.bfloat16, hidden=64)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(NotImplementedError, match="multiple of 256 rows, not 96"),
+    ):
+        top_k(
+            half["h"],
+            half["kernel"],
+            None,
+            3,
+            kernel_spec=P("model"),
+            implementation="mosaic_gpu",
+        )
 
 
 # The layer, and updates fused into its loss
@@ -346,6 +367,28 @@ def test_training_steps(shape, fuse, case):
     # Squares of gradients that nearly cancel are the least exact.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-4)
     jax.tree.map(close, got[1], want[1])
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=str)
+def test_a_fused_step_lowers_for_cuda(shape):
+    config = NetworkConfig.autoencoder(
+        (64,),
+        temperature=None,
+        output_dtype="bfloat16",
+        loss="sigmoid_binary_cross_entropy",
+    )
+    mesh = mesh_of(shape)
+    x, labels = matrices.random_csr(BATCH, 40), matrices.random_csr(BATCH, 1000)
+    with jax.set_mesh(mesh):
+        model = FeedForward(config, inputs=40, outputs=1000, rngs=nnx.Rngs(0))
+        model.output.implementation = "mosaic_gpu"
+        optimizer = Optimizer(model, optimizers.rmsprop(1e-2))
+        step = nnx.jit(fused.train_step, donate_argnums=(0, 1))
+        batch = blocks_of(x, mesh), blocks_of(labels, mesh), operands()["weights"]
+        traced = step.trace(model, optimizer, *batch, fused.derive(model))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # The loss with its slopes and their product, and the update with its gradient.
+    assert text.count("custom_call @mosaic_gpu") == 2
 
 
 def test_scores_of_a_layer():

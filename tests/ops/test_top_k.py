@@ -377,8 +377,8 @@ def test_kernel_equals_a_full_sort(k, plain, again):
 @pytest.mark.parametrize("again", [False, True])
 def test_kernel_lowers_for_cuda(kernel_spec, again):
     tuning = module.CPU._replace(written=0 if again else 2**20)
-    h, kernel = whole_numbers(4, 512)
-    exclude = matrices.random_csr(4, 512)
+    h, kernel = whole_numbers(4, 1024)
+    exclude = matrices.random_csr(4, 1024)
     axes = {"axis_types": (AxisType.Auto, AxisType.Auto)}
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), **axes)):
 
@@ -389,7 +389,7 @@ def test_kernel_lowers_for_cuda(kernel_spec, again):
                 None,
                 3,
                 exclude=exclude,
-                num_items=512,
+                num_items=1024,
                 kernel_spec=kernel_spec,
                 implementation="mosaic_gpu",
                 tuning=tuning,
