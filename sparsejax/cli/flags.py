@@ -69,9 +69,9 @@ class Devices:
 
     Attributes:
       mesh: Number of parts into which each batch (data) and each large kernel (model) is
-        divided: data=2,model=4 takes 8 devices. The default is one device. With several
-        processes it is all devices: batches are divided over the processes, kernels over
-        the devices of each process.
+        divided. data=2,model=4 takes 8 devices, and divides the output's kernel over all
+        of them. The default is one device. With several processes it is all devices:
+        batches are divided over the processes, kernels over the devices of each process.
       distributed: This process is one of several that srun, mpirun or Kubernetes started.
         They find each other through the launcher.
       coordinator: Address of process 0, with a free port. Needed without such a launcher.
@@ -458,7 +458,8 @@ class Plan:
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
       mesh: Number of devices over which each batch is divided (data), and over which the
-        kernels of the first and the last layer are divided (model).
+        kernel of the first layer is divided (model). That of the last layer is divided
+        over all devices.
       memory: Memory of a device, for example 141GB.
       compile: Also print the memory that the compiler needs, for a mesh of devices of the
         kind that is here. There may be fewer devices than the mesh has.
