@@ -50,8 +50,8 @@ class Counted(FeedForward):
 
 def build(rule=None, hidden=(8, 4), **network: Any):
     # No cosines: the slope of a row's is without bound where its vector is near zero.
-    network = {"temperature": None, "corruption": 0.3, "dropout": 0.2} | network
-    config = NetworkConfig.autoencoder(hidden, **network)
+    noise: dict[str, Any] = {"corruption": 0.3, "dropout": 0.2}
+    config = NetworkConfig.autoencoder(hidden, temperature=None, **noise, **network)
     model = Counted(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
 
