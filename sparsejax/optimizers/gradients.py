@@ -31,7 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import reshard_if_explicit
+from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
@@ -78,7 +78,10 @@ def lookup(
         x = ShardedCSR.of(x)
     scope, x = _scope.get(), gather.combined(x, combiner)
     if scope is None or not isinstance(kernel, RowParam):
-        return _plain(x, kernel[...], implementation)
+        w = kernel[...]
+        if isinstance(x, ShardedCSR):  # the gradient has this type
+            w = reshard_if_explicit(w, BY_ROWS)
+        return _plain(x, w, implementation)
     return scope.read(kernel, x, implementation)
 
 

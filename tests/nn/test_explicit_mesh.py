@@ -23,9 +23,9 @@ def table(density, seed):
     return random_csr(ROWS, ITEMS, density, seed=seed).to_scipy().astype(bool)
 
 
-def a_model():
+def a_model(hidden=(8, 4), **options):
     # The last hidden layer lies over both axes.
-    config = sj.NetworkConfig.autoencoder((8, 4), temperature=0.5)
+    config = sj.NetworkConfig.autoencoder(hidden, temperature=0.5, **options)
     return sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
 
 
@@ -75,6 +75,30 @@ def test_methods_and_steps():
         optimizer.flush(model)
         model.eval()
         return jax.tree.map(np.asarray, (losses, used(model, batch)))
+
+    assert_close(*both(results))
+
+
+def test_a_tied_kernel():
+    x = random_csr(ROWS, ITEMS, 0.05)
+
+    def results():
+        model = a_model((8,), tied=True)
+        before = jax.tree.map(jax.typeof, nnx.state(model))
+        optimizer = sj.Optimizer(model, sj.optimizers.rmsprop(1e-2))
+
+        @nnx.jit
+        def step(model, optimizer):
+            def loss(model):
+                return model.loss(x, x)
+
+            value, gradients = optimizer.value_and_grad(loss)(model)
+            optimizer.update(model, gradients)
+            return value
+
+        losses = [step(model, optimizer) for _ in range(3)]
+        assert jax.tree.map(jax.typeof, nnx.state(model)) == before
+        return jax.tree.map(np.asarray, losses)
 
     assert_close(*both(results))
 
