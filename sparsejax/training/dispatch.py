@@ -138,6 +138,8 @@ class Epochs:
         last batch of an epoch may be smaller.
       num_epochs: how many epochs there will be.
       seed: seed of the order.
+      shuffle: False keeps the order of the data in each epoch: the first batch has the
+        first rows.
 
     Attributes:
       batch_size: rows of a step, including those that stand for no example.
@@ -145,7 +147,8 @@ class Epochs:
       num_rows: examples of an epoch.
 
     Raises:
-      ValueError: a number is out of range, or the mesh does not divide the batch.
+      ValueError: a number is out of range, or the mesh does not divide the batch; or
+        scanned data would be divided over devices in its own order.
     """
 
     def __init__(
@@ -155,11 +158,17 @@ class Epochs:
         batch_size: int = 512,
         num_epochs: int = 20,
         seed: int = 0,
+        shuffle: bool = True,
     ):
         check_epochs(batch_size, num_epochs, seed)
         self.num_epochs, self.num_rows = num_epochs, examples.num_rows
-        self._examples, self._seed = examples, seed
+        self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._parts = axis_sizes()[0] if mesh_is_set() else 1
+        if not shuffle and self._parts > 1 and isinstance(examples, Stream):
+            raise ValueError(
+                f"shuffle=False with scanned data needs a mesh with data=1, got data="
+                f"{self._parts}: each device reads rows that are far apart"
+            )
         self.batch_size = step_size(batch_size, max(examples.chunks), self._parts)
         self._key = put_on_mesh(jax.random.key(seed))
         self._found: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -180,10 +189,10 @@ class Epochs:
                 f"{epoch=} must be from 0 to {self.num_epochs - 1}; make Epochs with a "
                 "larger num_epochs"
             )
-        chunks = self._examples.order(self._seed, epoch)
+        chunks = self._chunks(epoch)
         # The next epoch's first chunk is read while this one's last is trained on.
         more = epoch + 1 < self.num_epochs
-        after = self._examples.order(self._seed, epoch + 1)[:1] if more else [None]
+        after = self._chunks(epoch + 1)[:1] if more else [None]
         start = 0
         for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
             steps = math.ceil(self._examples.chunks[chunk] / self.batch_size)
@@ -196,6 +205,12 @@ class Epochs:
                     max(0, position - start),
                 )
             start += steps
+
+    def _chunks(self, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        if not self._shuffle:
+            return list(range(len(self._examples.chunks)))
+        return self._examples.order(self._seed, epoch)
 
     def _of_chunk(
         self, data: Resident, chunk: int, epoch: int, position: int
@@ -219,7 +234,15 @@ class Epochs:
     def _order(self, data: Resident, chunk: int, epoch: int):
         # JAX's caches would turn an exception of a signal's handler into another one.
         with interrupts.uninterrupted():
-            return _ordered(self._key, epoch, data, chunk, self.batch_size, self._parts)
+            return _ordered(
+                self._key,
+                epoch,
+                data,
+                chunk,
+                self.batch_size,
+                self._parts,
+                self._shuffle,
+            )
 
     def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
         """For each matrix, the room for its largest batch of many epochs."""
@@ -458,23 +481,28 @@ def epoch_order(
     data: int,
     *,
     contiguous: bool = False,
+    shuffle: bool = True,
 ) -> jax.Array:
     """`[steps, data, batch_size / data]`: rows of each step of an epoch; -1 is no row.
 
     If 64 does not divide the batch size, the batches are consecutive parts of one
-    sequence. Position `p` of this sequence is entry `p // 64` of shard `p mod 64`.
+    sequence. Position `p` of this sequence is entry `p // 64` of shard `p mod 64`. Row `r`
+    is in shard `r mod 64`; or, if shards are contiguous, in one of 64 consecutive parts.
+    Without `shuffle` step `s` has the rows from `s * batch_size` on.
     """
+    contiguous = contiguous and shuffle  # else there is one part, which has all rows
     depth = -(-num_rows // VIRTUAL_SHARDS)
     steps = -(-num_rows // batch_size)
     epoch_key = jax.random.fold_in(key, epoch)
 
     def permuted(shard):
-        bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
         entry = jnp.arange(depth, dtype=jnp.int32)
         exists = entry * VIRTUAL_SHARDS + shard < num_rows
-        # The sort is stable and only the last entry can be missing: it stays last.
-        bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
-        _, entry = lax.sort_key_val(bits, entry, is_stable=True)
+        if shuffle:
+            bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
+            # The sort is stable and only the last entry can be missing: it stays last.
+            bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
+            _, entry = lax.sort_key_val(bits, entry, is_stable=True)
         row = entry * VIRTUAL_SHARDS + shard
         if contiguous:
             row = first_row(shard, num_rows) + entry
@@ -496,13 +524,27 @@ def epoch_order(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "parts"))
-def _ordered(key, epoch, data: Resident, chunk, batch_size: int, parts: int):
+@functools.partial(jax.jit, static_argnames=("batch_size", "parts", "shuffle"))
+def _ordered(
+    key,
+    epoch,
+    data: Resident,
+    chunk,
+    batch_size: int,
+    parts: int,
+    shuffle: bool,
+):
     """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
     if data.contiguous:  # there are other chunks
         key = jax.random.fold_in(key, chunk)
     order = epoch_order(
-        key, epoch, data.num_rows, batch_size, parts, contiguous=data.contiguous
+        key,
+        epoch,
+        data.num_rows,
+        batch_size,
+        parts,
+        contiguous=data.contiguous,
+        shuffle=shuffle,
     )
     return order, data.needed(order)
 

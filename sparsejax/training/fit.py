@@ -90,6 +90,7 @@ def fit(
     batch_size: int = 512,
     num_epochs: int = 20,
     seed: int = 0,
+    shuffle: bool = True,
     validation: Source | None = None,
     k: int = 20,
     early_stopping: EarlyStopping | None = None,
@@ -98,6 +99,7 @@ def fit(
     resume: bool = False,
     fused: bool = False,
     log: Callable[[int, Mapping[str, float]], None] | None = None,
+    after_epoch: Callable[[int], None] | None = None,
 ) -> list[dict[str, float]]:
     """Trains a model, in place, to predict `targets` from `inputs`.
 
@@ -139,6 +141,7 @@ def fit(
         last batch of an epoch may be smaller.
       num_epochs: passes over the data, those before a resume included.
       seed: seed of the order of examples.
+      shuffle: False trains on the rows in the order of the data, the same in each epoch.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
         ranked among all items that the row does not have in the targets.
       k: cut-off of the validation metrics.
@@ -156,6 +159,9 @@ def fit(
       log: called after each epoch with the step number and that epoch's history entry,
         by the first process if there are several. It can use model and optimizer. Rows
         may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
+      after_epoch: called after each epoch with its number, from 1, by every process. It
+        can use model and optimizer as `log` can, also for what all processes have to do
+        together, such as to measure or to export. It may change the parameters.
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
@@ -181,6 +187,7 @@ def fit(
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
+    settings["shuffle"] = shuffle
     if validation is not None:  # the metric is the score of checkpoints
         settings["metric"] = _metric(early_stopping, k)
     elif early_stopping is not None:
@@ -188,7 +195,13 @@ def fit(
     examples = _examples_of(model, inputs, targets, weights, validation)
     if isinstance(examples, Stream):  # by default it depends on the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
-    epochs = Epochs(examples, batch_size=batch_size, num_epochs=num_epochs, seed=seed)
+    epochs = Epochs(
+        examples,
+        batch_size=batch_size,
+        num_epochs=num_epochs,
+        seed=seed,
+        shuffle=shuffle,
+    )
     # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
     program = Program(model, optimizer, fused=fused)
     evaluation = None
@@ -211,7 +224,7 @@ def fit(
         program,
         _begun(Progress(settings), saver, resume),
         saver,
-        _AfterEpochs(evaluation, early_stopping, log),
+        _AfterEpochs(evaluation, early_stopping, log, after_epoch),
     )
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
@@ -294,6 +307,7 @@ class _AfterEpochs:
     evaluation: Evaluation | None
     stopping: EarlyStopping | None
     log: Callable[[int, Mapping[str, float]], None] | None
+    call: Callable[[int], None] | None
 
 
 class _Training:
@@ -397,6 +411,8 @@ class _Training:
             score = progress.judge(entry, self.after.stopping)
         if self.after.log is not None and processes.is_first():
             self.after.log(progress.step, entry)
+        if self.after.call is not None:
+            self.after.call(progress.epoch)
         last = progress.epoch == self.epochs.num_epochs or progress.stopped
         told, due = self._is_told_and_due()
         if last or told or due or score is not None:

@@ -55,6 +55,19 @@ def test_an_epoch_is_a_permutation_in_shards(rows, batch_size):
         assert (drawn != order(rows, 0, batch_size, seed=1))[exists].any()
 
 
+@pytest.mark.parametrize("data", [1, 8])
+@pytest.mark.parametrize("rows", [1, 63, 200])
+@pytest.mark.parametrize("batch_size", [50, 64, 192])
+def test_without_shuffling_batches_follow_the_data(rows, batch_size, data):
+    if batch_size % 64 and data > 1:
+        return  # no mesh divides such a batch
+    key = jax.random.key(0)
+    drawn = epoch_order(key, 5, rows, batch_size, data, shuffle=False)
+    for step, batch in enumerate(np.asarray(drawn).reshape(len(drawn), -1)):
+        last = min((step + 1) * batch_size, rows)
+        assert sorted(batch[batch >= 0]) == list(range(step * batch_size, last))
+
+
 @pytest.mark.parametrize("data", [2, 8, 64])
 def test_a_batch_is_the_same_on_any_mesh_and_its_rows_are_at_home(data):
     expected = order(1000, 3, 128)

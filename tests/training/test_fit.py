@@ -64,6 +64,38 @@ def test_one_step_is_the_mean_gradient_of_the_batch():
     )
 
 
+def test_without_shuffling_the_seed_does_not_matter(tmp_path):
+    train, _ = checkerboard(70, 8)
+
+    def trained(**options):
+        model, optimizer = build(8)
+        options = {"batch_size": 64, "num_epochs": 2, **options}
+        history = fit(model, optimizer, train, **options)
+        return parameters(model), [entry["loss"] for entry in history]
+
+    in_order = trained(shuffle=False, seed=1, checkpoint_dir=tmp_path)
+    assert in_order == trained(shuffle=False, seed=2)
+    assert in_order != trained(seed=1)
+    with pytest.raises(ValueError, match="shuffle"):
+        trained(seed=1, checkpoint_dir=tmp_path, resume=True, num_epochs=3)
+
+
+def test_what_is_called_after_each_epoch_sees_and_changes_the_model():
+    train, _ = checkerboard(70, 8)
+    model, optimizer = build(8, rule=optimizers.sgd(0.5), loss="l2_loss")
+    seen = []
+
+    def after_epoch(epoch):
+        seen.append((epoch, parameters(model)))
+        model.output.kernel.set_value(jax.numpy.zeros_like(model.output.kernel[...]))
+
+    options = {"batch_size": 70, "num_epochs": 2, "after_epoch": after_epoch}
+    history = fit(model, optimizer, train, **options)
+    assert [epoch for epoch, _ in seen] == [1, 2] and seen[0][1] != seen[1][1]
+    # With a kernel of zeros all scores are zero.
+    assert history[1]["loss"] == pytest.approx(train.num_entries / 70 / 2)
+
+
 def test_last_batch_counts_its_own_examples():
     # 10 rows in batches of 6: the second step has 4, and their mean is over 4.
     train, _ = checkerboard(10, 8)

@@ -105,6 +105,15 @@ def test_it_learns_what_resident_data_teaches(path):
     np.testing.assert_allclose(losses, resident, rtol=0.1)
 
 
+def test_without_shuffling_chunks_follow_the_data(path):
+    losses, kernel, _ = trained(path, chunk_rows=64, batch_size=64, shuffle=False)
+    other, same, _ = trained(path, batch_size=64, shuffle=False)
+    np.testing.assert_allclose(losses, other, rtol=1e-5)
+    np.testing.assert_allclose(kernel, same, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="needs a mesh with data=1, got data=2"):
+        trained(path, (2, 4), shuffle=False)
+
+
 def test_a_table_trains_as_a_saved_data_set(path):
     losses, kernel, _ = trained(path, chunk_rows=90)
     data = sj.SparseDataset.load(path)
