@@ -21,7 +21,12 @@ from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import call_on_each_device
 from sparsejax.ops import item_chunks
-from sparsejax.ops.implementations import HOPPER, Implementation, mosaic_can_run
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    mosaic_can_run,
+    xla_is_for_gpu,
+)
 from sparsejax.ops.item_chunks import Shard
 
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
@@ -160,7 +165,8 @@ def loss_and_updates[Carry](
             h, entries, limit, with_values=with_values, with_product=update is not None
         )
     else:
-        chunks = XlaChunks(h, entries, limit)
+        for_gpu = xla_is_for_gpu(method.implementation)
+        chunks = XlaChunks(h, entries, limit, for_gpu=for_gpu)
     num_items = rows
     if not shard.items:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
@@ -405,12 +411,17 @@ class Chunks(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True)
 class XlaChunks(Chunks):
-    """Chunks whose scores are written to memory."""
+    """Chunks whose scores are written to memory.
+
+    Attributes:
+      for_gpu: whether it is in the form for GPUs.
+    """
+
+    for_gpu: bool = dataclasses.field(kw_only=True)
 
     def size(self, num_items, chunk_scores):
         if chunk_scores is None:
-            on_gpu = jax.default_backend() == "gpu"
-            chunk_scores = GPU_CHUNK_SCORES if on_gpu else CPU_CHUNK_SCORES
+            chunk_scores = GPU_CHUNK_SCORES if self.for_gpu else CPU_CHUNK_SCORES
         return item_chunks.chunk_size(len(self.h), num_items, chunk_scores)
 
     def scores(self, start, size, layer: Layer):
@@ -430,7 +441,7 @@ class XlaChunks(Chunks):
         columns = [vector[:, None] for vector in vectors]
         values, slopes = function(*operands, *columns)
         slopes = jnp.where(inside & (columns[0] != 0), slopes, 0).astype(self.h.dtype)
-        if values is not None and jax.default_backend() == "gpu":
+        if values is not None and self.for_gpu:
             # XLA takes more than twice as long if it fuses this with the sum of the values.
             *operands, slopes = lax.optimization_barrier((*operands, slopes))
             values, _ = function(*operands, *columns)

@@ -71,7 +71,8 @@ def gather_matmul(
         sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
-        reference. None picks what is fastest here.
+        reference, "xla_gpu" the reference as GPUs run it. None picks what is fastest
+        here.
 
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec
@@ -204,7 +205,9 @@ def _backward(implementation, residuals, dy):
     dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
         w.dtype
     )
-    data = None if x.data is None else _data_gradient(x, w, dy).astype(x.data.dtype)
+    data = None
+    if x.data is not None:
+        data = _data_gradient(x, w, dy, implementation).astype(x.data.dtype)
     blocks = x.blocks if isinstance(x, ShardedCSR) else x
     # None means "no derivative" for the integer leaves only. For the whole CSR it would
     # silently mean a zero gradient of data too.
@@ -218,13 +221,15 @@ _gather_sum.defvjp(_forward, _backward)
 
 
 def _data_gradient(
-    x: SparseRows, w: jax.Array, dy: jax.Array
+    x: SparseRows, w: jax.Array, dy: jax.Array, implementation: Implementation
 ) -> Float[Array, "*entries"]:
     """d loss / d data_j = w[i_j] . dy[row of j]"""
     if isinstance(x, ShardedCSR):
         entries = P("data", "model")
         return call_on_each_device(
-            lambda x, w, dy: _data_gradient(own_block(x), w, dy)[None, None],
+            lambda x, w, dy: _data_gradient(own_block(x), w, dy, implementation)[
+                None, None
+            ],
             x.blocks,
             w,
             dy,
@@ -233,6 +238,8 @@ def _data_gradient(
         )
     if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
         return jnp.zeros(x.nse, accumulator(w.dtype))
+    if implementation == "xla_gpu":
+        return data_gradient_by_gather(x, w, dy)
     return lax.platform_dependent(
         x, w, dy, cpu=data_gradient_by_loop, default=data_gradient_by_gather
     )

@@ -26,6 +26,7 @@ from sparsejax.ops.implementations import (
     mosaic_can_run,
 )
 from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.piece_sum import by_pieces
 from sparsejax.sparse import CSR
 
 # Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
@@ -61,7 +62,9 @@ def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
         data = None if x.data is None else jnp.asarray(x.data)
         return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols)
-    return lax.platform_dependent(x, w, cpu=by_loop, default=by_segments)
+    if implementation == "xla_gpu":
+        return by_pieces(x, w)
+    return lax.platform_dependent(x, w, cpu=by_loop, default=by_pieces)
 
 
 def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
@@ -123,18 +126,3 @@ def by_loop(x: CSR, w: jax.Array) -> jax.Array:
 
     y = vary_over(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
     return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y
-
-
-def by_segments(x: CSR, w: jax.Array) -> jax.Array:
-    """XLA's form for an accelerator: a gather, then a segmented sum."""
-    indices = jnp.asarray(x.indices)
-    outside = (indices < 0) | (indices >= x.num_cols)
-    indices = jnp.where(outside, w.shape[0], indices)
-    sums = accumulator(w.dtype)
-    terms = w.at[indices].get(mode="fill", fill_value=jnp.nan).astype(sums)
-    if x.data is not None:
-        terms = terms * jnp.asarray(x.data, sums)[:, None]
-    y = jax.ops.segment_sum(
-        terms, x.row_ids(), num_segments=x.num_rows, indices_are_sorted=True
-    )
-    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)

@@ -9,10 +9,16 @@ import jax
 
 from sparsejax.mesh.layout import traced_for_one_device
 
-# The argument `implementation` of every operation. A name is used on whatever machine the
-# operation is traced, so a machine without a GPU can lower a program for one. None chooses
-# by the devices that are visible where the operation is traced.
-Implementation = Literal["xla", "mosaic_gpu"] | None
+# The argument `implementation` of every operation.
+#
+#   "xla"         XLA's operations, in the form for the platform that the program is for
+#   "xla_gpu"     XLA's operations in the form for GPUs, on every platform
+#   "mosaic_gpu"  a GPU program of `pallas_kernels`
+#   None          the fastest that can run on the devices visible where it is traced
+#
+# A name is used on whatever machine the operation is traced. So a machine without a GPU can
+# lower a program for one, and run the form that other machines have.
+Implementation = Literal["xla", "xla_gpu", "mosaic_gpu"] | None
 
 
 class Capabilities(NamedTuple):
@@ -30,10 +36,22 @@ HOPPER = Capabilities(9.0, 9.0)
 
 def check_implementation(implementation: str | None) -> None:
     """Raises ValueError for an implementation that does not exist."""
-    if implementation not in (None, "xla", "mosaic_gpu"):
+    if implementation not in (None, "xla", "xla_gpu", "mosaic_gpu"):
         raise ValueError(
-            f'implementation is None, "xla" or "mosaic_gpu", got {implementation!r}'
+            'implementation is None, "xla", "xla_gpu" or "mosaic_gpu", '
+            f"got {implementation!r}"
         )
+
+
+def gpu_capability() -> float | None:
+    """Compute capability of the GPUs that are visible here; None if there are none.
+
+    All that is chosen by the GPU asks this function. A test that replaces it lowers what
+    another GPU would run.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    return float(getattr(jax.devices()[0], "compute_capability", 0))
 
 
 def mosaic_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool:
@@ -44,7 +62,12 @@ def mosaic_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool
       divided: whether `shard_map` will divide the work over devices. Without it there
         must be one device: the partitioner cannot divide a GPU program.
     """
-    if jax.default_backend() != "gpu" or not (divided or traced_for_one_device()):
+    capability = gpu_capability()
+    if capability is None or not (divided or traced_for_one_device()):
         return False
-    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
     return capabilities.oldest <= capability <= capabilities.newest
+
+
+def xla_is_for_gpu(implementation: Implementation) -> bool:
+    """Whether XLA's operations get the sizes and the order that are fast on a GPU."""
+    return implementation == "xla_gpu" or gpu_capability() is not None

@@ -182,7 +182,8 @@ def step_terms(
     if implementation is None and fits:
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
-        return step_rows(rule, trained, terms.ids(), terms.values(), count)
+        values = terms.values(implementation)
+        return step_rows(rule, trained, terms.ids(), values, count)
     by_column = terms.by_column
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])

@@ -83,7 +83,8 @@ def row_gradient(
         return sort(xs, dys)
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
     large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
-    if sorted_ahead or large or implementation == "mosaic_gpu":
+    for_gpu = implementation in ("xla_gpu", "mosaic_gpu")
+    if sorted_ahead or large or for_gpu:
         return sort(xs, dys)
     return lax.platform_dependent(xs, dys, cpu=count, default=sort)
 
@@ -256,7 +257,7 @@ def dense_gradient(
             values, mode="drop", unique_indices=True, indices_are_sorted=True
         )
 
-    if x.transposed is not None or implementation == "mosaic_gpu":
+    if x.transposed is not None or implementation in ("xla_gpu", "mosaic_gpu"):
         return scatter(x, dy)
     return lax.platform_dependent(x, dy, cpu=add, default=scatter)
 

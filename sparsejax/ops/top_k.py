@@ -24,6 +24,7 @@ from sparsejax.ops.implementations import (
     Implementation,
     check_implementation,
     mosaic_can_run,
+    xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
 
@@ -113,7 +114,8 @@ def top_k(
       kernel_spec: how the kernel is divided over the mesh that is set, see
         `sparsejax.output_loss`. The best of each part are merged.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
-        "xla" is the reference. None picks what is fastest here.
+        "xla" is the reference, "xla_gpu" the reference as GPUs run it. None picks what is
+        fastest here.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
@@ -139,7 +141,7 @@ def top_k(
         num_items=num_items,
         kernel_spec=kernel_spec,
         implementation=implementation,
-        tuning=GPU if jax.default_backend() == "gpu" else CPU,
+        tuning=GPU if xla_is_for_gpu(implementation) else CPU,
     )
 
 
@@ -158,7 +160,7 @@ def top_k_tuned(
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """What `top_k` does with checked arguments.
 
-    `implementation` None is "xla" here.
+    `implementation` None is "xla" here, and "xla_gpu" too: `tuning` is what differs.
     """
     return _compiled(
         h,

@@ -1,5 +1,6 @@
 """gather_matmul and its gradients against SciPy in float64."""
 
+import functools
 import itertools
 
 import jax
@@ -9,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from matrices import csrs, oracle, random_csr, sizes
+from matrices import csrs, oracle, random_csr, sizes, with_garbage
 from memory import temporary_bytes
 from tolerances import assert_close
 
-from sparsejax.ops import gather_sum
 from sparsejax.ops.gather_matmul import (
     data_gradient_by_gather,
     data_gradient_by_loop,
@@ -21,11 +21,12 @@ from sparsejax.ops.gather_matmul import (
 )
 from sparsejax.sparse import CSR
 
+compiled = jax.jit(gather_matmul, static_argnames=("combiner", "implementation"))
+# On a CPU "xla" is a loop over the entries.
 FORMS = {
-    "loop": jax.jit(gather_sum.by_loop),
-    "segment_sum": jax.jit(gather_sum.by_segments),
+    name: functools.partial(compiled, implementation=name)
+    for name in ("xla", "xla_gpu")
 }
-compiled = jax.jit(gather_matmul, static_argnames=("combiner",))
 
 
 def scale(x: CSR, combiner: str) -> np.ndarray:
@@ -59,10 +60,15 @@ def check(actual, x: CSR, w, factor=None) -> None:
     )
 
 
-@given(csrs(), st.sampled_from([1, 3, 16]), st.sampled_from(["sum", "mean", "sqrtn"]))
-def test_equals_scipy(x, hidden, combiner):
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    x=csrs(),
+    hidden=st.sampled_from([1, 3, 16]),
+    combiner=st.sampled_from(["sum", "mean", "sqrtn"]),
+)
+def test_equals_scipy(form, x, hidden, combiner):
     w = weights(x.num_cols, hidden)
-    y = compiled(x, w, combiner=combiner)
+    y = FORMS[form](x, w, combiner=combiner)
     factor = scale(x, combiner)
     # A mean divides by what may nearly cancel: compare where it is well conditioned.
     fine = np.abs(factor) * sizes(x).sum(axis=1) < 20
@@ -70,17 +76,83 @@ def test_equals_scipy(x, hidden, combiner):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@given(x=csrs())
-def test_forms_agree(form, x):
-    w = weights(x.num_cols, 4)
-    check(FORMS[form](x, w), x, w)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_very_long_row(form):
     x = random_csr(3, 5000, 0.99, seed=2)
     w = weights(5000, 2)
     check(FORMS[form](x, w), x, w)
+
+
+def rows_of_lengths(lengths: list[int], seed: int, *, valued: bool = False) -> CSR:
+    """Rows that repeat some of 50 columns, with some padding."""
+    rng = np.random.default_rng(seed)
+    indptr = np.cumsum([0, *lengths]).astype(np.int32)
+    count = int(indptr[-1])
+    indices = np.concatenate([np.sort(rng.integers(0, 50, n)) for n in lengths])
+    data = rng.standard_normal(count).astype(np.float32) if valued else None
+    host = CSR(data, indices.astype(np.int32), indptr, num_cols=50)
+    return with_garbage(host, 9, rng)
+
+
+# On average a row has 1, 5, 9 or 60 entries: the form for GPUs adds pieces of 4, 8, 16 or 32.
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [*[0] * 3000, 2900, *[0] * 90, 5, 4, 3],
+        [*[5] * 300, 8, 9, 64, 65, 72, 73],
+        [9] * 200,
+        [*[0, 31, 32, 33, 64, 65, 287, 288, 289, 0] * 9, 12_000],
+        [40_000],
+    ],
+    ids=["4", "8", "16", "32", "one"],
+)
+def test_rows_in_pieces(form, lengths):
+    for valued in (False, True):
+        x = rows_of_lengths(lengths, seed=len(lengths), valued=valued)
+        w = weights(50, 3)
+        check(FORMS[form](x, w), x, w)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_stays_in_the_rows_that_read_it(form):
+    x = rows_of_lengths([3, 0, 700, 1, 40, 90], seed=1)
+    w = weights(50, 2)
+    w[[0, 7]] = np.nan
+    dense = oracle(x)
+    reads = dense[:, [0, 7]].any(axis=1)
+    y = np.asarray(FORMS[form](x, w))
+    np.testing.assert_array_equal(np.isnan(y).all(axis=1), reads)
+    np.testing.assert_array_equal(np.isnan(y).any(axis=1), reads)
+    w[7] = np.inf
+    y = np.asarray(FORMS[form](x, w))
+    reads_inf = (dense[:, 7] > 0) & (dense[:, 0] == 0)
+    np.testing.assert_array_equal(np.isposinf(y).all(axis=1), reads_inf)
+
+
+def shapes_within(jaxpr) -> list[tuple[int, ...]]:
+    """The shapes of all arrays that a traced function computes."""
+    shapes = []
+    for equation in jaxpr.eqns:
+        shapes += [v.aval.shape for v in equation.outvars]
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                shapes += shapes_within(inner)
+    return shapes
+
+
+def test_form_for_gpus_has_no_row_for_each_entry():
+    """And neither a loop nor a scatter, whose order could differ from run to run."""
+    nse, hidden = 100_000, 64
+    x = CSR(None, jnp.zeros(nse, int), jnp.zeros(1025, int), num_cols=500)
+    w = jax.ShapeDtypeStruct((500, hidden), jnp.float32)
+    traced = jax.jit(FORMS["xla_gpu"]).trace(x, w)
+    text = str(traced.jaxpr)
+    assert "gather" in text and "scatter" not in text and "while" not in text
+    largest = max(int(np.prod(shape)) for shape in shapes_within(traced.jaxpr))
+    assert largest <= nse * hidden / 4
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -128,9 +200,10 @@ def test_empty_and_zero_sized(form):
     assert FORMS[form](no_rows, jnp.ones((5, 2))).shape == (0, 2)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 @pytest.mark.parametrize("valued", [False, True])
-def test_gradients_by_finite_differences(combiner, valued):
+def test_gradients_by_finite_differences(form, combiner, valued):
     x = random_csr(4, 7, 0.5, valued=valued)
     used = int(x.indptr[-1])
     w = weights(9, 3)
@@ -142,7 +215,8 @@ def test_gradients_by_finite_differences(combiner, valued):
         return float(np.sum(dy * scale(matrix, combiner)[:, None] * dense))
 
     def loss(x, w):
-        return jnp.sum(dy.astype(np.float32) * gather_matmul(x, w, combiner=combiner))
+        y = gather_matmul(x, w, combiner=combiner, implementation=form)
+        return jnp.sum(dy.astype(np.float32) * y)
 
     gx, gw = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(x, w)
     eps = 1e-4
@@ -232,8 +306,9 @@ def test_kernel_with_its_gradients_lowers_for_cuda():
     assert lowered.as_text().count("mosaic_gpu") >= 4  # two kernels, twice
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_sharded_over_features_is_the_same():
+def test_sharded_over_features_is_the_same(form):
     x, dy = random_csr(6, 30, 0.3), jnp.asarray(weights(6, 5, seed=2))
     w = jnp.asarray(weights(32, 5))
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -241,7 +316,7 @@ def test_sharded_over_features_is_the_same():
 
     @jax.jit
     def forward_and_backward(x, w):
-        y, backward = jax.vjp(lambda w: gather_matmul(x, w), w)
+        y, backward = jax.vjp(lambda w: FORMS[form](x, w), w)
         return y, backward(dy)[0]
 
     expected = forward_and_backward(x, w)
@@ -250,7 +325,7 @@ def test_sharded_over_features_is_the_same():
         np.testing.assert_allclose(result, alone, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", [None, *FORMS])
 @pytest.mark.parametrize("valued", [False, True])
 @pytest.mark.parametrize("rows", [0, 3])
 def test_gradients_of_nothing(implementation, valued, rows):
@@ -310,7 +385,8 @@ def test_errors():
         gather_matmul(x, jnp.ones((5, 2)), implementation="cuda")  # type: ignore
 
 
-def test_in_a_shard_map_that_checks_what_varies():
+@pytest.mark.parametrize("form", FORMS)
+def test_in_a_shard_map_that_checks_what_varies(form):
     """`jax.shard_map` as it is by default; each device has its own part of the rows of w."""
     x, w = random_csr(6, 9, 0.5, valued=True), jnp.arange(36.0).reshape(18, 2) / 36
     auto = (jax.sharding.AxisType.Auto,)
@@ -319,7 +395,7 @@ def test_in_a_shard_map_that_checks_what_varies():
 
     def loss(w):
         specs = {"in_specs": (jax.sharding.PartitionSpec(), parts), "out_specs": parts}
-        y = jax.shard_map(gather_matmul, mesh=mesh, **specs)(x, w)
+        y = jax.shard_map(FORMS[form], mesh=mesh, **specs)(x, w)
         return jnp.sum(y**2), y
 
     (_, y), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(w)

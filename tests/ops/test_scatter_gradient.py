@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import csrs, oracle, random_csr, sizes
@@ -15,10 +16,18 @@ from tolerances import assert_close
 from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
 from sparsejax.sparse import CSR
 
+# On a CPU None is "xla", which adds entry by entry.
+IMPLEMENTATIONS = None, "xla_gpu"
 
-@functools.partial(jax.jit, static_argnums=2)
-def rows_of(x: CSR, dy, num_rows: int):
-    return row_gradient([x], [dy], num_rows)
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def rows_of(x: CSR, dy, num_rows: int, implementation=None):
+    return row_gradient([x], [dy], num_rows, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def all_rows_of(x: CSR, dy, num_rows: int, implementation=None):
+    return dense_gradient(x, dy, num_rows, implementation=implementation)
 
 
 def slopes(rows: int, hidden: int, seed: int = 3) -> jax.Array:
@@ -56,32 +65,49 @@ def check_ids(ids, x: CSR, num_rows: int) -> None:
     assert (np.asarray(ids[len(touched) :]) == num_rows).all()
 
 
-@given(csrs(), st.sampled_from([1, 5]), st.sampled_from([0, 3, 7000]))
-def test_equals_scipy(x, hidden, extra_rows):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(
+    x=csrs(), hidden=st.sampled_from([1, 5]), extra_rows=st.sampled_from([0, 3, 7000])
+)
+def test_equals_scipy(implementation, x, hidden, extra_rows):
     num_rows = x.num_cols + extra_rows  # 7000: by a sort, on a CPU too
     dy = slopes(x.num_rows, hidden)
 
-    ids, values = rows_of(x, dy, num_rows)
+    ids, values = rows_of(x, dy, num_rows, implementation)
     check_ids(ids, x, num_rows)
     check(dense_of(ids, values, num_rows), [x], [dy])
-    check(jax.jit(dense_gradient, static_argnums=2)(x, dy, num_rows), [x], [dy])
+    check(all_rows_of(x, dy, num_rows, implementation), [x], [dy])
 
 
-@given(csrs(rows=5), st.sampled_from([0, 3]))
-def test_transposed_ahead_of_time(x, extra_rows):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@given(x=csrs(rows=5), extra_rows=st.sampled_from([0, 3]))
+def test_transposed_ahead_of_time(implementation, x, extra_rows):
     num_rows = x.num_cols + extra_rows
     dy = slopes(x.num_rows, 4)
     x = jax.jit(CSR.with_transposed)(x)
-    ids, values = rows_of(x, dy, num_rows)
+    ids, values = rows_of(x, dy, num_rows, implementation)
     check_ids(ids, x, num_rows)
     check(dense_of(ids, values, num_rows), [x], [dy])
-    check(jax.jit(dense_gradient, static_argnums=2)(x, dy, x.num_cols), [x], [dy])
+    check(all_rows_of(x, dy, x.num_cols, implementation), [x], [dy])
 
 
-def test_uses_of_one_kernel_are_summed():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_columns_that_most_rows_have(implementation):
+    """One column has as many entries as there are rows, and others have few."""
+    x = random_csr(700, 90, 0.01, valued=True, seed=3)
+    often = scipy.sparse.csr_array(np.ones((700, 1)))
+    host = CSR.from_scipy(scipy.sparse.hstack([x.to_scipy(), often], format="csr"))
+    dy = slopes(700, 3)
+    ids, values = rows_of(jax.tree.map(jnp.asarray, host), dy, 91, implementation)
+    check_ids(ids, host, 91)
+    check(dense_of(ids, values, 91), [host], [dy])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_uses_of_one_kernel_are_summed(implementation):
     xs = [random_csr(4, 12, seed=1), random_csr(3, 12, valued=True, seed=2)]
     dys = [slopes(4, 3, seed=4), slopes(3, 3, seed=5)]
-    ids, values = row_gradient(xs, dys, 12)
+    ids, values = row_gradient(xs, dys, 12, implementation=implementation)
     check(dense_of(ids, values, 12), xs, dys)
 
 
@@ -91,36 +117,42 @@ def test_capacity_cannot_overflow():
     assert ids.shape == (8,) and values.shape == (8, 2)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_rows", [7, 7000])
-def test_entries_that_do_not_exist_add_nothing(num_rows):
+def test_entries_that_do_not_exist_add_nothing(implementation, num_rows):
     # Row 0 holds an index out of range, row 1 does not fit: both are NaN in the forward
     # pass, and here leave all other rows as they are.
     indices = jnp.array([2, 9, -3, 4], jnp.int32)
     x = CSR(None, indices, jnp.array([0, 3, 6], jnp.int32), num_cols=7)
     dy = jnp.ones((2, 2))
-    ids, values = row_gradient([x], [dy], num_rows)
+    ids, values = rows_of(x, dy, num_rows, implementation)
     dense = dense_of(ids, values, num_rows)
     assert set(np.flatnonzero(dense[:, 0])) == {2, 4}
-    dense = np.asarray(dense_gradient(x, dy, num_rows))
+    dense = np.asarray(all_rows_of(x, dy, num_rows, implementation))
     assert set(np.flatnonzero(dense[:, 0])) == {2, 4}
 
 
-def test_padding_does_not_spread_nan():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_does_not_spread_nan(implementation):
     x = random_csr(3, 6, 0.5, extra=20)
     dy = (
         slopes(3, 2).at[-1].set(jnp.nan)
     )  # padding is counted to the last row; its slope must not leak
     touched = set(np.asarray(x.indices[x.indptr[2] : x.indptr[3]]))
-    ids, values = row_gradient([x], [dy], 6)
+    ids, values = rows_of(x, dy, 6, implementation)
     nan = set(np.asarray(ids)[np.isnan(np.asarray(values)).any(1)])
     assert nan == touched
-    assert set(np.flatnonzero(np.isnan(dense_gradient(x, dy, 6)).any(1))) == touched
+    dense = all_rows_of(x, dy, 6, implementation)
+    assert set(np.flatnonzero(np.isnan(dense).any(1))) == touched
 
 
-def test_same_bits_every_time():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_same_bits_every_time(implementation):
     x = random_csr(64, 30, 0.5, valued=True)
     dy = slopes(64, 16)
-    results = {np.asarray(row_gradient([x], [dy], 30)[1]).tobytes() for _ in range(3)}
+    results = {
+        np.asarray(rows_of(x, dy, 30, implementation)[1]).tobytes() for _ in range(3)
+    }
     assert len(results) == 1
 
 

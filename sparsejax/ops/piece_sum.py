@@ -1,0 +1,239 @@
+"""Sums of gathered rows by XLA's operations without a scatter: the form for a GPU.
+
+::
+
+    entries of a row    |--------|--------|--------|--------|--------|----|
+                          first    piece    piece    piece    piece   piece
+    level 1                        p0       p1       p2       p3      p4
+    level 2                        q0 = p0 + p1 + p2 + p3 + p4
+
+    result = sum of the first entries + the one node of the row's highest level
+
+The first entries of a row are added where the result is computed. The other entries are
+cut into pieces of as many. A node of level 1 is the sum of a piece, and a node of a
+further level is the sum of some nodes of the level below. A row has levels up to the one
+where it has a single node. So a row of any length is added by few programs, of which each
+has a fixed number of terms for each of its rows. XLA makes one program of such a sum and
+its gathers: no `[nse, hidden]` array is written. Sums of gathered rows by a scatter would
+have a collision for each entry of a row, in an order that differs from run to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sparse import CSR, MAX_ENTRIES
+
+# Entries of a piece: about as many as a row has on average. With fewer there are more
+# nodes to write, with more there are more places without an entry.
+_SMALLEST, _LARGEST = 4, 32
+# Nodes that a node of level 2, of level 3, and of each further level adds. Half as many
+# nodes as level 1 has may be of level 2, so these add few.
+_FAN_IN = 8, 32, 64
+# In place of the id of a row: there is no entry, or its row does not exist.
+_NOTHING, _OUTSIDE = -1, -2
+
+
+class _Level(NamedTuple):
+    """Nodes of one size.
+
+    Attributes:
+      over: a row has nodes of this level if it has more pieces than this.
+      pieces: how many pieces a node adds.
+      fan_in: how many nodes of the level below it adds; for level 1 how many entries.
+      capacity: the number of nodes that all rows together cannot exceed.
+    """
+
+    over: int
+    pieces: int
+    fan_in: int
+    capacity: int
+
+
+class _Entries(NamedTuple):
+    """The entries to add for each row of a result.
+
+    Attributes:
+      ids: the row to read; `_NOTHING` if there is no entry.
+      values: factors; None if they are all 1.
+      broken: rows with an entry that does not exist, which are NaN.
+    """
+
+    ids: Int[Array, "rows terms"]
+    values: Float[Array, "rows terms"] | None
+    broken: Bool[Array, "rows"]
+
+    def sum(self, w: Float[Array, "features hidden"]) -> Float[Array, "rows hidden"]:
+        """The sums of the rows of `w`, in order."""
+        total = jnp.zeros((), accumulator(w.dtype))
+        # Written out, without a loop: XLA makes one program of it, which loads several rows
+        # before it adds the first.
+        for term in range(self.ids.shape[1]):
+            ids = lax.slice_in_dim(self.ids, term, term + 1, axis=1)
+            rows = _rows(w, ids).astype(total.dtype)
+            if self.values is not None:
+                rows = rows * lax.slice_in_dim(self.values, term, term + 1, axis=1)
+            # A select, not a factor of zero: the row that is read may be NaN.
+            total = total + jnp.where(ids >= 0, rows, 0)
+        return jnp.where(self.broken[:, None], jnp.nan, total)
+
+
+def by_pieces(
+    x: CSR, w: Float[Array, "features hidden"]
+) -> Float[Array, "batch hidden"]:
+    """`gather_matmul` with the combiner "sum", without a derivative.
+
+    The terms of a piece are added in order, and so are the pieces. With pieces of `p`
+    entries, memory is `nse / p + nse / 2 p` rows of `hidden` numbers, and little more. `p`
+    is the average length of a row, but at least 4 and at most 32.
+    """
+    num_rows, nse = x.num_rows, x.nse
+    if 0 in (num_rows, nse, w.shape[0]):
+        # There is nothing to read. A row that has entries all the same is NaN.
+        y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(w.dtype)
+        return jnp.broadcast_to(y[:, None], (num_rows, w.shape[1]))
+    piece = _piece(nse, num_rows)
+    levels = _levels(nse, piece)
+    indptr = jnp.minimum(jnp.asarray(x.indptr), nse)
+    starts, lengths = indptr[:-1], jnp.diff(indptr)
+    first = _entries(x, w, starts, jnp.minimum(lengths, piece), piece)
+    y = first.sum(w)
+    if levels:
+        y = y + _rest(x, w, starts, lengths, piece, levels)
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
+
+
+def _rest(x, w, starts, lengths, piece, levels):
+    """The sums of the entries that follow the first piece of each row."""
+    num_rows = x.num_rows
+    pieces = jnp.maximum(lengths - 1, 0) // piece
+    counts = jnp.stack(
+        [
+            jnp.where(pieces > level.over, (pieces - 1) // level.pieces + 1, 0)
+            for level in levels
+        ]
+    )
+    # XLA would compute a cumulative sum again for each element of what it fuses it with.
+    ends = lax.optimization_barrier(jnp.cumsum(counts, axis=1, dtype=jnp.int32))
+    firsts = ends - counts
+    offsets = [0, *itertools.accumulate(level.capacity for level in levels)]
+    # The nodes of all levels are numbered together, so that one search finds their rows.
+    bounds = [end + offset for end, offset in zip(ends, offsets, strict=False)]
+    nodes = jnp.arange(offsets[-1], dtype=jnp.int32)
+    found = lax.optimization_barrier(_passed(jnp.concatenate(bounds), nodes))
+    total = below = jnp.zeros((), accumulator(w.dtype))
+    for k, level in enumerate(levels):
+        row = found[offsets[k] : offsets[k + 1]] - k * num_rows
+        exists, row = row < num_rows, jnp.minimum(row, num_rows - 1)
+        place = jnp.arange(level.capacity, dtype=jnp.int32) - firsts[k][row]
+        before = place * level.fan_in
+        if k == 0:
+            before = before + piece
+            start, count = starts[row], lengths[row]
+        else:
+            start, count = firsts[k - 1][row], counts[k - 1][row]
+        count = jnp.where(exists, jnp.clip(count - before, 0, level.fan_in), 0)
+        if k == 0:
+            below = _entries(x, w, start + before, count, piece).sum(w)
+        else:
+            below = _sum_of_nodes(below, start + before, count, level.fan_in)
+        # Written once, not computed again for each node that reads it.
+        below = lax.optimization_barrier(below)
+        highest = (pieces > level.over) & (pieces <= level.pieces)
+        node = _rows(below, firsts[k][:, None])
+        total = total + jnp.where(highest[:, None], node, 0)
+    return total
+
+
+def _piece(nse: int, num_rows: int) -> int:
+    """Entries of a piece; a power of 2."""
+    if not isinstance(nse, int):  # an exported program has a symbol there
+        return _LARGEST
+    average = -(-nse // num_rows)
+    return min(max(1 << (average - 1).bit_length(), _SMALLEST), _LARGEST)
+
+
+def _levels(nse: int, piece: int) -> list[_Level]:
+    """The levels that rows with `nse` entries in all can need."""
+    pieces, spare = (nse - 1) // piece, 0
+    most = pieces
+    if not isinstance(nse, int):
+        most, spare = MAX_ENTRIES // piece, 1
+    levels, over, size, fan_in = [], 0, 1, piece
+    fan_ins = itertools.chain(_FAN_IN, itertools.repeat(_FAN_IN[-1]))
+    while most > over:
+        # Each row with a node here has at least `over + 1` pieces for each of its nodes.
+        levels.append(_Level(over, size, fan_in, pieces // (over + 1) + spare))
+        fan_in = next(fan_ins)
+        over, size = size, min(size * fan_in, MAX_ENTRIES)
+    return levels
+
+
+def _entries(x: CSR, w, starts, counts, size: int) -> _Entries:
+    """The terms of `counts` entries from each of the `starts` on; at most `size`."""
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    entry, used = starts[:, None] + place, place < counts[:, None]
+    ids = jnp.asarray(x.indices).at[entry].get(mode="clip")
+    outside = (ids < 0) | (ids >= x.num_cols)
+    ids = jnp.where(used, jnp.where(outside, _OUTSIDE, ids), _NOTHING)
+    values = None
+    if x.data is not None:
+        data = jnp.asarray(x.data, accumulator(w.dtype))
+        values = data.at[entry].get(mode="clip")
+    broken = jnp.any(used & outside, axis=1)
+    # Each of these is computed once, not once for each of the `hidden` sums of a row.
+    return lax.optimization_barrier(_Entries(ids, values, broken))
+
+
+def _sum_of_nodes(
+    nodes: Float[Array, "_ hidden"],
+    starts: Int[Array, "rows"],
+    counts: Int[Array, "rows"],
+    size: int,
+) -> Float[Array, "rows hidden"]:
+    """The sums of `counts` nodes from each of the `starts` on; at most `size`."""
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    used = place < counts[:, None]
+    # Unused terms all read one row, which stays in the cache.
+    ids = jnp.where(used, starts[:, None] + place, 0)
+    # The indices are computed once, not once for each of the `hidden` sums of a row.
+    ids, used = lax.optimization_barrier((ids, used))
+    terms = nodes.at[ids].get(mode="clip")
+    return jnp.sum(jnp.where(used[:, :, None], terms, 0), axis=1)
+
+
+def _rows(
+    array: Float[Array, "_ hidden"], ids: Int[Array, "rows 1"]
+) -> Float[Array, "rows hidden"]:
+    """The rows `ids`; some row for an id that is out of range."""
+    return lax.gather(
+        array,
+        ids,
+        lax.GatherDimensionNumbers(
+            offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        slice_sizes=(1, array.shape[1]),
+        mode=lax.GatherScatterMode.CLIP,
+    )
+
+
+def _passed(
+    ends: Int[Array, "segments"], positions: Int[Array, "size"]
+) -> Int[Array, "size"]:
+    """How many of the `ends`, which ascend, are at most each position: a binary search.
+
+    Written out, without a loop: XLA makes one program of it.
+    """
+    size = ends.shape[0]
+    passed = jnp.zeros_like(positions)
+    for bit in reversed(range(size.bit_length())):
+        more = passed + (1 << bit)
+        end = ends.at[more - 1].get(mode="clip")
+        passed = jnp.where((more <= size) & (end <= positions), more, passed)
+    return passed
