@@ -123,6 +123,8 @@ def _measure_jax(part: str, workload: Workload) -> Iterator[dict]:
     import jax.numpy as jnp
     from jax.experimental import sparse
 
+    from sparsejax.sparse import CSR
+
     ours = _implementations(workload)
 
     def bcsr(indices, indptr, w):
@@ -134,9 +136,19 @@ def _measure_jax(part: str, workload: Workload) -> Iterator[dict]:
         ends = jnp.searchsorted(indptr, jnp.arange(workload.entries), side="right")
         return jax.ops.segment_sum(w[indices], ends - 1, num_segments=workload.num_rows)
 
+    def take_sorted(indices, indptr, w):
+        x = CSR(None, indices, indptr, num_cols=workload.num_cols)
+        return jax.ops.segment_sum(
+            w[indices],
+            x.row_ids(),
+            num_segments=workload.num_rows,
+            indices_are_sorted=True,
+        )
+
     candidates: dict[str, Callable] = {
         **ours,
         "take + segment_sum": take,
+        "take + sorted segment_sum": take_sorted,
         "BCSR": bcsr,
     }
     if part == "cusparse":

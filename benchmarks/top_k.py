@@ -10,6 +10,7 @@ Ids are checked against a sort of float64 scores in some rows before anything is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -77,8 +78,10 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
 
     import sparsejax as sj
 
-    def ours(h, kernel, exclude):
-        return sj.top_k(h, kernel, None, _K, exclude=exclude)
+    def ours(h, kernel, exclude, implementation=None):
+        return sj.top_k(
+            h, kernel, None, _K, exclude=exclude, implementation=implementation
+        )
 
     def plain(h, kernel, exclude):
         kernel = kernel[: exclude.num_cols]
@@ -89,7 +92,12 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     inputs = jax_inputs(workload, "bfloat16")
-    for name, function in {"sparsejax": ours, "jax.lax.top_k": plain}.items():
+    candidates = {
+        "sparsejax": ours,
+        "xla": functools.partial(ours, implementation="xla"),
+        "jax.lax.top_k": plain,
+    }
+    for name, function in candidates.items():
         with reported(workload.name, name):
             jitted = jax.jit(function)
             compiled = jitted.lower(*inputs[0]).compile()

@@ -55,8 +55,7 @@ def gather_matmul(
 
     A row without entries, or whose weights sum to zero, gives zeros. Sums are computed in
     float32 (float64 for a float64 `w`) and returned in `w`'s dtype. Memory traffic:
-    `nse * hidden` elements of `w`, and the result. On a CPU no `[nse, hidden]` array is
-    made.
+    `nse * hidden` elements of `w`, and the result. No `[nse, hidden]` array is made.
 
     Differentiable in `w` (a dense gradient; see `sparsejax.value_and_grad` for one of
     the touched rows only) and in `x.data`.

@@ -89,7 +89,8 @@ def output_loss(
         `P(("model", "data"))`. Then only `h` and its gradient move between devices.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands,
         labels without values, and the rules of `sparsejax.losses`. "xla" is the
-        reference. None picks what is fastest here.
+        reference, "xla_gpu" the reference as GPUs run it. None picks what is fastest
+        here.
 
     Raises:
       ValueError: shapes do not match, an unknown loss or implementation, or a spec that

@@ -1,0 +1,89 @@
+"""What each operation runs on a GPU of some compute capability, by lowering for it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from sparsejax import optimizers
+from sparsejax.ops import implementations, row_update, scatter_gradient
+from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops.output_loss import output_loss
+from sparsejax.ops.top_k import top_k
+from sparsejax.sparse import CSR
+
+COLUMNS, HIDDEN = 256, 128
+
+
+def step_on_rows(x, h, kernel):
+    trained = row_update.TrainedKernel(kernel, {"sum_of_squares": kernel}, None)
+    terms = scatter_gradient.row_terms([x], [h], COLUMNS)
+    rule = optimizers.adagrad(0.1)
+    return row_update.step_terms(rule, trained, terms, jnp.int32(0)).w
+
+
+def gradient(x, h, kernel):
+    return scatter_gradient.row_gradient([x], [h], COLUMNS)[1]
+
+
+def loss(x, h, kernel):
+    def of(h):
+        return output_loss(h, kernel, None, x, loss="sigmoid_binary_cross_entropy")
+
+    return jax.grad(of)(h)
+
+
+# Each with the dtype of its operands, and whether GPUs newer than Hopper have a program.
+OPERATIONS = {
+    "gather_matmul": (lambda x, h, w: gather_matmul(x, w), jnp.float32, True),
+    "gradient": (gradient, jnp.float32, True),
+    "step_on_rows": (step_on_rows, jnp.float32, True),
+    "output_loss": (loss, jnp.bfloat16, False),
+    "top_k": (lambda x, h, w: top_k(h, w, None, 3), jnp.bfloat16, False),
+}
+
+
+def lowered(name: str) -> str:
+    """The program for CUDA of an operation, on a mesh of one device."""
+    function, dtype, _ = OPERATIONS[name]
+    x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
+    auto = (AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1], axis_types=auto)
+    # Within it a program is for one device, also where there are more.
+    function = jax.shard_map(
+        function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
+    traced = jax.jit(function).trace(x, h, kernel)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("capability", [7.5, 8.0, 8.9, 9.0, 10.0, 12.0])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_form_for_a_gpu(monkeypatch, name, capability):
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: capability)
+    newer_too = OPERATIONS[name][2]
+    has_program = capability == 9.0 or (newer_too and capability > 9.0)
+    assert ("custom_call @mosaic_gpu" in lowered(name)) == has_program
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_form_without_a_gpu(monkeypatch, name):
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: None)
+    assert "mosaic_gpu" not in lowered(name)
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.9])
+def test_rows_are_not_added_by_a_scatter(monkeypatch, capability):
+    """XLA adds rows by a scatter of `[entries, hidden]` updates very slowly."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: capability)
+    assert "stablehlo.scatter" not in lowered("gather_matmul")
+    text = lowered("gradient")
+    scatters = [part[:2000] for part in text.split("stablehlo.scatter")[1:]]
+    assert not any(f"x{HIDDEN}xf32" in part.split("->")[0] for part in scatters)
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match='"xla_gpu" or "mosaic_gpu", got \'cuda\''):
+        implementations.check_implementation("cuda")
