@@ -20,6 +20,7 @@ have a collision for each entry of a row, in an order that differs from run to r
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -98,6 +99,9 @@ def by_pieces(
         # There is nothing to read. A row that has entries all the same is NaN.
         y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(w.dtype)
         return jnp.broadcast_to(y[:, None], (num_rows, w.shape[1]))
+    # Here and below: XLA may compute integers again for each of the `hidden` sums that it
+    # fuses them with, and in a row gradient they come from a cumulative sum.
+    x = lax.optimization_barrier(dataclasses.replace(x, transposed=None))
     piece = _piece(nse, num_rows)
     levels = _levels(nse, piece)
     indptr = jnp.minimum(jnp.asarray(x.indptr), nse)
@@ -119,7 +123,6 @@ def _rest(x, w, starts, lengths, piece, levels):
             for level in levels
         ]
     )
-    # XLA would compute a cumulative sum again for each element of what it fuses it with.
     ends = lax.optimization_barrier(jnp.cumsum(counts, axis=1, dtype=jnp.int32))
     firsts = ends - counts
     offsets = [0, *itertools.accumulate(level.capacity for level in levels)]
@@ -143,7 +146,6 @@ def _rest(x, w, starts, lengths, piece, levels):
             below = _entries(x, w, start + before, count, piece).sum(w)
         else:
             below = _sum_of_nodes(below, start + before, count, level.fan_in)
-        # Written once, not computed again for each node that reads it.
         below = lax.optimization_barrier(below)
         highest = (pieces > level.over) & (pieces <= level.pieces)
         node = _rows(below, firsts[k][:, None])
@@ -187,7 +189,6 @@ def _entries(x: CSR, w, starts, counts, size: int) -> _Entries:
         data = jnp.asarray(x.data, accumulator(w.dtype))
         values = data.at[entry].get(mode="clip")
     broken = jnp.any(used & outside, axis=1)
-    # Each of these is computed once, not once for each of the `hidden` sums of a row.
     return lax.optimization_barrier(_Entries(ids, values, broken))
 
 
@@ -202,7 +203,6 @@ def _sum_of_nodes(
     used = place < counts[:, None]
     # Unused terms all read one row, which stays in the cache.
     ids = jnp.where(used, starts[:, None] + place, 0)
-    # The indices are computed once, not once for each of the `hidden` sums of a row.
     ids, used = lax.optimization_barrier((ids, used))
     terms = nodes.at[ids].get(mode="clip")
     return jnp.sum(jnp.where(used[:, :, None], terms, 0), axis=1)
