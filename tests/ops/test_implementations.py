@@ -55,6 +55,7 @@ def lowered(name: str) -> str:
         function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
     h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
+    jax.clear_caches()  # else what was traced for another GPU is found again
     traced = jax.jit(function).trace(x, h, kernel)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
