@@ -3,10 +3,10 @@
     python benchmarks/gather_matmul.py run [--commit NAME]    on a GPU
     python benchmarks/gather_matmul.py table                  anywhere
 
-JAX, JAX with its cuSPARSE flag, and torch with CuPy each run in a process of their own,
-since they do not share a GPU's memory well. Another process measures over shapes; the
-default choice of an implementation is based on these measurements. Every result is checked
-against float64 before it is timed. `table` also draws the plots.
+JAX and torch (with CuPy) each run in a process of their own, since they do not share a GPU's
+memory well. Another process measures over shapes; the default choice of an implementation
+is based on these measurements. Every result is checked against float64 before it is timed.
+`table` also draws the plots.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ from workloads import (
 )
 
 _BATCHES = 3
-_PARTS = {
-    "jax": {},
-    "cusparse": {"JAX_BCOO_CUSPARSE_LOWERING": "true"},
-    "torch": {},
-    "shapes": {},
-}
+_PARTS = {"jax": {}, "torch": {}, "shapes": {}}
 Cases = dict[tuple[str, str], dict[str, dict]]
 _DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
 
@@ -49,10 +44,9 @@ def main() -> None:
 
 
 def _measure(part: str) -> Iterator[dict]:
-    measure = {"torch": _measure_torch, "shapes": _measure_shape}.get(part)
-    measure = measure or functools.partial(_measure_jax, part)
+    measures = {"torch": _measure_torch, "shapes": _measure_shape}
     for workload in SHAPES if part == "shapes" else WORKLOADS:
-        yield from measure(workload)
+        yield from measures.get(part, _measure_jax)(workload)
 
 
 @functools.cache
@@ -107,18 +101,19 @@ def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
 
 def _implementations(workload: Workload) -> dict[str, Callable]:
     """Ours, for entries of value 1."""
+    names = "mosaic_gpu", "xla"
+    return {name: functools.partial(_product, workload, name) for name in names}
+
+
+def _product(workload: Workload, implementation, indices, indptr, w):
     from sparsejax.ops.gather_sum import gather_sum
     from sparsejax.sparse import CSR
 
-    def product(implementation, indices, indptr, w):
-        x = CSR(None, indices, indptr, num_cols=workload.num_cols)
-        return gather_sum(x, w, implementation)
-
-    names = "mosaic_gpu", "xla"
-    return {name: functools.partial(product, name) for name in names}
+    x = CSR(None, indices, indptr, num_cols=workload.num_cols)
+    return gather_sum(x, w, implementation)
 
 
-def _measure_jax(part: str, workload: Workload) -> Iterator[dict]:
+def _measure_jax(workload: Workload) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
     from jax.experimental import sparse
@@ -147,12 +142,11 @@ def _measure_jax(part: str, workload: Workload) -> Iterator[dict]:
 
     candidates: dict[str, Callable] = {
         **ours,
+        "cusparse": functools.partial(_product, workload, "cusparse"),
         "take + segment_sum": take,
         "take + sorted segment_sum": take_sorted,
         "BCSR": bcsr,
     }
-    if part == "cusparse":
-        candidates = {"BCSR, cuSPARSE": bcsr}
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     for dtype in ("float32", "bfloat16"):

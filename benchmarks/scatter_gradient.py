@@ -28,21 +28,16 @@ _WORKLOADS = ML20M, ML20M_256, BIG
 _BATCHES = 4
 _STACK = 16  # steps whose entries are sorted at once
 _RATE, _EPS = 0.05, 1e-7
-_PARTS = {
-    "jax": {},
-    "cusparse": {"JAX_BCOO_CUSPARSE_LOWERING": "true"},
-    "torch": {},
-}
 
 
 def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure, _write_table)
 
 
 def _measure(part: str) -> Iterator[dict]:
-    measures = {"torch": _measure_torch, "cusparse": _measure_cusparse}
+    measure = _measure_torch if part == "torch" else _measure_jax
     for workload in _WORKLOADS:
-        yield from measures.get(part, _measure_jax)(workload)
+        yield from measure(workload)
 
 
 class _Case:
@@ -144,6 +139,8 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     for name, implementation, given, extra in (
         ("mosaic_gpu, sorted by dispatch", "mosaic_gpu", ahead, share),
         ("mosaic_gpu, sorted by step", "mosaic_gpu", inputs, 0.0),
+        ("cusparse, sorted by dispatch", "cusparse", ahead, share),
+        ("cusparse, sorted by step", "cusparse", inputs, 0.0),
         ("xla, sorted by dispatch", "xla", ahead, share),
         ("xla, sorted by step", "xla", inputs, 0.0),
     ):
@@ -202,6 +199,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     for name, step, sorts in (
         ("sparsejax", functools.partial(ours, None, True), True),
         ("sparsejax, gradient apart", functools.partial(ours, None, False), True),
+        ("cusparse", functools.partial(ours, "cusparse", True), True),
         ("xla", functools.partial(ours, "xla", True), True),
         ("plain JAX, dense gradient", plain, False),
     ):
@@ -218,44 +216,6 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
             error = _check_step(case, step, stack, sorts, w)
             time = _per_step(steps, stack, jnp.copy(w), jnp.zeros_like(w))
             yield _result(case, "step", name, time, error, versions)
-
-
-def _measure_cusparse(workload: Workload) -> Iterator[dict]:
-    """The gradient as cuSPARSE's product of the touched columns, transposed, with `dy`."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import sparse
-    from timing import time_jax
-
-    from sparsejax.ops.scatter_gradient import row_terms
-    from sparsejax.sparse import CSR
-
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    case = _Case(workload)
-    num_rows = workload.features
-
-    def rows(x, dy):
-        terms = row_terms([x], [dy], num_rows)
-        by_column = terms.by_column
-        shape = by_column.indptr.shape[0] - 1, workload.batch
-        ones = jnp.ones(workload.entries, dy.dtype)
-        matrix = sparse.BCSR((ones, by_column.rows, by_column.indptr), shape=shape)
-        return terms.ids(), matrix @ dy
-
-    inputs = [
-        (
-            CSR(None, jnp.asarray(indices), jnp.asarray(indptr), num_cols=num_rows),
-            jnp.asarray(dy),
-        )
-        for (indices, indptr), dy in zip(case.batches, case.dys, strict=True)
-    ]
-    name = "BCSR, cuSPARSE, sorted by step"
-    with reported(workload.name, "gradient", name):
-        jitted = jax.jit(rows)
-        ids, values = (np.asarray(part) for part in jitted(*inputs[0]))
-        error = case.check(0, lambda some: values[np.searchsorted(ids, some)])
-        time = time_jax(jitted, inputs).kernel
-        yield _result(case, "gradient", name, time, error, versions)
 
 
 def _check_step(case: _Case, step, stack, sorts, w) -> float:

@@ -24,7 +24,7 @@ from sparsejax.ops import item_chunks
 from sparsejax.ops.implementations import (
     HOPPER,
     Implementation,
-    mosaic_can_run,
+    custom_call_can_run,
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
@@ -541,7 +541,7 @@ def _with_mosaic(method: Method, batch: Batch, layer: Layer) -> bool:
     if method.implementation is not None:
         return method.implementation == "mosaic_gpu"
     ours = type(method.rule).__module__ == losses.__name__
-    return ours and not why and mosaic_can_run(HOPPER)
+    return ours and not why and custom_call_can_run(HOPPER)
 
 
 def _unsupported(h, layer: Layer, labels: SparseRows) -> str | None:

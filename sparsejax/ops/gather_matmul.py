@@ -70,8 +70,9 @@ def gather_matmul(
         sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
-        reference, "xla_gpu" the reference as GPUs run it. None picks what is fastest
-        here.
+        reference, "xla_gpu" the reference as GPUs run it, "cusparse" cuSPARSE's product
+        (float32; it does not promise the same bits in each run). None picks what is
+        fastest here.
 
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec
@@ -237,7 +238,7 @@ def _data_gradient(
         )
     if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
         return jnp.zeros(x.nse, accumulator(w.dtype))
-    if implementation == "xla_gpu":
+    if implementation in ("xla_gpu", "cusparse"):
         return data_gradient_by_gather(x, w, dy)
     return lax.platform_dependent(
         x, w, dy, cpu=data_gradient_by_loop, default=data_gradient_by_gather

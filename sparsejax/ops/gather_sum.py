@@ -1,4 +1,4 @@
-"""Sums of gathered rows, without a derivative: the forms in XLA and Mosaic, the choice.
+"""Sums of gathered rows, without a derivative: their forms, and the choice among them.
 
 `gather_matmul` and its gradient, `scatter_gradient`, both use it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -21,9 +22,10 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.implementations import (
+    BEFORE_HOPPER,
     HOPPER_OR_NEWER,
     Implementation,
-    mosaic_can_run,
+    custom_call_can_run,
 )
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.piece_sum import by_pieces
@@ -62,7 +64,11 @@ def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
         data = None if x.data is None else jnp.asarray(x.data)
         return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols)
-    if implementation == "xla_gpu":
+    if implementation is None and _cusparse_is_fastest(x, w):
+        implementation = "cusparse"
+    if implementation == "cusparse" and _cusparse_fits(x, w):
+        return by_cusparse(x, w)
+    if implementation in ("xla_gpu", "cusparse"):
         return by_pieces(x, w)
     return lax.platform_dependent(x, w, cpu=by_loop, default=by_pieces)
 
@@ -75,14 +81,14 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     Args:
       w: the matrix whose rows are gathered.
       nse: number of entries.
-      divided: see `mosaic_can_run`.
+      divided: see `custom_call_can_run`.
     """
     rows, hidden = w.shape
     if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
         return False
     if varying_axes(w):  # its results have no such type
         return False
-    return mosaic_can_run(HOPPER_OR_NEWER, divided=divided)
+    return custom_call_can_run(HOPPER_OR_NEWER, divided=divided)
 
 
 def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
@@ -90,6 +96,38 @@ def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
     # The program pads a narrow `w`, which copies it. On an H200 the copy takes .18 us for
     # 1,000 rows, and the program saves .15 us for 1,000 entries.
     return hidden >= 128 or 4 * rows <= 3 * nse
+
+
+def _cusparse_is_fastest(x: CSR, w: jax.Array) -> bool:
+    """Whether cuSPARSE can run here, on a GPU that our program is not for."""
+    if varying_axes(w) or not _cusparse_fits(x, w):  # its results have no such type
+        return False
+    return custom_call_can_run(BEFORE_HOPPER)
+
+
+def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
+    """Whether JAX passes such operands to cuSPARSE."""
+    sizes = x.num_rows, x.nse, *w.shape
+    # An exported program has symbols for sizes.
+    known = all(isinstance(size, int) and size > 0 for size in sizes)
+    return known and w.dtype in (jnp.float32, jnp.float64)
+
+
+def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
+    """`x @ w` by cuSPARSE; on other devices what JAX has in its place.
+
+    cuSPARSE does not promise the same bits in each run.
+    """
+    indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
+    # One row more takes the padding: every entry must be in a row.
+    indptr = jnp.concatenate([indptr, jnp.full(1, x.nse, jnp.int32)])
+    ids = jnp.asarray(x.indices, jnp.int32)
+    inside = (ids >= 0) & (ids < x.num_cols)
+    data = jnp.ones(x.nse, w.dtype) if x.data is None else jnp.asarray(x.data, w.dtype)
+    data, ids = jnp.where(inside, data, jnp.nan), jnp.where(inside, ids, 0)
+    shape = x.num_rows + 1, w.shape[0]
+    y = (sparse.CSR((data, ids, indptr), shape=shape) @ w)[:-1]
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y)
 
 
 def by_loop(x: CSR, w: jax.Array) -> jax.Array:

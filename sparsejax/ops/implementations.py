@@ -1,4 +1,4 @@
-"""The implementations of an operation, and on which GPUs the Mosaic one is chosen."""
+"""The implementations of an operation, and on which GPUs each is chosen."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from sparsejax.mesh.layout import traced_for_one_device
 #
 #   "xla"         XLA's operations, in the form for the platform that the program is for
 #   "xla_gpu"     XLA's operations in the form for GPUs, on every platform
+#   "cusparse"    cuSPARSE's product, where rows are gathered and added; else as "xla_gpu"
 #   "mosaic_gpu"  a GPU program of `pallas_kernels`
 #   None          the fastest that can run on the devices visible where it is traced
 #
 # A name is used on whatever machine the operation is traced. So a machine without a GPU can
 # lower a program for one, and run the form that other machines have.
-Implementation = Literal["xla", "xla_gpu", "mosaic_gpu"] | None
+Implementation = Literal["xla", "xla_gpu", "cusparse", "mosaic_gpu"] | None
+
+# Names of forms for GPUs, which are used on every platform.
+FOR_GPU = "xla_gpu", "cusparse", "mosaic_gpu"
 
 
 class Capabilities(NamedTuple):
-    """The range of compute capabilities for which a GPU program is chosen."""
+    """The range of compute capabilities for which an implementation is chosen."""
 
     oldest: float
     newest: float = math.inf
@@ -32,13 +36,15 @@ class Capabilities(NamedTuple):
 HOPPER_OR_NEWER = Capabilities(9.0)
 # Programs that multiply matrices with `wgmma`, an instruction of sm_90a alone.
 HOPPER = Capabilities(9.0, 9.0)
+# cuSPARSE. Newer GPUs run our own programs, which are faster.
+BEFORE_HOPPER = Capabilities(0.0, 8.9)
 
 
 def check_implementation(implementation: str | None) -> None:
     """Raises ValueError for an implementation that does not exist."""
-    if implementation not in (None, "xla", "xla_gpu", "mosaic_gpu"):
+    if implementation not in (None, *FOR_GPU, "xla"):
         raise ValueError(
-            'implementation is None, "xla", "xla_gpu" or "mosaic_gpu", '
+            'implementation is None, "xla", "xla_gpu", "cusparse" or "mosaic_gpu", '
             f"got {implementation!r}"
         )
 
@@ -54,13 +60,15 @@ def gpu_capability() -> float | None:
     return float(getattr(jax.devices()[0], "compute_capability", 0))
 
 
-def mosaic_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool:
-    """Whether a GPU program for these capabilities can run where this is traced.
+def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool:
+    """Whether a custom call for these GPUs can run where this is traced.
+
+    Our GPU programs and cuSPARSE's are custom calls.
 
     Args:
-      capabilities: of the GPUs that the program is for.
+      capabilities: of the GPUs that the call is for.
       divided: whether `shard_map` will divide the work over devices. Without it there
-        must be one device: the partitioner cannot divide a GPU program.
+        must be one device: the partitioner cannot divide a custom call.
     """
     capability = gpu_capability()
     if capability is None or not (divided or traced_for_one_device()):
@@ -70,4 +78,4 @@ def mosaic_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool
 
 def xla_is_for_gpu(implementation: Implementation) -> bool:
     """Whether XLA's operations get the sizes and the order that are fast on a GPU."""
-    return implementation == "xla_gpu" or gpu_capability() is not None
+    return implementation in FOR_GPU or gpu_capability() is not None

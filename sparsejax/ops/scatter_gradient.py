@@ -23,7 +23,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import entries_over_data, gather_over_data, own_block
 from sparsejax.ops.gather_sum import gather_sum
-from sparsejax.ops.implementations import Implementation
+from sparsejax.ops.implementations import FOR_GPU, Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
 
@@ -83,8 +83,7 @@ def row_gradient(
         return sort(xs, dys)
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
     large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
-    for_gpu = implementation in ("xla_gpu", "mosaic_gpu")
-    if sorted_ahead or large or for_gpu:
+    if sorted_ahead or large or implementation in FOR_GPU:
         return sort(xs, dys)
     return lax.platform_dependent(xs, dys, cpu=count, default=sort)
 
@@ -257,7 +256,7 @@ def dense_gradient(
             values, mode="drop", unique_indices=True, indices_are_sorted=True
         )
 
-    if x.transposed is not None or implementation in ("xla_gpu", "mosaic_gpu"):
+    if x.transposed is not None or implementation in FOR_GPU:
         return scatter(x, dy)
     return lax.platform_dependent(x, dy, cpu=add, default=scatter)
 

@@ -23,7 +23,7 @@ from sparsejax.ops.implementations import (
     HOPPER,
     Implementation,
     check_implementation,
-    mosaic_can_run,
+    custom_call_can_run,
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
@@ -128,7 +128,7 @@ def top_k(
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
     num_items = _num_items(h, kernel, exclude, num_items)
-    if implementation is None and mosaic_can_run(HOPPER):
+    if implementation is None and custom_call_can_run(HOPPER):
         why = tiles.unsupported(h.shape[1], kernel.shape[0], h.dtype)
         implementation = "xla" if why else "mosaic_gpu"
     return top_k_tuned(

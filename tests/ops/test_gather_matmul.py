@@ -25,7 +25,7 @@ compiled = jax.jit(gather_matmul, static_argnames=("combiner", "implementation")
 # On a CPU "xla" is a loop over the entries.
 FORMS = {
     name: functools.partial(compiled, implementation=name)
-    for name in ("xla", "xla_gpu")
+    for name in ("xla", "xla_gpu", "cusparse")
 }
 
 

@@ -17,7 +17,7 @@ from sparsejax.ops.scatter_gradient import dense_gradient, row_gradient
 from sparsejax.sparse import CSR
 
 # On a CPU None is "xla", which adds entry by entry.
-IMPLEMENTATIONS = None, "xla_gpu"
+IMPLEMENTATIONS = None, "xla_gpu", "cusparse"
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

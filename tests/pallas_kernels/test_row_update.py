@@ -137,7 +137,7 @@ def test_errors():
 
 
 def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
-    monkeypatch.setattr(gather_sum, "mosaic_can_run", lambda *_, **__: True)
+    monkeypatch.setattr(gather_sum, "custom_call_can_run", lambda *_, **__: True)
     layer = SparseLinear(ROWS, HIDDEN, rngs=nnx.Rngs(0))
     optimizer = optimizers.Optimizer(layer, optimizers.rmsprop(0.1))
 
