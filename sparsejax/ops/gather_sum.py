@@ -109,8 +109,11 @@ def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
     """Whether JAX passes such operands to cuSPARSE."""
     sizes = x.num_rows, x.nse, *w.shape
     # An exported program has symbols for sizes.
-    known = all(isinstance(size, int) and size > 0 for size in sizes)
-    return known and w.dtype in (jnp.float32, jnp.float64)
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return False
+    # cuSPARSE takes no more entries than a dense matrix has.
+    fits = x.nse <= (x.num_rows + 1) * w.shape[0]
+    return fits and w.dtype in (jnp.float32, jnp.float64)
 
 
 def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
