@@ -21,7 +21,6 @@ the host, as in DSSTNE's comparison with TensorFlow.
 from __future__ import annotations
 
 import collections
-import contextlib
 import pathlib
 import re
 import sys
@@ -166,8 +165,7 @@ def _on_meshes(data: scipy.sparse.csr_array) -> Iterator[dict]:
         if along_data * along_model > jax.device_count():
             continue
         mesh = sj.make_mesh(data=along_data, model=along_model)
-        alone = along_data * along_model == 1
-        with contextlib.nullcontext() if alone else jax.set_mesh(mesh):
+        with jax.set_mesh(mesh):
             model = sj.FeedForward(
                 config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0)
             )
