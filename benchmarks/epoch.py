@@ -39,9 +39,9 @@ from timing import kernels_of_trace
 from workloads import autoencoder
 
 _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
-_HIDDEN, _BATCH, _DROPOUT = 1_024, 256, 0.5
+_HIDDEN, BATCH, _DROPOUT = 1_024, 256, 0.5
 _RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
-_STEPS = -(-_USERS // _BATCH)
+STEPS = -(-_USERS // BATCH)
 # Sizes of the axes "data" and "model".
 _MESHES, _MESH_BATCH = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)), 1_024
 # The loop over steps as one CUDA graph, with the steps in it.
@@ -64,11 +64,11 @@ def _measure(part: str) -> Iterator[dict]:
         "dense": _torch_dense,
     }
     name, *graph = part.split(", ")
-    for result in measure[name](_data(np.random.default_rng(0))):
+    for result in measure[name](make_rows(np.random.default_rng(0))):
         yield result | {"flags": _GRAPH if graph else None}
 
 
-def _data(rng: np.random.Generator) -> scipy.sparse.csr_array:
+def make_rows(rng: np.random.Generator) -> scipy.sparse.csr_array:
     """About 20 million entries; a row has an item once."""
     weights = np.arange(1, _ITEMS + 1) ** -_SKEW
     weights = rng.permutation(weights / weights.sum())
@@ -90,7 +90,7 @@ def _result(name: str, seconds: float, loss: float, versions, **others) -> dict:
     return {
         "implementation": name,
         "epoch_seconds": seconds,
-        "step_microseconds": 1e6 * seconds / _STEPS,
+        "step_microseconds": 1e6 * seconds / STEPS,
         "loss": loss,
         "versions": versions,
         **others,
@@ -100,19 +100,27 @@ def _result(name: str, seconds: float, loss: float, versions, **others) -> dict:
 # sparsejax
 
 
-def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
-    import jax
+def new_modules():
+    """Our model of the network, and its optimizer."""
     from flax import nnx
 
     import sparsejax as sj
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     config = autoencoder((_HIDDEN,) * 3, _DROPOUT)
+    model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
+    rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
+    return model, sj.Optimizer(model, rule)
+
+
+def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
+    import jax
+
+    import sparsejax as sj
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     for fused in (True, False):
-        model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
-        rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
-        optimizer = sj.Optimizer(model, rule)
-        seconds, loss = _timed(model, optimizer, data, _BATCH, fused=fused)
+        model, optimizer = new_modules()
+        seconds, loss = _timed(model, optimizer, data, BATCH, fused=fused)
         with tempfile.TemporaryDirectory() as folder:
             # A trace of two epochs, of which the first compiles nothing any more.
             with jax.profiler.trace(folder):
@@ -120,11 +128,11 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
                     model,
                     optimizer,
                     data,
-                    batch_size=_BATCH,
+                    batch_size=BATCH,
                     num_epochs=2,
                     fused=fused,
                 )
-            kernels = _kernels(folder, 2 * _STEPS)
+            kernels = _kernels(folder, 2 * STEPS)
         yield _result(
             "sparsejax, fused update" if fused else "sparsejax",
             seconds,
@@ -155,22 +163,16 @@ def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, f
 
 def _on_meshes(data: scipy.sparse.csr_array) -> Iterator[dict]:
     import jax
-    from flax import nnx
 
     import sparsejax as sj
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    config = autoencoder((_HIDDEN,) * 3, _DROPOUT)
     for along_data, along_model in _MESHES:
         if along_data * along_model > jax.device_count():
             continue
         mesh = sj.make_mesh(data=along_data, model=along_model)
         with jax.set_mesh(mesh):
-            model = sj.FeedForward(
-                config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0)
-            )
-            rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
-            optimizer = sj.Optimizer(model, rule)
+            model, optimizer = new_modules()
             seconds, loss = _timed(model, optimizer, data, _MESH_BATCH, fused=True)
         yield {
             "implementation": "sparsejax, fused update",
@@ -211,14 +213,14 @@ def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
     indptr, indices = jnp.asarray(data.indptr), jnp.asarray(data.indices)
     lengths = np.diff(data.indptr)
     rng = np.random.default_rng(0)
-    order = np.resize(rng.permutation(_USERS), (_STEPS, _BATCH))
+    order = np.resize(rng.permutation(_USERS), (STEPS, BATCH))
     nse = int(lengths[order].sum(1).max())
     optimizer = optax.rmsprop(_RATE, _DECAY, _EPS, eps_in_sqrt=True)
 
     def loss_fn(params, ids, rows, key):
-        valid = rows < _BATCH
+        valid = rows < BATCH
         terms = jnp.where(valid[:, None], params["w"][0][ids], 0)
-        h = jax.ops.segment_sum(terms, rows, _BATCH, indices_are_sorted=True)
+        h = jax.ops.segment_sum(terms, rows, BATCH, indices_are_sorted=True)
         for i in range(3):
             h = jax.nn.sigmoid((h if i == 0 else h @ params["w"][i]) + params["b"][i])
             keep = jax.random.bernoulli(jax.random.fold_in(key, i), _DROPOUT, h.shape)
@@ -230,9 +232,9 @@ def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
             preferred_element_type=jnp.float32,
         )
         logits = logits + params["b"][3]
-        labels = jnp.zeros((_BATCH, _ITEMS), jnp.bfloat16)
+        labels = jnp.zeros((BATCH, _ITEMS), jnp.bfloat16)
         labels = labels.at[rows, ids].set(1, mode="drop")
-        return jnp.sum(jax.nn.softplus(logits) - labels * logits) / _BATCH
+        return jnp.sum(jax.nn.softplus(logits) - labels * logits) / BATCH
 
     def step(carry, given):
         params, state = carry
@@ -240,7 +242,7 @@ def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
         ends = jnp.cumsum(indptr[chosen + 1] - indptr[chosen])
         place = jnp.arange(nse)
         rows = jnp.searchsorted(ends, place, side="right")
-        row = jnp.minimum(rows, _BATCH - 1)
+        row = jnp.minimum(rows, BATCH - 1)
         first = ends[row] - (indptr[chosen[row] + 1] - indptr[chosen[row]])
         ids = indices[
             jnp.clip(indptr[chosen[row]] + place - first, 0, indices.size - 1)
@@ -251,7 +253,7 @@ def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
 
     @jax.jit
     def epoch(params, state, order, key):
-        keys = jax.random.split(key, _STEPS)
+        keys = jax.random.split(key, STEPS)
         (params, state), losses = lax.scan(step, (params, state), (order, keys))
         return params, state, jnp.mean(losses)
 
@@ -294,18 +296,18 @@ def _torch_parts():
         loss = torch.nn.functional.binary_cross_entropy_with_logits(
             logits.float(), labels, reduction="sum"
         )
-        return loss / _BATCH
+        return loss / BATCH
 
     return torch, w, optimizer, rest
 
 
 def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
     torch, w, optimizer, rest = _torch_parts()
-    order = np.resize(np.random.default_rng(0).permutation(_USERS), (_STEPS, _BATCH))
+    order = np.resize(np.random.default_rng(0).permutation(_USERS), (STEPS, BATCH))
     lengths = np.diff(data.indptr)
     nse = int(lengths[order].sum(1).max())
-    ids = np.zeros((_STEPS, nse), np.int32)
-    ends = np.zeros((_STEPS, _BATCH + 1), np.int32)
+    ids = np.zeros((STEPS, nse), np.int32)
+    ends = np.zeros((STEPS, BATCH + 1), np.int32)
     for i, chosen in enumerate(order):
         part = scipy.sparse.csr_array(data[chosen])
         ids[i, : part.nnz], ends[i] = part.indices, part.indptr
@@ -324,8 +326,8 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
             per_sample_weights=used.float(),
         )
         rows = torch.searchsorted(ends, place, right=True, out_int32=True) - 1
-        rows = torch.where(used, rows, _BATCH).long()
-        labels = torch.zeros(_BATCH + 1, _ITEMS, device="cuda")
+        rows = torch.where(used, rows, BATCH).long()
+        labels = torch.zeros(BATCH + 1, _ITEMS, device="cuda")
         labels[rows, ids.long()] = 1.0
         return rest(first, labels[:-1])
 
@@ -363,7 +365,7 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        for i in range(_STEPS):
+        for i in range(STEPS):
             given[0].copy_(ids[i])
             given[1].copy_(ends[i])
             replay()
@@ -374,7 +376,7 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
 
 def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
     torch, w, optimizer, rest = _torch_parts()
-    order = np.resize(np.random.default_rng(0).permutation(_USERS), (_STEPS, _BATCH))
+    order = np.resize(np.random.default_rng(0).permutation(_USERS), (STEPS, BATCH))
 
     def step(rows):
         optimizer.zero_grad(set_to_none=True)
@@ -399,7 +401,7 @@ def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
     for chosen in some:
         loss = step(feed(chosen))
     torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) * _STEPS / len(some)
+    seconds = (time.perf_counter() - start) * STEPS / len(some)
     versions = {"torch": torch.__version__}
     yield _result(
         "torch, dense rows from the host", seconds, float(loss.detach()), versions

@@ -172,6 +172,8 @@ class Train:
         with --validation.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with --tied.
+      deterministic: Give the same bits in every process on the same kind of GPU. It can
+        make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
@@ -200,6 +202,7 @@ class Train:
     batch_size: int = 512
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
+    deterministic: Flag = False
     epochs: int = 20
     seed: int = 0
     checkpoint_seconds: float = 30.0

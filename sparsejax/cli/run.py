@@ -51,6 +51,8 @@ class Run:
       num_epochs: passes over the data.
       batch_size: rows per step.
       seed: seed of the initial parameters and of the order of rows.
+      deterministic: whether training gives the same bits in every process on the same
+        kind of GPU.
       indicator: whether the data has no values, or its values are ignored.
       data: the file of the data, as the command named it.
       data_fingerprint: `fingerprint` of the rows that were read from the file.
@@ -69,6 +71,7 @@ class Run:
     num_epochs: int
     batch_size: int
     seed: int
+    deterministic: bool
     indicator: bool
     data: str
     data_fingerprint: str
@@ -197,7 +200,7 @@ class Run:
                 f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()
             }
         settings |= {"optimizer": rule.pop("name"), **rule}
-        plain = ("batch_size", "seed", "indicator", "k", "patience")
+        plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
         return settings | {name: getattr(self, name) for name in plain}
 
 
@@ -257,7 +260,7 @@ def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
         raise ValueError(
             f"{directory}: holds no checkpoint yet; train it with --resume"
         )
-    optimizer.flush(model)
+    optimizer.flush(model, deterministic=run.deterministic)
     model.eval()
     return model
 

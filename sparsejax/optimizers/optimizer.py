@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
+from sparsejax.mesh.xla_options import jits
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
@@ -50,7 +51,7 @@ def updates_whole(rows: int, entries: int) -> bool:
     return rows <= _LARGE_PART * entries
 
 
-_settle = jax.jit(
+_settle = jits(
     row_update.settle,
     static_argnums=0,
     static_argnames="divided",
@@ -171,17 +172,22 @@ class Optimizer(nnx.Pytree):
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
 
-    def flush(self, model: Any) -> None:
+    def flush(self, model: Any, *, deterministic: bool = False) -> None:
         """Brings all rows of `model` up to date, in place.
 
         Call it before weights leave training: to evaluate without `reading`, to save or
         to export. Do not call it in the middle of a run: a catch-up in two parts rounds
         differently.
+
+        Args:
+          model: the model.
+          deterministic: give the same bits in every process on the same kind of GPU. Not
+            inside a program of your own, whose options hold for all of it.
         """
         if not self.rule.drifts:  # the weights are
             return
         for path, kernel in gradients.row_params(model, self.wrt).items():
-            self._settle(path, kernel)
+            self._settle(path, kernel, deterministic=deterministic)
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Within it, `model` reads its rows up to date; nothing is written.
@@ -224,13 +230,15 @@ class Optimizer(nnx.Pytree):
         if trained.last is not None:
             variables["last_step"].set_value(trained.last)
 
-    def _settle(self, path: Path, kernel: RowParam) -> None:
+    def _settle(
+        self, path: Path, kernel: RowParam, *, deterministic: bool = False
+    ) -> None:
         """Brings a whole kernel up to date, in place."""
         state = self._rows_of(path)
 
         def settled():
             # Compiled, so that the arrays are donated where this is under no jit.
-            trained = _settle(
+            trained = _settle[deterministic](
                 self.rule,
                 self._trained(path, kernel[...]),
                 self.step[...],

@@ -161,9 +161,19 @@ class Evaluation:
 
     @using_auto_axes()
     def run(
-        self, model: Recommender, *, optimizer: Optimizer | None = None
+        self,
+        model: Recommender,
+        *,
+        optimizer: Optimizer | None = None,
+        deterministic: bool = False,
     ) -> dict[str, float]:
-        """The metrics of a model; see `evaluate`."""
+        """The metrics of a model; see `evaluate`.
+
+        Args:
+          model: the model.
+          optimizer: its optimizer, if rows of its weights may be behind.
+          deterministic: give the same bits in every process on the same kind of GPU.
+        """
         items = self.heldout.matrix.num_cols
         check_inputs(self.inputs, features_of(model))
         check_columns("heldout", items, model.num_items, "items")
@@ -176,8 +186,12 @@ class Evaluation:
         counts = beside(state, jnp.zeros((len(self.ks), items), jnp.int32))
         parts = []
         for task in self.tasks:
-            found = ranked(graphdef, state, task, max(self.ks))
-            part, counts = measured(found, task.labels, task.left_out, counts, self.ks)
+            found = ranked(
+                graphdef, state, task, max(self.ks), deterministic=deterministic
+            )
+            part, counts = measured[deterministic](
+                found, task.labels, task.left_out, counts, self.ks
+            )
             parts.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)

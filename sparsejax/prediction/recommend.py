@@ -78,7 +78,7 @@ def recommend(
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     graphdef, state = split(model, optimizer)
     results = (
-        recommended(graphdef, state, *step, k)
+        recommended[False](graphdef, state, *step, k)
         for step in zip(batches, each(unwanted), strict=False)
     )
     starts = range(0, x.num_rows, batch_size)

@@ -14,6 +14,7 @@ from sparsejax import metrics
 from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, taken
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated
+from sparsejax.mesh.xla_options import jits
 from sparsejax.prediction.loop import each
 from sparsejax.prediction.recommender import merged, recommended
 
@@ -71,15 +72,19 @@ class Tasks:
             yield Task(*parts)
 
 
-def ranked(graphdef, state, task: Task, k: int) -> tuple[Array, Array]:
+def ranked(
+    graphdef, state, task: Task, k: int, *, deterministic: bool
+) -> tuple[Array, Array]:
     """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends."""
     if task.candidates is None:
-        return recommended(graphdef, state, task.shown, task.exclude, k)
-    return _ranked_among(graphdef, state, task.shown, task.exclude, task.candidates, k)
+        return recommended[deterministic](graphdef, state, task.shown, task.exclude, k)
+    return _ranked_among[deterministic](
+        graphdef, state, task.shown, task.exclude, task.candidates, k
+    )
 
 
 # A program of its own: models and baselines share it.
-@functools.partial(jax.jit, static_argnames="ks", donate_argnames="counts")
+@functools.partial(jits, static_argnames="ks", donate_argnames="counts")
 def measured(
     found: tuple[Array, Array],
     labels: Batch,
@@ -88,6 +93,8 @@ def measured(
     ks: tuple[int, ...],
 ):
     """Metrics of each row, and how often each item is recommended.
+
+    `measured[deterministic]` is it, in one of the two forms of `jits`.
 
     Args:
       found: from `ranked`, with at least `max(ks)` columns.
@@ -127,7 +134,7 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
     ]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "k"))
+@functools.partial(jits, static_argnames=("graphdef", "k"))
 def _ranked_among(
     graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
 ):

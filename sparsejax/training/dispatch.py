@@ -37,6 +37,7 @@ from sparsejax.mesh.layout import (
     shardings_of,
     with_shardings,
 )
+from sparsejax.mesh.xla_options import jits
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
@@ -280,6 +281,8 @@ class Program[Model: Trainable]:
       optimizer: the optimizer of this model.
       fused: apply the gradient of each chunk of the output's items where it is made, see
         `fit`.
+      deterministic: give the same bits in every process on the same kind of GPU, see
+        `fit`. Then call `optimizer.flush(model, deterministic=True)`, too.
 
     Attributes:
       modules: model and optimizer.
@@ -293,7 +296,14 @@ class Program[Model: Trainable]:
         `SparseOutput` of its own.
     """
 
-    def __init__(self, model: Model, optimizer: Optimizer, *, fused: bool = False):
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        fused: bool = False,
+        deterministic: bool = False,
+    ):
         check_modules(model, optimizer)
         if axes_are_explicit():
             raise ValueError(
@@ -311,6 +321,7 @@ class Program[Model: Trainable]:
         graphdef, state = nnx.split(self.modules)
         self._structure = jax.tree.structure(state)
         self._how = How(graphdef, shardings_of(state), fused)
+        self._run_steps = run_steps[deterministic]
 
     def launch(self, dispatch: Dispatch) -> jax.Array:
         """Starts the steps of a dispatch, and does not wait for their end.
@@ -325,7 +336,7 @@ class Program[Model: Trainable]:
 
         def program():
             arrays = [variable.get_raw_value() for variable in self.variables]
-            state, losses = run_steps(
+            state, losses = self._run_steps(
                 self._how,
                 jax.tree.unflatten(self._structure, arrays),
                 dispatch.data,
@@ -355,9 +366,7 @@ class How(NamedTuple):
     fused: bool
 
 
-@functools.partial(
-    jax.jit, static_argnames=("how", "sizes"), donate_argnames=("state",)
-)
+@functools.partial(jits, static_argnames=("how", "sizes"), donate_argnames="state")
 def run_steps(
     how: How,
     state: Any,
@@ -368,6 +377,8 @@ def run_steps(
     sizes: Sizes,
 ) -> tuple[Any, jax.Array]:
     """The compiled program: steps `first .. first + count - 1` of `rows`.
+
+    `run_steps[deterministic]` is it, in one of the two forms of `jits`.
 
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. On a mesh the state keeps its layout, and every device has the losses.

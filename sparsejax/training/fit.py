@@ -98,6 +98,7 @@ def fit(
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
     fused: bool = False,
+    deterministic: bool = False,
     log: Callable[[int, Mapping[str, float]], None] | None = None,
     after_epoch: Callable[[int], None] | None = None,
 ) -> list[dict[str, float]]:
@@ -150,12 +151,14 @@ def fit(
       checkpoint_seconds: save when this much time has passed since the last checkpoint,
         when an epoch is the best so far, and at the end. 0 saves as often as possible.
       resume: continue from the newest sound checkpoint in `checkpoint_dir`, if there is
-        one. The result has the same bits as without the interruption. On a GPU this needs
-        `XLA_FLAGS=--xla_gpu_autotune_level=0`: without it each process picks its matrix
-        products by timing them.
+        one. The result has the same bits as without the interruption; on a GPU this needs
+        `deterministic=True`.
       fused: apply the gradient of each chunk of the output's items where it is made, so
         that no array of the size of its kernel exists beside the kernel and its state.
         The result is the same, up to rounding.
+      deterministic: give the same bits in every process on the same kind of GPU. Without
+        it XLA times several matrix products and takes the fastest, which may be another
+        one in another process. It can make steps slower. A resume must keep it.
       log: called after each epoch with the step number and that epoch's history entry,
         by the first process if there are several. It can use model and optimizer. Rows
         may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
@@ -187,7 +190,7 @@ def fit(
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
-    settings["shuffle"] = shuffle
+    settings |= {"deterministic": deterministic, "shuffle": shuffle}
     if validation is not None:  # the metric is the score of checkpoints
         settings["metric"] = _metric(early_stopping, k)
     elif early_stopping is not None:
@@ -203,7 +206,7 @@ def fit(
         shuffle=shuffle,
     )
     # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
-    program = Program(model, optimizer, fused=fused)
+    program = Program(model, optimizer, fused=fused, deterministic=deterministic)
     evaluation = None
     if validation is not None:
         assert isinstance(examples, Examples)  # scanned inputs have no validation
@@ -224,13 +227,13 @@ def fit(
         program,
         _begun(Progress(settings), saver, resume),
         saver,
-        _AfterEpochs(evaluation, early_stopping, log, after_epoch),
+        _AfterEpochs(evaluation, early_stopping, deterministic, log, after_epoch),
     )
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
     if early_stopping is not None:
         training.end_with_best(early_stopping)
-    optimizer.flush(model)
+    optimizer.flush(model, deterministic=deterministic)
     return training.progress.history
 
 
@@ -306,6 +309,7 @@ class _AfterEpochs:
 
     evaluation: Evaluation | None
     stopping: EarlyStopping | None
+    deterministic: bool
     log: Callable[[int, Mapping[str, float]], None] | None
     call: Callable[[int], None] | None
 
@@ -406,7 +410,9 @@ class _Training:
         progress, score = self.progress, None
         if self.after.evaluation is not None:
             model, optimizer = self.program.modules
-            measured = self.after.evaluation.run(model, optimizer=optimizer)
+            measured = self.after.evaluation.run(
+                model, optimizer=optimizer, deterministic=self.after.deterministic
+            )
             entry.update({m: v for m, v in measured.items() if "@" in m})
             score = progress.judge(entry, self.after.stopping)
         if self.after.log is not None and processes.is_first():

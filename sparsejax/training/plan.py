@@ -307,19 +307,23 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
         if mesh is not None:
             layout = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
         entries = dispatch.entries_of_step(capacities, data)
-        return dispatch.run_steps.lower(
-            dispatch.How(graphdef, layout, job.fused),
-            state,
-            resident,
-            order,
-            number,
-            number,
-            dispatch.Sizes(
-                capacities,
-                dispatch.steps_per_dispatch(entries),
-                dispatch.sorts_ahead(),
-            ),
-        ).compile()
+        return (
+            dispatch.run_steps[False]
+            .lower(
+                dispatch.How(graphdef, layout, job.fused),
+                state,
+                resident,
+                order,
+                number,
+                number,
+                dispatch.Sizes(
+                    capacities,
+                    dispatch.steps_per_dispatch(entries),
+                    dispatch.sorts_ahead(),
+                ),
+            )
+            .compile()
+        )
 
 
 def _devices(count: int) -> list[jax.Device]:
