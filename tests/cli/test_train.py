@@ -51,7 +51,7 @@ def test_every_setting_is_kept(small, tmp_path):
     argv = ["--optimizer", "adagrad", "--activation", "tanh", "--normalize", "--tied"]
     argv += ["--corruption", "0.25", "--dropout", "0.5", "--temperature", "0.2"]
     argv += ["--seed", "7", "--loss", "sigmoid_binary_cross_entropy"]
-    argv += ["--validation", heldout, "--k", "3", "--patience", "2"]
+    argv += ["--validation", heldout, "--k", "3", "--patience", "2", "--deterministic"]
     assert main([*small, *argv]) == 0
     settings = run.load_run(tmp_path / "run")[0]
     assert settings.network == NetworkConfig.autoencoder(
@@ -66,7 +66,7 @@ def test_every_setting_is_kept(small, tmp_path):
     )
     assert settings.optimizer == optimizers.adagrad(1e-3)
     assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
-    assert settings.indicator
+    assert settings.indicator and settings.deterministic
     assert run.Run.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
