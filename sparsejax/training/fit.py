@@ -156,9 +156,9 @@ def fit(
       fused: apply the gradient of each chunk of the output's items where it is made, so
         that no array of the size of its kernel exists beside the kernel and its state.
         The result is the same, up to rounding.
-      deterministic: give the same bits in every process on the same kind of GPU. Without
-        it XLA times several matrix products and takes the fastest, which may be another
-        one in another process. It can make steps slower. A resume must keep it.
+      deterministic: give the same bits in every process on the same kind of GPU, which
+        can make steps slower. Without it XLA chooses programs by their time, and adds
+        some terms in any order. A resume must keep it.
       log: called after each epoch with the step number and that epoch's history entry,
         by the first process if there are several. It can use model and optimizer. Rows
         may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
@@ -189,8 +189,13 @@ def fit(
     dispatching.check_epochs(batch_size, num_epochs, seed)
     if not checkpoint_seconds >= 0:
         raise ValueError(f"{checkpoint_seconds=} must not be negative")
-    settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "fused": fused}
-    settings |= {"deterministic": deterministic, "shuffle": shuffle}
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "shuffle": shuffle,
+        "fused": fused,
+        "deterministic": deterministic,
+    }
     if validation is not None:  # the metric is the score of checkpoints
         settings["metric"] = _metric(early_stopping, k)
     elif early_stopping is not None:
