@@ -71,8 +71,7 @@ def gather_matmul(
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
         reference, "xla_gpu" the reference as GPUs run it, "cusparse" cuSPARSE's product
-        (float32; it does not promise the same bits in each run). None picks what is
-        fastest here.
+        (float32; two runs differ in their last bits). None picks what is fastest here.
 
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec

@@ -21,6 +21,7 @@ from sparsejax.mesh.layout import (
     varying_axes,
 )
 from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.xla_options import same_bits_are_wanted
 from sparsejax.ops.implementations import (
     BEFORE_HOPPER,
     HOPPER_OR_NEWER,
@@ -102,7 +103,7 @@ def _cusparse_is_fastest(x: CSR, w: jax.Array) -> bool:
     """Whether cuSPARSE can run here, on a GPU that our program is not for."""
     if varying_axes(w) or not _cusparse_fits(x, w):  # its results have no such type
         return False
-    return custom_call_can_run(BEFORE_HOPPER)
+    return custom_call_can_run(BEFORE_HOPPER) and not same_bits_are_wanted()
 
 
 def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
@@ -119,7 +120,7 @@ def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
 def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
     """`x @ w` by cuSPARSE; on other devices what JAX has in its place.
 
-    cuSPARSE does not promise the same bits in each run.
+    Two runs of cuSPARSE differ in their last bits.
     """
     indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
     # One row more takes the padding: every entry must be in a row.

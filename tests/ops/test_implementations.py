@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import optimizers
+from sparsejax.mesh import xla_options
 from sparsejax.ops import implementations, row_update, scatter_gradient
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.output_loss import output_loss
@@ -49,7 +50,7 @@ OPERATIONS = {
 }
 
 
-def traced(name: str) -> jax.stages.Traced:
+def traced(name: str, *, deterministic: bool = False) -> jax.stages.Traced:
     """An operation, on a mesh of one device."""
     function, dtype, *_ = OPERATIONS[name]
     x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
@@ -61,7 +62,7 @@ def traced(name: str) -> jax.stages.Traced:
     )
     h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
     jax.clear_caches()  # else what was traced for another GPU is found again
-    return jax.jit(function).trace(x, h, kernel)
+    return xla_options.jits(function)[deterministic].trace(x, h, kernel)
 
 
 def lowered(name: str) -> str:
@@ -85,6 +86,13 @@ def test_form_for_an_older_gpu(monkeypatch, name, capability):
     text = str(traced(name).jaxpr)
     assert "mosaic_gpu" not in text
     assert ("csr_matmat" in text) == OPERATIONS[name][3]
+
+
+def test_no_cusparse_where_bits_must_be_the_same(monkeypatch):
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 8.0)
+    for deterministic in (False, True, False):
+        text = str(traced("gradient", deterministic=deterministic).jaxpr)
+        assert ("csr_matmat" in text) != deterministic
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
