@@ -20,9 +20,11 @@ from sparsejax.training.fit import fit
 ITEMS = 300  # so that there are padding rows and, with small chunks, several chunks
 
 
-def build(rule, *, loss="softmax_cross_entropy", temperature=0.3, **options):
+def build(
+    rule, *, hidden=(8,), loss="softmax_cross_entropy", temperature=0.3, **options
+):
     config = NetworkConfig.autoencoder(
-        hidden=(8, 6), loss=loss, temperature=temperature, **options
+        hidden=hidden, loss=loss, temperature=temperature, **options
     )
     model = FeedForward(config, inputs=40, outputs=ITEMS, rngs=nnx.Rngs(0))
     return model, Optimizer(model, rule)
@@ -50,7 +52,7 @@ def trained(fused, rule, **options):
 @pytest.mark.parametrize(
     ("rule", "options"),
     [
-        (optimizers.rmsprop(1e-2), {}),
+        (optimizers.rmsprop(1e-2), {"hidden": (8, 6)}),
         (optimizers.adam(lambda count: 1e-2 / (1 + count)), {"loss": "l2_loss"}),
         (
             optimizers.momentum(1e-2, weight_decay=0.1),
@@ -162,9 +164,12 @@ def test_equals_with_kernels(rule, fits, monkeypatch):
 def test_no_gradient_of_the_kernels_size():
     def temporary(items):
         config = NetworkConfig.autoencoder(hidden=(64,), temperature=None)
-        model = FeedForward(config, inputs=40, outputs=items, rngs=nnx.Rngs(0))
-        optimizer = Optimizer(model, optimizers.rmsprop(1e-2))
-        graphdef, state = nnx.split((model, optimizer))
+
+        def build():
+            model = FeedForward(config, inputs=40, outputs=items, rngs=nnx.Rngs(0))
+            return model, Optimizer(model, optimizers.rmsprop(1e-2))
+
+        graphdef, state = nnx.split(nnx.eval_shape(build))
 
         def step(state, x, labels):
             model, optimizer = nnx.merge(graphdef, state, copy=True)
