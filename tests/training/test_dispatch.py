@@ -91,8 +91,7 @@ def test_sizes_of_a_step():
         step_size(50, 20, 2)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("shape", [None, (2, 4)])
+@pytest.mark.parametrize(("shape", "fused"), [(None, True), ((2, 4), False)])
 def test_a_loop_of_ones_own_has_the_bits_of_fit(shape, fused, monkeypatch):
     monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 2)
     train, heldout = checkerboard(200, 20)
