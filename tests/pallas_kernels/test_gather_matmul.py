@@ -67,9 +67,7 @@ def oracle(data, indices, indptr, w):
     ("hidden", "dtype", "valued"),
     [
         (256, np.float32, False),
-        (256, np.float32, True),
-        (128, jnp.bfloat16, True),
-        (40, np.float32, False),
+        (40, jnp.bfloat16, True),
         (200, jnp.bfloat16, False),
         (333, np.float32, True),
     ],
@@ -103,7 +101,7 @@ def test_bad_entries_are_nan_in_their_row_only(run):
     np.testing.assert_array_equal(np.isnan(y).any(1), expected)
 
 
-@pytest.mark.parametrize("nse", [84, 70, 30, 24, 3])
+@pytest.mark.parametrize("nse", [84, 70, 3])
 def test_rows_that_do_not_fit_are_nan(run, nse):
     _, indices, indptr = make(LENGTHS, 17, padding=0)
     w = weights(17, 128)
@@ -121,10 +119,16 @@ def test_nothing_to_read(run):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "valued"),
-    [(128, False), (384, True), (1024, False), (100, True), (130, False), (201, True)],
+    ("hidden", "dtype", "valued"),
+    [
+        (128, jnp.float32, False),
+        (384, jnp.bfloat16, True),
+        (1024, jnp.float32, False),
+        (100, jnp.bfloat16, True),
+        (130, jnp.bfloat16, False),
+        (201, jnp.float32, True),
+    ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_lowers_for_cuda(hidden, dtype, valued):
     shape = jax.ShapeDtypeStruct
     data = shape((1000,), jnp.float32) if valued else None
