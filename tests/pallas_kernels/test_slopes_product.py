@@ -17,8 +17,9 @@ def function(scores, ones, listed, weights, vector):
 
 
 # On a CPU there are two programs: they have a part of a tile of rows each, or tiles in turn.
-@pytest.mark.parametrize(("batch", "hidden"), [(128, 256), (384, 64)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "hidden", "with_bias"), [(128, 256, False), (384, 64, True)]
+)
 def test_slopes_product(run_program, batch, hidden, with_bias):
     rng = np.random.default_rng(batch)
     h = jnp.asarray(rng.standard_normal((batch, hidden)) / 4, jnp.bfloat16)
