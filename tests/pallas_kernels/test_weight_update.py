@@ -27,11 +27,13 @@ def moved(rule, slopes, h, w, state, operand, start, count):
 
 
 # Of one block of columns and of several.
-@pytest.mark.parametrize(("batch", "hidden"), [(128, 192), (64, 320)])
 @pytest.mark.parametrize(
-    "rule",
-    [optimizers.adamw(1e-2), optimizers.sgd(lambda count: 1e-2 / count)],
-    ids=lambda rule: rule.name,
+    ("rule", "batch", "hidden"),
+    [
+        (optimizers.sgd(lambda count: 1e-2 / count), 128, 192),
+        (optimizers.adamw(1e-2), 64, 320),
+    ],
+    ids=["sgd", "adamw"],
 )
 def test_weight_update(run_program, rule, batch, hidden):
     slopes, h = normal(0, batch, SIZE), normal(1, batch, hidden)
