@@ -18,8 +18,6 @@ from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.nn.layers import SparseLinear
 
 FEATURES, HIDDEN, BATCH = 700, 6, 16
-MESHES = [(2, 4), (8, 1), (1, 8)]
-on_meshes = pytest.mark.parametrize("shape", MESHES, ids=lambda s: f"{s[0]}x{s[1]}")
 
 
 def mesh_of(shape, axis_type=AxisType.Auto):
@@ -42,7 +40,6 @@ def random_w(seed=1):
     ("shape", "combiner", "axis_type"),
     [
         ((2, 4), "sum", AxisType.Auto),
-        ((2, 4), "mean", AxisType.Auto),
         ((2, 4), "sqrtn", AxisType.Explicit),
         ((8, 1), "mean", AxisType.Auto),
         ((1, 8), "sqrtn", AxisType.Auto),
@@ -57,8 +54,8 @@ def test_gather_matmul(shape, combiner, axis_type):
         return jnp.sum(y * c), y
 
     grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    data = jnp.abs(jnp.asarray(x.data)) + 0.5
-    (_, y), (ddata, dw) = grad(data, w, None)
+    data = np.abs(np.asarray(x.data)) + np.float32(0.5)
+    (_, y), (ddata, dw) = jax.jit(functools.partial(grad, spec=None))(data, w)
     mesh = mesh_of(shape, axis_type)
     with jax.set_mesh(mesh):
         spread = jax.device_put(w, jax.NamedSharding(mesh, P("model", None)))
@@ -75,7 +72,8 @@ def test_gather_matmul(shape, combiner, axis_type):
 def test_gather_matmul_against_the_oracle_on_a_mesh():
     x, w = random_x(valued=True), random_w()
     with jax.set_mesh(mesh_of((4, 2))):
-        y = sj.gather_matmul(x, w, kernel_spec=P("model"))
+        run = jax.jit(functools.partial(sj.gather_matmul, kernel_spec=P("model")))
+        y = run(x, w)
     w64 = np.asarray(w, np.float64)[:FEATURES]
     magnitude = sizes(x) @ np.abs(w64)
     assert_close(y, oracle(x) @ w64, terms=FEATURES, magnitude=magnitude)
@@ -104,17 +102,17 @@ def batches(count):
     return [(random_x(2 * i), random_x(2 * i + 1, valued=True)) for i in range(count)]
 
 
+@nnx.jit(donate_argnums=(0, 1))
+def step(model, optimizer, x, x2):
+    loss, grads = optimizer.value_and_grad(loss_fn)(model, x, x2)
+    optimizer.update(model, sj.clip_by_global_norm(grads, 0.5))
+    return loss
+
+
 def trained(rule):
     """Loss of each step and the parameters, of training where the mesh says."""
     model = Net()
     optimizer = optimizers.Optimizer(model, rule)
-
-    @nnx.jit(donate_argnums=(0, 1))
-    def step(model, optimizer, x, x2):
-        loss, grads = optimizer.value_and_grad(loss_fn)(model, x, x2)
-        optimizer.update(model, sj.clip_by_global_norm(grads, 0.5))
-        return loss
-
     losses = [step(model, optimizer, *batch) for batch in batches(4)]
     optimizer.flush(model)
     kernel = model.first.kernel[...]
@@ -144,7 +142,7 @@ def trained_on(shape, name):
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [((2, 4), rule) for rule in RULES] + [((8, 1), RULES[0]), ((1, 8), RULES[2])],
+    [((8, 1), RULES[0]), ((1, 8), RULES[1]), ((2, 4), RULES[2])],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_training_in_a_flax_loop(shape, rule):
@@ -161,9 +159,9 @@ def test_training_in_a_flax_loop(shape, rule):
 
 
 def test_twice_on_one_mesh_gives_the_same_bits():
-    first = trained_on((2, 4), RULES[0].name)
+    first = trained_on((2, 4), RULES[2].name)
     with jax.set_mesh(mesh_of((2, 4))):
-        second = trained(RULES[0])
+        second = trained(RULES[2])
     np.testing.assert_array_equal(first[0], second[0])
     jax.tree.map(np.testing.assert_array_equal, first[1], second[1])
 
@@ -195,7 +193,7 @@ def row_gradients(shape=None):
         return run()
 
 
-@on_meshes
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_row_gradients(shape):
     dense = jax.jit(lambda gradient: gradient.todense())
     parts, total, thrice, norm = row_gradients()
@@ -226,7 +224,7 @@ def encoded_alone():
 
 @pytest.mark.parametrize(
     ("shape", "axis_type"),
-    [((2, 4), AxisType.Auto), ((2, 4), AxisType.Explicit), ((4, 2), AxisType.Auto)],
+    [((2, 4), AxisType.Explicit), ((4, 2), AxisType.Auto)],
 )
 def test_hidden_layers(encoded_alone, shape, axis_type):
     mesh = mesh_of(shape, axis_type)
@@ -251,7 +249,7 @@ def batch_over_all_devices(x, shape, mesh):
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [((2, 4), RULES[0]), ((2, 4), RULES[2]), ((1, 8), RULES[2])],
+    [((2, 4), RULES[2]), ((1, 8), RULES[0])],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_every_device_brings_examples_of_its_own(shape, rule):
