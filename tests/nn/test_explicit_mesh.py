@@ -45,12 +45,12 @@ def assert_close(got, want):
 
 def test_methods_and_steps():
     x = random_csr(ROWS, ITEMS, 0.05)
-    ids = jnp.tile(jnp.arange(3), (ROWS, 1))
+    ids = jnp.asarray(np.tile(np.arange(3), (ROWS, 1)))
 
     def results():
         model, batch = a_model(), x
         if not jax.sharding.get_abstract_mesh().empty:
-            batch = ShardedCSR.of(x)
+            batch = jax.jit(ShardedCSR.of)(x)
         optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
 
         @nnx.jit
