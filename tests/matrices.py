@@ -72,8 +72,12 @@ def csrs(
     """Awkward matrices: empty rows, duplicate ids, one column, a very long row, a
     capacity far above what is used, garbage in the padding; valued or not."""
     # Few shapes, since each is compiled; what is in them varies.
-    num_rows = draw(st.sampled_from([1, 5])) if rows is None else rows
-    num_cols = draw(st.sampled_from([1, 7, 40])) if cols is None else cols
+    shapes = [
+        shape
+        for shape in ((1, 7), (5, 1), (5, 40))
+        if rows in (None, shape[0]) and cols in (None, shape[1])
+    ]
+    num_rows, num_cols = draw(st.sampled_from(shapes))
     longest = num_cols if unique else 50
     lengths = draw(
         st.lists(
