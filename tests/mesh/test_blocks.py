@@ -62,15 +62,19 @@ def test_blocks_from_the_host_hold_the_rows(shape, indicator):
         ShardedCSR.from_host(x, rows, mesh, nse=2)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
 def test_by_column_has_all_rows_of_each_part(shape):
     matrix = random_matrix()
     x = jax.tree.map(jnp.asarray, CSR.from_scipy(matrix))
     with jax.set_mesh(make_mesh(data=shape[0], model=shape[1])):
         sharded = jax.jit(ShardedCSR.of)(x)
         by_column = jax.jit(ShardedCSR.by_column)(sharded)
-        twice = jax.tree.map(lambda a: jnp.stack([a, a]), sharded)
-        stacked = jax.jit(ShardedCSR.by_column)(twice)
+
+        @jax.jit
+        def of_two(x):
+            return jax.tree.map(lambda a: jnp.stack([a, a]), x).by_column()
+
+        stacked = of_two(sharded)
     width = 768 // shape[1]
     entries = []
     for part in range(shape[1]):
@@ -80,7 +84,7 @@ def test_by_column_has_all_rows_of_each_part(shape):
     columns, rows = matrix.tocsc().nonzero()[1], matrix.tocsc().nonzero()[0]
     assert entries == sorted(zip(columns.tolist(), rows.tolist(), strict=True))
     for one, both in zip(by_column, stacked, strict=True):
-        np.testing.assert_array_equal(both, jnp.stack([one, one]))
+        np.testing.assert_array_equal(both, np.stack([one, one]))
 
 
 def test_what_is_wrong_stays_wrong():
