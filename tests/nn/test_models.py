@@ -35,15 +35,20 @@ def test_is_the_network_it_says():
     h = h / np.where(norms > 0, norms, 1)
     h = np.tanh(h @ np.asarray(model.first.kernel[:12]))
     h = np.tanh(h @ np.asarray(model.rest[0].kernel[...]))
-    np.testing.assert_allclose(model.encode(x), h, rtol=1e-5, atol=1e-6)
+    labels, weights = random_csr(4, 7, seed=1), jnp.array([1.0, 0, 2, 1])
+
+    @nnx.jit
+    def used(model, x, labels):
+        loss = model.loss(x, labels, weights=weights)
+        return model.encode(x), model(x), model.top_k(x, 3)[0], loss
+
+    encoded, scored, ids, loss = used(model, x, labels)
+    np.testing.assert_allclose(encoded, h, rtol=1e-5, atol=1e-6)
     scores = h @ np.asarray(model.output.kernel[:7]).T
-    np.testing.assert_allclose(model(x), scores, rtol=1e-4, atol=1e-6)
-    ids, _ = model.top_k(x, 3)
+    np.testing.assert_allclose(scored, scores, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(ids, np.argsort(-scores, axis=1)[:, :3])
-    labels = random_csr(4, 7, seed=1)
     log_softmax = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-    loss = model.loss(x, labels, weights=jnp.array([1.0, 0, 2, 1]))
-    expected = -np.array([1.0, 0, 2, 1]) @ (log_softmax * oracle(labels)).sum(axis=1)
+    expected = -np.asarray(weights) @ (log_softmax * oracle(labels)).sum(axis=1)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     assert (model.num_features, model.num_items) == (12, 7)
 
@@ -100,8 +105,9 @@ def test_tied():
         h = jax.nn.relu(x.todense() @ kernel[:12])
         return -jnp.sum(jax.nn.log_softmax(h @ kernel[:12].T) * x.todense())
 
-    expected = jax.grad(loss)(model.output.kernel[...])
-    gradients = jax.tree.leaves(nnx.grad(lambda m: m.loss(x, x))(model))
+    expected = jax.jit(jax.grad(loss))(model.output.kernel[...])
+    gradient_of = nnx.jit(nnx.grad(lambda m: m.loss(x, x)))
+    gradients = jax.tree.leaves(gradient_of(model))
     (gradient,) = (g for g in gradients if g.shape == expected.shape)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="as many items as features, got 9 and 12"):
