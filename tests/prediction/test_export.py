@@ -117,8 +117,13 @@ def test_the_same_in_another_process_without_flax(model, path, tmp_path):
     assert answer.stdout == f"item {expected.ids[0, 0]}\n"
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 9, 17, 30, 31])
-@pytest.mark.parametrize("valued", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "valued"),
+    [
+        *[(0, True), (1, False), (2, True), (7, False)],
+        *[(9, True), (17, False), (30, True), (31, False)],
+    ],
+)
 def test_any_number_of_rows(model, predictor, rows, valued):
     x = random_rows(40, FEATURES, 3, valued=valued)[:rows]
     found = predictor.recommend(x)
