@@ -45,14 +45,15 @@ def test_metrics():
         counts = metrics.recommendation_counts(ids, ITEMS, 20)
         return metrics.ndcg_at_k(ids, labels), recall, counts
 
+    is_label = jax.jit(metrics.is_label)
     want = run(ids, broken)
     assert np.isnan(want[0]).tolist() == [False] * 5 + [True] * 3
     mesh = make_mesh(data=2, model=4)
     with jax.set_mesh(mesh):
         got = run(ids, jax.jit(ShardedCSR.of)(broken))
-        found = jax.jit(metrics.is_label)(ids, jax.jit(ShardedCSR.of)(labels))
+        found = is_label(ids, jax.jit(ShardedCSR.of)(labels))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    np.testing.assert_array_equal(found, metrics.is_label(jnp.asarray(ids), labels))
+    np.testing.assert_array_equal(found, is_label(ids, labels))
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
 
 
