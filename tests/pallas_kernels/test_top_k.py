@@ -68,8 +68,7 @@ def test_label_bits():
     np.testing.assert_array_equal(got, np.take_along_axis(listed, columns, 1))
 
 
-@pytest.mark.parametrize("hidden", [192, 256])
-@pytest.mark.parametrize("with_all", [False, True])
+@pytest.mark.parametrize(("hidden", "with_all"), [(192, True), (256, False)])
 def test_scores_of_groups(run_program, hidden, with_all):
     h, kernel, *extras, want = make(with_all, hidden)
     batch, count = 11, 6
