@@ -121,7 +121,7 @@ def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=10)
     argv = ["train", str(tmp_path / "c.parquet"), "--run", str(tmp_path / "run")]
     argv += ["--chunk-rows", "10", "--batch-size", "8", "--epochs", "2", *NETWORK]
-    assert main([*argv, "--cosine-decay"]) == 0
+    assert main([*argv, "--cosine-decay", "--optimizer", "sgd"]) == 0
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "'decay_steps': 40" in str(settings["optimizer"])  # 2 of each 10 chunks
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -168,7 +168,7 @@ def test_validation_from_the_data_is_that_of_two_files(
     events, tmp_path, capsys, validation, by
 ):
     """The same model, bit for bit, as from the files that `split` writes."""
-    fit = [*NETWORK, *FIT, "--epochs", "2", "--k", "3"]
+    fit = [*NETWORK, *FIT, "--optimizer", "sgd", "--epochs", "2", "--k", "3"]
     one, two = tmp_path / "one", tmp_path / "two"
     train = ["train", events, "--run", str(one), "--validation", validation, *fit]
     assert main([*train, "--epochs", "1"]) == 0
