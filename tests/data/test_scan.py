@@ -142,7 +142,7 @@ def test_lists_need_no_user_and_may_be_null(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "group"),
-    [("integers", 1), ("text", 7), ("categories", 7), ("integers", 1000)],
+    [("integers", 2), ("text", 7), ("categories", 7), ("integers", 1000)],
 )
 def test_pairs_sorted_by_user(tmp_path, kind, group):
     lists, values = random_lists()
