@@ -123,7 +123,7 @@ def _rest(x, w, starts, lengths, piece, levels):
             for level in levels
         ]
     )
-    ends = lax.optimization_barrier(jnp.cumsum(counts, axis=1, dtype=jnp.int32))
+    ends = lax.optimization_barrier(_sums_so_far(counts))
     firsts = ends - counts
     offsets = [0, *itertools.accumulate(level.capacity for level in levels)]
     # The nodes of all levels are numbered together, so that one search finds their rows.
@@ -151,6 +151,22 @@ def _rest(x, w, starts, lengths, piece, levels):
         node = _rows(below, firsts[k][:, None])
         total = total + jnp.where(highest[:, None], node, 0)
     return total
+
+
+def _sums_so_far(counts: Int[Array, "levels rows"]) -> Int[Array, "levels rows"]:
+    """`jnp.cumsum(counts, axis=1)`, also in programs that are exported.
+
+    What JAX 0.12 lowers a `cumsum` for CUDA to is not part of the portable StableHLO.
+    """
+    rows = counts.shape[1]
+    return lax.reduce_window(
+        counts.astype(jnp.int32),
+        jnp.int32(0),
+        lax.add,
+        window_dimensions=(1, rows),
+        window_strides=(1, 1),
+        padding=((0, 0), (rows - 1, 0)),
+    )
 
 
 def _piece(nse: int, num_rows: int) -> int:
