@@ -140,7 +140,7 @@ def test_distributed(trained, capsys):
     [code] = python("distributed.md")
     exec(compile(code, "distributed.md", "exec"), trained)  # noqa: S102
     assert "popularity_recall@20" in capsys.readouterr().out
-    assert trained["model"].output.kernel[...].sharding.spec[0] == "model"
+    assert trained["model"].output.kernel[...].sharding.spec[0] == ("model", "data")
 
 
 @pytest.mark.usefixtures("symbolic_sizes")

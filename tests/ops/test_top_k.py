@@ -317,7 +317,7 @@ def test_wrong_arguments_are_refused():
         function(h.astype(jnp.bfloat16), kernel, bias, 1)
     with pytest.raises(ValueError, match="bias has shape"):
         function(h, kernel, bias[:3], 1)
-    with pytest.raises(ValueError, match='None, "xla" or "mosaic_gpu"'):
+    with pytest.raises(ValueError, match='"cusparse" or "mosaic_gpu", got'):
         function(h, kernel, bias, 1, implementation="triton")
 
 
