@@ -3,9 +3,6 @@
     python benchmarks/first_result.py run TRAIN TEST [--commit NAME] [--output FILE]
     python benchmarks/first_result.py table             anywhere
 
-On two CPU cores the data is the demo's (`--output benchmarks/results/first_result_cpu.json`), which
-`benchmarks/first_result.py demo-data FOLDER` writes.
-
 TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's. `train` takes 20 epochs,
 `evaluate` measures all users of TEST, `predict` recommends 20 items to each user of TRAIN.
 *Cold* processes find no compiled programs. *Warm* ones find those of the same command before
@@ -52,17 +49,13 @@ def main() -> None:
     run.add_argument("--commit", default="unknown")
     run.add_argument("--output", type=pathlib.Path, default=results)
     actions.add_parser("table")
-    actions.add_parser("demo-data").add_argument("folder", type=pathlib.Path)
     actions.add_parser("process").add_argument("words", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     match arguments.action:
         case "run":
             _run(arguments)
         case "table":
-            for name in "first_result", "first_result_cpu":
-                _write_table(name, json.loads((RESULTS / f"{name}.json").read_text()))
-        case "demo-data":
-            _write_demo_data(arguments.folder)
+            _write_table(json.loads(results.read_text()))
         case _:
             _process(arguments.words)
 
@@ -156,16 +149,7 @@ def _exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
     return seconds
 
 
-def _write_demo_data(folder: pathlib.Path) -> None:
-    """Writes train.parquet and heldout.parquet: a fifth of the visits is held out."""
-    from sparsejax.data.datasets import msweb
-
-    train, heldout = msweb().train.split(0.8, seed=0)
-    train.save(folder / "train.parquet")
-    heldout.save(folder / "heldout.parquet")
-
-
-def _write_table(name: str, report: dict) -> None:
+def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
     rows = [
         [
@@ -178,7 +162,7 @@ def _write_table(name: str, report: dict) -> None:
         for r in report["results"]
     ]
     columns = ["command", "cache", "seconds", *_PARTS, "programs"]
-    write_section(name, [origin(report), "", *table(columns, rows)])
+    write_section("first_result", [origin(report), "", *table(columns, rows)])
 
 
 if __name__ == "__main__":
