@@ -42,10 +42,10 @@ docs: $(VENV)/.installed
 	$(VENV)/bin/sphinx-build -W --keep-going --quiet docs docs/_build
 
 # What differs between versions of JAX, Flax and orbax: sorts and scatters, meshes, how
-# tracing can be watched, exported programs, checkpoints, and GPU programs, which are
-# compiled as far as a CPU can.
+# tracing can be watched, checkpoints, and GPU programs, which are compiled as far as a CPU
+# can.
 OLD := $(addprefix tests/,test_sparse.py ops/test_gather_matmul.py ops/test_output_on_mesh.py optimizers/test_gradients.py)
-OLD += $(addprefix tests/,prediction/test_export.py training/test_dispatch.py training/test_progress.py)
+OLD += $(addprefix tests/training/,test_dispatch.py test_progress.py)
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OLD)
 	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -k lowers_for_cuda tests/ops tests/pallas_kernels
