@@ -57,9 +57,9 @@ def _adjacency_block(lines: Lines) -> Block:
     is_row = np.diff(line, prepend=-1) > 0
     lengths = np.diff(np.append(np.flatnonzero(is_row), len(line))) - 1
     return Block(
-        rows=_strings(data, starts[is_row], ends[is_row]),
+        rows=strings(data, starts[is_row], ends[is_row]),
         lengths=lengths,
-        features=_strings(data, starts[~is_row], ends[~is_row]),
+        features=strings(data, starts[~is_row], ends[~is_row]),
         values=None,
     )
 
@@ -143,7 +143,7 @@ def _text_block(
         problem_where(has_value != valued, line[entry], mixed_values(valued))
         if valued:
             position = entry[has_value] + 1
-            texts = _strings(data, starts[position], ends[position])
+            texts = strings(data, starts[position], ends[position])
             values = parse_values(texts)
             if values is None:
                 found = (
@@ -155,16 +155,16 @@ def _text_block(
     if problems:
         raise lines.error(*min(problems, key=lambda problem: problem[0]))
     block = Block(
-        rows=_strings(data, line_starts[has_row], name_ends[has_row]),
+        rows=strings(data, line_starts[has_row], name_ends[has_row]),
         lengths=np.bincount(line[entry], minlength=len(has_row))[has_row],
-        features=_strings(data, starts[entry], ends[entry]),
+        features=strings(data, starts[entry], ends[entry]),
         values=values,
     )
     return block, valued
 
 
 def _without_escapes(lines: Lines) -> Lines:
-    """The lines with one byte for each escape. It is not a separator; see `_strings`."""
+    """The lines with one byte for each escape. It is not a separator; see `strings`."""
     data = lines.data
     if b"\\" not in data:
         return lines
@@ -191,7 +191,7 @@ def _no_row(text: bytes) -> str:
     )
 
 
-def _strings(
+def strings(
     data: np.ndarray, starts: np.ndarray, ends: np.ndarray
 ) -> pa.LargeStringArray:
     """The strings `data[starts[i]:ends[i]]`. They ascend and do not touch each other."""

@@ -1,0 +1,139 @@
+"""DSSTNE's index files, which number the names of features or samples, and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sparsejax.data.files import DataError, Path, line_blocks, open_data
+from sparsejax.data.lines import strings
+from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.data.writers import check_names
+from sparsejax.whole_files import whole_text_file
+
+_NEWLINE, _TAB = b"\n\t"
+_MAX_DIGITS = 10  # indices have 32 bits
+_PADDED_TO = 128  # DSSTNE's widths are multiples of it
+
+
+def read_index(path: Path) -> Names:
+    """Reads an index file: lines `name<TAB>number`, in any order.
+
+    Returns:
+      `[n]` the name that has each number.
+
+    Raises:
+      DataError: a line is not of this form, a name or a number occurs twice, or a number
+        below the highest one is missing.
+    """
+    names: list[Names] = []
+    numbers: list[np.ndarray] = []
+    first_lines: list[int] = []
+    with open_data(path) as stream:
+        for lines in line_blocks(stream, path):
+            data = np.frombuffer(lines.data, np.uint8)
+            marks = np.flatnonzero((data == _NEWLINE) | (data == _TAB))
+            is_newline = data[marks] == _NEWLINE
+            ends = marks[is_newline]
+            starts = np.concatenate([[0], ends[:-1] + 1])
+            line = np.cumsum(is_newline) - is_newline
+            tabs = np.bincount(line[~is_newline], minlength=len(ends))
+            is_digit = (data >= ord("0")) & (data <= ord("9"))
+            if (tabs != 1).any():
+                at = int(np.argmax(tabs != 1))
+                text = lines.data[starts[at] : ends[at]][:40].decode(errors="replace")
+                raise lines.error(at, f"expected 'name<TAB>number', got {text!r}")
+            tab = marks[~is_newline]
+            if (tab == starts).any():
+                raise lines.error(int(np.argmax(tab == starts)), "the name is empty")
+            digits = np.concatenate([[0], np.cumsum(is_digit)])
+            length = ends - tab - 1
+            bad = (digits[ends] - digits[tab + 1] != length) | (length == 0)
+            bad |= length > _MAX_DIGITS
+            if bad.any():
+                at = int(np.argmax(bad))
+                text = lines.data[tab[at] + 1 : ends[at]][:40].decode(errors="replace")
+                problem = f"{text!r} is not a number from 0 to 2^31 - 1"
+                raise lines.error(at, problem)
+            names.append(as_names(strings(data, starts, tab)))
+            texts = as_names(strings(data, tab + 1, ends))
+            numbers.append(texts.astype(np.int64))
+            first_lines.append(lines.first)
+    if not numbers:
+        raise DataError.at(path, "holds no names: the file is empty")
+    number, name = np.concatenate(numbers), np.concatenate(names)
+    order = np.argsort(number, kind="stable")
+    wrong = np.flatnonzero(number[order] != np.arange(len(order)))
+    if wrong.size:
+        at = int(wrong[0])
+        found = int(number[order[at]])
+        if found < at:
+            line = int(order[at]) + first_lines[0]
+            raise DataError.at(path, f"the number {found} occurs twice", line=line)
+        raise DataError.at(
+            path,
+            f"no name has the number {at}, but {found} occurs; numbers must be 0 to "
+            f"{len(order) - 1}",
+        )
+    try:
+        check_unique(name, "index")
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    return name[order]
+
+
+def write_index(path: Path, names: Iterable[object]) -> None:
+    """Writes an index file, whole or not at all; the n-th name gets the number n.
+
+    Raises:
+      ValueError: a name occurs twice, is empty, or contains a TAB or a line end.
+    """
+    names = as_names(names)
+    check_unique(names, "index")
+    check_names("index", names, "\t\r\n\ufeff", "an index file")
+    with whole_text_file(path) as file:
+        file.writelines(f"{name}\t{n}\n" for n, name in enumerate(names.tolist()))
+
+
+def index_names(index: Path | Iterable[object]) -> Names:
+    """The names of an index: a file of it, or the names themselves."""
+    if isinstance(index, str) or hasattr(index, "__fspath__"):
+        return read_index(index)  # type: ignore[arg-type]
+    names = as_names(index)
+    check_unique(names, "index")
+    return names
+
+
+def padded_width(count: int) -> int:
+    """The number of columns that DSSTNE makes for so many features: a multiple of 128."""
+    return -(-count // _PADDED_TO) * _PADDED_TO
+
+
+def padding_names(start: int, stop: int) -> Names:
+    """Names of the columns from `start` to `stop`, which no feature has."""
+    return as_names([f"(padding {column})" for column in range(start, stop)])
+
+
+def column_names(names: Names | None, width: int) -> Names:
+    """`[width]` names of columns: the features', then those of padding.
+
+    Without names, columns have their numbers.
+
+    Raises:
+      ValueError: there are more names than columns.
+    """
+    if names is None:
+        return as_names(range(width))
+    if len(names) > width:
+        raise ValueError(
+            f"the index has {len(names):,} features but the data set has the width "
+            f"{width:,}"
+        )
+    return np.concatenate([names, padding_names(len(names), width)])
+
+
+def without_padding(names: Names) -> Names:
+    """The names of features, without those of padding behind them."""
+    differ = np.flatnonzero(names != padding_names(0, len(names)))
+    return names[: int(differ[-1]) + 1 if differ.size else 0]

@@ -1,0 +1,503 @@
+"""DSSTNE's NetCDF files of data sets.
+
+A file is NetCDF-4, that is HDF5. For the n-th data set its root has the attributes
+`name{n} attributes{n} kind{n} dataType{n} dimensions{n} width{n} [height{n} [length{n}]]`
+and the variables `sparseStart{n} sparseEnd{n} sparseIndex{n} [sparseData{n}]` or `data{n}`,
+and perhaps `index{n}` and `dataWeight{n}`. Names may be in `indToFeature{n}` and `samples`.
+
+Files are read with h5py alone, which does not hang on damaged ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from sparsejax.data import DenseDataset, SparseDataset
+from sparsejax.data.files import DataError, Path, check_regular
+from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.dsstne.datasets import (
+    Classes,
+    FileDataset,
+    SparseRows,
+    check_memory,
+    find_problem,
+)
+from sparsejax.dsstne.index_files import index_names
+from sparsejax.whole_files import check_writable, whole_file
+
+try:
+    import h5netcdf
+    import h5py
+except ImportError as error:
+    raise ImportError(
+        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
+    ) from error
+
+_SPARSE, _BOOLEAN, _IGNORE_ZERO, _INDEXED, _WEIGHTED = 1, 2, 32, 64, 128
+_UNUSED = 4 | 8 | 16  # Compressed, Recurrent, Mutable
+_RGB8, _RGB16, _UCHAR, _CHAR = 6, 7, 8, 9
+# `dataType{n}` for each type of values that can be written.
+_DATA_TYPES = {
+    np.uint32: 0,
+    np.int32: 1,
+    np.int64: 2,
+    np.uint64: 3,
+    np.float32: 4,
+    np.float64: 5,
+    np.uint8: _UCHAR,
+    np.int8: _CHAR,
+}
+# The first bytes of NetCDF files that are no HDF5 files.
+_CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
+# A chunk of this size may be read whatever the file has for it.
+_SMALL_CHUNK = 16 * 2**20
+# Names are read in blocks: many may refer to the same text, of up to the file's size.
+_NAME_BYTES = 2**30
+
+Index = Path | Iterable[object]
+
+
+def read_datasets(
+    path: Path,
+    *,
+    features: Index | Mapping[str, Index] | None = None,
+    samples: Index | None = None,
+    targets: Iterable[str] = (),
+) -> dict[str, SparseDataset | DenseDataset | np.ndarray]:
+    """Reads the data sets of one of DSSTNE's NetCDF files, by name.
+
+    >>> baskets = read("purchases.tsv")
+    >>> dsstne.write_datasets("purchases.nc", {"input": baskets, "ages": np.eye(3)})
+    >>> data = dsstne.read_datasets("purchases.nc")
+    >>> data["input"]
+    SparseDataset(3 rows, 3 features, 6 entries, indicator)
+
+    Sparse data and classes (Boolean data that is not sparse) become a `SparseDataset`,
+    with the columns of the file in its order. Dense data become float32
+    `[rows, width]`, `[rows, height, width]` or `[rows, length, height, width]`; a
+    `DenseDataset` if rows have names. Several entries of a row and a column become one:
+    an indicator, or their sum. Bytes are scaled as DSSTNE does: dense UChar to
+    `x / 256 - 0.5`, Char to `x / 128`, and targets to `x / 256` and `x / 128`.
+
+    Columns behind the last feature are padding and have names like `(padding 300)`. Names
+    come from the indices that are given, otherwise from the file. Without any they are
+    numbers.
+
+    Args:
+      path: the file.
+      features: a file of names and their numbers, as `generateNetCDF` writes it, or the
+        names in order; or `{name of a data set: such an index}` if they differ.
+      samples: the same, for the rows of all data sets.
+      targets: names of the data sets that a model should predict.
+
+    Raises:
+      DataError: the file is missing, damaged or wrong; the message names the variable. Or
+        an index does not fit.
+      ValueError: the file has no data set of a name that is given.
+    """
+    found = load(path)
+    targets = set(targets)
+    if not isinstance(features, Mapping):
+        shared = None if features is None else index_names(features)
+        columns = dict.fromkeys(found, shared)
+    else:
+        columns = {str(name): index_names(index) for name, index in features.items()}
+    unknown = sorted((targets | columns.keys()) - found.keys())
+    if unknown:
+        there = ", ".join(map(repr, found))
+        raise ValueError(f"{path} has no data set {unknown[0]!r}; it has {there}")
+    rows = None if samples is None else index_names(samples)
+    sources = {}
+    for name, dataset in found.items():
+        try:
+            sources[name] = dataset.source(
+                target=name in targets, feature_names=columns.get(name), row_names=rows
+            )
+        except ValueError as error:
+            raise DataError.at(path, f"the data set {name!r}: {error}") from error
+    return sources
+
+
+def write_datasets(
+    path: Path,
+    datasets: Mapping[str, SparseDataset | DenseDataset | np.ndarray],
+    *,
+    weights: Mapping[str, ArrayLike] | None = None,
+) -> None:
+    """Writes data sets as one of DSSTNE's NetCDF files, whole or not at all.
+
+    `read_datasets` gives the same data and names. DSSTNE matches the rows of data sets by
+    position, so they are written in the order of the first one whose rows have names.
+
+    Args:
+      path: the file.
+      datasets: data by name. Rows are matched by name if they have names.
+      weights: `[rows]` weights of the examples of some data sets, by name.
+
+    Raises:
+      OSError: the file cannot be written; nothing is left behind.
+      TypeError: a data set has another type.
+      ValueError: a data set is empty or cannot be written, rows are missing, or weights
+        do not fit.
+    """
+    weights = weights or {}
+    unknown = weights.keys() - datasets.keys()
+    if unknown:
+        raise ValueError(f"weights are given for {min(unknown)!r}, which is no data set")
+    named = [d for d in datasets.values() if isinstance(d, SparseDataset | DenseDataset)]
+    found = {}
+    for name, source in datasets.items():
+        if isinstance(source, SparseDataset | DenseDataset):
+            if named and source is not named[0] and name in weights:
+                if not np.array_equal(source.row_names, named[0].row_names):
+                    raise ValueError(
+                        f"the rows of {name!r} would be reordered, but not its weights; "
+                        "give all data sets the same rows"
+                    )
+            source = source.align_rows(named[0])
+        given = weights.get(name)
+        given = None if given is None else np.asarray(given, np.float32)
+        found[name] = FileDataset.of(source, weights=given)
+    save(path, found)
+
+
+def load(path: Path) -> dict[str, FileDataset]:
+    """The data sets of a file by name, as they lie there.
+
+    Raises:
+      DataError: the file is missing, damaged or wrong.
+    """
+    check_regular(path)
+    with _damage(path, "is no NetCDF-4 file"):
+        with open(path, "rb") as file:
+            start = file.read(4)
+            size = file.seek(0, io.SEEK_END)
+        if start in _CLASSIC:
+            raise DataError.at(
+                path,
+                "is a NetCDF file of the classic format; convert it: nccopy -k nc4",
+            )
+        opened = h5py.File(path, "r")
+    with opened:
+        file = _File(path, opened, size)
+        row_names = file.names("samples") if file.has("samples") else None
+        found: dict[str, FileDataset] = {}
+        for n in range(file.count("datasets", at_least=1)):
+            name = file.text(f"name{n}")
+            if name in found:
+                raise DataError.at(path, f"name{n} is {name!r}, as an earlier one")
+            dataset = _load(file, n, row_names)
+            if problem := find_problem(dataset, n):
+                raise DataError.at(path, problem)
+            if row_names is not None and len(row_names) != dataset.num_examples:
+                raise DataError.at(
+                    path,
+                    f"samples has {len(row_names):,} names but the data set {name!r} has "
+                    f"{dataset.num_examples:,} examples",
+                )
+            found[name] = dataset
+    return found
+
+
+def _load(file: _File, n: int, row_names: Names | None) -> FileDataset:
+    """The n-th data set, not checked."""
+    attributes = file.count(f"attributes{n}")
+    known = _SPARSE | _BOOLEAN | _IGNORE_ZERO | _INDEXED | _WEIGHTED | _UNUSED
+    if attributes & ~known:
+        raise file.error(f"attributes{n} is {attributes}; known are sums of {known}")
+    data_type = file.count(f"dataType{n}")
+    if data_type == _RGB16:
+        raise file.error(f"dataType{n} is {_RGB16} (RGB16), which is not supported")
+    if data_type > _CHAR:
+        raise file.error(f"dataType{n} is {data_type}; known are 0 to {_CHAR}")
+    dimensions = file.count(f"dimensions{n}", at_least=1)
+    if dimensions > 3:
+        raise file.error(f"dimensions{n} is {dimensions}; expected 1 to 3")
+    size = tuple(
+        file.count(f"{name}{n}", at_least=1)
+        for name in ("width", "height", "length")[:dimensions]
+    )
+    rows: SparseRows | Classes | np.ndarray
+    if attributes & _SPARSE:
+        values = None
+        if not attributes & _BOOLEAN:
+            values = file.values(f"sparseData{n}", data_type)
+        starts, ends, indices = (
+            file.integers(f"{name}{n}")
+            for name in ("sparseStart", "sparseEnd", "sparseIndex")
+        )
+        rows = SparseRows(starts, ends, indices, values)
+    elif attributes & _BOOLEAN:
+        rows = Classes(file.integers(f"data{n}"))
+    else:
+        rows = file.values(f"data{n}", data_type)
+        columns = FileDataset(size, rows).columns
+        if len(rows) % columns:
+            raise file.error(
+                f"data{n} has {len(rows):,} values, which is no multiple of the "
+                f"{columns:,} columns"
+            )
+        rows = rows.reshape(-1, *reversed(size))
+    names = f"indToFeature{n}"
+    return FileDataset(
+        size,
+        rows,
+        index=file.integers(f"index{n}") if attributes & _INDEXED else None,
+        weights=file.values(f"dataWeight{n}", 4) if attributes & _WEIGHTED else None,
+        ignore_zeros=bool(attributes & _IGNORE_ZERO),
+        feature_names=file.names(names) if file.has(names) else None,
+        row_names=row_names,
+    )
+
+
+@contextlib.contextmanager
+def _damage(path: Path, what: str) -> Generator[None]:
+    """Raises DataError for whatever h5py raises; for damaged files that may be any type."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError.at(path, f"{what}: {reason or type(error).__name__}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """Reads attributes and variables of a file that may be damaged or hostile."""
+
+    path: Path
+    file: h5py.File
+    size: int
+
+    def error(self, message: str) -> DataError:
+        return DataError.at(self.path, message)
+
+    def has(self, name: str) -> bool:
+        with _damage(self.path, f"{name} cannot be read"):
+            return name in self.file
+
+    def attribute(self, name: str) -> Any:
+        with _damage(self.path, f"the attribute {name} cannot be read"):
+            if name not in self.file.attrs:
+                raise self.error(
+                    f"has no attribute {name}, so it holds no data sets of DSSTNE"
+                )
+            stored = self.file.attrs.get_id(name)
+            if stored.get_storage_size() > 2**16:
+                raise self.error(f"the attribute {name} is too large")
+            return self.file.attrs[name]
+
+    def count(self, name: str, *, at_least: int = 0) -> int:
+        value = np.asarray(self.attribute(name))
+        if value.size != 1 or value.dtype.kind not in "iu":
+            raise self.error(f"the attribute {name} is no integer")
+        count = int(value.reshape(()))
+        if not at_least <= count < 2**32:
+            raise self.error(f"{name} is {count}; expected at least {at_least}")
+        return count
+
+    def text(self, name: str) -> str:
+        value = self.attribute(name)
+        with _damage(self.path, f"the attribute {name} is no text"):
+            value = np.asarray(value).reshape(()).item()
+            text = value.decode() if isinstance(value, bytes) else value
+            if not isinstance(text, str) or not text:
+                raise self.error(f"the attribute {name} is no text")
+            return text
+
+    def variable(self, name: str) -> h5py.Dataset:
+        """A variable of this file that is not larger than what is stored of it allows."""
+        with _damage(self.path, f"{name} cannot be read"):
+            if name not in self.file:
+                raise self.error(f"has no variable {name}")
+            found = self.file[name]
+            hard = isinstance(self.file.get(name, getlink=True), h5py.HardLink)
+            if not isinstance(found, h5py.Dataset) or not hard:
+                raise self.error(f"{name} is no variable")
+            if found.external or found.is_virtual:
+                raise self.error(f"{name} lies in another file")
+            stored = found.id.get_storage_size()
+            size = found.size or 0
+            check_memory(name, size * found.dtype.itemsize, stored)
+            chunk = int(np.prod(found.chunks or (0,), dtype=np.float64))
+            if chunk * found.dtype.itemsize > _SMALL_CHUNK:
+                check_memory(f"a chunk of {name}", chunk * found.dtype.itemsize, stored)
+            return found
+
+    def array(self, name: str) -> np.ndarray:
+        """A variable's numbers, flat."""
+        found = self.variable(name)
+        with _damage(self.path, f"{name} cannot be read"):
+            array = np.asarray(found[...]).reshape(-1)
+        if array.dtype == "S1":  # NetCDF's char
+            array = array.view(np.int8)
+        if array.dtype.kind not in "iuf" or array.dtype.itemsize not in (1, 2, 4, 8):
+            raise self.error(f"{name} holds {array.dtype}, not numbers")
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    def integers(self, name: str) -> np.ndarray:
+        array = self.array(name)
+        if array.dtype.kind == "f":
+            raise self.error(f"{name} holds {array.dtype}; expected integers")
+        return array
+
+    def values(self, name: str, data_type: int) -> np.ndarray:
+        """A variable's numbers; bytes if its data type says so."""
+        array = self.array(name)
+        wanted = {_RGB8: np.uint8, _UCHAR: np.uint8, _CHAR: np.int8}.get(data_type)
+        if wanted is None:  # bytes are scaled, but these are numbers
+            return array.astype(np.int32) if array.dtype.itemsize == 1 else array
+        limits = np.iinfo(wanted)
+        outside = ~((array >= limits.min) & (array <= limits.max))
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise self.error(
+                f"{name}[{at}] is {array[at]}, which does not fit in its data type"
+            )
+        return array.astype(wanted, copy=False)
+
+    def names(self, name: str) -> Names:
+        found = self.variable(name)
+        texts: list[str] = []
+        length = 0
+        block = int(np.clip(_NAME_BYTES // max(self.size, 1), 16, 2**16))
+        with _damage(self.path, f"{name} cannot be read"):
+            if found.ndim != 1 or h5py.check_string_dtype(found.dtype) is None:
+                raise self.error(f"{name} holds no list of names")
+            for start in range(0, len(found), block):
+                some = found[start : start + block].tolist()
+                texts += [text.decode() for text in some]
+                length += sum(map(len, some))
+                if length > self.size:
+                    raise self.error(f"{name} is longer than the file")
+            names = as_names(texts)
+            check_unique(names, name)
+        return names
+
+
+def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
+    """Writes data sets as one file, whole or not at all.
+
+    DSSTNE itself reads no 64-bit integers as values.
+
+    Raises:
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: there is no data set, or one is empty or cannot be written.
+    """
+    check_writable(path)
+    if not datasets:
+        raise ValueError("there is no data set to write")
+    row_names = _shared_row_names(datasets)
+    # HDF5 ends the process if the disk is full, so it writes into memory.
+    image = io.BytesIO()
+    with h5netcdf.File(image, "w") as file:
+        file.attrs["datasets"] = np.uint32(len(datasets))
+        for n, (name, dataset) in enumerate(datasets.items()):
+            if not name or "\0" in name:
+                raise ValueError(f"{name!r} cannot be the name of a data set")
+            if problem := find_problem(dataset, n):
+                raise ValueError(f"the data set {name!r}: {problem}")
+            _save(file, n, name, dataset)
+        if row_names is not None:
+            file.dimensions["samplesDim"] = len(row_names)
+            _save_names(file, "samples", "samplesDim", row_names)
+    with whole_file(path) as out:
+        out.write(image.getbuffer())
+
+
+def _shared_row_names(datasets: Mapping[str, FileDataset]) -> Names | None:
+    """The names of the rows of all data sets.
+
+    Raises:
+      ValueError: the numbers or names of rows differ.
+    """
+    [(first, one), *others] = datasets.items()
+    for name, other in others:
+        if other.num_examples != one.num_examples:
+            raise ValueError(
+                f"{first!r} has {one.num_examples:,} rows but {name!r} has "
+                f"{other.num_examples:,}"
+            )
+    named = [d.row_names for d in datasets.values() if d.row_names is not None]
+    if any(not np.array_equal(names, named[0]) for names in named):
+        raise ValueError("the rows of the data sets have different names")
+    return named[0] if named else None
+
+
+def _save(file: h5netcdf.File, n: int, name: str, dataset: FileDataset) -> None:
+    rows = dataset.rows
+    values = rows if isinstance(rows, np.ndarray) else None
+    attributes = 0
+    if isinstance(rows, SparseRows):
+        attributes, values = _SPARSE, rows.values
+    if values is None:
+        attributes |= _BOOLEAN
+    for flag, is_set in (
+        (_IGNORE_ZERO, dataset.ignore_zeros),
+        (_INDEXED, dataset.index is not None),
+        (_WEIGHTED, dataset.weights is not None),
+    ):
+        attributes |= flag if is_set else 0
+    dtype = np.dtype(np.uint32) if values is None else values.dtype
+    if dtype.type not in _DATA_TYPES:
+        raise ValueError(f"the data set {name!r}: values of {dtype} cannot be written")
+    file.attrs[f"name{n}"] = np.bytes_(name.encode())
+    counts = {
+        "attributes": attributes,
+        "kind": 0,
+        "dataType": _DATA_TYPES[dtype.type],
+        "dimensions": len(dataset.size),
+        **dict(zip(("width", "height", "length"), dataset.size, strict=False)),
+    }
+    for key, count in counts.items():
+        file.attrs[f"{key}{n}"] = np.uint32(count)
+
+    def save(key: str, dimension: str, array: np.ndarray) -> None:
+        file.create_variable(f"{key}{n}", (f"{dimension}{n}",), array.dtype, data=array)
+
+    file.dimensions[f"examplesDim{n}"] = dataset.num_examples
+    of_rows = "examplesDim"
+    if dataset.index is not None:
+        of_rows = "uniqueExamplesDim"
+        file.dimensions[f"{of_rows}{n}"] = dataset.num_unique
+    if isinstance(rows, SparseRows):
+        file.dimensions[f"sparseDataDim{n}"] = len(rows.indices)
+        offsets = np.uint32 if len(rows.indices) < 2**32 else np.uint64
+        save("sparseStart", of_rows, rows.starts.astype(offsets))
+        save("sparseEnd", of_rows, rows.ends.astype(offsets))
+        save("sparseIndex", "sparseDataDim", rows.indices.astype(np.uint32))
+    if isinstance(rows, Classes):
+        file.dimensions[f"dataDim{n}"] = len(rows.ids)
+        save("data", "dataDim", rows.ids.astype(np.uint32))
+    if values is not None:
+        values = np.ascontiguousarray(values).reshape(-1)
+        if dtype == np.int8:
+            values = values.view("S1")  # DSSTNE reads Char from NetCDF's char
+        if isinstance(rows, SparseRows):
+            save("sparseData", "sparseDataDim", values)
+        else:
+            file.dimensions[f"dataDim{n}"] = len(values)
+            save("data", "dataDim", values)
+    if dataset.index is not None:
+        save("index", "examplesDim", dataset.index.astype(np.uint32))
+    if dataset.weights is not None:
+        by_example = len(dataset.weights) == dataset.num_examples
+        dimension = "examplesDim" if by_example else of_rows
+        save("dataWeight", dimension, np.asarray(dataset.weights, np.float32))
+    if dataset.feature_names is not None and len(dataset.feature_names):
+        dimension = f"indToFeatureDim{n}"
+        file.dimensions[dimension] = len(dataset.feature_names)
+        _save_names(file, f"indToFeature{n}", dimension, dataset.feature_names)
+
+
+def _save_names(file: h5netcdf.File, key: str, dimension: str, names: Names) -> None:
+    texts = np.array(names.tolist(), object)
+    file.create_variable(key, (dimension,), h5py.string_dtype(), data=texts)
