@@ -1,6 +1,7 @@
 # Every public name; `__init__.py` imports each when it is first used.
 
 from . import data as data
+from . import dsstne as dsstne
 from . import losses as losses
 from . import metrics as metrics
 from . import optimizers as optimizers

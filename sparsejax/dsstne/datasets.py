@@ -284,7 +284,9 @@ def find_problem(dataset: FileDataset, n: int) -> str | None:
             return f"{name}{n} is {size}; expected at least 1"
     if dataset.columns > MAX_ENTRIES:
         product = " x ".join(f"{name}{n}" for name, _ in sizes)
-        return f"{product} is {dataset.columns:,}; at most 2^31 - 1 columns are supported"
+        return (
+            f"{product} is {dataset.columns:,}; at most 2^31 - 1 columns are supported"
+        )
     rows = dataset.rows
     if isinstance(rows, SparseRows):
         problem = _sparse_problem(rows, dataset.columns, n)

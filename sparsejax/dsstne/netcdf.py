@@ -150,8 +150,12 @@ def write_datasets(
     weights = weights or {}
     unknown = weights.keys() - datasets.keys()
     if unknown:
-        raise ValueError(f"weights are given for {min(unknown)!r}, which is no data set")
-    named = [d for d in datasets.values() if isinstance(d, SparseDataset | DenseDataset)]
+        raise ValueError(
+            f"weights are given for {min(unknown)!r}, which is no data set"
+        )
+    named = [
+        d for d in datasets.values() if isinstance(d, SparseDataset | DenseDataset)
+    ]
     found = {}
     for name, source in datasets.items():
         if isinstance(source, SparseDataset | DenseDataset):

@@ -117,7 +117,9 @@ def read_samples(
         lengths.append(block.lengths)
         num_entries += len(block.features)
         if num_entries > MAX_ENTRIES:
-            raise DataError.at(path, f"more than {MAX_ENTRIES:,} entries; split the rows")
+            raise DataError.at(
+                path, f"more than {MAX_ENTRIES:,} entries; split the rows"
+            )
         if block.values is not None:
             values.append(block.values.astype(np.float32))
     sample_names, row = sample_encoder.finish()
