@@ -312,12 +312,11 @@ def find_problem(dataset: FileDataset, n: int) -> str | None:
                 "examples"
             )
         problem = _finite_problem(f"dataWeight{n}", dataset.weights)
-    if problem is None and dataset.feature_names is not None:
-        if len(dataset.feature_names) > dataset.columns:
-            return (
-                f"indToFeature{n} has {len(dataset.feature_names):,} names for "
-                f"{dataset.columns:,} columns"
-            )
+    names = () if dataset.feature_names is None else dataset.feature_names
+    if problem is None and len(names) > dataset.columns:
+        return (
+            f"indToFeature{n} has {len(names):,} names for {dataset.columns:,} columns"
+        )
     return problem
 
 

@@ -159,12 +159,12 @@ def write_datasets(
     found = {}
     for name, source in datasets.items():
         if isinstance(source, SparseDataset | DenseDataset):
-            if named and source is not named[0] and name in weights:
-                if not np.array_equal(source.row_names, named[0].row_names):
-                    raise ValueError(
-                        f"the rows of {name!r} would be reordered, but not its weights; "
-                        "give all data sets the same rows"
-                    )
+            same = np.array_equal(source.row_names, named[0].row_names)
+            if name in weights and not same:
+                raise ValueError(
+                    f"the rows of {name!r} would be reordered, but not its weights; give "
+                    "all data sets the same rows"
+                )
             source = source.align_rows(named[0])
         given = weights.get(name)
         given = None if given is None else np.asarray(given, np.float32)

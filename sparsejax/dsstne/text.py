@@ -60,7 +60,7 @@ class Samples:
     samples: Names
 
     def dataset(self, *, width: int | None = None) -> FileDataset:
-        """The data set that `generateNetCDF` writes, with the names.
+        """The data set that `generateNetCDF` writes, without names: index files have them.
 
         Args:
           width: number of columns; by default that of the features, rounded up to a
@@ -68,12 +68,7 @@ class Samples:
         """
         if width is None:
             width = padded_width(len(self.features))
-        return FileDataset(
-            (width,),
-            self.rows,
-            feature_names=self.features,
-            row_names=self.samples,
-        )
+        return FileDataset((width,), self.rows)
 
 
 def read_samples(

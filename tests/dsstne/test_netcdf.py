@@ -196,7 +196,7 @@ def test_names_of_columns(tmp_path):
     assert contents(read_datasets(tmp_path / "b.nc")["input"]) == contents(data)
     assert read_datasets(path, features={"input": index})["input"].num_features == 4
     with pytest.raises(DataError, match="5 features but the data set has the width 4"):
-        read_datasets(path, features="abcde".split() + list("abcde"))
+        read_datasets(path, features=list("abcde"))
     with pytest.raises(DataError, match="2 samples but the data set has 3 examples"):
         read_datasets(path, samples=["a", "b"])
     with pytest.raises(ValueError, match="no data set 'output'; it has 'input'"):
