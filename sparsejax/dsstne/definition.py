@@ -110,9 +110,19 @@ class Activation:
 class WeightInit:
     """How the weights and biases of a layer start.
 
+    ::
+
+        Xavier        uniform in +-scale / 2 sqrt(6 / (inputs + outputs))
+        CaffeXavier   uniform in +-scale sqrt(3 / outputs)
+        Gaussian      normal, of standard deviation scale
+        Uniform       uniform in +-scale
+        UnitBall      uniform in 0 .. scale
+        Constant      scale                                 (DSSTNE: -scale)
+        SELU          normal, of variance 1 / inputs        (DSSTNE: 1 / inputs^2)
+
     Attributes:
       scheme: one of `SCHEMES`.
-      scale: its size; for the meaning see `network`.
+      scale: see above.
       bias: the number at which every bias starts.
     """
 

@@ -1,0 +1,273 @@
+"""DSSTNE's losses, which are of activations, as losses of scores.
+
+An output layer's scores are its sums before the activation. `of_output` gives the rule that
+`output_loss` takes. A slope is always that of the value, `DeltaBoost` apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from sparsejax import losses
+from sparsejax.dsstne.definition import Activation, Definition, LayerDefinition
+from sparsejax.losses import ElementwiseLoss, LossRule
+
+
+@dataclasses.dataclass(frozen=True)
+class OfActivations(ElementwiseLoss):
+    """A loss of activations, as one of scores::
+
+        absent(score)        = loss.absent(activation(score))
+        listed(score, label) = loss.listed(activation(score), label)
+
+    A score of -inf without a label has no loss: the item is denied.
+
+    Attributes:
+      loss: the loss of an activation.
+      activation: any but SoftMax.
+    """
+
+    loss: ElementwiseLoss
+    activation: Activation
+
+    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        loss = self.loss.absent(activate(self.activation, scores))
+        return jnp.where(scores == -jnp.inf, 0, loss)
+
+    def listed(
+        self, scores: Float[Array, "..."], labels: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        return self.loss.listed(activate(self.activation, scores), labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Boosted(ElementwiseLoss):
+    """A loss whose value stays, and whose slopes are multiplied (`DeltaBoost`).
+
+    Attributes:
+      loss: what is boosted.
+      one: factor of the slopes at items with a label.
+      zero: factor of the slopes at items without one.
+    """
+
+    loss: ElementwiseLoss
+    one: float = 1.0
+    zero: float = 1.0
+
+    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        return _steeper(self.loss.absent(scores), self.zero)
+
+    def listed(
+        self, scores: Float[Array, "..."], labels: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        return _steeper(self.loss.listed(scores, labels), self.one)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedCrossEntropy(ElementwiseLoss):
+    """The sigmoid's cross-entropy that takes any label for 1, as DSSTNE does.
+
+    With a = sigmoid(score)::
+
+        with a label:     -log(a)
+        without a label:  -log(1 - a)
+    """
+
+    def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        return losses.softplus(scores)
+
+    def listed(
+        self, scores: Float[Array, "..."], labels: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        return losses.softplus(-scores)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
+    """The scaled marginal cross-entropy with labels that are weights.
+
+    With a = sigmoid(score) and t the label::
+
+        with a label:     one_scale  * t * -log(a)   where a < one_target,  else 0
+        without a label:  zero_scale * -log(1 - a)   where a > zero_target, else 0
+    """
+
+    name: ClassVar[str] = "data_scaled_marginal_cross_entropy"
+
+    def listed(
+        self, scores: Float[Array, "..."], labels: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        loss = super().listed(scores, labels)
+        return losses.times_labels(loss, labels.astype(loss.dtype))
+
+    def __call__(
+        self,
+        scores: Float[Array, "..."],
+        labels: Float[Array, "..."],
+        listed: Bool[Array, "..."],
+    ) -> Float[Array, "..."]:
+        # Not the base's shorter form, which has no labels.
+        return ElementwiseLoss.__call__(self, scores, labels, listed)
+
+
+def activate(
+    activation: Activation, scores: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """What a layer makes of its sums; SoftMax over the last axis.
+
+    At 0 the slopes of RELU and LRELU are those of the left side, as in DSSTNE.
+    """
+    alpha, scale = activation.elu_alpha, activation.selu_lambda
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "Sigmoid": jax.nn.sigmoid,
+        "Tanh": jnp.tanh,
+        "Linear": lambda x: x,
+        "RELU": lambda x: jnp.where(x <= 0, 0, x),
+        "LRELU": lambda x: jnp.where(x <= 0, activation.slope * x, x),
+        "ELU": lambda x: _elu(x, alpha),
+        "SELU": lambda x: scale * _elu(x, alpha),
+        "SoftPlus": losses.softplus,
+        "SoftSign": lambda x: x / (1 + jnp.abs(x)),
+        "SoftMax": lambda x: jax.nn.softmax(x, axis=-1),
+    }
+    return functions[activation.name](scores)
+
+
+def of_output(
+    network: Definition,
+    layer: LayerDefinition,
+    *,
+    sparse: bool = True,
+    ignore_zeros: bool = False,
+) -> LossRule:
+    """The loss of an output layer, of its scores before the activation.
+
+    >>> from sparsejax.dsstne.definition import parse
+    >>> text = '{"Layers": [{"N": 4}, {"N": 4}], "ErrorFunction": "L1"}'
+    >>> network = Definition.from_json(parse(text))
+    >>> of_output(network, network.layer("Output1")).loss
+    L1Loss(ignore_zeros=False)
+
+    CrossEntropy with SoftMax is `SoftmaxCrossEntropy`. Its labels are 1 / n in a row with
+    n labels without values, or as they are stored if they have values. With a weight of
+    examples each label is 1.
+
+    Args:
+      network: has the error function and its numbers.
+      layer: an output.
+      sparse: whether the data set of the targets is. A sparse one has labels at some
+        items; a dense one has a label at every item.
+      ignore_zeros: see `ElementwiseLoss`; the data set's SparseIgnoreZero.
+
+    Raises:
+      NotImplementedError: DSSTNE has no gradient for this error function with this
+        activation or this data, or takes no notice of DeltaBoost.
+    """
+    activation, error = layer.activation, network.error_function
+    if activation is None:  # a pooling layer
+        activation = Activation(name="Linear")
+    label = f"layer {layer.name!r}: the error function {error}"
+    if activation.name == "SoftMax":
+        if error != "CrossEntropy":
+            raise NotImplementedError(
+                f"{label} has no right gradient with SoftMax in DSSTNE; use "
+                "CrossEntropy, or another activation"
+            )
+        _refuse_boost(network, f"{label} with SoftMax")
+        if ignore_zeros:
+            raise NotImplementedError(
+                f"{label} with SoftMax is a distribution over all items, so a data set "
+                "cannot ignore zeros; use Sigmoid"
+            )
+        return losses.SoftmaxCrossEntropy()
+    if error in _OF_SCORES:
+        if activation.name != "Sigmoid":
+            others = " or SoftMax" if error == "CrossEntropy" else ""
+            raise NotImplementedError(
+                f"{label} has no gradient with {activation.name} in DSSTNE; use "
+                f"Sigmoid{others}, or another error function"
+            )
+        return _of_scores(network, label, sparse=sparse, ignore_zeros=ignore_zeros)
+    if error == "Hinge" and sparse:
+        raise NotImplementedError(
+            f"{label} needs a dense data set of targets, 1 and -1; use L2Hinge"
+        )
+    rule = OfActivations(
+        _OF_ACTIVATIONS[error](), activation, ignore_zeros=ignore_zeros
+    )
+    boosts = error == "L1" or (activation.name == "Sigmoid" and error != "Hinge")
+    if not boosts:
+        _refuse_boost(network, f"{label} with {activation.name}")
+    return _boosted(network, rule)
+
+
+_OF_ACTIVATIONS: dict[str, Callable[[], ElementwiseLoss]] = {
+    "L1": losses.L1Loss,
+    "L2": losses.L2Loss,
+    "L2Hinge": losses.L2HingeLoss,
+    "Hinge": losses.HingeLoss,
+}
+# Of a sigmoid, in the form that does not overflow.
+_OF_SCORES = (
+    "CrossEntropy",
+    "ScaledMarginalCrossEntropy",
+    "DataScaledMarginalCrossEntropy",
+)
+
+
+def _of_scores(
+    network: Definition, label: str, *, sparse: bool, ignore_zeros: bool
+) -> ElementwiseLoss:
+    if network.error_function == "CrossEntropy":
+        if sparse:
+            rule = ListedCrossEntropy(ignore_zeros=ignore_zeros)
+        else:
+            rule = losses.SigmoidBinaryCrossEntropy(ignore_zeros=ignore_zeros)
+        return _boosted(network, rule)
+    _refuse_boost(network, label)
+    kind = losses.ScaledMarginalCrossEntropy
+    if network.error_function == "DataScaledMarginalCrossEntropy":
+        if not sparse:
+            raise NotImplementedError(f"{label} needs a sparse data set of targets")
+        kind = DataScaledMarginalCrossEntropy
+    return kind(**dataclasses.asdict(network.margins), ignore_zeros=ignore_zeros)
+
+
+def _boosted(network: Definition, rule: ElementwiseLoss) -> ElementwiseLoss:
+    boost = network.delta_boost
+    if boost.one == boost.zero == 1:
+        return rule
+    return Boosted(rule, boost.one, boost.zero, ignore_zeros=rule.ignore_zeros)
+
+
+def _refuse_boost(network: Definition, label: str) -> None:
+    boost = network.delta_boost
+    if not boost.one == boost.zero == 1:
+        raise NotImplementedError(
+            f"{label}: DSSTNE takes no notice of DeltaBoost here; leave it out, or use "
+            "oneScale and zeroScale of ScaledMarginalCrossEntropy"
+        )
+
+
+def _elu(x: Float[Array, "..."], alpha: float) -> Float[Array, "..."]:
+    # Of 0 where x is positive: there exp(x) may overflow, and 0 * inf is NaN.
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _steeper(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """`x`, with `factor` as its slope."""
+    return x
+
+
+@_steeper.defjvp
+def _steeper_jvp(factor, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return x, factor * dx

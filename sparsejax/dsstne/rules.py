@@ -1,0 +1,402 @@
+"""DSSTNE's update rules.
+
+They differ from optax's: the penalties lambda and lambda1 are part of the gradient and spare
+biases, velocities hold the learning rate, roots are of `max(1e-9, v)`, Adagrad starts at 0,
+AdaDelta has no learning rate, and Adam's powers start at 2. With the gradient g of the mean
+loss::
+
+    g' = g + weight_decay w + l1 sign(w)     of weights, which have two dimensions or more
+    g' = g                                   of biases
+
+`learning_rate` is DSSTNE's alpha, `weight_decay` its lambda, `l1` its lambda1, `mu` and `mu1`
+are named as there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sparsejax.optimizers.rules.base import Rule, check_below_one, power
+from sparsejax.optimizers.rules.missed_steps import Linear
+
+_LEAST_SQUARE = 1e-9
+_ADAM_EPS = 1e-8
+
+
+class _Count(NamedTuple):
+    count: Any
+
+
+class _Velocity(NamedTuple):
+    count: Any
+    velocity: Any
+
+
+class _Squares(NamedTuple):
+    count: Any
+    squares: Any
+
+
+class _SquaresAndMoves(NamedTuple):
+    count: Any
+    squares: Any
+    moves: Any
+
+
+class _Moments(NamedTuple):
+    count: Any
+    mean: Any
+    squares: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DsstneRule(Rule):
+    """What DSSTNE's rules have in common.
+
+    Attributes:
+      l1: each weight's gradient grows by `l1 sign(w)`.
+    """
+
+    elementwise = True
+    takes_weight_decay = True
+    # What `dense` keeps; the arrays have the names that `init` gives them.
+    dense_state: ClassVar[Any] = _Count
+
+    l1: float = dataclasses.field(default=0.0, kw_only=True)
+
+    @property
+    def drifts(self) -> bool:
+        return super().drifts or self.l1 > 0
+
+    @property
+    def row_sparse(self) -> bool:
+        """Whether rows that steps do not touch can catch up later.
+
+        If not, a kernel has to be an `nnx.Param`, not a `RowParam`.
+        """
+        return self.l1 == 0
+
+    def init(self, shape):
+        names = self.dense_state._fields[1:]
+        return {name: jnp.zeros(shape, jnp.float32) for name in names}
+
+    def dense(self):
+        names = self.dense_state._fields[1:]
+
+        def init(params):
+            arrays = (jax.tree.map(jnp.zeros_like, params) for _ in names)
+            return self.dense_state(jnp.zeros((), jnp.int32), *arrays)
+
+        def update(updates, state, params=None):
+            if params is None:
+                raise ValueError(
+                    f"{self.name} needs the parameters: update(g, s, params)"
+                )
+            count = optax.safe_increment(state.count)
+            numbers = self.numbers(count)
+            leaves, tree = jax.tree.flatten(updates)
+            olds = [tree.flatten_up_to(getattr(state, name)) for name in names]
+            weights = tree.flatten_up_to(params)
+            moves, news = [], []
+            for i, (g, w) in enumerate(zip(leaves, weights, strict=True)):
+                old = {
+                    name: arrays[i] for name, arrays in zip(names, olds, strict=True)
+                }
+                move, new = self.move(self._penalised(g, w), old, numbers)
+                moves.append(move)
+                news.append(new)
+            arrays = (tree.unflatten([new[name] for new in news]) for name in names)
+            return tree.unflatten(moves), self.dense_state(count, *arrays)
+
+        return optax.GradientTransformation(init, update)
+
+    def step(self, w, state, gradient, numbers):
+        move, state = self.move(self._penalised(gradient, w), state, numbers)
+        return w + move, state
+
+    def move(self, gradient, state, numbers) -> tuple[jax.Array, Any]:
+        """What is added to the weights, and the new state."""
+        raise NotImplementedError
+
+    def catch_up(self, w, state, lag, count):
+        if not self.row_sparse:
+            raise NotImplementedError(
+                f"{self.name} with weight_decay={self.weight_decay} and l1={self.l1} "
+                "changes every row in every step, in a way that cannot be made up for "
+                "later: make the kernel an nnx.Param, which is updated as a whole"
+            )
+        return self.rest(w, state, lag, count)
+
+    def rest(self, w, state, lag, count):
+        """`catch_up` of a rule that is `row_sparse`."""
+        raise NotImplementedError
+
+    def _penalised(self, gradient, w):
+        if jnp.ndim(w) < 2:  # a bias
+            return gradient
+        if self.weight_decay:
+            gradient = gradient + self.weight_decay * w
+        if self.l1:
+            gradient = gradient + self.l1 * jnp.sign(w)
+        return gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class SGD(DsstneRule):
+    """::
+
+    w -= learning_rate g'
+    """
+
+    def move(self, gradient, state, numbers):
+        return -(numbers * gradient), state
+
+    def rest(self, w, state, lag, count):
+        if not self.weight_decay:
+            return w, state
+        return w + self.all_missed(lag, count).ww * w, state
+
+    def missed(self, rate):
+        return Linear(ww=-rate * self.weight_decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum(DsstneRule):
+    """::
+
+    v = mu v - learning_rate g'
+    w += v
+    """
+
+    shrinks_state = True
+    moves_weights = True
+    dense_state = _Velocity
+
+    mu: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_below_one(mu=self.mu)
+
+    def move(self, gradient, state, numbers):
+        velocity = self.mu * state["velocity"] - numbers * gradient
+        return velocity, {"velocity": velocity}
+
+    def rest(self, w, state, lag, count):
+        missed, velocity = self.all_missed(lag, count), state["velocity"]
+        after = missed.mw * w + missed.mm * velocity
+        return w + (missed.ww * w + missed.wm * velocity), {"velocity": after}
+
+    def missed(self, rate):
+        decay = rate * self.weight_decay
+        return Linear(-decay, self.mu, -decay, self.mu)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nesterov(Momentum):
+    """::
+
+    u = v
+    v = mu u - learning_rate g'
+    w += v + mu (v - u)
+    """
+
+    def move(self, gradient, state, numbers):
+        before = state["velocity"]
+        velocity = self.mu * before - numbers * gradient
+        return velocity + self.mu * (velocity - before), {"velocity": velocity}
+
+    def missed(self, rate):
+        decay = rate * self.weight_decay
+        return Linear(-(1 + self.mu) * decay, self.mu**2, -decay, self.mu)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adaptive(DsstneRule):
+    """Rules in whose state a penalty would be: row-sparse only without one."""
+
+    @property
+    def row_sparse(self) -> bool:
+        return super().row_sparse and not self.weight_decay
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaGrad(_Adaptive):
+    """::
+
+    v += g'^2                        v starts at 0
+    w -= learning_rate g' / sqrt(max(1e-9, v))
+    """
+
+    dense_state = _Squares
+
+    def move(self, gradient, state, numbers):
+        squares = state["squares"] + jnp.square(gradient)
+        return -(numbers * (_inverse_root(squares) * gradient)), {"squares": squares}
+
+    def rest(self, w, state, lag, count):
+        return w, state
+
+
+@dataclasses.dataclass(frozen=True)
+class RMSProp(_Adaptive):
+    """::
+
+    v = mu v + (1 - mu) g'^2
+    w -= learning_rate g' / sqrt(max(1e-9, v))
+    """
+
+    shrinks_state = True
+    dense_state = _Squares
+
+    mu: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_below_one(mu=self.mu)
+
+    def move(self, gradient, state, numbers):
+        squares = _average(self.mu, state["squares"], gradient)
+        return -(numbers * (_inverse_root(squares) * gradient)), {"squares": squares}
+
+    def rest(self, w, state, lag, count):
+        return w, {"squares": state["squares"] * power(self.mu, lag)}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaDelta(_Adaptive):
+    """Its step size is its own: it takes no learning rate.
+
+    ::
+
+        u = mu u + (1 - mu) g'^2
+        d = sqrt(max(1e-9, v) / max(1e-9, u)) g'
+        v = mu v + (1 - mu) d^2
+        w -= d
+    """
+
+    shrinks_state = True
+    dense_state = _SquaresAndMoves
+
+    learning_rate: float = dataclasses.field(default=1.0, init=False)
+    mu: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_below_one(mu=self.mu)
+
+    def move(self, gradient, state, numbers):
+        squares = _average(self.mu, state["squares"], gradient)
+        root = jnp.sqrt(jnp.maximum(state["moves"], _LEAST_SQUARE))
+        move = root * _inverse_root(squares) * gradient
+        moves = _average(self.mu, state["moves"], move)
+        return -move, {"squares": squares, "moves": moves}
+
+    def rest(self, w, state, lag, count):
+        factor = power(self.mu, lag)
+        return w, {name: array * factor for name, array in state.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adam(_Adaptive):
+    """::
+
+        m = mu m + (1 - mu) g'
+        v = mu1 v + (1 - mu1) g'^2
+        w -= learning_rate m / (1 - mu^(t + 1)) / (sqrt(v / (1 - mu1^(t + 1))) + 1e-8)
+
+    in step t, from 1. It is row-sparse where mu is below sqrt(mu1): otherwise rows without
+    a gradient would drift ever faster.
+    """
+
+    shrinks_state = True
+    moves_weights = True
+    dense_state = _Moments
+
+    mu: float
+    mu1: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_below_one(mu=self.mu, mu1=self.mu1)
+
+    @property
+    def row_sparse(self) -> bool:
+        return super().row_sparse and self.mu**2 < self.mu1
+
+    def numbers(self, count):
+        after = count + 1
+        return self.rate(count), _total(self.mu, after), _total(self.mu1, after)
+
+    def move(self, gradient, state, numbers):
+        rate, mean_total, square_total = numbers
+        mean = self.mu * state["mean"] + (1 - self.mu) * gradient
+        squares = _average(self.mu1, state["squares"], gradient)
+        root = jnp.sqrt(squares / square_total)
+        move = -(rate * (mean / mean_total / (root + _ADAM_EPS)))
+        return move, {"mean": mean, "squares": squares}
+
+    def rest(self, w, state, lag, count):
+        mean, root = state["mean"], jnp.sqrt(state["squares"])
+        start = count - lag
+        moves = jnp.any(mean != 0, axis=1, keepdims=True)
+        # A missed step is (mu / sqrt(mu1))^k of the first: what is below half a float32
+        # eps of it is left out.
+        ratio = self.mu / math.sqrt(self.mu1)
+        most = math.ceil(math.log(2**-24) / math.log(ratio)) if ratio else 0
+        owed = jnp.where(moves, jnp.minimum(lag, most), 0)
+        mu, mu1 = jnp.asarray(self.mu, w.dtype), jnp.asarray(self.mu1, w.dtype)
+
+        def missed(k, total):
+            k = k + 1
+            number = start + k
+            factor = self.rate(number) * mu**k / _total(self.mu, number + 1)
+            factor = jnp.where(k <= owed, factor, 0).astype(w.dtype)
+            shrink = jnp.sqrt(mu1**k / _total(self.mu1, number + 1))
+            return total + factor / (root * shrink + _ADAM_EPS)
+
+        total = lax.fori_loop(0, jnp.max(owed, initial=0), missed, jnp.zeros_like(w))
+        return w - mean * total, {
+            "mean": mean * power(self.mu, lag),
+            "squares": state["squares"] * power(self.mu1, lag),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """The network's `Decay`, a learning rate that falls from step to step.
+
+    >>> rate = Decay(alpha=0.1, decay=0.5)
+    >>> [round(rate(steps_done), 4) for steps_done in (0, 1, 2)]
+    [0.1, 0.0667, 0.05]
+
+    ::
+
+        rate = alpha / (1 + decay count)       after `count` steps
+    """
+
+    alpha: float
+    decay: float
+
+    def __call__(self, count: Any) -> Any:
+        return self.alpha / (1 + self.decay * count)
+
+
+def _average(mu: float, squares: jax.Array, x: jax.Array) -> jax.Array:
+    return mu * squares + (1 - mu) * jnp.square(x)
+
+
+def _inverse_root(squares: jax.Array) -> jax.Array:
+    return lax.rsqrt(jnp.maximum(squares, _LEAST_SQUARE))
+
+
+def _total(mu: float, steps: Any) -> Any:
+    """`1 - mu^steps`, exact also where mu is nearly 1; `steps` is 1 or more."""
+    return -jnp.expm1(steps * math.log(mu)) if mu else 1.0
