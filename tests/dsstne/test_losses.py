@@ -70,7 +70,7 @@ def test_losses_of_activations(error, name):
             got = value_and_slope(rule.absent, SCORES)
             value, outer = numpy_loss(error, a, 0 * a - (error == "Hinge"))
         else:
-            got = value_and_slope(lambda s: rule.listed(s, LABELS.astype("f")), SCORES)
+            got = value_and_slope(lambda s: rule.listed(s, jnp.float32(LABELS)), SCORES)
             value, outer = numpy_loss(error, a, LABELS)
         np.testing.assert_allclose(got[0], value, rtol=2e-6, atol=1e-6)
         np.testing.assert_allclose(got[1], outer * slope, rtol=2e-6, atol=1e-6)
@@ -83,10 +83,12 @@ def test_worked_value_of_dsmce():
         "Sigmoid",
         ScaledMarginalCrossEntropy={"oneScale": 30, "oneTarget": 0.9},
     )
-    value, slope = value_and_slope(lambda s: rule(s, jnp.float32(2), jnp.bool(True)), 0)
+    value, slope = value_and_slope(
+        lambda s: rule(s, jnp.float32(2), jnp.array(True)), 0
+    )
     np.testing.assert_allclose([value, slope], [41.5888, -30], rtol=2e-6)
     value, slope = value_and_slope(
-        lambda s: rule(s, jnp.float32(2), jnp.bool(False)), 0
+        lambda s: rule(s, jnp.float32(2), jnp.array(False)), 0
     )
     np.testing.assert_allclose([value, slope], [np.log(2), 0.5], rtol=2e-6)
     assert rule.listed(jnp.float32(3), jnp.float32(2)) == 0  # .95 is above the target
@@ -97,7 +99,9 @@ def test_worked_value_of_dsmce():
 def test_any_label_counts_as_one(error):
     margins = {"oneTarget": 1, "zeroTarget": 0}
     rule = rule_of(error, "Sigmoid", ScaledMarginalCrossEntropy=margins)
-    value, slope = value_and_slope(lambda s: rule.listed(s, LABELS.astype("f")), SCORES)
+    value, slope = value_and_slope(
+        lambda s: rule.listed(s, jnp.float32(LABELS)), SCORES
+    )
     a = 1 / (1 + np.exp(-SCORES))
     np.testing.assert_allclose(value, -np.log(a), rtol=2e-6)
     np.testing.assert_allclose(slope, a - 1, rtol=2e-6)
@@ -121,7 +125,7 @@ def test_delta_boost_is_in_the_gradient_only(error, activation):
     listed = np.array([True, False] * 3)
 
     def loss(rule):
-        return lambda s: rule(s, LABELS.astype("f"), jnp.asarray(listed))
+        return lambda s: rule(s, jnp.float32(LABELS), jnp.asarray(listed))
 
     value, slope = value_and_slope(loss(plain), SCORES)
     same, steeper = value_and_slope(loss(boosted), SCORES)
@@ -132,7 +136,7 @@ def test_delta_boost_is_in_the_gradient_only(error, activation):
 def test_ignore_zeros_reaches_the_rule():
     for error in ("L2", "CrossEntropy", "DataScaledMarginalCrossEntropy"):
         rule = rule_of(error, "Sigmoid", ignore_zeros=True)
-        assert rule(jnp.float32(1), jnp.float32(1), jnp.bool(False)) == 0
+        assert rule(jnp.float32(1), jnp.float32(1), jnp.array(False)) == 0
 
 
 def test_softmax():
