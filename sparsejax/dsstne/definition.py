@@ -1027,6 +1027,20 @@ def _label(layer: LayerDefinition) -> str:
     return f"layer {layer.name!r}"
 
 
+def weights_of(network: Definition) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shapes of all weights, by the names of the layers that they lead from and to.
+
+    Shared ones are only with their owner. They are in the order of DSSTNE's files.
+    """
+    return {
+        (source.layer, layer.name): weight_shape(network.layer(source.layer), layer)
+        for layer in network.layers
+        if layer.has_weights
+        for source in layer.sources
+        if source.shared is None
+    }
+
+
 # Checks
 
 
@@ -1142,8 +1156,8 @@ def _check_shared(layers: Sequence[LayerDefinition]) -> None:
                 raise ValueError(
                     f"{label}, which are shared themselves; name the ones they are"
                 )
-            mine = _weight_shape(by_name[source.layer], layer)
-            theirs = _weight_shape(by_name[pair[0]], by_name[pair[1]])
+            mine = weight_shape(by_name[source.layer], layer)
+            theirs = weight_shape(by_name[pair[0]], by_name[pair[1]])
             if shared.transposed:
                 if "Convolutional" in (layer.type, by_name[pair[1]].type):
                     raise ValueError(
@@ -1158,8 +1172,12 @@ def _check_shared(layers: Sequence[LayerDefinition]) -> None:
                 )
 
 
-def _weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, ...]:
-    """That of the weights: in, out; or out, in and the kernel as z, y, x."""
+def weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, ...]:
+    """The shape of the weights between two layers.
+
+    `(in, out)` of a fully connected layer. `(out, in, z, y, x)` of a convolutional one,
+    with channels in and out, and as many of z, y, x as the layer's kernel has.
+    """
     if layer.type == "FullyConnected":
         return source.units, layer.units
     dimensions = len(layer.kernel)

@@ -4,31 +4,26 @@ A file is NetCDF-4, that is HDF5. For the n-th data set its root has the attribu
 `name{n} attributes{n} kind{n} dataType{n} dimensions{n} width{n} [height{n} [length{n}]]`
 and the variables `sparseStart{n} sparseEnd{n} sparseIndex{n} [sparseData{n}]` or `data{n}`,
 and perhaps `index{n}` and `dataWeight{n}`. Names may be in `indToFeature{n}` and `samples`.
-
-Files are read with h5py alone, which does not hang on damaged ones.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import io
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.data import DenseDataset, SparseDataset
-from sparsejax.data.files import DataError, Path, check_regular
-from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.names import Names
 from sparsejax.dsstne.datasets import (
     Classes,
     FileDataset,
     SparseRows,
-    check_memory,
     find_problem,
 )
+from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.dsstne.index_files import index_names
 from sparsejax.whole_files import check_writable, whole_file
 
@@ -54,12 +49,6 @@ _DATA_TYPES = {
     np.uint8: _UCHAR,
     np.int8: _CHAR,
 }
-# The first bytes of NetCDF files that are no HDF5 files.
-_CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
-# A chunk of this size may be read whatever the file has for it.
-_SMALL_CHUNK = 16 * 2**20
-# Names are read in blocks: many may refer to the same text, of up to the file's size.
-_NAME_BYTES = 2**30
 
 Index = Path | Iterable[object]
 
@@ -178,19 +167,7 @@ def load(path: Path) -> dict[str, FileDataset]:
     Raises:
       DataError: the file is missing, damaged or wrong.
     """
-    check_regular(path)
-    with _damage(path, "is no NetCDF-4 file"):
-        with open(path, "rb") as file:
-            start = file.read(4)
-            size = file.seek(0, io.SEEK_END)
-        if start in _CLASSIC:
-            raise DataError.at(
-                path,
-                "is a NetCDF file of the classic format; convert it: nccopy -k nc4",
-            )
-        opened = h5py.File(path, "r")
-    with opened:
-        file = _File(path, opened, size)
+    with opened(path, "data sets") as file:
         row_names = file.names("samples") if file.has("samples") else None
         found: dict[str, FileDataset] = {}
         for n in range(file.count("datasets", at_least=1)):
@@ -210,7 +187,7 @@ def load(path: Path) -> dict[str, FileDataset]:
     return found
 
 
-def _load(file: _File, n: int, row_names: Names | None) -> FileDataset:
+def _load(file: File, n: int, row_names: Names | None) -> FileDataset:
     """The n-th data set, not checked."""
     attributes = file.count(f"attributes{n}")
     known = _SPARSE | _BOOLEAN | _IGNORE_ZERO | _INDEXED | _WEIGHTED | _UNUSED
@@ -232,7 +209,7 @@ def _load(file: _File, n: int, row_names: Names | None) -> FileDataset:
     if attributes & _SPARSE:
         values = None
         if not attributes & _BOOLEAN:
-            values = file.values(f"sparseData{n}", data_type)
+            values = _values(file, f"sparseData{n}", data_type)
         starts, ends, indices = (
             file.integers(f"{name}{n}")
             for name in ("sparseStart", "sparseEnd", "sparseIndex")
@@ -241,7 +218,7 @@ def _load(file: _File, n: int, row_names: Names | None) -> FileDataset:
     elif attributes & _BOOLEAN:
         rows = Classes(file.integers(f"data{n}"))
     else:
-        rows = file.values(f"data{n}", data_type)
+        rows = _values(file, f"data{n}", data_type)
         columns = FileDataset(size, rows).columns
         if len(rows) % columns:
             raise file.error(
@@ -254,137 +231,27 @@ def _load(file: _File, n: int, row_names: Names | None) -> FileDataset:
         size,
         rows,
         index=file.integers(f"index{n}") if attributes & _INDEXED else None,
-        weights=file.values(f"dataWeight{n}", 4) if attributes & _WEIGHTED else None,
+        weights=_values(file, f"dataWeight{n}", 4) if attributes & _WEIGHTED else None,
         ignore_zeros=bool(attributes & _IGNORE_ZERO),
         feature_names=file.names(names) if file.has(names) else None,
         row_names=row_names,
     )
 
 
-@contextlib.contextmanager
-def _damage(path: Path, what: str) -> Generator[None]:
-    """Raises DataError for whatever h5py raises; for damaged files that may be any type."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise DataError.at(path, f"{what}: {reason or type(error).__name__}") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """Reads attributes and variables of a file that may be damaged or hostile."""
-
-    path: Path
-    file: h5py.File
-    size: int
-
-    def error(self, message: str) -> DataError:
-        return DataError.at(self.path, message)
-
-    def has(self, name: str) -> bool:
-        with _damage(self.path, f"{name} cannot be read"):
-            return name in self.file
-
-    def attribute(self, name: str) -> Any:
-        with _damage(self.path, f"the attribute {name} cannot be read"):
-            if name not in self.file.attrs:
-                raise self.error(
-                    f"has no attribute {name}, so it holds no data sets of DSSTNE"
-                )
-            stored = self.file.attrs.get_id(name)
-            if stored.get_storage_size() > 2**16:
-                raise self.error(f"the attribute {name} is too large")
-            return self.file.attrs[name]
-
-    def count(self, name: str, *, at_least: int = 0) -> int:
-        value = np.asarray(self.attribute(name))
-        if value.size != 1 or value.dtype.kind not in "iu":
-            raise self.error(f"the attribute {name} is no integer")
-        count = int(value.reshape(()))
-        if not at_least <= count < 2**32:
-            raise self.error(f"{name} is {count}; expected at least {at_least}")
-        return count
-
-    def text(self, name: str) -> str:
-        value = self.attribute(name)
-        with _damage(self.path, f"the attribute {name} is no text"):
-            value = np.asarray(value).reshape(()).item()
-            text = value.decode() if isinstance(value, bytes) else value
-            if not isinstance(text, str) or not text:
-                raise self.error(f"the attribute {name} is no text")
-            return text
-
-    def variable(self, name: str) -> h5py.Dataset:
-        """A variable of this file that is not larger than what is stored of it allows."""
-        with _damage(self.path, f"{name} cannot be read"):
-            if name not in self.file:
-                raise self.error(f"has no variable {name}")
-            found = self.file[name]
-            hard = isinstance(self.file.get(name, getlink=True), h5py.HardLink)
-            if not isinstance(found, h5py.Dataset) or not hard:
-                raise self.error(f"{name} is no variable")
-            if found.external or found.is_virtual:
-                raise self.error(f"{name} lies in another file")
-            stored = found.id.get_storage_size()
-            size = found.size or 0
-            check_memory(name, size * found.dtype.itemsize, stored)
-            chunk = int(np.prod(found.chunks or (0,), dtype=np.float64))
-            if chunk * found.dtype.itemsize > _SMALL_CHUNK:
-                check_memory(f"a chunk of {name}", chunk * found.dtype.itemsize, stored)
-            return found
-
-    def array(self, name: str) -> np.ndarray:
-        """A variable's numbers, flat."""
-        found = self.variable(name)
-        with _damage(self.path, f"{name} cannot be read"):
-            array = np.asarray(found[...]).reshape(-1)
-        if array.dtype == "S1":  # NetCDF's char
-            array = array.view(np.int8)
-        if array.dtype.kind not in "iuf" or array.dtype.itemsize not in (1, 2, 4, 8):
-            raise self.error(f"{name} holds {array.dtype}, not numbers")
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-    def integers(self, name: str) -> np.ndarray:
-        array = self.array(name)
-        if array.dtype.kind == "f":
-            raise self.error(f"{name} holds {array.dtype}; expected integers")
-        return array
-
-    def values(self, name: str, data_type: int) -> np.ndarray:
-        """A variable's numbers; bytes if its data type says so."""
-        array = self.array(name)
-        wanted = {_RGB8: np.uint8, _UCHAR: np.uint8, _CHAR: np.int8}.get(data_type)
-        if wanted is None:  # bytes are scaled, but these are numbers
-            return array.astype(np.int32) if array.dtype.itemsize == 1 else array
-        limits = np.iinfo(wanted)
-        outside = ~((array >= limits.min) & (array <= limits.max))
-        if outside.any():
-            at = int(np.argmax(outside))
-            raise self.error(
-                f"{name}[{at}] is {array[at]}, which does not fit in its data type"
-            )
-        return array.astype(wanted, copy=False)
-
-    def names(self, name: str) -> Names:
-        found = self.variable(name)
-        texts: list[str] = []
-        length = 0
-        block = int(np.clip(_NAME_BYTES // max(self.size, 1), 16, 2**16))
-        with _damage(self.path, f"{name} cannot be read"):
-            if found.ndim != 1 or h5py.check_string_dtype(found.dtype) is None:
-                raise self.error(f"{name} holds no list of names")
-            for start in range(0, len(found), block):
-                some = found[start : start + block].tolist()
-                texts += [text.decode() for text in some]
-                length += sum(map(len, some))
-                if length > self.size:
-                    raise self.error(f"{name} is longer than the file")
-            names = as_names(texts)
-            check_unique(names, name)
-        return names
+def _values(file: File, name: str, data_type: int) -> np.ndarray:
+    """A variable's numbers; bytes if its data type says so."""
+    array = file.array(name)
+    wanted = {_RGB8: np.uint8, _UCHAR: np.uint8, _CHAR: np.int8}.get(data_type)
+    if wanted is None:  # bytes are scaled, but these are numbers
+        return array.astype(np.int32) if array.dtype.itemsize == 1 else array
+    limits = np.iinfo(wanted)
+    outside = ~((array >= limits.min) & (array <= limits.max))
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise file.error(
+            f"{name}[{at}] is {array[at]}, which does not fit in its data type"
+        )
+    return array.astype(wanted, copy=False)
 
 
 def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:

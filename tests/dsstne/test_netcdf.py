@@ -333,7 +333,7 @@ def test_writing_says_what_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match="'x' has 2 rows but 'y' has 3"):
         write_datasets(path, {"x": np.eye(2), "y": np.eye(3)})
     with pytest.raises(ValueError, match="weights are given for 'y'"):
-        write_datasets(path, {"x": np.eye(2)}, weights={"y": [1, 2]})
+        write_datasets(path, {"x": np.eye(2)}, weights={"y": np.ones(2)})
     with pytest.raises(ValueError, match="there is no folder"):
         write_datasets(tmp_path / "no" / "a.nc", {"x": np.eye(2)})
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,187 @@
+"""Reads HDF5 files that may be damaged or hostile. NetCDF-4 files are HDF5 files.
+
+Files are read with h5py alone, which does not hang on damaged ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data.files import DataError, Path, check_regular
+from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.dsstne.datasets import check_memory
+
+try:
+    import h5py
+except ImportError as error:
+    raise ImportError(
+        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
+    ) from error
+
+# The first bytes of NetCDF files that are no HDF5 files.
+_CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
+# A chunk of this size may be read whatever the file has for it.
+_SMALL_CHUNK = 16 * 2**20
+# Names are read in blocks: many may refer to the same text, of up to the file's size.
+_NAME_BYTES = 2**30
+
+
+@contextlib.contextmanager
+def opened(path: Path, what: str) -> Generator[File]:
+    """A file that is open for reading.
+
+    Args:
+      path: the file.
+      what: what it should hold, for messages.
+
+    Raises:
+      DataError: it is missing or no NetCDF-4 file.
+    """
+    check_regular(path)
+    with damage(path, "is no NetCDF-4 file"):
+        with open(path, "rb") as file:
+            start = file.read(4)
+            size = file.seek(0, io.SEEK_END)
+        if start in _CLASSIC:
+            raise DataError.at(
+                path,
+                "is a NetCDF file of the classic format; convert it: nccopy -k nc4",
+            )
+        file = h5py.File(path, "r")
+    with file:
+        yield File(path, file, size, what)
+
+
+@contextlib.contextmanager
+def damage(path: Path, what: str) -> Generator[None]:
+    """Raises DataError for whatever h5py raises; for damaged files that may be any type."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError.at(path, f"{what}: {reason or type(error).__name__}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """Reads attributes and variables of a file that may be damaged or hostile."""
+
+    path: Path
+    file: h5py.File
+    size: int
+    what: str
+
+    def error(self, message: str) -> DataError:
+        return DataError.at(self.path, message)
+
+    def has(self, name: str) -> bool:
+        with damage(self.path, f"{name} cannot be read"):
+            return name in self.file
+
+    def has_attribute(self, name: str) -> bool:
+        with damage(self.path, f"the attribute {name} cannot be read"):
+            return name in self.file.attrs
+
+    def attribute(self, name: str) -> Any:
+        with damage(self.path, f"the attribute {name} cannot be read"):
+            if name not in self.file.attrs:
+                raise self.error(
+                    f"has no attribute {name}, so it holds no {self.what} of DSSTNE"
+                )
+            stored = self.file.attrs.get_id(name)
+            if stored.get_space().get_simple_extent_type() == h5py.h5s.NULL:
+                return b""
+            if stored.get_storage_size() > 2**16:
+                raise self.error(f"the attribute {name} is too large")
+            return self.file.attrs[name]
+
+    def count(self, name: str, *, at_least: int = 0) -> int:
+        value = np.asarray(self.attribute(name))
+        if value.size != 1 or value.dtype.kind not in "iu":
+            raise self.error(f"the attribute {name} is no integer")
+        count = int(value.reshape(()))
+        if not at_least <= count < 2**32:
+            raise self.error(f"{name} is {count}; expected at least {at_least}")
+        return count
+
+    def number(self, name: str) -> float:
+        """A float32 attribute, as the shortest decimal number that stands for it."""
+        value = np.asarray(self.attribute(name))
+        if value.size != 1 or value.dtype.kind not in "iuf" or value.dtype.itemsize > 8:
+            raise self.error(f"the attribute {name} is no number")
+        with np.errstate(over="ignore"):
+            number = float(str(np.float32(value.reshape(()))))
+        if not np.isfinite(number):
+            raise self.error(f"the attribute {name} is {number}")
+        return number
+
+    def text(self, name: str, *, may_be_empty: bool = False) -> str:
+        value = self.attribute(name)
+        with damage(self.path, f"the attribute {name} is no text"):
+            value = np.asarray(value).reshape(()).item()
+            text = value.decode() if isinstance(value, bytes) else value
+            if not isinstance(text, str) or not (text or may_be_empty):
+                raise self.error(f"the attribute {name} is no text")
+            return text
+
+    def variable(self, name: str) -> h5py.Dataset:
+        """A variable of this file that is not larger than what is stored of it allows."""
+        with damage(self.path, f"{name} cannot be read"):
+            if name not in self.file:
+                raise self.error(f"has no variable {name}")
+            found = self.file[name]
+            hard = isinstance(self.file.get(name, getlink=True), h5py.HardLink)
+            if not isinstance(found, h5py.Dataset) or not hard:
+                raise self.error(f"{name} is no variable")
+            if found.external or found.is_virtual:
+                raise self.error(f"{name} lies in another file")
+            stored = found.id.get_storage_size()
+            size = found.size or 0
+            check_memory(name, size * found.dtype.itemsize, stored)
+            chunk = int(np.prod(found.chunks or (0,), dtype=np.float64))
+            if chunk * found.dtype.itemsize > _SMALL_CHUNK:
+                check_memory(f"a chunk of {name}", chunk * found.dtype.itemsize, stored)
+            return found
+
+    def array(self, name: str) -> np.ndarray:
+        """A variable's numbers, flat."""
+        found = self.variable(name)
+        with damage(self.path, f"{name} cannot be read"):
+            array = np.asarray(found[...]).reshape(-1)
+        if array.dtype == "S1":  # NetCDF's char
+            array = array.view(np.int8)
+        if array.dtype.kind not in "iuf" or array.dtype.itemsize not in (1, 2, 4, 8):
+            raise self.error(f"{name} holds {array.dtype}, not numbers")
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    def integers(self, name: str) -> np.ndarray:
+        array = self.array(name)
+        if array.dtype.kind == "f":
+            raise self.error(f"{name} holds {array.dtype}; expected integers")
+        return array
+
+    def names(self, name: str) -> Names:
+        found = self.variable(name)
+        texts: list[str] = []
+        length = 0
+        block = int(np.clip(_NAME_BYTES // max(self.size, 1), 16, 2**16))
+        with damage(self.path, f"{name} cannot be read"):
+            if found.ndim != 1 or h5py.check_string_dtype(found.dtype) is None:
+                raise self.error(f"{name} holds no list of names")
+            for start in range(0, len(found), block):
+                some = found[start : start + block].tolist()
+                texts += [text.decode() for text in some]
+                length += sum(map(len, some))
+                if length > self.size:
+                    raise self.error(f"{name} is longer than the file")
+            names = as_names(texts)
+            check_unique(names, name)
+        return names
