@@ -1,0 +1,474 @@
+"""Networks of DSSTNE as modules, against its formulas in float64."""
+
+import dataclasses
+
+import dsstne_networks as networks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.dsstne import rules
+from sparsejax.dsstne.definition import Definition, weights_of
+from sparsejax.dsstne.network import Network, regularization
+from sparsejax.dsstne.network_files import (
+    Parameters,
+    load_parameters,
+    save_parameters,
+)
+from sparsejax.sparse import CSR
+
+
+def made(*layers, parameters=None, **keys):
+    definition = Definition.from_json({"Layers": list(layers), **keys})
+    rngs = nnx.Rngs(params=0, dropout=1)
+    return Network(definition, parameters=parameters, rngs=rngs)
+
+
+def rows(*texts):
+    return CSR.from_scipy(scipy.sparse.csr_array(np.array(texts)))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    definition, parameters = load_parameters(networks.tiny(tmp_path / "net.nc"))
+    return Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
+
+
+def test_scores_of_a_file(tiny):
+    x = rows([1.0, 0, 1, 0], [0.5, 0, 2, 0], [0, 0, 0, 0])
+    expected = [[0.682, 0.614, 0.098], [0.700, 0.682, 0.069]]
+    units = np.asarray(tiny.values(x, "Output", deterministic=True))
+    np.testing.assert_allclose(units[:2], expected, atol=5e-4)
+    np.testing.assert_allclose(units[2], sigmoid(np.array([0, 0, -1])), rtol=1e-6)
+    ids, scores = tiny.top_k(x, 3)
+    assert ids[:2].tolist() == [[0, 1, 2]] * 2
+    np.testing.assert_allclose(scores[:2], expected, atol=5e-4)
+    hidden = tiny.units(x, "Hidden", batch_size=2)
+    np.testing.assert_allclose(
+        hidden[0], sigmoid(np.array([2.0, 1.0])), rtol=1e-6
+    )  # features 0 and 2: [1 + 1, 0 + 1]
+
+
+def test_padding_and_excluded_items_are_not_ranked(tiny):
+    tiny.rank_first(2)
+    ids, scores = tiny.top_k(rows([1.0, 0, 0, 0]), 3, exclude=rows([1.0, 0]))
+    assert ids.tolist() == [[1, -1, -1]]
+    assert np.isneginf(scores[0, 1:]).all()
+
+
+def test_numbers_go_there_and_back_with_the_same_bits(tmp_path, tiny):
+    network = made(
+        {"Name": "a", "N": [4, 4, 2], "DataSet": "a"},
+        {"Name": "b", "Kind": "Input", "N": 6, "DataSet": "b", "Sparse": True},
+        {
+            "Name": "c",
+            "Kind": "Hidden",
+            "Source": "a",
+            "N": 3,
+            "Type": "Convolutional",
+            "Kernel": [3, 3],
+            "KernelStride": [1, 1],
+            "BatchNormalization": True,
+        },
+        {"Name": "h", "Kind": "Hidden", "Source": ["c", "b"], "N": 5},
+        {
+            "Name": "o",
+            "N": 6,
+            "DataSet": "b",
+            "SharedWeights": {
+                "InputLayer": "h",
+                "Transposed": True,
+                "SourceInputLayer": "b",
+                "SourceOutputLayer": "h",
+            },
+        },
+    )
+    for number, module in enumerate((network, tiny)):
+        path = tmp_path / f"{number}.nc"
+        save_parameters(path, module.definition, module.parameters())
+        definition, parameters = load_parameters(path)
+        again = Network(definition, parameters=parameters, rngs=nnx.Rngs(5))
+        same = jax.tree.map(
+            lambda a, b: np.array_equal(a, b),
+            nnx.state(module, nnx.Any(nnx.Param, nnx.BatchStat)),
+            nnx.state(again, nnx.Any(nnx.Param, nnx.BatchStat)),
+        )
+        assert all(jax.tree.leaves(same))
+
+
+def test_several_sources_and_skips():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 4)), rng.integers(0, 2, (3, 5)).astype(float)
+    network = made(
+        {"Name": "x", "N": 4, "DataSet": "x"},
+        {"Name": "y", "Kind": "Input", "N": 5, "DataSet": "y", "Sparse": True},
+        {
+            "Name": "h",
+            "Kind": "Hidden",
+            "N": 3,
+            "Source": ["x", "y"],
+            "Activation": "Tanh",
+        },
+        {
+            "Name": "i",
+            "Kind": "Hidden",
+            "N": 3,
+            "Skip": "h",
+            "Activation": "LRELU",
+            "Slope": 0.25,
+        },
+        {"Name": "o", "N": 2, "Source": ["i", "h"], "Activation": "Linear"},
+        ErrorFunction="L2",
+    )
+    rng = np.random.default_rng(1)
+    shapes = weights_of(network.definition)
+    weights = {pair: rng.normal(size=shape) for pair, shape in shapes.items()}
+    biases = {pair: rng.normal(size=shape[1]) for pair, shape in shapes.items()}
+    network = Network(
+        network.definition, parameters=Parameters(weights, biases), rngs=nnx.Rngs(0)
+    )
+
+    def times(array, source, layer):
+        return array @ weights[source, layer] + biases[source, layer]
+
+    h = np.tanh(times(x, "x", "h") + times(y, "y", "h"))
+    i = times(h, "h", "i") + h
+    i = np.where(i > 0, i, 0.25 * i)
+    expected = times(i, "i", "o") + times(h, "h", "o")
+    given = {
+        "x": jnp.asarray(x, jnp.float32),
+        "y": CSR.from_scipy(scipy.sparse.csr_array(y)),
+    }
+    found = network(given, deterministic=True)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+    labels = rng.normal(size=(3, 2))
+    labels[1] = 0
+    loss = network.loss(given, CSR.from_scipy(scipy.sparse.csr_array(labels)))
+    np.testing.assert_allclose(loss, np.sum((expected - labels) ** 2) / 2, rtol=1e-5)
+    ids, scores = network.top_k(given, 3)
+    assert (np.asarray(ids)[:, 2] == -1).all()
+    np.testing.assert_allclose(scores[:, 0], expected.max(axis=1), rtol=1e-5)
+
+
+def test_softmax_labels_are_a_distribution(tiny):
+    layers = [
+        {"Name": "Input", "N": 4, "Sparse": True},
+        {"Name": "Hidden", "N": 2},
+        {"Name": "Output", "N": 3, "Activation": "SoftMax"},
+    ]
+    network = made(*layers, parameters=tiny.parameters())
+    x, labels = rows([True, False, True, False]), rows([True, True, False])
+    s = np.asarray(tiny(x, deterministic=True), np.float64)[0]
+    log_p = s - np.log(np.exp(s).sum())
+    np.testing.assert_allclose(network.loss(x, labels), -log_p[:2].mean(), rtol=1e-5)
+    _, scores = network.top_k(x, 3)
+    np.testing.assert_allclose(scores[0], np.exp(log_p), rtol=1e-5)
+
+
+def test_the_penalty_has_slopes_but_no_value():
+    """One hidden unit whose mean is .2: 2 (-.5 / .2 + .5 / .8) = -3.75."""
+    network = made(
+        {"Name": "x", "N": 2, "Sparse": True},
+        {"Name": "h", "N": 1, "Sparse": True, "Activation": "Linear"},
+        {"Name": "o", "N": 1, "Activation": "Linear", "WeightInit": {"Scheme": "Constant", "Scale": 0}},
+        ErrorFunction="L2",
+        SparsenessPenalty={"p": 0.5, "beta": 2.0},
+        parameters=Parameters(
+            {("x", "h"): np.array([[0.3], [0.1]]), ("h", "o"): np.zeros((1, 1))},
+            {("x", "h"): np.zeros(1), ("h", "o"): np.zeros(1)},
+        ),
+    )  # fmt: skip
+    # The third row does not exist.
+    x, labels = rows([1.0, 0], [0, 1.0], [1.0, 1.0]), rows([0.0], [0.0], [0.0])
+    weights = jnp.array([0.5, 0.5, 0])
+
+    def loss(network):
+        return network.loss(x, labels, weights=weights)
+
+    value, grads = nnx.value_and_grad(loss)(network)
+    assert value == 0
+    slope = dict(nnx.to_flat_state(grads))
+    [kernel] = [v for path, v in slope.items() if path[1] == 1 and path[-1] == "kernel"]
+    np.testing.assert_allclose(kernel[...][:2, 0], [-3.75 / 2] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dropped", "kept"),
+    [
+        ("Sigmoid", 0.5, lambda a: a),
+        ("Tanh", 0.0, lambda a: 2 * a),
+        ("ELU", -0.577350, lambda a: 1.154701 * a + 0.577350),
+        ("SELU", None, None),
+    ],
+)
+def test_dropout(activation, dropped, kept):
+    network = made(
+        {"Name": "x", "N": 400},
+        {"Name": "h", "N": 400, "Activation": activation, "pDropout": 0.5},
+        {"Name": "o", "N": 1},
+    )
+    x = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(5, 400)), jnp.float32)}
+    a = np.asarray(network.values(x, "h", deterministic=True))
+    network.train()
+    found = np.asarray(network.values(x, "h"))
+    if activation == "SELU":  # keeps mean and variance of a standard normal SELU
+        assert abs(found.mean() - a.mean()) < 0.1
+        return
+    is_dropped = np.isclose(found, dropped, atol=1e-6)
+    assert 0.45 < is_dropped.mean() < 0.55
+    np.testing.assert_allclose(
+        found[~is_dropped], kept(a)[~is_dropped], rtol=1e-5, atol=2e-6
+    )
+
+
+def naive_windows(image, kernel, stride, padding, make):
+    """`make(window)` at each place of `[channels, y, x]`; padding is NaN."""
+    channels, height, width = image.shape
+    padded = np.full((channels, height + 2 * padding, width + 2 * padding), np.nan)
+    padded[:, padding : padding + height, padding : padding + width] = image
+    places = [range(0, n - kernel + 1, stride) for n in padded.shape[1:]]
+    return np.array(
+        [
+            [make(padded[:, y : y + kernel, x : x + kernel]) for x in places[1]]
+            for y in places[0]
+        ]
+    )
+
+
+@pytest.mark.parametrize("function", ["Max", "Average", "LRN", "convolution"])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2)])
+def test_windows(function, kernel, stride):
+    layer = {"Name": "p", "Kind": "Hidden", "Type": "Pooling", "Function": function}
+    layer |= {"Kernel": [kernel, kernel], "KernelStride": [stride, stride]}
+    if function == "LRN":
+        layer = {"Name": "p", "Kind": "Hidden", "Type": "Pooling", "Function": "LRN"}
+    if function == "convolution":
+        layer = layer | {"Type": "Convolutional", "N": 2, "Activation": "Linear"}
+        del layer["Function"]
+    network = made(
+        {"Name": "x", "N": [6, 4, 3]},
+        layer,
+        {"Name": "o", "N": 1},
+        LRN={"k": 1.5, "n": 3, "alpha": 0.5, "beta": 0.7},
+    )
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(2, 3, 4, 6))  # [batch, channels, y, x]
+    x = {"x": jnp.asarray(image, jnp.float32)}
+    found = np.asarray(network.values(x, "p", deterministic=True))
+    weights = None
+    if function == "convolution":
+        weights = network.parameters().weights["x", "p"].astype(np.float64)
+
+    def make(window):
+        if function == "Max":
+            return np.nanmax(window, axis=(1, 2))
+        if function == "Average":
+            return np.nanmean(window, axis=(1, 2))
+        return np.nansum(window * weights, axis=(1, 2, 3))
+
+    padding = kernel // 2 if stride == 1 else 0
+    for row, ours in zip(image, found, strict=True):
+        if function == "LRN":
+            squares = np.pad(row**2, ((1, 1), (0, 0), (0, 0)))
+            total = squares[:-2] + squares[1:-1] + squares[2:]
+            expected = row * (1.5 + 0.5 / 3 * total) ** -0.7
+        else:
+            expected = naive_windows(row, kernel, stride, padding, make)
+            expected = expected.transpose(2, 0, 1)
+        np.testing.assert_allclose(ours, expected.ravel(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", ["Maxout", "DotProduct", "Cosine"])
+def test_pooling_of_whole_layers(function):
+    network = made(
+        {"Name": "x", "N": 4},
+        {"Name": "y", "Kind": "Input", "N": 4},
+        {"Name": "z", "Kind": "Input", "N": 4, "Sparse": True},
+        {"Name": "o", "Type": "Pooling", "Function": function, "Source": ["x", "y", "z"]},
+        ErrorFunction="L2",
+    )  # fmt: skip
+    x, y, z = np.random.default_rng(0).normal(size=(3, 5, 4))
+    z[0] = 0
+    given = {"x": jnp.float32(x), "y": jnp.float32(y), "z": CSR.from_scipy(scipy.sparse.csr_array(z))}  # fmt: skip
+    expected = {
+        "Maxout": np.maximum(np.maximum(x, y), z),
+        "DotProduct": np.stack([(x * y).sum(1), (x * z).sum(1)], 1),
+    }
+    lengths = [np.linalg.norm(a, axis=1) + 1e-8 for a in (x, y, z)]
+    expected["Cosine"] = expected["DotProduct"] / np.stack(
+        [lengths[0] * lengths[1], lengths[0] * lengths[2]], 1
+    )
+    np.testing.assert_allclose(network(given), expected[function], rtol=1e-5, atol=1e-6)
+
+
+def test_batch_normalization_leaves_padding_out_and_keeps_statistics():
+    network = made(
+        {"Name": "x", "N": 3},
+        {"Name": "h", "N": 2, "Activation": "Linear", "BatchNormalization": True},
+        {"Name": "o", "N": 1, "Activation": "Linear"},
+        ErrorFunction="L2",
+    )
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    z = x @ network.parameters().weights["x", "h"].astype(np.float64)
+    batch = {"x": jnp.asarray(np.vstack([x, np.full((1, 3), 1e3)]), jnp.float32)}
+    labels = CSR.from_scipy(scipy.sparse.csr_array((5, 1)))
+    weights = jnp.array([1.0, 1, 1, 1, 0])
+    network.train()
+    loss = network.loss(batch, labels, weights=weights)
+    h = (z - z.mean(0)) / np.sqrt(z.var(0) + 1e-5)
+    out = h @ network.parameters().weights["h", "o"].astype(np.float64)
+    np.testing.assert_allclose(loss, (out**2).sum() / 2, rtol=1e-4)
+    kept = network.parameters().normalizations["h"]
+    np.testing.assert_allclose(kept.mean, 0.1 * z.mean(0), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(kept.variance, 0.9 + 0.1 * z.var(0), rtol=1e-4)
+
+
+def test_the_norm_of_deltas_is_limited():
+    layers = [
+        {"Name": "x", "N": 3},
+        {"Name": "h", "N": 2, "Activation": "Linear"},
+        {"Name": "o", "N": 4, "Activation": "Linear"},
+    ]
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    labels = np.random.default_rng(1).normal(size=(5, 4))
+    free = made(*layers, ErrorFunction="L2")
+    layers[1]["DeltaNorm"] = 0.1
+    held = made(*layers, ErrorFunction="L2", parameters=free.parameters())
+    weights = free.parameters().weights
+    out = x @ weights["x", "h"] @ weights["h", "o"]
+    delta = (out - labels) @ weights["h", "o"].T
+    norm = np.linalg.norm(delta, axis=1, keepdims=True)
+    assert (norm > 0.1).any()
+    expected = x.T @ (delta * np.minimum(1, 0.1 / norm)) / 5
+
+    def loss(network):
+        target = CSR.from_scipy(scipy.sparse.csr_array(labels))
+        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.full(5, 0.2))
+
+    grads = nnx.grad(loss)(held)
+    found = [v[...] for path, v in nnx.to_flat_state(grads) if v[...].shape == (3, 2)]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_shared_weights_get_the_mean_gradient_and_locked_ones_none():
+    layers = [
+        {"Name": "x", "N": 3},
+        {"Name": "h", "N": 3, "Activation": "Linear"},
+        {
+            "Name": "i",
+            "N": 3,
+            "Activation": "Linear",
+            "SharedWeights": {
+                "InputLayer": "h",
+                "SourceInputLayer": "x",
+                "SourceOutputLayer": "h",
+                "Transposed": True,
+            },
+        },
+        {"Name": "o", "N": 2, "Activation": "Linear"},
+    ]
+    network = made(*layers, ErrorFunction="L2")
+    numbers = network.parameters()
+    w, v = (numbers.weights[p].astype(np.float64) for p in (("x", "h"), ("i", "o")))
+    x = np.random.default_rng(0).normal(size=(5, 3))
+    np.testing.assert_allclose(
+        network({"x": jnp.float32(x)}), x @ w @ w.T @ v, rtol=1e-4, atol=1e-6
+    )
+    last = network.definition.layers[-1]
+    locked = dataclasses.replace(last.sources[0], locked=True)
+    definition = dataclasses.replace(
+        network.definition,
+        layers=(
+            *network.definition.layers[:-1],
+            dataclasses.replace(last, sources=(locked,)),
+        ),
+    )
+    network = Network(definition, parameters=numbers, rngs=nnx.Rngs(0))
+
+    def loss(network):
+        labels = CSR.from_scipy(scipy.sparse.csr_array((5, 2)))
+        return network.loss({"x": jnp.float32(x)}, labels)
+
+    grads = dict(nnx.to_flat_state(nnx.grad(loss)(network)))
+    delta = (x @ w @ w.T @ v) @ v.T
+    expected = (x.T @ (delta @ w) + delta.T @ (x @ w)) / 2
+    found = [g[...] for g in grads.values() if g[...].shape == (3, 3)]
+    np.testing.assert_allclose(found, [expected], rtol=1e-4, atol=1e-5)
+    assert not any(g[...].shape == (3, 2) for g in grads.values())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "limit"),
+    [
+        ("Xavier", 0.5 * 3 * np.sqrt(6 / 500)),
+        ("CaffeXavier", 3 * np.sqrt(3 / 200)),
+        ("Uniform", 3.0),
+        ("UnitBall", 3.0),
+        ("Constant", 3.0),
+    ],
+)
+def test_weights_start_in_their_range(scheme, limit):
+    init = {"Scheme": scheme, "Scale": 3.0, "Bias": -0.5}
+    network = made(
+        {"Name": "x", "N": 300, "Sparse": True},
+        {"Name": "h", "N": 200, "WeightInit": init},
+        {"Name": "o", "N": 300, "WeightInit": init},
+    )
+    numbers = network.parameters()
+    w = numbers.weights["x", "h"]
+    assert 0.99 * limit < w.max() <= limit * (1 + 1e-6)
+    low = {"UnitBall": 0, "Constant": 3}.get(scheme, -limit)
+    assert low <= w.min() <= low + 0.01 * limit
+    assert (numbers.biases["h", "o"] == -0.5).all()
+    assert numbers.biases["h", "o"].shape == (300,)
+
+
+@pytest.mark.parametrize("row_sparse", [False, True])
+def test_training_equals_the_formulas(row_sparse):
+    """Two epochs of SGD with penalty on weights, in float64, also with rows left alone."""
+    layers = [{"Name": "x", "N": 300, "Sparse": True, "DataSet": "d"}]
+    layers += [{"Name": "h", "N": 3}, {"Name": "o", "N": 300, "DataSet": "d"}]
+    rng = np.random.default_rng(0)
+    data = np.zeros((40, 300))
+    data[np.arange(40)[:, None], rng.integers(0, 100, (40, 3))] = 1
+    definition = Definition.from_json({"Layers": layers})
+    network = Network(definition, row_sparse=row_sparse, rngs=nnx.Rngs(0))
+    start = network.parameters()
+    w, v = (start.weights[p].astype(np.float64) for p in (("x", "h"), ("h", "o")))
+    b, c = np.zeros(3), np.zeros(300)
+    for _ in range(2):
+        for x in (data[:16], data[16:32], data[32:]):
+            h = sigmoid(x @ w + b)
+            d = (sigmoid(h @ v + c) - x) / len(x)
+            e = d @ v.T * h * (1 - h)
+            v, w = v - 0.5 * (h.T @ d + 0.01 * v), w - 0.5 * (x.T @ e + 0.01 * w)
+            c, b = c - 0.5 * d.sum(0), b - 0.5 * e.sum(0)
+    optimizer = sj.Optimizer(network, rules.SGD(0.5, weight_decay=0.01))
+    matrix = scipy.sparse.csr_array(data.astype(bool))
+    sj.fit(network, optimizer, matrix, batch_size=16, num_epochs=2, shuffle=False)
+    found = network.parameters()
+    np.testing.assert_allclose(found.weights["x", "h"], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.weights["h", "o"], v, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.biases["x", "h"], b, rtol=1e-4, atol=1e-6)
+    total = regularization(network, l2=0.1, l1=0.2)
+    expected = sum(0.05 * (a**2).sum() + 0.2 * np.abs(a).sum() for a in (w, v))
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    layers = [{"N": 3}, {"N": 2, "WeightNorm": 1.0}, {"N": 3}]
+    with pytest.raises(NotImplementedError, match="'Hidden1': WeightNorm"):
+        made(*layers)
+    with pytest.raises(NotImplementedError, match="0 layers of kind Output"):
+        made({"N": 3}, {"N": 2, "Kind": "Hidden"})
+    layers = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
+    with pytest.raises(ValueError, match="two inputs read the same data set: d, d"):
+        made(*layers, {"N": 2})
