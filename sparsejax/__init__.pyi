@@ -52,6 +52,7 @@ from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm
 from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor
+from .prediction.nearest import nearest as nearest
 from .prediction.predictor import Predictor as Predictor
 from .prediction.predictor_files import load_predictor as load_predictor
 from .prediction.recommend import recommend as recommend
