@@ -1,6 +1,7 @@
 """The pages: what they show is run, and the API lists every public name."""
 
 import contextlib
+import json
 import pathlib
 import re
 import shlex
@@ -127,6 +128,25 @@ def test_splits(trained, capsys):
     for line in commands.splitlines():
         assert cli.main(shlex.split(line)[1:]) == 0
     assert "popularity_ndcg@20" in capsys.readouterr().out
+
+
+def test_dsstne(trained):
+    """The script of the page runs, and then its Python."""
+    lines = [f"u{u}\t" + ":".join(f"i{i}" for i in range(u % 5, 9)) for u in range(30)]
+    pathlib.Path("ratings").write_text("\n".join(lines) + "\n")
+    layers = [
+        {"Name": "Input", "N": "auto", "DataSet": "gl_input"},
+        {"Name": "Hidden", "N": 4},
+        {"Name": "Output", "N": "auto", "DataSet": "gl_output"},
+    ]
+    pathlib.Path("config.json").write_text(json.dumps({"Layers": layers}))
+    _, script, *_ = blocks((DOCS / "dsstne.md").read_text(), "")
+    for line in script.splitlines():
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert len(pathlib.Path("recs").read_text().splitlines()) == 30
+    for code in python("dsstne.md"):
+        exec(compile(code, "dsstne.md", "exec"), trained)  # noqa: S102
+    assert trained["hidden"].shape == (30, 4) and len(trained["history"]) == 2
 
 
 def test_large_models(capsys):

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     command = None
     try:
+        if argv[:1] == ["dsstne"]:
+            return _dsstne(argv[1:])
         command = _parse(argv)
         devices = getattr(command, "devices", flags.Devices())
         with contextlib.ExitStack() as stack:
@@ -67,7 +69,8 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         return tyro.cli(
             flags.Command,
             prog="sparsejax",
-            description="Recommendations from sparse data. --version prints the version.",
+            description="Recommendations from sparse data. --version prints the version. "
+            "sparsejax dsstne --help shows the commands of Amazon's DSSTNE.",
             args=argv,
             config=(OmitArgPrefixes,),
         )
@@ -78,6 +81,16 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         raise
     finally:
         sys.stdout.flush()
+
+
+def _dsstne(argv: Sequence[str]) -> int:
+    """Carries out one of DSSTNE's commands, which have flags of their own."""
+    from sparsejax.dsstne import cli
+
+    with interrupts.noted(), _one_line_warnings(None):
+        cli.run(argv)
+    sys.stdout.flush()
+    return 0
 
 
 def _carry_out(command: flags.Command, argv: Sequence[str]) -> int:
@@ -182,7 +195,7 @@ def _results_alone() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _one_line_warnings(command: flags.Command) -> Generator[None]:
+def _one_line_warnings(command: flags.Command | None) -> Generator[None]:
     def show(message, category, filename, lineno, file=None, line=None) -> None:
         _say(f"warning: {_message(message, command)}")
 

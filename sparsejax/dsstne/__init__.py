@@ -1,9 +1,14 @@
-"""For people who come from Amazon's DSSTNE: its files are read and written here.
+"""For people who come from Amazon's DSSTNE: its files, networks, rules and commands.
 
 This wing stands above `training` and below `cli`; nothing below knows of it. The names
-below are public. `cli` may also import `datasets`, `index_files`, `netcdf` and `text`.
+below are public. `cli` may also import `dsstne.cli`.
 `pip install "sparsejax[dsstne]"` brings what it needs.
 """
 
+from sparsejax.dsstne.definition import Definition as Definition
+from sparsejax.dsstne.definition import parse as parse
 from sparsejax.dsstne.netcdf import read_datasets as read_datasets
 from sparsejax.dsstne.netcdf import write_datasets as write_datasets
+from sparsejax.dsstne.network import Network as Network
+from sparsejax.dsstne.network import load_network as load_network
+from sparsejax.dsstne.network import save_network as save_network

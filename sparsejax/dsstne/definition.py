@@ -384,7 +384,7 @@ class Definition:
           NotImplementedError: what DSSTNE itself names, but has not.
         """
         data = {} if data is None else data
-        network = _Keys(document, _NETWORK_KEYS, "the network")
+        network = Keys(document, _NETWORK_KEYS, "the network")
         _check_version(network.number("Version", VERSION))
         drafts = _drafts(network, data)
         order = _order({name: _reads(d) for name, d in drafts.items()})
@@ -544,7 +544,7 @@ _LAYER_KEYS = {
 }
 
 
-class _Keys:
+class Keys:
     """A JSON object whose keys are case-insensitive, and known."""
 
     def __init__(self, document: object, known: Any, label: str):
@@ -648,8 +648,8 @@ class _Keys:
             )
         raise self._wrong(key, f"one of {', '.join(choices)}")
 
-    def inner(self, key: str, known: Any) -> _Keys:
-        return _Keys(self.values.get(key, {}), known, f'{self.label}, "{key}"')
+    def inner(self, key: str, known: Any) -> Keys:
+        return Keys(self.values.get(key, {}), known, f'{self.label}, "{key}"')
 
 
 def _as_whole(value: Any) -> int | None:
@@ -674,14 +674,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _penalty(keys: _Keys) -> SparsenessPenalty | None:
+def _penalty(keys: Keys) -> SparsenessPenalty | None:
     if "SparsenessPenalty" not in keys.values:
         return None
     inner = keys.inner("SparsenessPenalty", ("p", "beta"))
     return SparsenessPenalty(p=inner.number("p", 0.0), beta=inner.number("beta", 0.0))
 
 
-def _margins(network: _Keys) -> ScaledMargins:
+def _margins(network: Keys) -> ScaledMargins:
     names = [field.name for field in dataclasses.fields(ScaledMargins)]
     inner = network.inner("ScaledMarginalCrossEntropy", [_camel(n) for n in names])
     default = ScaledMargins()
@@ -701,7 +701,7 @@ def _check_version(version: float) -> None:
 # Layers
 
 
-def _drafts(network: _Keys, data: Mapping) -> dict[str, LayerDefinition]:
+def _drafts(network: Keys, data: Mapping) -> dict[str, LayerDefinition]:
     """The layers, by name. A size that depends on other layers is that of the channels."""
     layers = network.values.get("Layers")
     if not isinstance(layers, list) or not layers:
@@ -733,7 +733,7 @@ def _draft(
     denoised: bool,
     data: Mapping[str, Sequence[int]],
 ) -> LayerDefinition:
-    keys = _Keys(document, _LAYER_KEYS, f"layer {i}")
+    keys = Keys(document, _LAYER_KEYS, f"layer {i}")
     kind = keys.choice("Kind", KINDS, by_place)
     name = keys.text("Name", f"{kind}{i}")
     keys.label = f"layer {name!r}"
@@ -805,7 +805,7 @@ def _draft(
     )
 
 
-def _check_keys_of_type(keys: _Keys, kind: str, type: str) -> None:
+def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
     """Refuses what would have no effect."""
     if type == "Pooling":
         if "Function" not in keys.values:
@@ -843,7 +843,7 @@ def _check_keys_of_type(keys: _Keys, kind: str, type: str) -> None:
 
 
 def _draft_size(
-    keys: _Keys, kind: str, type: str, dataset: str, data: Mapping
+    keys: Keys, kind: str, type: str, dataset: str, data: Mapping
 ) -> tuple[int, ...]:
     value = keys.values.get("N")
     if isinstance(value, str) and value.lower() == "auto":
@@ -873,13 +873,13 @@ def _draft_size(
     return size
 
 
-def _connections(keys: _Keys, sources: Sequence[str]) -> tuple[Connection, ...]:
+def _connections(keys: Keys, sources: Sequence[str]) -> tuple[Connection, ...]:
     norm = keys.number("WeightNorm", 0.0)
     shares = keys.values.get("SharedWeights", [])
     known = ("InputLayer", "SourceInputLayer", "SourceOutputLayer", "Transposed")
     shared: dict[str, Sharing] = {}
     for share in shares if isinstance(shares, list) else [shares]:
-        inner = _Keys(share, known, f'{keys.label}, "SharedWeights"')
+        inner = Keys(share, known, f'{keys.label}, "SharedWeights"')
         for key in known[:3]:
             if not inner.text(key, ""):
                 raise ValueError(f'{inner.label}: "{key}" is missing')

@@ -371,7 +371,7 @@ class Adam(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """The network's `Decay`, a learning rate that falls from step to step.
+    """A learning rate that falls: the network's `Decay`, and the intervals of a CDL file.
 
     >>> rate = Decay(alpha=0.1, decay=0.5)
     >>> [round(rate(steps_done), 4) for steps_done in (0, 1, 2)]
@@ -379,14 +379,25 @@ class Decay:
 
     ::
 
-        rate = alpha / (1 + decay count)       after `count` steps
+        rate = alpha multiplier^floor(count / steps) / (1 + decay count)
+
+    after `count` steps.
+
+    Attributes:
+      alpha: the rate of the first step.
+      decay: see above.
+      multiplier: what each interval multiplies the rate with.
+      steps: length of an interval; 0 is one interval without end.
     """
 
     alpha: float
-    decay: float
+    decay: float = 0.0
+    multiplier: float = 1.0
+    steps: int = 0
 
     def __call__(self, count: Any) -> Any:
-        return self.alpha / (1 + self.decay * count)
+        rate = self.alpha / (1 + self.decay * count)
+        return rate * self.multiplier ** (count // self.steps) if self.steps else rate
 
 
 def _average(mu: float, squares: jax.Array, x: jax.Array) -> jax.Array:

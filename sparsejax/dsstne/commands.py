@@ -1,0 +1,543 @@
+"""DSSTNE's commands as functions: `generateNetCDF`, `train` and `predict`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.files import DataError
+from sparsejax.data.names import Names, quoted
+from sparsejax.dsstne import rules
+from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
+from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.index_files import read_index, write_index
+from sparsejax.dsstne.netcdf import load, save
+from sparsejax.dsstne.network import Network, name_of, regularization
+from sparsejax.dsstne.network_files import load_parameters, save_parameters
+from sparsejax.dsstne.text import read_samples
+from sparsejax.mesh import processes
+from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.recommend import recommend
+from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.training.fit import fit
+from sparsejax.whole_files import check_writable, whole_text_file
+
+INITIAL = "initial_network.nc"
+# How often a checkpoint is saved from which `resume` can go on.
+CHECKPOINT_SECONDS = 300
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """What `generateNetCDF` does. Attributes have the names of its flags in `cli`.
+
+    Attributes:
+      dataset: name of the data set.
+      text: a text file of samples, or a folder of them.
+      out: the NetCDF file to write.
+      features: the index file of features.
+      samples: the index file of samples. New samples are added to it.
+      create: whether to make a new index of features.
+      merge: whether to add new features to the index. Without both, they are left out.
+      analog: whether entries have values.
+    """
+
+    dataset: str
+    text: str
+    out: str
+    features: str
+    samples: str
+    create: bool = False
+    merge: bool = False
+    analog: bool = False
+
+
+def generate(command: Generate) -> None:
+    """Writes a text of samples as a NetCDF file, and the index files.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      OSError: a file cannot be written.
+      ValueError: both `create` and `merge` are given.
+    """
+    if command.create and command.merge:
+        raise ValueError("-c makes a new index and -m adds to one: give one of them")
+    for path in (command.out, command.features, command.samples):
+        check_writable(path)
+    known = () if command.create else read_index(command.features)
+    old = read_index(command.samples) if os.path.exists(command.samples) else ()
+    found = read_samples(
+        command.text,
+        features=known,
+        samples=old,
+        new_features=command.create or command.merge,
+        analog=command.analog,
+    )
+    dataset = found.dataset()
+    # The indices first: an index without a file does no harm.
+    if command.create or len(found.features) > len(known):
+        write_index(command.features, found.features)
+    if len(found.samples) > len(old):
+        write_index(command.samples, found.samples)
+    save(command.out, {command.dataset: dataset})
+    print(
+        f"{command.out}: {command.dataset}, {dataset.num_examples:,} examples, "
+        f"{len(found.features):,} features, width {dataset.columns:,}"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """What `train` does.
+
+    Attributes:
+      config: the network's JSON.
+      inputs: a NetCDF file of data sets.
+      outputs: another one.
+      network: the network file to write, which must not exist.
+      batch_size: examples of a step.
+      epochs: passes over the data.
+      alpha: learning rate.
+      l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
+      l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
+      mu: of the optimizers that have it.
+      mu1: of Adam.
+      optimizer: one of `OPTIMIZERS`.
+      seed: of the first weights, of noise and of the order.
+      resume: whether to go on where a training of the same flags was stopped.
+      mesh: see `mesh_of`; one device by default.
+      interval: after so many epochs alpha is multiplied by `multiplier`; 0 is never.
+      multiplier: see `interval`.
+      kept: beginning of the names of network files that are written on the way, in place
+        of that of `network`.
+      kept_epochs: how many epochs are between two of these files.
+    """
+
+    config: str
+    inputs: str
+    outputs: str
+    network: str
+    batch_size: int = 1024
+    epochs: int = 40
+    alpha: float = 0.025
+    l2: float = 0.0001
+    l1: float = 0.0
+    mu: float = 0.5
+    mu1: float = 0.0
+    optimizer: str = "sgd"
+    seed: int = 12134
+    resume: bool = False
+    mesh: str | None = None
+    interval: int = 0
+    multiplier: float = 1.0
+    kept: str | None = None
+    kept_epochs: int = 10
+
+
+def train(command: Train) -> None:
+    """Trains a network and writes it, also before the first and after each tenth epoch.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      FileExistsError: the network file exists.
+      FloatingPointError: the loss is not finite.
+      ValueError: data and network do not fit each other.
+    """
+    if os.path.exists(command.network):
+        raise FileExistsError(
+            f"{command.network}: already exists; remove it, or name another file"
+        )
+    for path in (command.network, INITIAL):
+        check_writable(path)
+    with _mesh(command.mesh):
+        made(command).run()
+
+
+def made(command: Train) -> Training:
+    """The network and its data, before training."""
+    data = _data_of(command)
+    sizes = {name: dataset.size for name, dataset in data.items()}
+    return Training(command, Definition.load(command.config, sizes), data)
+
+
+class Training:
+    """A network with its data.
+
+    Attributes:
+      model: the network.
+      optimizer: its optimizer.
+      inputs: what `fit` takes as inputs.
+      targets: and as targets.
+      weights: of the examples, or None.
+    """
+
+    def __init__(
+        self, command: Train, network: Definition, data: Mapping[str, FileDataset]
+    ):
+        self.command = command
+        inputs = {
+            layer.name: _of_layer(layer, data) for layer in network.of_kind("Input")
+        }
+        outputs = [_of_layer(layer, data) for layer in network.of_kind("Output")]
+        layers = [
+            dataclasses.replace(layer, sparse=_is_sparse(inputs[layer.name]))
+            if layer.kind == "Input"
+            else layer
+            for layer in network.layers
+        ]
+        network = dataclasses.replace(network, layers=tuple(layers))
+        [examples, *_] = [dataset.num_examples for dataset in data.values()]
+        steps = command.interval * -(-examples // command.batch_size)
+        rule = rule_of(command, network.decay, steps)
+        target = outputs[0] if outputs else None
+        self.weights = None if target is None else target.example_weights()
+        self.model = Network(
+            network,
+            row_sparse=rule.row_sparse,
+            dense_targets=target is not None and not _is_sparse(target),
+            weighted=self.weights is not None,
+            ignore_zeros=target is not None and target.ignore_zeros,
+            parameters=None
+            if network.weights_data is None
+            else load_parameters(network.weights_data)[1],
+            rngs=nnx.Rngs(command.seed),
+        )
+        self.optimizer = Optimizer(self.model, rule)
+        if command.mesh is not None:
+            modules = (self.model, self.optimizer)
+            nnx.update(modules, put_on_mesh(nnx.state(modules)))
+        assert target is not None  # `Network` has refused to have none
+        sources: dict[str, Any] = {
+            name_of(layer): inputs[layer.name].source()
+            for layer in network.of_kind("Input")
+        }
+        alone = isinstance(self.model.num_features, int)
+        self.inputs = next(iter(sources.values())) if alone else sources
+        self.targets = _targets(target)
+
+    def run(self) -> None:
+        command = self.command
+        folder = f"{command.network}.checkpoints"
+        flags = dataclasses.asdict(command)
+        for name in ("epochs", "resume", "mesh"):  # these may differ
+            del flags[name]
+        if not command.resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            self.save(INITIAL)
+        self.began = time.monotonic()
+        try:
+            fit(
+                self.model,
+                self.optimizer,
+                self.inputs,
+                self.targets,
+                weights=self.weights,
+                batch_size=command.batch_size,
+                num_epochs=command.epochs,
+                seed=command.seed,
+                shuffle=self.model.definition.shuffle_indices,
+                checkpoint_dir=Checkpoints(folder, identity=flags),
+                checkpoint_seconds=CHECKPOINT_SECONDS,
+                resume=command.resume,
+                log=self.end_epoch,
+            )
+            self.save(command.network)
+        except Exception:  # an interrupt is none: what it saved is for `-resume`
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder)
+
+    def end_epoch(self, step: int, entry: Mapping[str, float]) -> None:
+        command, epoch = self.command, int(entry["epoch"])
+        self.optimizer.flush(self.model)
+        penalty = regularization(self.model, l2=command.l2, l1=command.l1)
+        error, now = entry["loss"], time.monotonic()
+        print(
+            f"NNNetwork::Train: Epoch {epoch}, average error {error + penalty:f}, "
+            f"average training error {error:f}, average regularization error "
+            f"{penalty:f}, elapsed time {now - self.began:f}s",
+            flush=True,
+        )
+        self.began = now
+        if epoch % command.kept_epochs == 0:
+            self.save(f"{command.kept or command.network}{epoch}.nc")
+
+    def save(self, path: str) -> None:
+        save_parameters(path, self.model.definition, self.model.parameters())
+
+
+def rule_of(command: Train, decay: float, steps: int = 0) -> rules.DsstneRule:
+    """The update rule that the flags describe.
+
+    Args:
+      command: the flags.
+      decay: the network's `Decay`.
+      steps: of an interval, see `Decay`.
+    """
+    rate: Any = command.alpha
+    if decay or steps:
+        rate = rules.Decay(command.alpha, decay, command.multiplier, steps)
+    penalties = {"weight_decay": command.l2, "l1": command.l1}
+    mu, mu1 = command.mu, command.mu1
+    match command.optimizer:
+        case "sgd":
+            return rules.SGD(rate, **penalties)
+        case "momentum":
+            return rules.Momentum(rate, mu=mu, **penalties)
+        case "nesterov":
+            return rules.Nesterov(rate, mu=mu, **penalties)
+        case "adagrad":
+            return rules.AdaGrad(rate, **penalties)
+        case "rmsprop":
+            return rules.RMSProp(rate, mu=mu, **penalties)
+        case "adadelta":
+            return rules.AdaDelta(mu=mu, **penalties)
+        case "adam":
+            return rules.Adam(rate, mu=mu, mu1=mu1, **penalties)
+    known = ", ".join(OPTIMIZERS)
+    raise ValueError(f"-optimizer {command.optimizer} is unknown; known: {known}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict:
+    """What `predict` does.
+
+    Attributes:
+      dataset: name of the data set, without `_input`.
+      network: the network file.
+      inputs: the index file of the input's features.
+      outputs: the index file of the output's features.
+      text: samples, a text file or a folder of them.
+      filters: features of samples that are not recommended, in the same form.
+      out: the file to write.
+      batch_size: samples at a time.
+      k: how many recommendations.
+      precision: how a score is printed, as C's printf has it.
+      analog: whether the text has values.
+      layer: write the units of this layer, in place of recommendations.
+      mesh: see `mesh_of`; one device by default.
+    """
+
+    dataset: str
+    network: str
+    inputs: str
+    outputs: str
+    text: str
+    filters: str
+    out: str
+    batch_size: int = 1024
+    k: int = 100
+    precision: str = "4.3f"
+    analog: bool = False
+    layer: str | None = None
+    mesh: str | None = None
+
+
+def predict(command: Predict) -> None:
+    """Writes `sample<TAB>feature,score:feature,score:...:`, best first, for each sample.
+
+    Of a layer it writes `sample<TAB>1.0 2.0 ...`, which `knn-search` reads.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      FloatingPointError: a score is NaN.
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: the files do not fit each other.
+    """
+    check_writable(command.out)
+    try:
+        format(0.5, command.precision)
+    except ValueError as error:
+        raise ValueError(
+            f"-p {command.precision} is no format of a number, such as 4.3f"
+        ) from error
+    network, parameters = load_parameters(command.network)
+    features, items = read_index(command.inputs), read_index(command.outputs)
+    layer = _input_layer(command, network)
+    _check_width(command.inputs, features, layer)
+    _check_width(command.outputs, items, network.of_kind("Output")[0])
+    found = read_samples(
+        command.text, features=features, new_features=False, analog=command.analog
+    )
+    rows = found.dataset(width=layer.units).source(
+        feature_names=features, row_names=found.samples
+    )
+    unwanted = _filters(command.filters, found.samples, items)
+    network = dataclasses.replace(
+        network,
+        layers=tuple(
+            dataclasses.replace(other, sparse=True) if other == layer else other
+            for other in network.layers
+        ),
+    )
+    with _mesh(command.mesh):
+        model = Network(network, parameters=parameters, rngs=nnx.Rngs(0))
+        if command.mesh is not None:
+            nnx.update(model, put_on_mesh(nnx.state(model)))
+        if command.layer is not None:
+            _write_units(command, model, rows, found.samples)
+            return
+        model.rank_first(len(items))
+        best = recommend(
+            model,
+            rows,  # pyrefly: ignore[bad-argument-type]
+            command.k,
+            exclude=unwanted,
+            batch_size=command.batch_size,
+        )
+    _write(command, found.samples, best, items)
+
+
+def _write_units(command: Predict, model: Network, rows: Any, samples: Names) -> None:
+    known = [layer.name for layer in model.definition.layers]
+    if command.layer not in known:
+        raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
+    units = model.units(rows, command.layer, batch_size=command.batch_size)
+    with whole_text_file(command.out) as file:
+        for sample, values in zip(samples.tolist(), units, strict=True):
+            texts = (format(float(value), command.precision) for value in values)
+            file.write(f"{sample}\t{' '.join(texts)}\n")
+
+
+def _write(
+    command: Predict, samples: Names, best: Recommendations, items: Names
+) -> None:
+    counts = np.sum(best.ids >= 0, axis=1).tolist()
+    with whole_text_file(command.out) as file:
+        for sample, ids, scores, count in zip(
+            samples.tolist(), best.ids, best.scores, counts, strict=True
+        ):
+            names = items[ids[:count]].tolist()
+            entries = "".join(
+                f"{name},{format(float(score), command.precision)}:"
+                for name, score in zip(names, scores, strict=False)
+            )
+            file.write(f"{sample}\t{entries}\n")
+
+
+def _filters(path: str, samples: Names, items: Names) -> scipy.sparse.csr_array:
+    """`[samples, items]`, what not to recommend."""
+    with warnings.catch_warnings():
+        # A sample needs no filter, and a filter may have other samples.
+        warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
+        found = read_samples(path, features=items, samples=samples, new_features=False)
+    rows = found.rows
+    lengths = (rows.ends - rows.starts)[: len(samples)]
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    indices = rows.indices[: indptr[-1]]
+    shape = (len(samples), len(items))
+    return scipy.sparse.csr_array(
+        (np.ones(len(indices), bool), indices, indptr), shape=shape
+    )
+
+
+def _input_layer(command: Predict, network: Definition) -> LayerDefinition:
+    inputs, wanted = network.of_kind("Input"), f"{command.dataset}_input"
+    if len(inputs) != 1 or inputs[0].dataset != wanted:
+        there = ", ".join(repr(layer.dataset) for layer in inputs)
+        raise ValueError(
+            f"{command.network}: -d {command.dataset} needs a network with one input, of "
+            f"the data set {wanted!r}; its inputs are of {there}"
+        )
+    if not network.of_kind("Output"):
+        raise ValueError(f"{command.network}: the network has no layer of kind Output")
+    return inputs[0]
+
+
+def _check_width(path: str, names: Names, layer: LayerDefinition) -> None:
+    if len(names) > layer.units:
+        raise DataError.at(
+            path,
+            f"holds {len(names):,} features, but the layer {layer.name!r} has "
+            f"{layer.units:,} units",
+        )
+
+
+def _mesh(text: str | None) -> contextlib.AbstractContextManager[Any]:
+    if text is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(processes.mesh_of(text))
+
+
+def _data_of(command: Train) -> dict[str, FileDataset]:
+    """The data sets of both files, by name.
+
+    Raises:
+      DataError: both have a data set of the same name, or another number of examples.
+    """
+    data = load(command.inputs)
+    if (
+        pathlib.Path(command.outputs).resolve()
+        == pathlib.Path(command.inputs).resolve()
+    ):
+        others: dict[str, FileDataset] = {}
+    else:
+        others = load(command.outputs)
+    twice = sorted(data.keys() & others.keys())
+    if twice:
+        raise DataError.at(
+            command.outputs,
+            f"has the data set {twice[0]!r}, which {command.inputs} has too",
+        )
+    [(first, one), *rest] = [*data.items(), *others.items()]
+    for name, other in rest:
+        if other.num_examples != one.num_examples:
+            path = command.inputs if name in data else command.outputs
+            raise DataError.at(
+                path,
+                f"the data set {name!r} has {other.num_examples:,} examples, but "
+                f"{first!r} has {one.num_examples:,}",
+            )
+    return data | others
+
+
+def _is_sparse(dataset: FileDataset) -> bool:
+    return isinstance(dataset.rows, SparseRows | Classes)
+
+
+def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDataset:
+    """The data set of a layer, as wide as the layer.
+
+    Raises:
+      ValueError: there is none, or its size does not fit.
+    """
+    if layer.dataset not in data:
+        raise ValueError(
+            f"layer {layer.name!r} reads the data set {layer.dataset!r}; the files have "
+            f"{quoted(list(data))}"
+        )
+    dataset = data[layer.dataset]
+    if dataset.columns == layer.units:
+        return dataset
+    if _is_sparse(dataset) and len(dataset.size) == len(layer.size) == 1:
+        return dataclasses.replace(dataset, size=layer.size)
+    raise ValueError(
+        f"layer {layer.name!r} has {layer.units:,} units, but its data set "
+        f"{layer.dataset!r} has {dataset.columns:,} columns"
+    )
+
+
+def _targets(dataset: FileDataset) -> SparseDataset | scipy.sparse.csr_array:
+    """What `fit` takes as targets. A dense data set has a label wherever it is not 0."""
+    found = dataset.source(target=True)
+    if isinstance(found, SparseDataset):
+        return found
+    values = found if isinstance(found, np.ndarray) else found.values
+    return scipy.sparse.csr_array(values.reshape(len(values), -1))

@@ -1,0 +1,197 @@
+"""DSSTNE's `encoder`: a CDL file says what to train, to measure or to check."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.data.batching import taken
+from sparsejax.data.sources import Inputs
+from sparsejax.dsstne import commands
+from sparsejax.dsstne.definition import Keys, SparsenessPenalty, parse
+from sparsejax.dsstne.losses import Boosted
+from sparsejax.dsstne.netcdf import load
+from sparsejax.dsstne.network import Network, load_network
+from sparsejax.prediction.evaluate import evaluate
+from sparsejax.sparse import CSR
+
+_BATCH_SIZE = 1024
+_MOST_RANKED = 10
+_STEP = 1e-3  # of finite differences, and how far a slope may be from them
+_TOLERANCE = 20 * _STEP
+_CHECKED = 200  # weights of an array
+
+_KEYS = (
+    *("Version", "Network", "Data", "RandomSeed", "Command"),
+    "TrainingParameters",
+)
+_TRAINING_KEYS = (
+    *("Epochs", "Alpha", "AlphaInterval", "AlphaMultiplier", "mu", "lambda"),
+    *("CheckpointInterval", "CheckpointName", "Optimizer", "Results"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encode:
+    """What a CDL file says.
+
+    Attributes:
+      command: "Train", "Predict" or "Validate".
+      network: a network's JSON; of Predict a network file.
+      data: a NetCDF file of data sets.
+      training: what `train` is told, for Train and Validate.
+    """
+
+    command: str
+    network: str
+    data: str
+    training: commands.Train
+
+
+def load_cdl(path: str) -> Encode:
+    """Reads a CDL file. Keys are case-insensitive, comments are allowed.
+
+    Raises:
+      OSError: there is no such file.
+      ValueError: a key is unknown or missing, or a value is wrong.
+    """
+    try:
+        text = pathlib.Path(path).read_bytes().decode("utf-8-sig")
+        return _encode(Keys(parse(text), _KEYS, "the file"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _encode(keys: Keys) -> Encode:
+    for key in ("Command", "Network", "Data"):
+        if not keys.text(key, ""):
+            raise ValueError(f'"{key}" is missing')
+    command = keys.choice("Command", ("Train", "Predict", "Validate"), None)
+    network, data = keys.text("Network", ""), keys.text("Data", "")
+    inner = keys.inner("TrainingParameters", _TRAINING_KEYS)
+    if command == "Train" and "Epochs" not in inner.values:
+        raise ValueError('"Epochs" of "TrainingParameters" is missing')
+    optimizer = inner.choice("Optimizer", ("sgd", "nesterov"), "sgd")
+    seed = keys.number("RandomSeed", float(time.time_ns() % 2**32))
+    if not 0 <= seed < 2**32 or seed != int(seed):
+        raise ValueError(f'"RandomSeed" must be from 0 to 2^32 - 1, got {seed:g}')
+    # 0 is allowed here, and is the default: the rate does not change.
+    interval = inner.number("AlphaInterval", 0.0)
+    if interval < 0 or interval != int(interval):
+        raise ValueError(f'"AlphaInterval" must be 0 or more, got {interval:g}')
+    training = commands.Train(
+        config=network,
+        inputs=data,
+        outputs=data,
+        network=inner.text("Results", "network.nc"),
+        batch_size=_BATCH_SIZE,
+        epochs=inner.whole("Epochs", 1),
+        alpha=inner.number("Alpha", 0.1),
+        l2=inner.number("lambda", 0.001),
+        mu=inner.number("mu", 0.9),
+        optimizer=optimizer,
+        seed=int(seed),
+        interval=int(interval),
+        multiplier=inner.number("AlphaMultiplier", 0.5),
+        kept=inner.text("CheckpointName", "check"),
+        kept_epochs=inner.whole("CheckpointInterval", 1),
+    )
+    return Encode(command=command, network=network, data=data, training=training)
+
+
+def encode(cdl: Encode) -> None:
+    """Carries out what a CDL file says.
+
+    Raises:
+      ArithmeticError: Validate has found a gradient that is wrong.
+      ValueError: files do not fit each other. Others are those of `train`.
+    """
+    if cdl.command == "Train":
+        commands.train(cdl.training)
+    elif cdl.command == "Validate":
+        training = commands.made(cdl.training)
+        for name, gap in slope_errors(training).items():
+            print(f"{name}: largest error {gap:.6f}")
+            if not gap <= _TOLERANCE:
+                raise ArithmeticError(
+                    f"the gradient of {name} differs by {gap:.6f} from finite "
+                    f"differences; the tolerance is {_TOLERANCE:g}"
+                )
+    else:
+        _measure(cdl)
+
+
+def _measure(cdl: Encode) -> None:
+    """Prints precision, recall and nDCG for each k from 1 to 10."""
+    network, data = load_network(cdl.network), load(cdl.data)
+    for name in ("input", "output"):
+        if name not in data:
+            raise ValueError(f"{cdl.data}: there is no data set {name!r}")
+    if network.output_layer.name != "Output":
+        raise ValueError(f"{cdl.network}: the network has no layer 'Output'")
+    source: Any = data["input"].source()
+    inputs = source
+    if not isinstance(network.num_features, int):
+        inputs = {name: source for name in network.num_features}
+    target: Any = data["output"].source(target=True)
+    most = min(_MOST_RANKED, network.num_items)
+    ks = range(1, most + 1)
+    found = evaluate(network, inputs, target, k=list(ks), exclude=None, popularity=None)
+    print("k,precision,recall,NDCG")
+    for k in ks:
+        numbers = (found[f"{name}@{k}"] for name in ("precision", "recall", "ndcg"))
+        print(k, *(f"{number:.6f}" for number in numbers), sep=",")
+
+
+def slope_errors(training: commands.Training) -> dict[str, float]:
+    """For each array of weights, how far its gradient is from finite differences.
+
+    The loss is that of the first examples, without noise. It has neither sparseness
+    penalty nor DeltaBoost, whose slopes are not those of a value.
+    """
+    model, rows = training.model, np.arange(_BATCH_SIZE)
+    model.definition = dataclasses.replace(
+        model.definition, sparseness_penalty=SparsenessPenalty()
+    )
+    if isinstance(model.loss_rule, Boosted):
+        model.loss_rule = model.loss_rule.loss
+    shown = Inputs.of(training.inputs)
+    rows = rows[: shown.num_rows]
+    [x] = [taken(b) for b in shown.batches(shown.for_batches(), rows, len(rows))]
+    target: Any = training.targets
+    matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target.matrix
+    labels = jax.tree.map(jnp.asarray, matrix).take(rows)
+    share = jnp.full(len(rows), 1 / len(rows))
+    model.eval()
+
+    @nnx.jit
+    def loss(model: Network):
+        return model.loss(x, labels, weights=share, deterministic=True)
+
+    grads = dict(nnx.to_flat_state(nnx.grad(loss)(model)))
+    found, rng = {}, np.random.default_rng(0)
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        before = np.asarray(variable[...])
+        slopes = np.asarray(grads[path][...])
+        largest, places = 0.0, rng.permutation(before.size)[:_CHECKED]
+        for place in places:
+            at = np.unravel_index(place, before.shape)
+            values = []
+            for step in (_STEP, -_STEP):
+                moved = before.copy()
+                moved[at] += step
+                nnx.update(model, nnx.from_flat_state({path: jnp.asarray(moved)}))
+                values.append(float(loss(model)))
+            gap = abs((values[0] - values[1]) / (2 * _STEP) - slopes[at])
+            largest = max(largest, float(gap))
+        nnx.update(model, nnx.from_flat_state({path: jnp.asarray(before)}))
+        found[".".join(map(str, path))] = largest
+    return found

@@ -1,0 +1,125 @@
+"""DSSTNE's `knn-search`: the nearest vectors of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sparsejax.data.files import DataError, open_data
+from sparsejax.data.names import Names, as_names
+from sparsejax.prediction.nearest import nearest
+from sparsejax.whole_files import check_writable, whole_text_file
+
+DTYPES = {"fp32": "float32", "fp16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """What `knn-search` does.
+
+    Attributes:
+      data: files of vectors to find, which count as one.
+      queries: files of vectors to find others for.
+      out: the file to write.
+      k: how many for each query.
+      batch_size: queries at a time.
+      data_type: one of `DTYPES`.
+      key_delimiter: between a key and its vector.
+      vector_delimiter: between numbers.
+      score_separator: between a key and its score.
+      precision: digits of a score behind its point.
+      keys_only: whether to leave the scores out.
+    """
+
+    data: tuple[str, ...]
+    queries: tuple[str, ...]
+    out: str
+    k: int = 100
+    batch_size: int = 128
+    data_type: str = "fp32"
+    key_delimiter: str = "\t"
+    vector_delimiter: str = " "
+    score_separator: str = ":"
+    precision: int = 3
+    keys_only: bool = False
+
+
+def search(command: Search) -> None:
+    """Writes `key<TAB>key:score key:score ...`, the highest dot products first.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: a number does not fit in the data type.
+    """
+    check_writable(command.out)
+    keys, vectors = read_vectors(command, command.data)
+    wanted, queries = read_vectors(command, command.queries)
+    if queries.shape[1] != vectors.shape[1]:
+        raise DataError.at(
+            command.queries[0],
+            f"has vectors of {queries.shape[1]} numbers, but {command.data[0]} of "
+            f"{vectors.shape[1]}",
+        )
+    found = nearest(
+        queries,
+        vectors,
+        command.k,
+        dtype=DTYPES[command.data_type],
+        batch_size=command.batch_size,
+    )
+    with whole_text_file(command.out) as file:
+        for key, ids, scores in zip(wanted, found.ids, found.scores, strict=True):
+            entries = (
+                keys[i]
+                if command.keys_only
+                else f"{keys[i]}{command.score_separator}{score:.{command.precision}f}"
+                for i, score in zip(ids, scores, strict=True)
+                if i >= 0
+            )
+            line = command.vector_delimiter.join(entries)
+            file.write(f"{key}{command.key_delimiter}{line}\n")
+
+
+def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.ndarray]:
+    """Keys and vectors, `[rows, width]` float32, of files with lines `key<TAB>1 2 3`.
+
+    Raises:
+      DataError: a file is missing, empty, or has a line that is wrong.
+    """
+    keys: list[str] = []
+    vectors: list[np.ndarray] = []
+    for path in paths:
+        with open_data(path) as stream:
+            for number, line in enumerate(stream, 1):
+                text = line.decode(errors="replace").rstrip("\r\n")
+                if not text:
+                    continue
+                key, delimiter, rest = text.partition(command.key_delimiter)
+                if not delimiter:
+                    raise DataError.at(
+                        path, f"there is no {command.key_delimiter!r}", line=number
+                    )
+                vector = _numbers(rest, command.vector_delimiter)
+                if vector is None or (vectors and len(vector) != len(vectors[0])):
+                    width = f"{len(vectors[0])} " if vectors else ""
+                    raise DataError.at(
+                        path,
+                        f"expected {width}finite numbers, got {rest[:40]!r}",
+                        line=number,
+                    )
+                keys.append(key)
+                vectors.append(vector)
+    if not vectors:
+        raise DataError.at(paths[0], "holds no vectors")
+    return as_names(keys), np.stack(vectors)
+
+
+def _numbers(text: str, delimiter: str) -> np.ndarray | None:
+    try:
+        with np.errstate(over="ignore"):
+            numbers = np.array(text.strip(delimiter).split(delimiter), np.float32)
+    except ValueError:
+        return None
+    return numbers if np.isfinite(numbers).all() else None

@@ -1,0 +1,263 @@
+"""DSSTNE's commands, as its users type them."""
+
+import json
+import math
+import re
+import subprocess
+
+import dsstne_networks as networks
+import netCDF4
+import numpy as np
+import pytest
+
+from sparsejax.cli.main import main
+from sparsejax.dsstne import commands
+from sparsejax.dsstne.network_files import load_parameters
+
+TEXT = "ann\ttea,3:milk,1\nbob\tmilk\ncyd\ttea:rum:milk,7\n"
+NETWORK = {
+    "ErrorFunction": "ScaledMarginalCrossEntropy",
+    "ScaledMarginalCrossEntropy": {"oneTarget": 1.0, "zeroTarget": 0.0},
+    "ShuffleIndices": False,
+    "Layers": [
+        {"Name": "Input", "N": "auto", "DataSet": "gl_input"},
+        {"Name": "Hidden", "N": 4},
+        {"Name": "Output", "N": "auto", "DataSet": "gl_output"},
+    ],
+}
+TRAIN = "dsstne train -c config.json -i in.nc -o out.nc -n gl.nc"
+PREDICT = (
+    "dsstne predict -d gl -n gl.nc -i features -o items -r text -f filters -s recs"
+)
+
+
+def run(command):
+    return main(command.split())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a text, its data sets, a network's JSON and a trained network."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text(TEXT)
+    (tmp_path / "config.json").write_text(json.dumps(NETWORK))
+    for kind in ("in", "out"):
+        name = f"-d gl_{kind}put -o {kind}.nc -f of_{kind} -s samples"
+        assert run(f"dsstne generateNetCDF {name} -i text -c") == 0
+    return tmp_path
+
+
+def written(**layers):
+    document = {**NETWORK, "Layers": [dict(layer) for layer in NETWORK["Layers"]]}
+    for layer, (name, keys) in zip(document["Layers"], layers.items(), strict=False):
+        assert layer["Name"] == name
+        layer.update(keys)
+    return json.dumps(document)
+
+
+def test_generate_writes_data_and_indices(folder, capsys):
+    assert (folder / "of_in").read_text() == "tea\t0\nmilk\t1\nrum\t2\n"
+    assert (folder / "samples").read_text() == "ann\t0\nbob\t1\ncyd\t2\n"
+    assert "gl_input, 3 examples, 3 features, width 128" in capsys.readouterr().out
+    (folder / "more").write_text("bob\tgin:tea\ndee\tgin\n")
+    flags = "-d x -i more -o more.nc -f of_in -s samples"
+    assert run(f"dsstne generateNetCDF {flags}") == 0
+    with netCDF4.Dataset("more.nc") as file:  # gin is unknown, ann and cyd have no line
+        assert file["sparseIndex0"][:].tolist() == [0]
+        assert file["sparseEnd0"][:].tolist() == [0, 1, 1, 1]
+    assert run(f"dsstne generateNetCDF {flags} -m -t analog") == 0
+    with netCDF4.Dataset("more.nc") as file:
+        assert file["sparseIndex0"][:].tolist() == [3, 0, 3]
+        assert file["sparseData0"].dtype == np.float32
+    assert (folder / "of_in").read_text().endswith("gin\t3\n")
+    assert (folder / "samples").read_text().endswith("dee\t3\n")
+
+
+@pytest.mark.parametrize(("bias", "error"), [(0.0, 128 * math.log(2)), (-10.2, None)])
+def test_the_error_of_weights_that_are_0(folder, capsys, bias, error):
+    init = {"Scheme": "Constant", "Scale": 0.0}
+    output = {"WeightInit": {**init, "Bias": bias}}
+    (folder / "config.json").write_text(
+        written(Input={}, Hidden={"WeightInit": init}, Output=output)
+    )
+    assert run(f"{TRAIN} -alpha 0 -e 1 -b 2") == 0
+    if error is None:
+        a = 1 / (1 + math.exp(10.2))
+        error = -(6 * math.log(a) + (3 * 128 - 6) * math.log(1 - a)) / 3
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(
+        r"NNNetwork::Train: Epoch 1, average error ([\d.]+), average training error "
+        r"([\d.]+), average regularization error 0.000000, elapsed time [\d.]+s",
+        line,
+    )
+    assert found is not None, line
+    assert float(found[1]) == float(found[2]) == pytest.approx(error, rel=1e-5)
+
+
+def test_train_writes_networks_and_predict_reads_them(folder, capsys):
+    (folder / "items").write_text("rum\t2\ntea\t0\nmilk\t1\n")
+    (folder / "features").write_text((folder / "of_in").read_text())
+    (folder / "filters").write_text("ann\ttea,999\n")
+    assert run(f"{TRAIN} -b 2 -e 11 -alpha 5 -lambda 0.001") == 0
+    assert {p.name for p in folder.glob("*.nc")} == {
+        *("in.nc", "out.nc", "gl.nc", "gl.nc10.nc", "initial_network.nc")
+    }
+    errors = re.findall(r"training error ([\d.]+)", capsys.readouterr().out)
+    assert len(errors) == 11 and float(errors[-1]) < 0.2 * float(errors[0])
+    initial, _ = load_parameters("initial_network.nc")
+    assert initial.layer("Input").sparse and initial.layer("Output").units == 128
+    assert run(f"{PREDICT} -k 5 -p 6.4f") == 0
+    lines = (folder / "recs").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["ann", "bob", "cyd"]
+    names = [re.findall(r"(\w+),\s*([\d.]+):", line) for line in lines]
+    assert {name for name, _ in names[0]} == {"milk", "rum"}  # tea is filtered
+    assert {name for name, _ in names[1]} == {"milk", "rum", "tea"}  # not the padding
+    scores = [float(score) for _, score in names[1]]
+    assert scores == sorted(scores, reverse=True)
+    assert run(TRAIN) == 1
+    assert "gl.nc: already exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "u\tp,0.682:q,0.614:r,0.098:\n"),
+        ("-t analog", "u\tp,0.700:q,0.682:r,0.069:\n"),
+        ("-k 1", "u\tp,0.682:\n"),
+        ("-l Hidden", "u\t0.881 0.731\n"),
+    ],
+)
+def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
+    networks.tiny(folder / "gl.nc")
+    (folder / "features").write_text("a\t0\nb\t1\nc\t2\nd\t3\n")
+    (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
+    (folder / "text").write_text("u\ta,0.5:c,2\n")
+    (folder / "filters").write_text("w\tp\n")
+    assert run(f"{PREDICT} {flags}") == 0
+    assert (folder / "recs").read_text() == expected
+
+
+def test_a_training_that_was_stopped_goes_on_with_the_same_bits(folder, monkeypatch):
+    flags = "-b 2 -alpha 1 -optimizer nesterov"
+    assert run(f"{TRAIN} {flags} -e 6") == 0
+    whole = (folder / "gl.nc").read_bytes()
+    (folder / "gl.nc").unlink()
+    monkeypatch.setattr(commands, "CHECKPOINT_SECONDS", 0)
+    saved = commands.regularization
+
+    def stopped(network, **options):
+        if len(list((folder / "gl.nc.checkpoints").glob("*"))) >= 3:
+            raise KeyboardInterrupt
+        return saved(network, **options)
+
+    monkeypatch.setattr(commands, "regularization", stopped)
+    assert run(f"{TRAIN} {flags} -e 6") == 130
+    assert not (folder / "gl.nc").exists()
+    monkeypatch.setattr(commands, "regularization", saved)
+    assert run(f"{TRAIN} {flags} -e 6 -resume") == 0
+    assert (folder / "gl.nc").read_bytes() == whole
+    assert not (folder / "gl.nc.checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam"]
+)
+def test_every_optimizer_trains(folder, capsys, optimizer):
+    assert run(f"{TRAIN} -e 3 -optimizer {optimizer} -mu 0.5 -mu1 0.9 -alpha 0.1") == 0
+    errors = re.findall(r"training error ([\d.]+)", capsys.readouterr().out)
+    assert float(errors[-1]) < float(errors[0])
+
+
+def test_a_mesh_gives_the_same(folder, capsys):
+    lines = []
+    for number, flags in enumerate(("", "-mesh data=1,model=8")):
+        assert run(f"{TRAIN}{number} -e 3 -b 64 -alpha 1 {flags}") == 0
+        lines.append(capsys.readouterr().out.splitlines()[-3:])
+    plain, meshed = (
+        [float(n) for line in some for n in re.findall(r"error ([\d.]+)", line)]
+        for some in lines
+    )
+    np.testing.assert_allclose(plain, meshed, rtol=1e-5)
+    _, one = load_parameters("gl.nc0")
+    _, two = load_parameters("gl.nc1")
+    for pair, array in one.weights.items():
+        np.testing.assert_allclose(two.weights[pair], array, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dsstne generateNetCDF -d x -i text -o a -f of_in -s samples -c -m", "-c makes"),
+        ("dsstne generateNetCDF -d x -i no -o a -f of_in -s samples", "no: no such file"),
+        ("dsstne train -c config.json -i in.nc -o in.nc -n new", "'gl_output'"),
+        ("dsstne train -c no.json -i in.nc -o out.nc -n new", "no.json: No such file"),
+        ("dsstne train -c text -i in.nc -o out.nc -n new", "text: not JSON"),
+        ("dsstne train -c config.json -i in.nc -o text -n new", "text: is no NetCDF-4"),
+        ("dsstne train -c config.json -i in.nc -o out.nc -n no/new", "no folder no"),
+        ("dsstne train -c config.json -i in.nc -o more.nc -n new", "has 4 examples"),
+        (
+            "dsstne train -c wide.json -i in.nc -o out.nc -n new",
+            "layer 'Input': its data set 'gl_input' is 128, wider than the layer",
+        ),
+        (PREDICT.replace("-d gl", "-d other"), "data set 'other_input'"),
+        (PREDICT.replace("-n gl.nc", "-n in.nc"), "so it holds no network of DSSTNE"),
+        (PREDICT.replace("-i features", "-i of_many"), "has 4 units"),
+        (f"{PREDICT} -p 4.3d", "-p 4.3d is no format"),
+        (f"{PREDICT} -k 0", "k must be at least 1"),
+        (f"{PREDICT} -l Hiden", "-l Hiden: the layers are Input, Hidden, Output"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line(folder, capsys, command, message):
+    networks.tiny(folder / "gl.nc")
+    (folder / "features").write_text("a\t0\nb\t1\nc\t2\nd\t3\n")
+    (folder / "of_many").write_text("".join(f"{n}\t{n}\n" for n in range(5)))
+    (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
+    (folder / "filters").write_text("w\tp\n")
+    (folder / "wide.json").write_text(written(Input={"N": 3}))
+    (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))
+    run("dsstne generateNetCDF -d gl_output -i four -o more.nc -f f4 -s s4 -c")
+    capsys.readouterr()
+    before = {p.name for p in folder.iterdir()}
+    assert run(command) == 1
+    *warnings, error = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("sparsejax: warning: ") for line in warnings)
+    assert error.startswith("sparsejax: error: ") and message in error
+    assert {p.name for p in folder.iterdir()} == before
+
+
+def test_an_unknown_flag_is_wrong_usage(folder, capsys):
+    assert run(f"{TRAIN} -momentum 0.5") == 2
+    assert "-momentum" in capsys.readouterr().err
+    assert run("dsstne") == 2
+    assert run("dsstne --help") == 0
+    assert "generateNetCDF" in capsys.readouterr().out
+
+
+def test_launchers_have_the_names_of_dsstne(folder):
+    (folder / "bin").mkdir()
+    assert run("dsstne install bin") == 0
+    done = subprocess.run(
+        [folder / "bin" / "train", "-h"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "-lambda1" in done.stdout
+
+
+def test_knn_search(folder, capsys):
+    (folder / "vectors").write_text("a\t1 0\nb\t0 1\n")
+    (folder / "more").write_text("c\t3 4\n")
+    (folder / "queries").write_text("q\t1 2\n")
+    files = "--data-files vectors,more --input-files queries --output-file near"
+    assert run(f"dsstne knn-search {files} --k 2") == 0
+    assert (folder / "near").read_text() == "q\tc:11.000 b:2.000\n"
+    flags = "--k 9 --data-type fp16 --output-keys-only"
+    assert run(f"dsstne knn-search {files} {flags}") == 0
+    assert (folder / "near").read_text() == "q\tc b a\n"
+    for text, message in [
+        ("q\t1 2 3\n", "has vectors of 3 numbers"),
+        ("q\t1 2\nr 1 2\n", "line 2: there is no"),
+        ("q\t1 x\n", "line 1: expected finite numbers, got '1 x'"),
+        ("", "queries"),
+    ]:
+        (folder / "queries").write_text(text)
+        assert run(f"dsstne knn-search {files}") == 1
+        assert message in capsys.readouterr().err

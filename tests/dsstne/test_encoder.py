@@ -1,0 +1,138 @@
+"""DSSTNE's `encoder` and its CDL files."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax import lax
+
+import sparsejax as sj
+from sparsejax import dsstne
+from sparsejax.cli.main import main
+from sparsejax.dsstne import network
+from sparsejax.dsstne.rules import Decay
+
+CDL = {
+    "Version": 0.8,
+    "Network": "net.json",
+    "Data": "data.nc",
+    "RandomSeed": 12345,
+    "Command": "Train",
+    "TrainingParameters": {
+        "Epochs": 5,
+        "Alpha": 0.5,
+        "AlphaInterval": 2,
+        "AlphaMultiplier": 0.8,
+        "mu": 0.5,
+        "lambda": 0.0001,
+        "Optimizer": "Nesterov",
+        "CheckpointInterval": 2,
+        "CheckpointName": "check",
+        "Results": "out.nc",
+    },
+}
+NETWORK = {
+    "ErrorFunction": "CrossEntropy",
+    "Layers": [
+        {"N": "auto", "DataSet": "input"},
+        {"N": 6, "Activation": "Tanh"},
+        {"Name": "Output", "N": "auto", "DataSet": "output"},
+    ],
+}
+# The networks of DSSTNE's own tests, with the hidden layers wired in.
+TESTED = {
+    "L2_01": [{"N": 1, "Activation": "Linear"}],
+    "L2_02": [{"N": 4}, {"N": 1, "Activation": "Linear"}],
+    "L2_LRelu_02": [
+        {"N": 4, "Activation": "LRelu", "Slope": 0.5},
+        {"N": 1, "Activation": "Linear"},
+    ],
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = np.random.default_rng(0).random((30, 8)) < 0.3
+    data = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(rows))
+    dsstne.write_datasets("data.nc", {"input": data, "output": data})
+    write({}, NETWORK)
+    return tmp_path
+
+
+def write(cdl, network=None):
+    with open("train.cdl", "w") as file:
+        json.dump({**CDL, **cdl}, file)
+    if network is not None:
+        with open("net.json", "w") as file:
+            json.dump(network, file)
+
+
+def test_train_and_predict(folder, capsys):
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    assert {p.name for p in folder.glob("*.nc")} == {
+        *("data.nc", "out.nc", "check2.nc", "check4.nc", "initial_network.nc")
+    }
+    errors = re.findall(r"training error ([\d.]+)", capsys.readouterr().out)
+    assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
+    write({"Command": "predict", "Network": "out.nc"})
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "k,precision,recall,NDCG" and len(lines) == 8
+    assert float(lines[-1].split(",")[2]) == 1  # all 8 items are recommended
+
+
+def test_the_rate_falls_by_intervals():
+    rate = Decay(0.5, multiplier=0.8, steps=4)
+    found = [float(rate(count)) for count in (0, 3, 4, 11, jnp.int32(12))]
+    expected = [0.5, 0.5, 0.4, 0.32, 0.256]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_validate_passes_on_the_networks_of_dsstne(folder, capsys, name):
+    x = np.random.default_rng(0).normal(size=(64, 1)).astype(np.float32)
+    dsstne.write_datasets("data.nc", {"input": x, "output": -2 * x + 3})
+    layers = [{"N": "auto", "DataSet": "input"}, *TESTED[name]]
+    layers[-1] = {**layers[-1], "DataSet": "output"}
+    write({"Command": "Validate"}, {"ErrorFunction": "L2", "Layers": layers})
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    assert capsys.readouterr().out.count("largest error") == 2 * len(TESTED[name])
+
+
+def test_validate_fails_on_a_wrong_gradient(folder, capsys, monkeypatch):
+    penalty = {"SparsenessPenalty": {"p": 0.2, "beta": 3.0}}
+    layers = [dict(layer) for layer in NETWORK["Layers"]]
+    layers[1]["Sparse"] = True
+    write({"Command": "Validate"}, {**NETWORK, **penalty, "Layers": layers})
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    # One activation whose slope is twice that of its value.
+    monkeypatch.setattr(
+        network,
+        "activate",
+        lambda _, z: 2 * jnp.tanh(z) - lax.stop_gradient(jnp.tanh(z)),
+    )
+    assert main(["dsstne", "encoder", "train.cdl"]) == 1
+    assert "differs by" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"Command": "Fly"}, "Command"),
+        ({"MiniBatch": 5}, 'unknown key "MiniBatch"'),
+        ({"Data": ""}, '"Data" is missing'),
+        ({"TrainingParameters": {}}, '"Epochs"'),
+        ({"TrainingParameters": {"Epochs": 1, "Optimizer": "adam"}}, "nesterov"),
+        ({"Network": "none.json"}, "none.json"),
+        ({"RandomSeed": -1}, "RandomSeed"),
+    ],
+)
+def test_wrong_files(folder, capsys, change, message):
+    write(change)
+    assert main(["dsstne", "encoder", "train.cdl"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("sparsejax: error: ") and message in line
