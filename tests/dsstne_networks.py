@@ -45,7 +45,7 @@ def write(path, layers, weights, **network):
             for name, value in {**LAYER, **layer}.items():
                 file.setncattr(f"layer{i}_{name}", value)
         for i, (source, layer, array, bias) in enumerate(weights):
-            array, bias = np.float32(array), np.float32(bias)
+            array, bias = np.asarray(array, "f4"), np.asarray(bias, "f4")
             sizes = {"width": array.shape[1], "height": array.shape[0]}
             for name in ("width", "height", "length", "depth", "breadth"):
                 file.setncattr(f"weight{i}_{name}", np.uint64(sizes.get(name, 1)))

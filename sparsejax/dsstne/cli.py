@@ -91,9 +91,21 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
     parser.add_argument("-d", dest="ignored", metavar="NAME", help="ignored, as ever")
     _mesh(parser)
 
+    for flag, name in (("-vi", "inputs"), ("-vo", "outputs")):
+        parser.add_argument(
+            flag,
+            dest=f"validation_{name}",
+            metavar="FILE",
+            help=f"NetCDF file of {name} whose error is measured after each epoch",
+        )
+
     def carry_out(given: dict) -> None:
         del given["ignored"]
-        commands.train(commands.Train(**given))
+        files = [given.pop(f"validation_{name}") for name in ("inputs", "outputs")]
+        if None in files and files != [None, None]:
+            parser.error("-vi and -vo are needed together")
+        validation = None if None in files else tuple(files)
+        commands.train(commands.Train(**given, validation=validation))
 
     return carry_out
 

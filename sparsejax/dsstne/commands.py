@@ -122,6 +122,8 @@ class Train:
       seed: of the first weights, of noise and of the order.
       resume: whether to go on where a training of the same flags was stopped.
       mesh: see `mesh_of`; one device by default.
+      validation: two files, like `inputs` and `outputs`, whose error is measured after
+        each epoch.
       interval: after so many epochs alpha is multiplied by `multiplier`; 0 is never.
       multiplier: see `interval`.
       kept: beginning of the names of network files that are written on the way, in place
@@ -144,6 +146,7 @@ class Train:
     seed: int = 12134
     resume: bool = False
     mesh: str | None = None
+    validation: tuple[str, str] | None = None
     interval: int = 0
     multiplier: float = 1.0
     kept: str | None = None
@@ -171,9 +174,39 @@ def train(command: Train) -> None:
 
 def made(command: Train) -> Training:
     """The network and its data, before training."""
-    data = _data_of(command)
+    data = _data_of(command.inputs, command.outputs)
     sizes = {name: dataset.size for name, dataset in data.items()}
     return Training(command, Definition.load(command.config, sizes), data)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """What a network is trained or measured on.
+
+    Attributes:
+      inputs: as `fit` takes them.
+      targets: as `fit` takes them.
+      weights: of the examples, or None.
+    """
+
+    inputs: Any
+    targets: Any
+    weights: np.ndarray | None
+
+    @classmethod
+    def of(cls, network: Definition, data: Mapping[str, FileDataset]) -> Examples:
+        sources = {
+            name_of(layer): _of_layer(layer, data).source()
+            for layer in network.of_kind("Input")
+        }
+        inputs = network.of_kind("Input")
+        alone = len(inputs) == 1 and inputs[0].sparse
+        target = _of_layer(network.of_kind("Output")[0], data)
+        return cls(
+            next(iter(sources.values())) if alone else sources,
+            _targets(target),
+            target.example_weights(),
+        )
 
 
 class Training:
@@ -182,37 +215,32 @@ class Training:
     Attributes:
       model: the network.
       optimizer: its optimizer.
-      inputs: what `fit` takes as inputs.
-      targets: and as targets.
-      weights: of the examples, or None.
+      examples: what it is trained on.
+      validation: what is measured after each epoch, or None.
     """
 
     def __init__(
         self, command: Train, network: Definition, data: Mapping[str, FileDataset]
     ):
         self.command = command
-        inputs = {
-            layer.name: _of_layer(layer, data) for layer in network.of_kind("Input")
-        }
-        outputs = [_of_layer(layer, data) for layer in network.of_kind("Output")]
         layers = [
-            dataclasses.replace(layer, sparse=_is_sparse(inputs[layer.name]))
+            dataclasses.replace(layer, sparse=_is_sparse(_of_layer(layer, data)))
             if layer.kind == "Input"
             else layer
             for layer in network.layers
         ]
         network = dataclasses.replace(network, layers=tuple(layers))
+        targets = [_of_layer(layer, data) for layer in network.of_kind("Output")]
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
-        steps = command.interval * -(-examples // command.batch_size)
-        rule = rule_of(command, network.decay, steps)
-        target = outputs[0] if outputs else None
-        self.weights = None if target is None else target.example_weights()
+        steps = -(-examples // command.batch_size)
+        rule = rule_of(command, network.decay, command.interval * steps)
         self.model = Network(
             network,
             row_sparse=rule.row_sparse,
-            dense_targets=target is not None and not _is_sparse(target),
-            weighted=self.weights is not None,
-            ignore_zeros=target is not None and target.ignore_zeros,
+            dense_targets=not all(map(_is_sparse, targets)),
+            weighted=any(target.weights is not None for target in targets),
+            ignore_zeros=any(target.ignore_zeros for target in targets),
+            brake_steps=steps * max(command.interval, 1),
             parameters=None
             if network.weights_data is None
             else load_parameters(network.weights_data)[1],
@@ -222,21 +250,16 @@ class Training:
         if command.mesh is not None:
             modules = (self.model, self.optimizer)
             nnx.update(modules, put_on_mesh(nnx.state(modules)))
-        assert target is not None  # `Network` has refused to have none
-        sources: dict[str, Any] = {
-            name_of(layer): inputs[layer.name].source()
-            for layer in network.of_kind("Input")
-        }
-        alone = isinstance(self.model.num_features, int)
-        self.inputs = next(iter(sources.values())) if alone else sources
-        self.targets = _targets(target)
+        self.examples = Examples.of(network, data)
+        self.validation = None
+        if command.validation is not None:
+            self.validation = Examples.of(network, _data_of(*command.validation))
 
     def run(self) -> None:
         command = self.command
         folder = f"{command.network}.checkpoints"
-        flags = dataclasses.asdict(command)
-        for name in ("epochs", "resume", "mesh"):  # these may differ
-            del flags[name]
+        may_differ = ("epochs", "resume", "mesh")
+        flags = {n: v for n, v in vars(command).items() if n not in may_differ}
         if not command.resume:
             shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
@@ -246,9 +269,9 @@ class Training:
             fit(
                 self.model,
                 self.optimizer,
-                self.inputs,
-                self.targets,
-                weights=self.weights,
+                self.examples.inputs,
+                self.examples.targets,
+                weights=self.examples.weights,
                 batch_size=command.batch_size,
                 num_epochs=command.epochs,
                 seed=command.seed,
@@ -259,7 +282,7 @@ class Training:
                 log=self.end_epoch,
             )
             self.save(command.network)
-        except Exception:  # an interrupt is none: what it saved is for `-resume`
+        except FloatingPointError:  # after others, `-resume` can go on
             shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder)
@@ -275,7 +298,18 @@ class Training:
             f"{penalty:f}, elapsed time {now - self.began:f}s",
             flush=True,
         )
-        self.began = now
+        if (found := self.validation) is not None:
+            error = self.model.mean_loss(
+                found.inputs,
+                found.targets,
+                weights=found.weights,
+                batch_size=command.batch_size,
+            )
+            print(
+                f"NNNetwork::Validate: Epoch {epoch}, average validation error {error:f}",
+                flush=True,
+            )
+        self.began = time.monotonic()
         if epoch % command.kept_epochs == 0:
             self.save(f"{command.kept or command.network}{epoch}.nc")
 
@@ -476,30 +510,27 @@ def _mesh(text: str | None) -> contextlib.AbstractContextManager[Any]:
     return jax.set_mesh(processes.mesh_of(text))
 
 
-def _data_of(command: Train) -> dict[str, FileDataset]:
+def _data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
     """The data sets of both files, by name.
 
     Raises:
       DataError: both have a data set of the same name, or another number of examples.
     """
-    data = load(command.inputs)
-    if (
-        pathlib.Path(command.outputs).resolve()
-        == pathlib.Path(command.inputs).resolve()
-    ):
+    data = load(inputs)
+    if pathlib.Path(outputs).resolve() == pathlib.Path(inputs).resolve():
         others: dict[str, FileDataset] = {}
     else:
-        others = load(command.outputs)
+        others = load(outputs)
     twice = sorted(data.keys() & others.keys())
     if twice:
         raise DataError.at(
-            command.outputs,
-            f"has the data set {twice[0]!r}, which {command.inputs} has too",
+            outputs,
+            f"has the data set {twice[0]!r}, which {inputs} has too",
         )
     [(first, one), *rest] = [*data.items(), *others.items()]
     for name, other in rest:
         if other.num_examples != one.num_examples:
-            path = command.inputs if name in data else command.outputs
+            path = inputs if name in data else outputs
             raise DataError.at(
                 path,
                 f"the data set {name!r} has {other.num_examples:,} examples, but "

@@ -128,7 +128,8 @@ class FileDataset:
             matrix = source.matrix
             data = None if matrix.data is None else np.asarray(matrix.data)
             indptr = np.asarray(matrix.indptr)
-            entries = SparseRows(indptr[:-1], indptr[1:], matrix.indices, data)
+            indices = np.asarray(matrix.indices)
+            entries = SparseRows(indptr[:-1], indptr[1:], indices, data)
             return cls(
                 (source.num_features,),
                 entries,
@@ -256,7 +257,7 @@ class FileDataset:
 
 def _scale(dtype: np.dtype) -> np.float32:
     """What DSSTNE multiplies values of this type with."""
-    return np.float32({np.uint8: 1 / 256, np.int8: 1 / 128}.get(dtype.type, 1))
+    return np.float32({"u1": 1 / 256, "i1": 1 / 128}.get(dtype.str[1:], 1))
 
 
 def check_memory(what: str, needed: int, stored: int) -> None:

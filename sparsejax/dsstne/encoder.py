@@ -163,10 +163,10 @@ def slope_errors(training: commands.Training) -> dict[str, float]:
     )
     if isinstance(model.loss_rule, Boosted):
         model.loss_rule = model.loss_rule.loss
-    shown = Inputs.of(training.inputs)
+    shown = Inputs.of(training.examples.inputs)
     rows = rows[: shown.num_rows]
     [x] = [taken(b) for b in shown.batches(shown.for_batches(), rows, len(rows))]
-    target: Any = training.targets
+    target: Any = training.examples.targets
     matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target.matrix
     labels = jax.tree.map(jnp.asarray, matrix).take(rows)
     share = jnp.full(len(rows), 1 / len(rows))

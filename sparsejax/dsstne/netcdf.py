@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -59,7 +60,7 @@ def read_datasets(
     features: Index | Mapping[str, Index] | None = None,
     samples: Index | None = None,
     targets: Iterable[str] = (),
-) -> dict[str, SparseDataset | DenseDataset | np.ndarray]:
+) -> dict[str, Any]:
     """Reads the data sets of one of DSSTNE's NetCDF files, by name.
 
     >>> baskets = read("purchases.tsv")
@@ -85,6 +86,9 @@ def read_datasets(
         names in order; or `{name of a data set: such an index}` if they differ.
       samples: the same, for the rows of all data sets.
       targets: names of the data sets that a model should predict.
+
+    Returns:
+      By name a `SparseDataset`, a `DenseDataset` or an array.
 
     Raises:
       DataError: the file is missing, damaged or wrong; the message names the variable. Or

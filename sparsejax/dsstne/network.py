@@ -16,15 +16,30 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
-from sparsejax.data.batching import Shown, rows_in_a_batch, taken
+from sparsejax.data.batching import (
+    Batch,
+    Batches,
+    Shown,
+    for_batches,
+    rows_in_a_batch,
+    taken,
+)
 from sparsejax.data.files import Path
-from sparsejax.data.sources import Features, Inputs, Sources, check_inputs
+from sparsejax.data.sources import (
+    Features,
+    Inputs,
+    Source,
+    Sources,
+    check_columns,
+    check_inputs,
+)
 from sparsejax.dsstne.definition import (
     Connection,
     Definition,
     LayerDefinition,
     LocalResponseNormalization,
     weight_shape,
+    weights_of,
 )
 from sparsejax.dsstne.losses import activate, of_output
 from sparsejax.dsstne.network_files import (
@@ -78,12 +93,13 @@ class Network(nnx.Module):
       dense_targets: whether the data set of the targets is dense.
       weighted: whether examples have weights. With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: see `of_output`.
+      brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0 is none.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
       NotImplementedError: it has a weight norm, several outputs or none, or what
         `of_output` refuses.
-      ValueError: two inputs have the same name.
+      ValueError: two inputs have the same name, or `parameters` do not fit.
     """
 
     def __init__(
@@ -95,6 +111,7 @@ class Network(nnx.Module):
         dense_targets: bool = False,
         weighted: bool = False,
         ignore_zeros: bool = False,
+        brake_steps: int = 0,
         rngs: nnx.Rngs,
     ):
         outputs = definition.of_kind("Output")
@@ -115,7 +132,9 @@ class Network(nnx.Module):
                 for layer in definition.in_order
             ]
         )
+        self.brake = nnx.data(Brake(brake_steps) if brake_steps else None)
         if parameters is not None:
+            check_parameters(definition, parameters)
             self._set(parameters)
 
     @property
@@ -171,6 +190,46 @@ class Network(nnx.Module):
             parts = [np.asarray(_units(graphdef, state, b, layer)) for b in batches]
         return np.concatenate(parts)[: x.num_rows]
 
+    def mean_loss(
+        self,
+        inputs: Sources,
+        targets: Source,
+        *,
+        weights: np.ndarray | None = None,
+        batch_size: int = 512,
+    ) -> float:
+        """The mean of `weights_b loss_b` over all rows, without noise.
+
+        Args:
+          inputs: as for `fit`.
+          targets: as for `fit`.
+          weights: `[rows]`; 1 by default.
+          batch_size: rows at a time.
+
+        Raises:
+          ValueError: they do not fit the network or each other.
+        """
+        x = Inputs.of(inputs)
+        check_inputs(x, self.num_features)
+        labels = x.named("targets", targets)
+        check_columns("targets", labels.matrix.num_cols, self.num_items, "items")
+        if labels.num_rows != x.num_rows:
+            raise ValueError(
+                f"inputs has {x.num_rows:,} rows, but targets has {labels.num_rows:,}"
+            )
+        total, rows = 0.0, np.arange(x.num_rows)
+        with using_auto_axes():
+            graphdef, state = split(self, None)
+            size = rows_in_a_batch(batch_size, x.num_rows)
+            shown = x.batches(x.for_batches(), rows, size)
+            wanted = Batches.of(for_batches(labels.matrix), rows, size)
+            whole = np.zeros(-(-x.num_rows // size) * size, np.float32)
+            whole[: x.num_rows] = 1 if weights is None else weights
+            steps = zip(shown, wanted, whole.reshape(-1, size), strict=True)
+            for batch, given, shares in steps:
+                total += float(_loss(graphdef, state, batch, given, shares))
+        return total / x.num_rows
+
     def values(
         self, x: Any, layer: str, *, deterministic: bool | None = None
     ) -> Float[Array, "batch units"]:
@@ -207,7 +266,13 @@ class Network(nnx.Module):
                 labels = combined(labels, "mean")
         loss = self._output.loss(values, labels, weights, self.loss_rule)
         penalty = self._penalty(values, weights)
-        return loss + (penalty - lax.stop_gradient(penalty))
+        if deterministic or self.brake is None:
+            return loss + (penalty - lax.stop_gradient(penalty))
+        exists = weights > 0
+        mean = loss / jnp.maximum(jnp.sum(weights), 1e-30)
+        total = loss + penalty
+        share = self.brake(lax.stop_gradient(mean * jnp.sum(exists)))
+        return lax.stop_gradient(loss) + share * (total - lax.stop_gradient(total))
 
     def top_k(
         self, x: Any, k: int, *, exclude: SparseRows | None = None
@@ -310,6 +375,14 @@ def _units(graphdef, state, shown: Shown, layer: str):
         return replicated(found)
 
 
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _loss(graphdef, state, shown: Shown, labels: Batch, weights: jax.Array):
+    with merged(graphdef, state) as network:
+        x, given = taken(shown), labels.take()
+        found = network.loss(x, given, weights=weights, deterministic=True)
+        return replicated(found)
+
+
 def load_network(path: Path) -> Network:
     """A trained network, from a NetCDF file of DSSTNE.
 
@@ -356,6 +429,29 @@ def regularization(network: Network, *, l2: float, l1: float) -> float:
     return l2 / 2 * squares + l1 * sizes
 
 
+def check_parameters(definition: Definition, parameters: Parameters) -> None:
+    """Raises ValueError unless a network has the parameters."""
+    wanted = weights_of(definition)
+    for layer in definition.layers:
+        for source in layer.sources if layer.has_weights else ():
+            pair, shape = (source.layer, layer.name), (_num_biases(layer),)
+            for what, arrays, expected in (
+                ("weights", parameters.weights, wanted.get(pair)),
+                ("bias", parameters.biases, shape),
+            ):
+                found = None if pair not in arrays else np.shape(arrays[pair])
+                if expected is not None and found != expected:
+                    raise ValueError(
+                        f"the {what} from {pair[0]!r} to {pair[1]!r} must have the shape "
+                        f"{expected}, got {found or 'none'}"
+                    )
+        normalized = layer.batch_normalization and layer.has_weights
+        if normalized and layer.name not in parameters.normalizations:
+            raise ValueError(
+                f"layer {layer.name!r}: the numbers of its batch normalization are missing"
+            )
+
+
 def _check_names(definition: Definition) -> None:
     names = [name_of(layer) for layer in definition.of_kind("Input")]
     if len(set(names)) < len(names):
@@ -365,6 +461,41 @@ def _check_names(definition: Definition) -> None:
             raise NotImplementedError(
                 f"layer {layer.name!r}: WeightNorm is not supported yet; leave it out"
             )
+
+
+class Brake(nnx.Module):
+    """DSSTNE's brake, which scales the gradients of steps with a large error.
+
+    With E the sum of a batch's losses and m = 0.9 m + 0.1 E, from 0: from step 101 on, a
+    step with E > 2 m has no gradient, and those of the 24 steps behind it are divided by
+    10. Velocities and penalties of weights are not braked.
+
+    Args:
+      steps: after so many steps it starts anew.
+    """
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.count = BrakeState(jnp.zeros((), jnp.int32))
+        self.mean = BrakeState(jnp.zeros((), jnp.float32))
+        self.left = BrakeState(jnp.zeros((), jnp.int32))
+
+    def __call__(self, error: Float[Array, ""]) -> Float[Array, ""]:
+        """The share of the gradient that counts in this step."""
+        step = self.count[...] % self.steps
+        mean = 0.9 * jnp.where(step == 0, 0, self.mean[...]) + 0.1 * error
+        left = jnp.where(step == 0, 0, self.left[...])
+        bad = (step >= 100) & (error > 2 * mean)
+        share = jnp.where(bad, 0, jnp.where(left > 0, 0.1, 1)).astype(jnp.float32)
+        left = jnp.where(bad, 25, left)
+        self.count[...] = self.count[...] + 1
+        self.mean[...] = mean
+        self.left[...] = jnp.maximum(left - 1, 0)
+        return share
+
+
+class BrakeState(nnx.Variable):
+    """What the brake remembers."""
 
 
 class _Dense(nnx.Module):

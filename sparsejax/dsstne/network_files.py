@@ -531,11 +531,17 @@ class _Writer:
             self.attributes(np.uint32, {f"{at}bTransposed": source.shared.transposed})
             self.text(f"{at}sourceInputLayer", source.shared.source_input)
             self.text(f"{at}sourceOutputLayer", source.shared.source_output)
-        given = ("bias", parameters.biases, (_num_biases(layer),), "biasDim")
-        kinds = [given]
+        self.of_pair(f"{at}bias", pair, parameters.biases, (_num_biases(layer),))
         if source.shared is None:
-            kinds.append(("weights", parameters.weights, shape, "weightDim"))
-        for name, arrays, expected, dimension in kinds:
-            if pair not in arrays:
-                raise ValueError(f"{name} from {pair[0]!r} to {pair[1]!r} are missing")
-            self.array(f"{at}{name}", f"{at}{dimension}", arrays[pair], expected)
+            self.of_pair(f"{at}weights", pair, parameters.weights, shape)
+
+    def of_pair(
+        self,
+        name: str,
+        pair: Pair,
+        arrays: Mapping[Pair, np.ndarray],
+        shape: tuple[int, ...],
+    ) -> None:
+        if pair not in arrays:
+            raise ValueError(f"{name}, from {pair[0]!r} to {pair[1]!r}, is missing")
+        self.array(name, f"{name.replace('weights', 'weight')}Dim", arrays[pair], shape)

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax.data import UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Lines, Path, line_blocks, open_data, shown
@@ -128,7 +129,7 @@ def read_samples(
     # The last line of each sample, -1 if there is none.
     last = np.full(len(sample_names), -1)
     last[row] = np.arange(len(row))
-    replaced = len(row) - np.count_nonzero(last >= 0)
+    replaced = len(row) - int(np.count_nonzero(last >= 0))
     ends = np.cumsum(length)
     if not new_features:
         is_known = column < len(known_features)
@@ -161,9 +162,9 @@ def read_samples(
 class _Block:
     """As `sparsejax.data.assemble.Block`."""
 
-    samples: object
+    samples: pa.LargeStringArray
     lengths: np.ndarray
-    features: object
+    features: pa.LargeStringArray
     values: np.ndarray | None
 
 

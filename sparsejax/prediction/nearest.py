@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from sparsejax.data.batching import rows_in_a_batch
 from sparsejax.mesh.layout import (
@@ -29,8 +29,8 @@ Metric = Literal["dot", "cosine"]
 
 @using_auto_axes()
 def nearest(
-    queries: ArrayLike,
-    vectors: ArrayLike,
+    queries: object,
+    vectors: object,
     k: int = 10,
     *,
     metric: Metric = "dot",
@@ -51,8 +51,8 @@ def nearest(
     ([[2, 1]], [[11.0, 2.0]])
 
     Args:
-      queries: `[n, width]`.
-      vectors: `[m, width]`.
+      queries: `[n, width]` numbers.
+      vectors: `[m, width]` numbers.
       k: how many for each query. Where there are fewer vectors, ids end with -1.
       metric: see above.
       dtype: of the operands: float32, float16 or bfloat16. Sums are made in float32.
@@ -95,7 +95,7 @@ def nearest(
 
 
 def _operand(
-    what: str, vectors: ArrayLike, metric: Metric, dtype: DTypeLike
+    what: str, vectors: object, metric: Metric, dtype: DTypeLike
 ) -> np.ndarray:
     array = np.asarray(vectors)
     if array.ndim != 2:

@@ -56,6 +56,7 @@ def written(**layers):
 
 
 def test_generate_writes_data_and_indices(folder, capsys):
+    assert run("dsstne generateNetCDF -d gl_input -i text -o n.nc -f n -s m -c") == 0
     assert (folder / "of_in").read_text() == "tea\t0\nmilk\t1\nrum\t2\n"
     assert (folder / "samples").read_text() == "ann\t0\nbob\t1\ncyd\t2\n"
     assert "gl_input, 3 examples, 3 features, width 128" in capsys.readouterr().out
@@ -168,6 +169,18 @@ def test_every_optimizer_trains(folder, capsys, optimizer):
     assert float(errors[-1]) < float(errors[0])
 
 
+def test_the_error_of_validation_data(folder, capsys):
+    assert run(f"{TRAIN} -alpha 0 -e 2 -b 2 -vi in.nc -vo out.nc") == 0
+    printed = capsys.readouterr().out
+    trained = re.findall(r"training error ([\d.]+)", printed)
+    measured = re.findall(r"validation error ([\d.]+)", printed)
+    np.testing.assert_allclose(
+        [*map(float, trained)], [*map(float, measured)], rtol=1e-5
+    )
+    assert len(measured) == 2
+    assert run(f"{TRAIN} -vi in.nc") == 2
+
+
 def test_a_mesh_gives_the_same(folder, capsys):
     lines = []
     for number, flags in enumerate(("", "-mesh data=1,model=8")):
@@ -254,8 +267,8 @@ def test_knn_search(folder, capsys):
     assert (folder / "near").read_text() == "q\tc b a\n"
     for text, message in [
         ("q\t1 2 3\n", "has vectors of 3 numbers"),
-        ("q\t1 2\nr 1 2\n", "line 2: there is no"),
-        ("q\t1 x\n", "line 1: expected finite numbers, got '1 x'"),
+        ("q\t1 2\nr 1 2\n", ":2: there is no"),
+        ("q\t1 x\n", ":1: expected finite numbers, got '1 x'"),
         ("", "queries"),
     ]:
         (folder / "queries").write_text(text)

@@ -1,5 +1,7 @@
 """DSSTNE's losses of activations as losses of scores, against its formulas in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,15 @@ LABELS = np.array([1.0, 0.5, 2.0, 1.0, 3.0, 0.25])
 
 
 def network(error, activation, **keys):
-    layers = [{"N": 4}, {"N": 4, "Activation": activation, "ELUAlpha": 1.5}]
+    layers: list[dict[str, Any]] = [
+        {"N": 4},
+        {"N": 4, "Activation": activation, "ELUAlpha": 1.5},
+    ]
     layers[1]["Slope"] = 0.25
     return Definition.from_json({"Layers": layers, "ErrorFunction": error, **keys})
 
 
-def rule_of(error, activation, *, sparse=True, ignore_zeros=False, **keys):
+def rule_of(error, activation, *, sparse=True, ignore_zeros=False, **keys) -> Any:
     made = network(error, activation, **keys)
     return of_output(
         made, made.layer("Output1"), sparse=sparse, ignore_zeros=ignore_zeros

@@ -1,6 +1,7 @@
 """Networks of DSSTNE as modules, against its formulas in float64."""
 
 import dataclasses
+from typing import Any
 
 import dsstne_networks as networks
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.dsstne import rules
 from sparsejax.dsstne.definition import Definition, weights_of
-from sparsejax.dsstne.network import Network, regularization
+from sparsejax.dsstne.network import Brake, Network, regularization
 from sparsejax.dsstne.network_files import (
     Parameters,
     load_parameters,
@@ -332,7 +333,7 @@ def test_batch_normalization_leaves_padding_out_and_keeps_statistics():
 
 
 def test_the_norm_of_deltas_is_limited():
-    layers = [
+    layers: list[dict[str, Any]] = [
         {"Name": "x", "N": 3},
         {"Name": "h", "N": 2, "Activation": "Linear"},
         {"Name": "o", "N": 4, "Activation": "Linear"},
@@ -461,6 +462,48 @@ def test_training_equals_the_formulas(row_sparse):
     total = regularization(network, l2=0.1, l1=0.2)
     expected = sum(0.05 * (a**2).sum() + 0.2 * np.abs(a).sum() for a in (w, v))
     np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+def test_the_brake():
+    """After 100 steps of error 1, 2.2 goes on, and 2.3 is skipped and brakes 24 steps."""
+    for error, share, after in ((2.2, 1.0, 1.0), (2.3, 0.0, 0.1)):
+        brake = Brake(1000)
+        assert [float(brake(jnp.float32(1))) for _ in range(100)] == [1.0] * 100
+        assert float(brake(jnp.float32(error))) == share
+        shares = [float(brake(jnp.float32(1))) for _ in range(25)]
+        np.testing.assert_allclose(shares, [after] * 24 + [1.0])
+    brake = Brake(101)  # and it starts anew
+    for _ in range(101):
+        brake(jnp.float32(1))
+    assert float(brake(jnp.float32(100))) == 1
+
+
+def test_the_brake_counts_the_steps_of_fit():
+    definition = Definition.from_json(
+        {"Layers": [{"N": 9, "Sparse": True, "pDropout": 0.1}, {"N": 2}, {"N": 9}]}
+    )
+    network = Network(definition, brake_steps=4, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(network, rules.SGD(0.1))
+    data = scipy.sparse.csr_array(np.eye(9, dtype=bool))
+    sj.fit(network, optimizer, data, batch_size=3, num_epochs=4)
+    assert network.brake is not None and int(network.brake.count[...]) == 12
+
+
+def test_parameters_that_do_not_fit(tiny):
+    numbers, definition = tiny.parameters(), tiny.definition
+    for parameters, message in [
+        (Parameters({}, numbers.biases), "weights from 'Input' to 'Hidden' .* none"),
+        (Parameters(numbers.weights, {}), "bias from 'Input' to 'Hidden'"),
+        (
+            Parameters(
+                {**numbers.weights, ("Input", "Hidden"): np.ones((2, 4))},
+                numbers.biases,
+            ),
+            r"must have the shape \(4, 2\), got \(2, 4\)",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
 
 
 def test_what_is_not_supported_is_refused_by_name():

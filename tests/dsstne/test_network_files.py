@@ -203,7 +203,7 @@ def test_wrong_numbers(tmp_path):
     with pytest.raises(DataError, match=r"weight1_bias\[1\] is inf"):
         load_parameters(path)
     for weights, message in [
-        ({}, "weights from 'Input' to 'Hidden' are missing"),
+        ({}, "weight0_weights, from 'Input' to 'Hidden', is missing"),
         (
             {**parameters.weights, ("Input", "Hidden"): np.ones((2, 4))},
             "expected finite numbers 4 x 2, got 2 x 4",

@@ -1,6 +1,7 @@
 """DSSTNE's update rules against its formulas, in float64."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def test_worked_values_by_rows_and_dense(rule, end):
         w, state = rule.step(w, state, g, rule.numbers(t))
     np.testing.assert_allclose(w, end, atol=2e-7)
 
-    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    params: Any = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
     slopes = {"w": g, "b": g[0]}
     dense = rule.dense()
     kept = dense.init(params)
@@ -61,7 +62,7 @@ def test_l1_is_of_weights_only():
     params = {"w": jnp.array([[2.0, -2.0, 0.0]]), "b": jnp.array([2.0])}
     dense = rule.dense()
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = dense.update(zeros, dense.init(params), params)
+    updates: Any = dense.update(zeros, dense.init(params), params)[0]
     np.testing.assert_allclose(updates["w"], [[-0.05, 0.05, 0]], atol=1e-8)
     np.testing.assert_array_equal(updates["b"], [0])
 
@@ -75,7 +76,8 @@ def test_rows_that_catch_up_are_those_of_the_dense_rule(rule):
     first = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
     slopes = jnp.asarray(rng.normal(size=(40, 4, 3)), jnp.float32)
     dense = rule.dense()
-    twin, kept = first, dense.init(first)
+    twin: Any = first
+    kept = dense.init(first)
     w, state, last = first, rule.init((4, 3)), np.zeros(4, int)
     for t in range(1, 41):
         mine = jnp.asarray(touched[t - 1])[:, None]
@@ -118,4 +120,4 @@ def test_numbers_out_of_range():
     with pytest.raises(ValueError, match="l1 must be finite and not negative"):
         rules.SGD(0.1, l1=-1.0)
     with pytest.raises(TypeError, match="learning_rate"):
-        rules.AdaDelta(0.9, learning_rate=0.1)
+        rules.AdaDelta(0.9, learning_rate=0.1)  # pyrefly: ignore[unexpected-keyword]

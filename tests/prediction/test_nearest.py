@@ -42,7 +42,7 @@ def test_half_precision(dtype):
     queries, vectors = rng.normal(size=(2, 20, 8))
     found = sj.nearest(queries, vectors, 3, dtype=dtype)
     rounded = [np.asarray(a, dtype).astype(np.float64) for a in (queries, vectors)]
-    ids, scores = expected(*rounded, 3, "dot")
+    ids, scores = expected(rounded[0], rounded[1], 3, "dot")
     np.testing.assert_array_equal(found.ids, ids)
     np.testing.assert_allclose(found.scores, scores, rtol=1e-5)
 
