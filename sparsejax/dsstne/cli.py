@@ -128,6 +128,11 @@ def _predict(parser: argparse.ArgumentParser) -> _CarryOut:
         help="form of a score (default: 4.3f)",
     )
     parser.add_argument(
+        "-multiply",
+        action="store_true",
+        help="multiply scores with the filters' values, and leave nothing out",
+    )
+    parser.add_argument(
         "-l",
         dest="layer",
         metavar="LAYER",

@@ -365,6 +365,8 @@ class Predict:
       k: how many recommendations.
       precision: how a score is printed, as C's printf has it.
       analog: whether the text has values.
+      multiply: whether scores are multiplied with the filters' values, as DSSTNE did, and
+        nothing is left out. A value that is missing is 0.
       layer: write the units of this layer, in place of recommendations.
       mesh: see `mesh_of`; one device by default.
     """
@@ -380,6 +382,7 @@ class Predict:
     k: int = 100
     precision: str = "4.3f"
     analog: bool = False
+    multiply: bool = False
     layer: str | None = None
     mesh: str | None = None
 
@@ -410,10 +413,10 @@ def predict(command: Predict) -> None:
     found = read_samples(
         command.text, features=features, new_features=False, analog=command.analog
     )
-    rows = found.dataset(width=layer.units).source(
+    rows: Any = found.dataset(width=layer.units).source(
         feature_names=features, row_names=found.samples
     )
-    unwanted = _filters(command.filters, found.samples, items)
+    filters = _filters(command, found.samples, items)
     network = dataclasses.replace(
         network,
         layers=tuple(
@@ -429,13 +432,16 @@ def predict(command: Predict) -> None:
             _write_units(command, model, rows, found.samples)
             return
         model.rank_first(len(items))
-        best = recommend(
-            model,
-            rows,  # pyrefly: ignore[bad-argument-type]
-            command.k,
-            exclude=unwanted,
-            batch_size=command.batch_size,
-        )
+        if command.multiply:
+            best = _multiplied(command, model, rows, filters)
+        else:
+            best = recommend(
+                model,
+                rows,
+                command.k,
+                exclude=filters.astype(bool),
+                batch_size=command.batch_size,
+            )
     _write(command, found.samples, best, items)
 
 
@@ -466,20 +472,48 @@ def _write(
             file.write(f"{sample}\t{entries}\n")
 
 
-def _filters(path: str, samples: Names, items: Names) -> scipy.sparse.csr_array:
-    """`[samples, items]`, what not to recommend."""
+def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr_array:
+    """`[samples, items]`: the values of the filters; if they only leave out, each is 1."""
     with warnings.catch_warnings():
         # A sample needs no filter, and a filter may have other samples.
         warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
-        found = read_samples(path, features=items, samples=samples, new_features=False)
+        found = read_samples(
+            command.filters,
+            features=items,
+            samples=samples,
+            new_features=False,
+            analog=command.multiply,
+        )
     rows = found.rows
     lengths = (rows.ends - rows.starts)[: len(samples)]
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     indices = rows.indices[: indptr[-1]]
+    values = np.ones(len(indices)) if rows.values is None else rows.values
     shape = (len(samples), len(items))
-    return scipy.sparse.csr_array(
-        (np.ones(len(indices), bool), indices, indptr), shape=shape
-    )
+    return scipy.sparse.csr_array((values[: indptr[-1]], indices, indptr), shape=shape)
+
+
+def _multiplied(
+    command: Predict,
+    model: Network,
+    rows: SparseDataset,
+    filters: scipy.sparse.csr_array,
+) -> Recommendations:
+    """The best after scores were multiplied with the filters' values."""
+    output, (count, items) = model.output_layer.name, filters.shape
+    ids = np.full((count, command.k), -1, np.int32)
+    best = np.full((count, command.k), -np.inf, np.float32)
+    most = min(command.k, items)
+    for start in range(0, count, command.batch_size):
+        some = slice(start, start + command.batch_size)
+        batch = rows.align_rows(rows.row_names[some])
+        scores = model.units(batch, output, batch_size=command.batch_size)[:, :items]
+        part = filters[some].tocoo()
+        np.multiply.at(scores, (part.row, part.col), part.data.astype(np.float32))
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+        ids[some, :most] = order
+        best[some, :most] = np.take_along_axis(scores, order, axis=1)
+    return Recommendations(ids, best)
 
 
 def _input_layer(command: Predict, network: Definition) -> LayerDefinition:

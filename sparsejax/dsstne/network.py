@@ -89,7 +89,7 @@ class Network(nnx.Module):
       definition: the layers. `sparse` of an input says which kind of data it takes.
       parameters: the numbers to start with; by default they are drawn.
       row_sparse: whether a training step writes only those rows of an input's weights that
-        the batch touches; see `DsstneRule.row_sparse`.
+        the batch touches; see `DsstneRule.row_sparse`. With a weight norm it writes all.
       dense_targets: whether the data set of the targets is dense.
       weighted: whether examples have weights. With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: see `of_output`.
@@ -97,8 +97,7 @@ class Network(nnx.Module):
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
-      NotImplementedError: it has a weight norm, several outputs or none, or what
-        `of_output` refuses.
+      NotImplementedError: it has several outputs or none, or what `of_output` refuses.
       ValueError: two inputs have the same name, or `parameters` do not fit.
     """
 
@@ -280,6 +279,17 @@ class Network(nnx.Module):
         """Ids and activations of the `k` best items of each row, without noise."""
         return self._output.top_k(self._run(x, None, True), k, exclude)
 
+    def project(self) -> None:
+        """Divides the weights that lead to a unit where their L2 norm is too large.
+
+        `fit` calls it after each step.
+        """
+        for layer in self.layers:
+            norms = {s.layer: s.weight_norm for s in layer.layer.sources}
+            for (source, _), module in layer.by_pair().items():
+                if norms[source] and not isinstance(module, _Sharing):
+                    _shorten(module, norms[source])
+
     def parameters(self) -> Parameters:
         """All numbers, as a network file has them, on the host."""
         weights, biases, normalizations = {}, {}, {}
@@ -456,11 +466,6 @@ def _check_names(definition: Definition) -> None:
     names = [name_of(layer) for layer in definition.of_kind("Input")]
     if len(set(names)) < len(names):
         raise ValueError(f"two inputs read the same data set: {', '.join(names)}")
-    for layer in definition.layers:
-        if any(source.weight_norm for source in layer.sources):
-            raise NotImplementedError(
-                f"layer {layer.name!r}: WeightNorm is not supported yet; leave it out"
-            )
 
 
 class Brake(nnx.Module):
@@ -719,7 +724,7 @@ def _connection(
             bias_init=bias_init,
             rngs=rngs,
         )
-        if not row_sparse:
+        if source.weight_norm or not row_sparse:
             kernel = module.kernel
             module.kernel = nnx.Param(kernel[...], **_placed(kernel))
         return module
@@ -733,6 +738,15 @@ def _connection(
             rngs=rngs,
         )
     return _Dense(before, layer, rngs=rngs)
+
+
+def _shorten(module: Any, limit: float) -> None:
+    """Brings the weights of each unit of the layer to an L2 norm of at most `limit`."""
+    kernel = module.kernel[...]
+    rows = isinstance(module, SparseOutput) or kernel.ndim > 2  # a row for each unit
+    axes = tuple(range(1, kernel.ndim)) if rows else 0
+    norm = jnp.sqrt(jnp.sum(jnp.square(kernel), axis=axes, keepdims=True))
+    module.kernel[...] = kernel * jnp.minimum(1, limit / jnp.maximum(norm, 1e-30))
 
 
 def _locked(module: Any, source: Connection) -> Any:

@@ -71,6 +71,18 @@ class Trainable(Protocol):
         ...
 
 
+@runtime_checkable
+class Projected(Protocol):
+    """A `Trainable` whose parameters are moved once more after each step."""
+
+    def project(self) -> None:
+        """Brings parameters back to where they may be, such as under a norm, in place.
+
+        It sees rows of `RowParam`s as they are, also if they are behind.
+        """
+        ...
+
+
 class Sizes(NamedTuple):
     """What a program is compiled for.
 
@@ -410,6 +422,8 @@ def run_steps(
         else:
             loss, grads = optimizer.value_and_grad(loss_fn)(model)
             optimizer.update(model, grads)
+        if isinstance(model, Projected):
+            model.project()
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
         return state, losses.at[i].set(loss), derived
 

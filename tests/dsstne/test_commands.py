@@ -125,6 +125,8 @@ def test_train_writes_networks_and_predict_reads_them(folder, capsys):
         ("", "u\tp,0.682:q,0.614:r,0.098:\n"),
         ("-t analog", "u\tp,0.700:q,0.682:r,0.069:\n"),
         ("-k 1", "u\tp,0.682:\n"),
+        ("-multiply", "u\tq,1.227:p,0.682:r,0.000:\n"),
+        ("-multiply -k 1", "u\tq,1.227:\n"),
         ("-l Hidden", "u\t0.881 0.731\n"),
     ],
 )
@@ -133,7 +135,8 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
     (folder / "features").write_text("a\t0\nb\t1\nc\t2\nd\t3\n")
     (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
     (folder / "text").write_text("u\ta,0.5:c,2\n")
-    (folder / "filters").write_text("w\tp\n")
+    filters = "u\tq,2:r\n" if "-multiply" in flags else "w\tp\n"
+    (folder / "filters").write_text(filters)
     assert run(f"{PREDICT} {flags}") == 0
     assert (folder / "recs").read_text() == expected
 

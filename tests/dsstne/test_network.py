@@ -432,11 +432,21 @@ def test_weights_start_in_their_range(scheme, limit):
     assert numbers.biases["h", "o"].shape == (300,)
 
 
-@pytest.mark.parametrize("row_sparse", [False, True])
-def test_training_equals_the_formulas(row_sparse):
+def shortened(weights, limit):
+    norm = np.linalg.norm(weights, axis=0)
+    return weights * np.minimum(1, limit / norm)
+
+
+@pytest.mark.parametrize(
+    ("row_sparse", "norm"), [(False, np.inf), (True, np.inf), (True, 0.2)]
+)
+def test_training_equals_the_formulas(row_sparse, norm):
     """Two epochs of SGD with penalty on weights, in float64, also with rows left alone."""
+    layers: list[dict[str, Any]]
     layers = [{"Name": "x", "N": 300, "Sparse": True, "DataSet": "d"}]
     layers += [{"Name": "h", "N": 3}, {"Name": "o", "N": 300, "DataSet": "d"}]
+    if norm < np.inf:
+        layers[1]["WeightNorm"] = layers[2]["WeightNorm"] = norm
     rng = np.random.default_rng(0)
     data = np.zeros((40, 300))
     data[np.arange(40)[:, None], rng.integers(0, 100, (40, 3))] = 1
@@ -452,6 +462,7 @@ def test_training_equals_the_formulas(row_sparse):
             e = d @ v.T * h * (1 - h)
             v, w = v - 0.5 * (h.T @ d + 0.01 * v), w - 0.5 * (x.T @ e + 0.01 * w)
             c, b = c - 0.5 * d.sum(0), b - 0.5 * e.sum(0)
+            v, w = shortened(v, norm), shortened(w, norm)
     optimizer = sj.Optimizer(network, rules.SGD(0.5, weight_decay=0.01))
     matrix = scipy.sparse.csr_array(data.astype(bool))
     sj.fit(network, optimizer, matrix, batch_size=16, num_epochs=2, shuffle=False)
@@ -480,13 +491,20 @@ def test_the_brake():
 
 def test_the_brake_counts_the_steps_of_fit():
     definition = Definition.from_json(
-        {"Layers": [{"N": 9, "Sparse": True, "pDropout": 0.1}, {"N": 2}, {"N": 9}]}
+        {
+            "Layers": [
+                {"N": 9, "Sparse": True},
+                {"N": 2, "pDropout": 0.1, "BatchNormalization": True},
+                {"N": 9},
+            ]
+        }
     )
     network = Network(definition, brake_steps=4, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(network, rules.SGD(0.1))
     data = scipy.sparse.csr_array(np.eye(9, dtype=bool))
     sj.fit(network, optimizer, data, batch_size=3, num_epochs=4)
     assert network.brake is not None and int(network.brake.count[...]) == 12
+    assert (network.parameters().normalizations["Hidden1"].mean != 0).all()
 
 
 def test_parameters_that_do_not_fit(tiny):
@@ -507,9 +525,6 @@ def test_parameters_that_do_not_fit(tiny):
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    layers = [{"N": 3}, {"N": 2, "WeightNorm": 1.0}, {"N": 3}]
-    with pytest.raises(NotImplementedError, match="'Hidden1': WeightNorm"):
-        made(*layers)
     with pytest.raises(NotImplementedError, match="0 layers of kind Output"):
         made({"N": 3}, {"N": 2, "Kind": "Hidden"})
     layers = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
