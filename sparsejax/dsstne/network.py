@@ -97,7 +97,8 @@ class Network(nnx.Module):
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
-      NotImplementedError: it has several outputs or none, or what `of_output` refuses.
+      NotImplementedError: it has several outputs or none, an output with dropout, a layer
+        that reads an output, or what `of_output` refuses.
       ValueError: two inputs have the same name, or `parameters` do not fit.
     """
 
@@ -119,7 +120,7 @@ class Network(nnx.Module):
                 f"the network has {len(outputs)} layers of kind Output; one is supported"
             )
         self.definition, self.weighted = definition, weighted
-        _check_names(definition)
+        _check_supported(definition)
         self.output_layer = outputs[0]
         self.loss_rule = of_output(
             definition, outputs[0], sparse=not dense_targets, ignore_zeros=ignore_zeros
@@ -462,10 +463,21 @@ def check_parameters(definition: Definition, parameters: Parameters) -> None:
             )
 
 
-def _check_names(definition: Definition) -> None:
+def _check_supported(definition: Definition) -> None:
     names = [name_of(layer) for layer in definition.of_kind("Input")]
     if len(set(names)) < len(names):
         raise ValueError(f"two inputs read the same data set: {', '.join(names)}")
+    [output] = definition.of_kind("Output")
+    if output.dropout:
+        raise NotImplementedError(
+            f"layer {output.name!r}: pDropout of an output is not supported; leave it out"
+        )
+    for layer in definition.layers:
+        if output.name in (*(s.layer for s in layer.sources), *layer.skips):
+            raise NotImplementedError(
+                f"layer {layer.name!r} reads the output {output.name!r}, which is not "
+                "supported; make it a hidden layer"
+            )
 
 
 class Brake(nnx.Module):

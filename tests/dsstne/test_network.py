@@ -527,6 +527,14 @@ def test_parameters_that_do_not_fit(tiny):
 def test_what_is_not_supported_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="0 layers of kind Output"):
         made({"N": 3}, {"N": 2, "Kind": "Hidden"})
+    with pytest.raises(NotImplementedError, match="'Output1': pDropout"):
+        made({"N": 3}, {"N": 2, "pDropout": 0.5})
+    with pytest.raises(NotImplementedError, match="reads the output 'o'"):
+        made(
+            {"N": 3},
+            {"N": 2, "Name": "o", "Kind": "Output"},
+            {"N": 2, "Kind": "Hidden"},
+        )
     layers = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
     with pytest.raises(ValueError, match="two inputs read the same data set: d, d"):
         made(*layers, {"N": 2})
