@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that appear and disappear whole or not at all.
 
 A file or folder that is being written has a hidden name, `.sparsejax-*.tmp`, in the folder
 of the final one. If the process is killed, it stays there. A later write into the same
@@ -78,6 +78,18 @@ def whole_folder(path: _Path) -> Generator[pathlib.Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_folder(path: _Path) -> None:
+    """Removes a folder, if it exists. If the process is killed, it is there or not.
+
+    Raises:
+      OSError: it cannot be removed.
+    """
+    path = pathlib.Path(path)
+    if path.exists():
+        os.rename(path, temporary := _temporary(path))
+        shutil.rmtree(temporary)
 
 
 def check_writable(path: _Path) -> None:

@@ -86,8 +86,13 @@ def _parse(argv: Sequence[str]) -> flags.Command:
 def _dsstne(argv: Sequence[str]) -> int:
     """Carries out one of DSSTNE's commands, which have flags of their own."""
     from sparsejax.dsstne import cli
+    from sparsejax.mesh import processes
 
-    with interrupts.noted(), _one_line_warnings(None):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(interrupts.noted())
+        stack.enter_context(_one_line_warnings(None))
+        if processes.are_of_mpirun():
+            stack.enter_context(_joined(flags.Devices(distributed=True), None))
         cli.run(argv)
     sys.stdout.flush()
     return 0
@@ -140,7 +145,7 @@ def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> No
 
 @contextlib.contextmanager
 def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
-    """Joins the processes and sets the mesh. Only the first process prints."""
+    """Joins the processes and sets the mesh."""
     if devices == flags.Devices():
         yield
         return
@@ -151,18 +156,28 @@ def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
 
     with contextlib.ExitStack() as stack:
         if devices.several:
-            stack.enter_context(_results_alone())
-            processes.join_processes(
-                devices.coordinator,
-                devices.num_processes,
-                devices.process_id,
-                when_lost=lambda: _say(_lost(command), sys.__stderr__),
-            )
-            if not processes.is_first():
-                nowhere = stack.enter_context(open(os.devnull, "w"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
-                stack.enter_context(contextlib.redirect_stderr(nowhere))
+            stack.enter_context(_joined(devices, command))
         stack.enter_context(jax.set_mesh(processes.mesh_of(devices.mesh)))
+        yield
+
+
+@contextlib.contextmanager
+def _joined(devices: flags.Devices, command: flags.Command | None) -> Generator[None]:
+    """Joins the processes. Within it only the first one prints."""
+    from sparsejax.mesh import processes
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_results_alone())
+        processes.join_processes(
+            devices.coordinator,
+            devices.num_processes,
+            devices.process_id,
+            when_lost=lambda: _say(_lost(command), sys.__stderr__),
+        )
+        if not processes.is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         yield
 
 

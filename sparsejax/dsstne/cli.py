@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import shlex
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from sparsejax.dsstne import commands, encoder, neighbours
+from sparsejax.mesh import processes
 from sparsejax.whole_files import check_writable, whole_text_file
 
 LAUNCHED = ("generateNetCDF", "train", "predict", "encoder", "knn-search")
@@ -17,6 +19,9 @@ LAUNCHED = ("generateNetCDF", "train", "predict", "encoder", "knn-search")
 
 def run(argv: Sequence[str]) -> None:
     """Carries out one of DSSTNE's commands.
+
+    If there are several processes, each calls this. `train`, `predict` and the Train of
+    `encoder` divide the work; the first process does everything else, and writes.
 
     Raises:
       SystemExit: after help, or for wrong usage.
@@ -57,7 +62,9 @@ def _generate(parser: argparse.ArgumentParser) -> _CarryOut:
         "-m", dest="merge", action="store_true", help="add new features to the index"
     )
     _type(parser)
-    return lambda given: commands.generate(commands.Generate(**_typed(given)))
+    return lambda given: _in_first(
+        lambda: commands.generate(commands.Generate(**_typed(given)))
+    )
 
 
 def _train(parser: argparse.ArgumentParser) -> _CarryOut:
@@ -69,6 +76,9 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
     for flag, name, does in (
         ("-b", "batch_size", "examples of a step"),
         ("-e", "epochs", "passes over the data"),
+    ):
+        _number(parser, flag, name, getattr(default, name), does, least=1)
+    for flag, name, does in (
         ("-alpha", "alpha", "learning rate"),
         ("-lambda", "l2", "adds lambda w to the gradients of weights"),
         ("-lambda1", "l1", "adds lambda1 sign(w) to the gradients of weights"),
@@ -118,8 +128,8 @@ def _predict(parser: argparse.ArgumentParser) -> _CarryOut:
     _text(parser, "-r", "text", "PATH", "text file of samples, or a folder of them")
     _text(parser, "-f", "filters", "PATH", "features not to recommend, likewise")
     _text(parser, "-s", "out", "FILE", "file of recommendations to write")
-    _number(parser, "-b", "batch_size", 1024, "samples at a time")
-    _number(parser, "-k", "k", 100, "recommendations of a sample")
+    _number(parser, "-b", "batch_size", 1024, "samples at a time", least=1)
+    _number(parser, "-k", "k", 100, "recommendations of a sample", least=1)
     parser.add_argument(
         "-p",
         dest="precision",
@@ -166,9 +176,10 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
     for flag, name, does in (
         ("--k", "k", "how many for each query"),
         ("--batch-size", "batch_size", "queries at a time"),
-        ("--score-precision", "precision", "digits of a score behind its point"),
     ):
-        _number(parser, flag, name, getattr(default, name), does)
+        _number(parser, flag, name, getattr(default, name), does, least=1)
+    does = "digits of a score behind its point"
+    _number(parser, "--score-precision", "precision", default.precision, does)
     for flag, name, does in (
         ("--key-val-delim", "key_delimiter", "between a key and its vector"),
         ("--vec-delim", "vector_delimiter", "between numbers"),
@@ -198,7 +209,7 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 
     def carry_out(given: dict) -> None:
         del given["ignored"]
-        neighbours.search(neighbours.Search(**given))
+        _in_first(lambda: neighbours.search(neighbours.Search(**given)))
 
     return carry_out
 
@@ -206,8 +217,7 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 def _install(parser: argparse.ArgumentParser) -> _CarryOut:
     parser.add_argument("folder", metavar="DIR", help="an existing folder")
 
-    def carry_out(given: dict) -> None:
-        folder = pathlib.Path(given["folder"])
+    def install(folder: pathlib.Path) -> None:
         for name in LAUNCHED:
             check_writable(folder / name)
         for name in LAUNCHED:
@@ -219,7 +229,15 @@ def _install(parser: argparse.ArgumentParser) -> _CarryOut:
             os.chmod(folder / name, 0o755)
         print(f"{folder}: {', '.join(LAUNCHED)}")
 
-    return carry_out
+    return lambda given: _in_first(lambda: install(pathlib.Path(given["folder"])))
+
+
+def _in_first(does: Callable[[], None]) -> None:
+    """Does it in one process, and without asking JAX for devices if there is only one."""
+    if processes.is_joined():
+        processes.in_first(does)
+    else:
+        does()
 
 
 def _text(
@@ -229,13 +247,28 @@ def _text(
 
 
 def _number(
-    parser: argparse.ArgumentParser, flag: str, name: str, default: float, does: str
+    parser: argparse.ArgumentParser,
+    flag: str,
+    name: str,
+    default: float,
+    does: str,
+    *,
+    least: int = 0,
 ) -> None:
+    kind = type(default)
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
+
+    number.__name__ = kind.__name__  # which argparse shows
     parser.add_argument(
         flag,
         dest=name,
-        metavar=type(default).__name__.upper(),
-        type=type(default),
+        metavar=kind.__name__.upper(),
+        type=number,
         default=default,
         help=f"{does} (default: {default})",
     )

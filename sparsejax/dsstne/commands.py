@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import math
 import os
 import pathlib
-import shutil
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ from sparsejax.data import SparseDataset
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names, quoted
 from sparsejax.dsstne import rules
-from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
-from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows, check_fits
+from sparsejax.dsstne.definition import Definition, LayerDefinition, weights_of
 from sparsejax.dsstne.index_files import read_index, write_index
 from sparsejax.dsstne.netcdf import load, save
 from sparsejax.dsstne.network import Network, name_of, regularization
@@ -33,9 +34,10 @@ from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.recommend import recommend
 from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.sparse import CSR
 from sparsejax.training.checkpoint import Checkpoints
 from sparsejax.training.fit import fit
-from sparsejax.whole_files import check_writable, whole_text_file
+from sparsejax.whole_files import check_writable, remove_folder, whole_text_file
 
 INITIAL = "initial_network.nc"
 # How often a checkpoint is saved from which `resume` can go on.
@@ -121,7 +123,8 @@ class Train:
       optimizer: one of `OPTIMIZERS`.
       seed: of the first weights, of noise and of the order.
       resume: whether to go on where a training of the same flags was stopped.
-      mesh: see `mesh_of`; one device by default.
+      mesh: such as "data=1,model=2". By default one device, or with several processes
+        all devices along "model".
       validation: two files, like `inputs` and `outputs`, whose error is measured after
         each epoch.
       interval: after so many epochs alpha is multiplied by `multiplier`; 0 is never.
@@ -162,7 +165,9 @@ def train(command: Train) -> None:
       FloatingPointError: the loss is not finite.
       ValueError: data and network do not fit each other.
     """
-    if os.path.exists(command.network):
+    # A training that is killed just before it ends has written its network.
+    is_ending = command.resume and os.path.exists(checkpoints_of(command))
+    if os.path.exists(command.network) and not is_ending:
         raise FileExistsError(
             f"{command.network}: already exists; remove it, or name another file"
         )
@@ -172,11 +177,19 @@ def train(command: Train) -> None:
         made(command).run()
 
 
+def checkpoints_of(command: Train) -> str:
+    """The folder of checkpoints, which is there until the training has ended."""
+    return f"{command.network}.checkpoints"
+
+
 def made(command: Train) -> Training:
     """The network and its data, before training."""
     data = _data_of(command.inputs, command.outputs)
     sizes = {name: dataset.size for name, dataset in data.items()}
-    return Training(command, Definition.load(command.config, sizes), data)
+    network = Definition.load(command.config, sizes)
+    weights = sum(map(math.prod, weights_of(network).values()))
+    check_fits(f"{command.config}: the weights", 4 * weights // jax.process_count())
+    return Training(command, network, data)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,7 +209,7 @@ class Examples:
     @classmethod
     def of(cls, network: Definition, data: Mapping[str, FileDataset]) -> Examples:
         sources = {
-            name_of(layer): _of_layer(layer, data).source()
+            name_of(layer): _of_layer(layer, data).examples()
             for layer in network.of_kind("Input")
         }
         inputs = network.of_kind("Input")
@@ -247,22 +260,26 @@ class Training:
             rngs=nnx.Rngs(command.seed),
         )
         self.optimizer = Optimizer(self.model, rule)
-        if command.mesh is not None:
-            modules = (self.model, self.optimizer)
-            nnx.update(modules, put_on_mesh(nnx.state(modules)))
+        modules = (self.model, self.optimizer)
+        nnx.update(modules, put_on_mesh(nnx.state(modules)))
         self.examples = Examples.of(network, data)
+        # Of the last epoch. Only the first process, which prints, has it.
+        self.error = math.nan
         self.validation = None
         if command.validation is not None:
             self.validation = Examples.of(network, _data_of(*command.validation))
 
     def run(self) -> None:
+        """Trains, and writes the network files. All processes must call this."""
         command = self.command
-        folder = f"{command.network}.checkpoints"
+        folder = checkpoints_of(command)
         may_differ = ("epochs", "resume", "mesh")
-        flags = {n: v for n, v in vars(command).items() if n not in may_differ}
+        identity = {n: v for n, v in vars(command).items() if n not in may_differ}
+        network = repr(self.model.definition).encode()
+        identity["what the config says"] = hashlib.sha256(network).hexdigest()[:16]
         if not command.resume:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not os.path.exists(folder):
+            _remove(folder)
+        if processes.is_true_anywhere(not os.path.exists(folder)):
             self.save(INITIAL)
         self.began = time.monotonic()
         try:
@@ -276,37 +293,45 @@ class Training:
                 num_epochs=command.epochs,
                 seed=command.seed,
                 shuffle=self.model.definition.shuffle_indices,
-                checkpoint_dir=Checkpoints(folder, identity=flags),
+                checkpoint_dir=Checkpoints(folder, identity=identity),
                 checkpoint_seconds=CHECKPOINT_SECONDS,
                 resume=command.resume,
-                log=self.end_epoch,
+                log=self.note,
+                after_epoch=self.end_epoch,
             )
             self.save(command.network)
         except FloatingPointError:  # after others, `-resume` can go on
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             raise
-        shutil.rmtree(folder)
+        _remove(folder)
 
-    def end_epoch(self, step: int, entry: Mapping[str, float]) -> None:
-        command, epoch = self.command, int(entry["epoch"])
+    def note(self, step: int, entry: Mapping[str, float]) -> None:
+        """Remembers the error of an epoch."""
+        self.error = entry["loss"]
+
+    def end_epoch(self, epoch: int) -> None:
+        """Prints how an epoch went, and keeps every tenth network."""
+        command, measured = self.command, None
         self.optimizer.flush(self.model)
         penalty = regularization(self.model, l2=command.l2, l1=command.l1)
-        error, now = entry["loss"], time.monotonic()
-        print(
-            f"NNNetwork::Train: Epoch {epoch}, average error {error + penalty:f}, "
-            f"average training error {error:f}, average regularization error "
-            f"{penalty:f}, elapsed time {now - self.began:f}s",
-            flush=True,
-        )
+        now = time.monotonic()
         if (found := self.validation) is not None:
-            error = self.model.mean_loss(
+            measured = self.model.mean_loss(
                 found.inputs,
                 found.targets,
                 weights=found.weights,
                 batch_size=command.batch_size,
             )
+        print(
+            f"NNNetwork::Train: Epoch {epoch}, average error {self.error + penalty:f}, "
+            f"average training error {self.error:f}, average regularization error "
+            f"{penalty:f}, elapsed time {now - self.began:f}s",
+            flush=True,
+        )
+        if measured is not None:
             print(
-                f"NNNetwork::Validate: Epoch {epoch}, average validation error {error:f}",
+                f"NNNetwork::Validate: Epoch {epoch}, average validation error "
+                f"{measured:f}",
                 flush=True,
             )
         self.began = time.monotonic()
@@ -314,7 +339,13 @@ class Training:
             self.save(f"{command.kept or command.network}{epoch}.nc")
 
     def save(self, path: str) -> None:
-        save_parameters(path, self.model.definition, self.model.parameters())
+        """Writes the network as it is now."""
+        definition, parameters = self.model.definition, self.model.parameters()
+        processes.in_first(lambda: save_parameters(path, definition, parameters))
+
+
+def _remove(folder: str) -> None:
+    processes.in_first(lambda: remove_folder(folder))
 
 
 def rule_of(command: Train, decay: float, steps: int = 0) -> rules.DsstneRule:
@@ -359,7 +390,8 @@ class Predict:
       inputs: the index file of the input's features.
       outputs: the index file of the output's features.
       text: samples, a text file or a folder of them.
-      filters: features of samples that are not recommended, in the same form.
+      filters: features of samples that are not recommended, in the same form; it may be
+        an empty file.
       out: the file to write.
       batch_size: samples at a time.
       k: how many recommendations.
@@ -368,7 +400,8 @@ class Predict:
       multiply: whether scores are multiplied with the filters' values, as DSSTNE did, and
         nothing is left out. A value that is missing is 0.
       layer: write the units of this layer, in place of recommendations.
-      mesh: see `mesh_of`; one device by default.
+      mesh: such as "data=1,model=2". By default one device, or with several processes
+        all devices along "model".
     """
 
     dataset: str
@@ -417,6 +450,9 @@ def predict(command: Predict) -> None:
         feature_names=features, row_names=found.samples
     )
     filters = _filters(command, found.samples, items)
+    known = [other.name for other in network.layers]
+    if command.layer is not None and command.layer not in known:
+        raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
     network = dataclasses.replace(
         network,
         layers=tuple(
@@ -426,14 +462,14 @@ def predict(command: Predict) -> None:
     )
     with _mesh(command.mesh):
         model = Network(network, parameters=parameters, rngs=nnx.Rngs(0))
-        if command.mesh is not None:
-            nnx.update(model, put_on_mesh(nnx.state(model)))
+        nnx.update(model, put_on_mesh(nnx.state(model)))
         if command.layer is not None:
-            _write_units(command, model, rows, found.samples)
+            units = model.units(rows, command.layer, batch_size=command.batch_size)
+            processes.in_first(lambda: _write_units(command, units, found.samples))
             return
         model.rank_first(len(items))
         if command.multiply:
-            best = _multiplied(command, model, rows, filters)
+            best = _multiplied(command, model, rows, filters, len(items))
         else:
             best = recommend(
                 model,
@@ -442,14 +478,10 @@ def predict(command: Predict) -> None:
                 exclude=filters.astype(bool),
                 batch_size=command.batch_size,
             )
-    _write(command, found.samples, best, items)
+    processes.in_first(lambda: _write(command, found.samples, best, items))
 
 
-def _write_units(command: Predict, model: Network, rows: Any, samples: Names) -> None:
-    known = [layer.name for layer in model.definition.layers]
-    if command.layer not in known:
-        raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
-    units = model.units(rows, command.layer, batch_size=command.batch_size)
+def _write_units(command: Predict, units: np.ndarray, samples: Names) -> None:
     with whole_text_file(command.out) as file:
         for sample, values in zip(samples.tolist(), units, strict=True):
             texts = (format(float(value), command.precision) for value in values)
@@ -474,6 +506,12 @@ def _write(
 
 def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr_array:
     """`[samples, items]`: the values of the filters; if they only leave out, each is 1."""
+    shape = (len(samples), len(items))
+    is_file = os.path.isfile(command.filters)
+    if command.filters == os.devnull or (
+        is_file and not os.stat(command.filters).st_size
+    ):
+        return scipy.sparse.csr_array(shape)
     with warnings.catch_warnings():
         # A sample needs no filter, and a filter may have other samples.
         warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
@@ -489,7 +527,6 @@ def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     indices = rows.indices[: indptr[-1]]
     values = np.ones(len(indices)) if rows.values is None else rows.values
-    shape = (len(samples), len(items))
     return scipy.sparse.csr_array((values[: indptr[-1]], indices, indptr), shape=shape)
 
 
@@ -498,9 +535,10 @@ def _multiplied(
     model: Network,
     rows: SparseDataset,
     filters: scipy.sparse.csr_array,
+    items: int,
 ) -> Recommendations:
     """The best after scores were multiplied with the filters' values."""
-    output, (count, items) = model.output_layer.name, filters.shape
+    output, count = model.output_layer.name, rows.num_rows
     ids = np.full((count, command.k), -1, np.int32)
     best = np.full((count, command.k), -np.inf, np.float32)
     most = min(command.k, items)
@@ -508,8 +546,8 @@ def _multiplied(
         some = slice(start, start + command.batch_size)
         batch = rows.align_rows(rows.row_names[some])
         scores = model.units(batch, output, batch_size=command.batch_size)[:, :items]
-        part = filters[some].tocoo()
-        np.multiply.at(scores, (part.row, part.col), part.data.astype(np.float32))
+        part = scipy.sparse.coo_array(filters[some])
+        np.multiply.at(scores, part.coords, part.data.astype(np.float32))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :most]
         ids[some, :most] = order
         best[some, :most] = np.take_along_axis(scores, order, axis=1)
@@ -539,9 +577,14 @@ def _check_width(path: str, names: Names, layer: LayerDefinition) -> None:
 
 
 def _mesh(text: str | None) -> contextlib.AbstractContextManager[Any]:
-    if text is None:
+    """The mesh of `-mesh`. By default several processes divide weights, as DSSTNE's do."""
+    if text is None and not processes.is_joined():
         return contextlib.nullcontext()
-    return jax.set_mesh(processes.mesh_of(text))
+    text = text or f"model={jax.device_count()}"
+    try:
+        return jax.set_mesh(processes.mesh_of(text))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--mesh", "-mesh")) from error
 
 
 def _data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
@@ -599,10 +642,9 @@ def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDa
     )
 
 
-def _targets(dataset: FileDataset) -> SparseDataset | scipy.sparse.csr_array:
+def _targets(dataset: FileDataset) -> CSR | scipy.sparse.csr_array:
     """What `fit` takes as targets. A dense data set has a label wherever it is not 0."""
-    found = dataset.source(target=True)
-    if isinstance(found, SparseDataset):
+    found = dataset.examples(target=True)
+    if isinstance(found, CSR):
         return found
-    values = found if isinstance(found, np.ndarray) else found.values
-    return scipy.sparse.csr_array(values.reshape(len(values), -1))
+    return scipy.sparse.csr_array(found.reshape(len(found), -1))

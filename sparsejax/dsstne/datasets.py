@@ -18,6 +18,10 @@ from sparsejax.sparse import CSR, MAX_ENTRIES
 # An array may be this many times larger than what the file has for it. Deflate, which
 # NetCDF uses, reaches 1,032 only for equal bytes.
 _MAX_RATIO = 1000
+# Bytes for each name of a column, and for each entry that is sorted in its row.
+_NAME, _SORTING = 128, 48
+# A data set may have as many columns without names as if it had so many bytes.
+_FREE_STORED = 2**20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,25 +195,35 @@ class FileDataset:
                 f"the index has {len(names):,} samples but the data set has "
                 f"{self.num_examples:,} examples; give the index that was written with it"
             )
-        if isinstance(self.rows, np.ndarray):
-            return self._dense(target, names)
+        found = self.examples(target=target)
+        if isinstance(found, np.ndarray):
+            return found if names is None else DenseDataset(found, names)
+        if features is None or len(features) < self.columns:
+            stored = max(found.indices.nbytes, _FREE_STORED)
+            check_memory("the names of the columns", _NAME * self.columns, stored)
         columns = column_names(features, self.columns)
-        matrix = self._matrix(target)
         if names is None:
             names = column_names(None, self.num_examples)
-        return SparseDataset(matrix, names, columns)
+        return SparseDataset(found, names, columns)
 
-    def _dense(self, target: bool, names: Names | None) -> np.ndarray | DenseDataset:
-        rows = np.asarray(self.rows)
+    def examples(self, *, target: bool = False) -> CSR | np.ndarray:
+        """The same without names, which take memory: a `CSR` or an array."""
+        if isinstance(self.rows, np.ndarray):
+            return self._dense(self.rows, target)
+        return self._matrix(target)
+
+    def _dense(self, rows: np.ndarray, target: bool) -> np.ndarray:
+        stored = rows.nbytes
         if self.index is not None:
-            needed = 4 * len(self.index) * self.columns
-            check_memory("the examples", needed, rows.nbytes + self.index.nbytes)
+            stored += self.index.nbytes
+        check_memory("the examples", 4 * self.num_examples * self.columns, stored)
+        if self.index is not None:
             rows = rows[self.index]
         with np.errstate(over="ignore"):
             values = rows.astype(np.float32) * _scale(rows.dtype)
         if rows.dtype == np.uint8 and not target:
             values -= np.float32(0.5)
-        return values if names is None else DenseDataset(values, names)
+        return values
 
     def _matrix(self, target: bool) -> CSR:
         if isinstance(self.rows, Classes):
@@ -232,6 +246,7 @@ class FileDataset:
                 "(2^31 - 1)"
             )
         check_memory("the rows", 4 * int(total), stored)
+        check_fits("sorting the rows", _SORTING * int(total))
         ends = np.cumsum(lengths)
         indptr = np.concatenate([[0], ends])
         if not np.array_equal(starts, indptr[:-1]):
@@ -267,6 +282,11 @@ def check_memory(what: str, needed: int, stored: int) -> None:
             f"{what} would take {needed:,} bytes of memory, over {_MAX_RATIO:,} times "
             f"the {stored:,} bytes that are stored"
         )
+    check_fits(what, needed)
+
+
+def check_fits(what: str, needed: int) -> None:
+    """Raises ValueError if the machine has less memory than so many bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(

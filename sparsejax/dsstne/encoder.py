@@ -20,6 +20,7 @@ from sparsejax.dsstne.definition import Keys, SparsenessPenalty, parse
 from sparsejax.dsstne.losses import Boosted
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network, load_network
+from sparsejax.mesh import processes
 from sparsejax.prediction.evaluate import evaluate
 from sparsejax.sparse import CSR
 
@@ -115,7 +116,9 @@ def encode(cdl: Encode) -> None:
       ValueError: files do not fit each other. Others are those of `train`.
     """
     if cdl.command == "Train":
-        commands.train(cdl.training)
+        # The seed may be the time.
+        seed = processes.number_of_first(cdl.training.seed)
+        commands.train(dataclasses.replace(cdl.training, seed=seed))
     elif cdl.command == "Validate":
         training = commands.made(cdl.training)
         for name, gap in slope_errors(training).items():
@@ -137,11 +140,11 @@ def _measure(cdl: Encode) -> None:
             raise ValueError(f"{cdl.data}: there is no data set {name!r}")
     if network.output_layer.name != "Output":
         raise ValueError(f"{cdl.network}: the network has no layer 'Output'")
-    source: Any = data["input"].source()
+    source: Any = data["input"].examples()
     inputs = source
     if not isinstance(network.num_features, int):
         inputs = {name: source for name in network.num_features}
-    target: Any = data["output"].source(target=True)
+    target: Any = data["output"].examples(target=True)
     most = min(_MOST_RANKED, network.num_items)
     ks = range(1, most + 1)
     found = evaluate(network, inputs, target, k=list(ks), exclude=None, popularity=None)
@@ -167,7 +170,7 @@ def slope_errors(training: commands.Training) -> dict[str, float]:
     rows = rows[: shown.num_rows]
     [x] = [taken(b) for b in shown.batches(shown.for_batches(), rows, len(rows))]
     target: Any = training.examples.targets
-    matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target.matrix
+    matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target
     labels = jax.tree.map(jnp.asarray, matrix).take(rows)
     share = jnp.full(len(rows), 1 / len(rows))
     model.eval()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
-from sparsejax.data.files import DataError, open_data
+from sparsejax.data.files import ByteStream, DataError, line_blocks, open_data
 from sparsejax.data.names import Names, as_names
 from sparsejax.prediction.nearest import nearest
 from sparsejax.whole_files import check_writable, whole_text_file
@@ -54,6 +55,8 @@ def search(command: Search) -> None:
       ValueError: a number does not fit in the data type.
     """
     check_writable(command.out)
+    if not command.key_delimiter or not command.vector_delimiter:
+        raise ValueError("--key-val-delim and --vec-delim must not be empty")
     keys, vectors = read_vectors(command, command.data)
     wanted, queries = read_vectors(command, command.queries)
     if queries.shape[1] != vectors.shape[1]:
@@ -92,10 +95,7 @@ def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.nda
     vectors: list[np.ndarray] = []
     for path in paths:
         with open_data(path) as stream:
-            for number, line in enumerate(stream, 1):
-                text = line.decode(errors="replace").rstrip("\r\n")
-                if not text:
-                    continue
+            for number, text in _lines(stream, path):
                 key, delimiter, rest = text.partition(command.key_delimiter)
                 if not delimiter:
                     raise DataError.at(
@@ -114,6 +114,14 @@ def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.nda
     if not vectors:
         raise DataError.at(paths[0], "holds no vectors")
     return as_names(keys), np.stack(vectors)
+
+
+def _lines(stream: ByteStream, path: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not empty, with their numbers."""
+    for block in line_blocks(stream, path):
+        for number, text in enumerate(block.data.decode().split("\n"), block.first):
+            if text:
+                yield number, text
 
 
 def _numbers(text: str, delimiter: str) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ from sparsejax.mesh.layout import make_mesh
 
 # A process that runs but has been silent for this long counts as lost, and all others end.
 HEARTBEAT_SECONDS = 60
+
+# A variable that only `mpirun` of Open MPI 4 sets. JAX finds the other processes by it.
+_OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"
 
 # How long a failing process waits for the others, which may be failing too.
 _GRACE_SECONDS = 5
@@ -68,10 +72,18 @@ def join_processes(
             "give the coordinator, the number of processes and the id of this one, or "
             "none of them"
         )
+    method = None if coordinator is None else "deactivate"
+    if method is None and are_of_mpirun() and _OPEN_MPI_4 not in os.environ:
+        method = "mpi4py"
+        if importlib.util.find_spec(method) is None:
+            raise ValueError(
+                "the processes of Open MPI 5 find each other by another package: pip "
+                "install mpi4py"
+            )
     try:
         jax.distributed.initialize(
             *given,
-            cluster_detection_method=None if coordinator is None else "deactivate",
+            cluster_detection_method=method,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except ValueError as error:
@@ -92,6 +104,11 @@ def _say_lost() -> None:
 def _note(number: int, frame: object) -> None:
     interrupts.note()
     signal.signal(number, signal.SIG_DFL)
+
+
+def are_of_mpirun() -> bool:
+    """Whether this is one of several processes that Open MPI's `mpirun` has started."""
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1
 
 
 def is_joined() -> bool:
@@ -157,6 +174,13 @@ def true_anywhere(*flags: bool) -> list[bool]:
 def is_true_anywhere(flag: bool) -> bool:
     """Whether a flag is set in some process. All processes must call this."""
     return true_anywhere(flag)[0]
+
+
+def number_of_first(number: int) -> int:
+    """The number that process 0 has, below 2^32. All processes must call this."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.uint32(number)))
 
 
 def is_same_everywhere(text: str) -> bool:
