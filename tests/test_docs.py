@@ -140,13 +140,34 @@ def test_dsstne(trained):
         {"Name": "Output", "N": "auto", "DataSet": "gl_output"},
     ]
     pathlib.Path("config.json").write_text(json.dumps({"Layers": layers}))
-    _, script, *_ = blocks((DOCS / "dsstne.md").read_text(), "")
+    page = (DOCS / "dsstne.md").read_text()
+    _, script, pairs = blocks(page, "")
     for line in script.splitlines():
         assert cli.main(shlex.split(line)[1:]) == 0
     assert len(pathlib.Path("recs").read_text().splitlines()) == 30
-    for code in python("dsstne.md"):
+    *first, search = python("dsstne.md")
+    for code in first:
         exec(compile(code, "dsstne.md", "exec"), trained)  # noqa: S102
     assert trained["hidden"].shape == (30, 4) and len(trained["history"]) == 2
+
+    # A query has a word of the product that is right for it, and one of all products.
+    [config] = blocks(page, "json")
+    pathlib.Path("search.json").write_text(config)
+    products, queries = (np.zeros((7, 15), bool) for _ in range(2))
+    for i in range(7):
+        products[i, [2 * i, 2 * i + 1, 14]] = queries[i, [2 * i, 14]] = True
+    left, right = np.divmod(np.arange(49), 7)
+    share = (left == right).astype(np.float32)[:, None]
+    words, products_of_pairs, once, each, target = (
+        sj.SparseDataset.from_scipy(scipy.sparse.csr_array(rows))
+        for rows in (queries[left], products[right], queries, products, np.eye(7) > 0)
+    )
+    of_pairs = {"query": words, "asin": products_of_pairs, "target_share": share}
+    sj.dsstne.write_datasets("pairs.nc", of_pairs)
+    sj.dsstne.write_datasets("eval.nc", {"query": once, "asin": each, "target": target})
+    assert cli.main(shlex.split(pairs)[1:]) == 0
+    exec(compile(search, "dsstne.md", "exec"), trained)  # noqa: S102
+    np.testing.assert_allclose(trained["mrr"], 1)
 
 
 def test_large_models(capsys):

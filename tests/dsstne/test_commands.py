@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import signal
 import subprocess
+import sys
 
 import dsstne_networks as networks
 import netCDF4
@@ -141,26 +143,48 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
     assert (folder / "recs").read_text() == expected
 
 
-def test_a_training_that_was_stopped_goes_on_with_the_same_bits(folder, monkeypatch):
-    flags = "-b 2 -alpha 1 -optimizer nesterov"
-    assert run(f"{TRAIN} {flags} -e 6") == 0
+# Trains, saves after each epoch, and is killed at the end of the third.
+KILLED = """
+import os, signal, sys
+from sparsejax.cli.main import main
+from sparsejax.dsstne import commands
+
+commands.CHECKPOINT_SECONDS = 0
+note = commands.Training.note
+
+def killed(self, step, entry):
+    if entry["epoch"] == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    note(self, step, entry)
+
+commands.Training.note = killed
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_training_that_was_killed_goes_on_with_the_same_bits(folder, monkeypatch):
+    train = f"{TRAIN} -b 2 -e 5 -alpha 1 -optimizer nesterov"
+    assert run(train) == 0
     whole = (folder / "gl.nc").read_bytes()
     (folder / "gl.nc").unlink()
-    monkeypatch.setattr(commands, "CHECKPOINT_SECONDS", 0)
-    saved = commands.regularization
-
-    def stopped(network, **options):
-        if len(list((folder / "gl.nc.checkpoints").glob("*"))) >= 3:
-            raise KeyboardInterrupt
-        return saved(network, **options)
-
-    monkeypatch.setattr(commands, "regularization", stopped)
-    assert run(f"{TRAIN} {flags} -e 6") == 130
-    assert not (folder / "gl.nc").exists()
-    monkeypatch.setattr(commands, "regularization", saved)
-    assert run(f"{TRAIN} {flags} -e 6 -resume") == 0
+    before = {path.name for path in folder.iterdir()}
+    python = [sys.executable, "-c", KILLED, *train.split()]
+    assert subprocess.run(python, check=False).returncode == -signal.SIGKILL
+    assert {p.name for p in folder.iterdir()} - before == {"gl.nc.checkpoints"}
+    with monkeypatch.context() as patched:
+        # Stopped again, between its last two steps: the network is written, and then the
+        # checkpoints are removed.
+        patched.setattr(commands, "remove_folder", interrupt)
+        assert run(f"{train} -resume") == 130
+    assert (folder / "gl.nc").read_bytes() == whole
+    assert run(f"{train} -resume") == 0
     assert (folder / "gl.nc").read_bytes() == whole
     assert not (folder / "gl.nc.checkpoints").exists()
+
+
+def interrupt(path):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax import lax
 import sparsejax as sj
 from sparsejax import dsstne
 from sparsejax.cli.main import main
-from sparsejax.dsstne import network
+from sparsejax.dsstne import encoder, network
 from sparsejax.dsstne.rules import Decay
 
 CDL = {
@@ -136,3 +136,23 @@ def test_wrong_files(folder, capsys, change, message):
     assert main(["dsstne", "encoder", "train.cdl"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("sparsejax: error: ") and message in line
+
+
+def test_random_characters_changed(tmp_path):
+    """A damaged CDL file is read, or one line says why not."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "train.cdl"
+    whole = np.frombuffer(json.dumps(CDL).encode(), np.uint8)
+    marks = np.frombuffer(b'{}[]",:0-.e/*\\\n\x00\xff\xc3', np.uint8)
+    refused = 0
+    for _ in range(300):
+        damaged = whole.copy()
+        at = rng.integers(0, len(whole), rng.integers(1, 5))
+        damaged[at] = rng.choice(marks, len(at))
+        path.write_bytes(damaged.tobytes())
+        try:
+            encoder.load_cdl(str(path))
+        except (ValueError, NotImplementedError) as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+            refused += 1
+    assert refused > 100

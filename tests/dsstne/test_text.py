@@ -215,3 +215,31 @@ def test_bad_index_files(tmp_path, message):
 @pytest.mark.parametrize(("features", "width"), [(1, 128), (128, 128), (129, 256)])
 def test_widths(features, width):
     assert index_files.padded_width(features) == width
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_bytes_changed(tmp_path, seed):
+    """Whatever a file holds, it is read or one line says why not."""
+    rng = np.random.default_rng(seed)
+    marks = np.frombuffer(b'\t\n\r:,0-.e\x00\xff\xc3\xa4\xe2\\"', np.uint8)
+    path = tmp_path / "file"
+    reads = {
+        INDICATORS: text.read_samples,
+        ANALOG: lambda path: text.read_samples(path, analog=True),
+        "b\t0\n\xc3\xa4 c\t1\na\t2\n": index_files.read_index,
+    }
+    refused = 0
+    for whole, read in reads.items():
+        for _ in range(150):
+            damaged = np.frombuffer(whole.encode(), np.uint8).copy()
+            at = rng.integers(0, len(damaged), rng.integers(1, 6))
+            damaged[at] = rng.choice(marks, len(at))
+            path.write_bytes(damaged[rng.integers(0, 3) :].tobytes())
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    read(path)
+            except DataError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+                refused += 1
+    assert refused > 100
