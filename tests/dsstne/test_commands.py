@@ -109,6 +109,22 @@ def test_train_writes_networks_and_predict_reads_them(folder, capsys):
     assert len(errors) == 11 and float(errors[-1]) < 0.2 * float(errors[0])
     initial, _ = load_parameters("initial_network.nc")
     assert initial.layer("Input").sparse and initial.layer("Output").units == 128
+    with netCDF4.Dataset("initial_network.nc") as file:  # as the user guide's listing
+        assert file.getncattr("version") == np.float32(0.9)
+        for name, value in {
+            "layers": np.uint32(3),
+            "weights": np.uint32(2),
+            "weight0_width": np.uint64(4),
+            "weight0_height": np.uint64(128),
+            "layer1_Nx": np.uint32(4),
+            "weight1_width": np.uint64(128),
+        }.items():
+            found = file.getncattr(name)
+            assert found == value and found.dtype == value.dtype, name
+        assert file["weight0_weights"].dtype == np.float32
+        largest, limit = abs(file["weight0_weights"][:]).max(), math.sqrt(6 / 132) / 2
+        assert file["weight0_weights"].shape == (512,)
+        assert 0.95 * limit < largest <= np.float32(limit)
     assert run(f"{PREDICT} -k 5 -p 6.4f") == 0
     lines = (folder / "recs").read_text().splitlines()
     assert [line.split("\t")[0] for line in lines] == ["ann", "bob", "cyd"]
@@ -243,7 +259,11 @@ def test_a_mesh_gives_the_same(folder, capsys):
         (PREDICT.replace("-n gl.nc", "-n in.nc"), "so it holds no network of DSSTNE"),
         (PREDICT.replace("-i features", "-i of_many"), "has 4 units"),
         (f"{PREDICT} -p 4.3d", "-p 4.3d is no format"),
-        (f"{PREDICT} -k 0", "k must be at least 1"),
+        (f"{PREDICT} -mesh data=x", "-mesh"),
+        (PREDICT.replace("-i features", "-i holes"), "no name has the number 1"),
+        (PREDICT.replace("-r text", "-r wrong -t analog"), "wrong:2: "),
+        ("dsstne generateNetCDF -d x -i wrong -o a -f f -s s -c -t analog", "wrong:2: "),
+        ("dsstne train -c huge.json -i in.nc -o out.nc -n new", "huge.json: the weights"),
         (f"{PREDICT} -l Hiden", "-l Hiden: the layers are Input, Hidden, Output"),
     ],
 )  # fmt: skip
@@ -254,6 +274,9 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
     (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
     (folder / "filters").write_text("w\tp\n")
     (folder / "wide.json").write_text(written(Input={"N": 3}))
+    (folder / "huge.json").write_text(written(Input={}, Hidden={"N": 2**31 - 1}))
+    (folder / "holes").write_text("a\t0\nc\t2\n")
+    (folder / "wrong").write_text("u\ta,1\nv\ta,1:b,nan\n")
     (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))
     run("dsstne generateNetCDF -d gl_output -i four -o more.nc -f f4 -s s4 -c")
     capsys.readouterr()
@@ -268,6 +291,9 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
 def test_an_unknown_flag_is_wrong_usage(folder, capsys):
     assert run(f"{TRAIN} -momentum 0.5") == 2
     assert "-momentum" in capsys.readouterr().err
+    assert run(f"{TRAIN} -alpha nan") == 2
+    assert run(f"{PREDICT} -k 0") == 2
+    assert "must be at least 1, got 0" in capsys.readouterr().err
     assert run("dsstne") == 2
     assert run("dsstne --help") == 0
     assert "generateNetCDF" in capsys.readouterr().out
