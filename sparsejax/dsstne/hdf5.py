@@ -1,6 +1,6 @@
 """Reads HDF5 files that may be damaged or hostile. NetCDF-4 files are HDF5 files.
 
-Files are read with h5py alone, which does not hang on damaged ones.
+Files are read with h5py alone. It hangs on one kind of damage, which is looked for first.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import mmap
+import struct
 from collections.abc import Generator
 from typing import Any
 
@@ -26,6 +28,9 @@ except ImportError as error:
 
 # The first bytes of NetCDF files that are no HDF5 files.
 _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
+# The first bytes of a global heap, and the head of an object there: number, count, size.
+_HEAP = b"GCOL\x01"
+_HEAP_OBJECT = struct.Struct("<H6sQ")
 # A chunk of this size may be read whatever the file has for it.
 _SMALL_CHUNK = 16 * 2**20
 # Names are read in blocks: many may refer to the same text, of up to the file's size.
@@ -48,14 +53,42 @@ def opened(path: Path, what: str) -> Generator[File]:
         with open(path, "rb") as file:
             start = file.read(4)
             size = file.seek(0, io.SEEK_END)
+            ends = size == 0 or _texts_end(file, size)
         if start in _CLASSIC:
             raise DataError.at(
                 path,
                 "is a NetCDF file of the classic format; convert it: nccopy -k nc4",
             )
+        if not ends:
+            raise DataError.at(path, "is damaged: a list of its texts has no end")
         file = h5py.File(path, "r")
     with file:
         yield File(path, file, size, what)
+
+
+def _texts_end(file: io.BufferedReader, size: int) -> bool:
+    """Whether each global heap, where HDF5 keeps texts, can be walked to its end.
+
+    An object of number 0 is free space, and its size is how far the next one is. If that is
+    0, HDF5 stays there for ever.
+    """
+    steps = 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(_HEAP)
+        while at >= 0:
+            header = data[at + 8 : at + 16]
+            end = min(at + int.from_bytes(header, "little"), size)
+            place = at + 16
+            while place + 16 <= end:
+                number, _, length = _HEAP_OBJECT.unpack_from(data, place)
+                move = length if number == 0 else 16 + (length + 7) // 8 * 8
+                steps += 1
+                # Heaps do not overlap, and an object has 16 bytes or more.
+                if move == 0 or steps > size // 16:
+                    return False
+                place += move
+            at = data.find(_HEAP, at + 1)
+    return True
 
 
 @contextlib.contextmanager

@@ -323,6 +323,20 @@ def test_random_bytes_changed(tmp_path, seed):
     assert refused > 10
 
 
+def test_a_list_of_texts_without_an_end(tmp_path):
+    """HDF5 stays for ever at free space of 0 bytes."""
+    path = tmp_path / "a.nc"
+    names = ["a", "b", "c"]
+    matrix = scipy.sparse.csr_array(np.array(DENSE, bool))
+    write_datasets(path, {"x": SparseDataset.from_scipy(matrix, row_names=names)})
+    whole = bytearray(path.read_bytes())
+    heap = whole.index(b"GCOL")
+    whole[heap + 16 : heap + 32] = bytes(16)
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match="a list of its texts has no end"):
+        read_datasets(path)
+
+
 def test_writing_says_what_cannot_be_written(tmp_path):
     path = tmp_path / "a.nc"
     empty = SparseDataset.from_scipy(scipy.sparse.csr_array((3, 4), dtype=bool))
