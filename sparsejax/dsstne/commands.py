@@ -500,6 +500,7 @@ def _multiplied(
     filters: scipy.sparse.csr_array,
 ) -> Recommendations:
     """The best after scores were multiplied with the filters' values."""
+    assert model.output_layer is not None
     output, (count, items) = model.output_layer.name, filters.shape
     ids = np.full((count, command.k), -1, np.int32)
     best = np.full((count, command.k), -np.inf, np.float32)
