@@ -934,6 +934,7 @@ class _Layer(nnx.Module):
                 module = nnx.clone(module)
                 module.kernel[...] = _slower(module.kernel[...], 1 / self.counts[0])
             return module.loss(h, labels, loss=rule, weights=weights)
+        check_columns("targets", labels.num_cols, self.layer.units, "items")
         scores = self.scores(held)
         if self._loss_is_of_units:
             scores = held.units[self.layer.name]

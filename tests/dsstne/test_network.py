@@ -578,7 +578,9 @@ def test_an_output_may_read_an_input_or_an_output():
     assert ids[:, 0].tolist() == a.argmax(axis=1).tolist()
     with pytest.raises(ValueError, match="have the targets a, c: .* got one target"):
         network.loss(given, labels["a"])
-    mean = network.mean_loss({"x": np.float32(x)}, {"a": scipy.sparse.csr_array(y), "c": scipy.sparse.csr_array(z)}, batch_size=2)  # fmt: skip
+    with pytest.raises(ValueError, match="targets has 4 columns"):
+        network.loss(given, {"a": labels["c"], "c": labels["c"]})
+    mean = network.mean_loss({"x": x.astype(np.float32)}, {"a": scipy.sparse.csr_array(y), "c": scipy.sparse.csr_array(z)}, batch_size=2)  # fmt: skip
     np.testing.assert_allclose(mean, expected / 5, rtol=1e-5)
 
 
