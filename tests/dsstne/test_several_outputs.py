@@ -6,12 +6,15 @@ import json
 import numpy as np
 import pytest
 import scipy.sparse
+from flax import nnx
 
+import sparsejax as sj
 from sparsejax.data import SparseDataset
-from sparsejax.dsstne import commands
+from sparsejax.dsstne import commands, rules
 from sparsejax.dsstne.datasets import FileDataset
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.netcdf import write_datasets
+from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 
 LAYERS = [
@@ -73,3 +76,23 @@ def test_what_cannot_be_learned():
     )
     with pytest.raises(ValueError, match="no layer of kind Output"):
         commands.Examples.of(none, data)
+
+
+def test_what_fit_refuses_with_several_targets():
+    network = Network(Definition.from_json({"Layers": LAYERS}), rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(network, rules.SGD(0.1))
+    d, e = (scipy.sparse.csr_array(np.eye(8, n, dtype=bool)) for n in (8, 3))
+    for targets, options, error, message in (
+        ({"d": d, "e": e}, {"fused": True}, NotImplementedError, "several targets"),
+        (
+            {"d": d, "e": e},
+            {"validation": d},
+            ValueError,
+            "a single target",
+        ),
+        ({}, {}, ValueError, "targets is empty"),
+        ({"d": d, "e": e[:3]}, {}, ValueError, r"targets\['e'\]"),
+        ({"d": d, "f": e}, {}, ValueError, "the targets d, e"),
+    ):
+        with pytest.raises(error, match=message):
+            sj.fit(network, optimizer, d, targets, num_epochs=1, **options)
