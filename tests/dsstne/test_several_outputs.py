@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,7 @@ def test_what_fit_refuses_with_several_targets():
     network = Network(Definition.from_json({"Layers": LAYERS}), rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(network, rules.SGD(0.1))
     d, e = (scipy.sparse.csr_array(np.eye(8, n, dtype=bool)) for n in (8, 3))
+    options: dict[str, Any]
     for targets, options, error, message in (
         ({"d": d, "e": e}, {"fused": True}, NotImplementedError, "several targets"),
         (
