@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -83,7 +83,6 @@ def test_what_fit_refuses_with_several_targets():
     network = Network(Definition.from_json({"Layers": LAYERS}), rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(network, rules.SGD(0.1))
     d, e = (scipy.sparse.csr_array(np.eye(8, n, dtype=bool)) for n in (8, 3))
-    options: dict[str, Any]
     for targets, options, error, message in (
         ({"d": d, "e": e}, {"fused": True}, NotImplementedError, "several targets"),
         (
@@ -97,4 +96,4 @@ def test_what_fit_refuses_with_several_targets():
         ({"d": d, "f": e}, {}, ValueError, "the targets d, e"),
     ):
         with pytest.raises(error, match=message):
-            sj.fit(network, optimizer, d, targets, num_epochs=1, **options)
+            sj.fit(network, optimizer, d, targets, num_epochs=1, **cast(Any, options))
