@@ -24,6 +24,7 @@ from .data import read_parquet as read_parquet
 from .data import read_text as read_text
 from .data import scan_parquet as scan_parquet
 from .mesh.blocks import ShardedCSR as ShardedCSR
+from .mesh.layout import hidden_layout as hidden_layout
 from .mesh.layout import make_mesh as make_mesh
 from .mesh.processes import OtherProcessError as OtherProcessError
 from .mesh.processes import join_processes as join_processes

@@ -1,4 +1,4 @@
-"""A network file as DSSTNE writes it, made with netCDF4, the library that DSSTNE reads with."""
+"""Networks of DSSTNE: its CIFAR sample, and a file made with netCDF4, which it reads with."""
 
 import netCDF4
 import numpy as np
@@ -92,3 +92,47 @@ def tiny(path, **network):
         ("Hidden", "Output", [[2, 0, -2], [0, 2, -2]], [-1, -1, 1]),
     ]
     return write(path, layers, weights, **network)
+
+
+def conv(name, n, width):
+    return {
+        "Name": name,
+        "Kind": "Hidden",
+        "Type": "Convolutional",
+        "N": n,
+        "Kernel": [width, width],
+        "KernelStride": [1, 1],
+        "Activation": "Linear",
+        "WeightInit": {"Scheme": "Gaussian", "Scale": 0.02, "Bias": 0.0},
+    }
+
+
+def pool(name, width):
+    return {
+        "Name": name,
+        "Kind": "Hidden",
+        "Type": "Pooling",
+        "Function": "Max",
+        "Kernel": [width, width],
+        "KernelStride": [2, 2],
+    }
+
+
+CIFAR = {
+    "Version": 0.81,
+    "Layers": [
+        {"Name": "Input", "Type": "Convolutional", "N": "auto", "DataSet": "input"},
+        conv("C1", 128, 7),
+        conv("C1a", 128, 7),
+        pool("P1", 4),
+        conv("C2", 128, 7),
+        conv("C2a", 128, 7),
+        pool("P2", 4),
+        conv("C3", 96, 5),
+        conv("C3a", 96, 5),
+        pool("P3", 2),
+        {"Kind": "Hidden", "N": 1024, "Activation": "Relu", "pDropout": 0.5},
+        {"Name": "Output", "N": "auto", "DataSet": "output", "Activation": "SoftMax"},
+    ],
+    "ErrorFunction": "CrossEntropy",
+}

@@ -214,11 +214,14 @@ class Examples:
         }
         inputs = network.of_kind("Input")
         alone = len(inputs) == 1 and inputs[0].sparse
-        target = _of_layer(network.of_kind("Output")[0], data)
+        outputs = network.of_kind("Output")
+        found = {name_of(layer): _of_layer(layer, data) for layer in outputs}
+        first = _first_of_like(found)
+        targets = {name: _targets(dataset) for name, dataset in found.items()}
         return cls(
             next(iter(sources.values())) if alone else sources,
-            _targets(target),
-            target.example_weights(),
+            targets if len(outputs) > 1 else _targets(first),
+            first.example_weights(),
         )
 
 
@@ -243,16 +246,17 @@ class Training:
             for layer in network.layers
         ]
         network = dataclasses.replace(network, layers=tuple(layers))
-        targets = [_of_layer(layer, data) for layer in network.of_kind("Output")]
+        outputs = network.of_kind("Output")
+        target = _first_of_like({name_of(o): _of_layer(o, data) for o in outputs})
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
         steps = -(-examples // command.batch_size)
         rule = rule_of(command, network.decay, command.interval * steps)
         self.model = Network(
             network,
             row_sparse=rule.row_sparse,
-            dense_targets=not all(map(_is_sparse, targets)),
-            weighted=any(target.weights is not None for target in targets),
-            ignore_zeros=any(target.ignore_zeros for target in targets),
+            dense_targets=not _is_sparse(target),
+            weighted=target.weights is not None,
+            ignore_zeros=target.ignore_zeros,
             brake_steps=steps * max(command.interval, 1),
             parameters=None
             if network.weights_data is None
@@ -538,6 +542,7 @@ def _multiplied(
     items: int,
 ) -> Recommendations:
     """The best after scores were multiplied with the filters' values."""
+    assert model.output_layer is not None
     output, count = model.output_layer.name, rows.num_rows
     ids = np.full((count, command.k), -1, np.int32)
     best = np.full((count, command.k), -np.inf, np.float32)
@@ -640,6 +645,33 @@ def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDa
         f"layer {layer.name!r} has {layer.units:,} units, but its data set "
         f"{layer.dataset!r} has {dataset.columns:,} columns"
     )
+
+
+def _first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
+    """The first of the outputs' data sets, by their names. They have the same kind.
+
+    Raises:
+      ValueError: there is none: the network has no output.
+      NotImplementedError: they are of different kinds.
+    """
+    if not targets:
+        raise ValueError("the network has no layer of kind Output, so nothing to learn")
+    first, *others = targets.values()
+    for other in others:
+        one, two = first.example_weights(), other.example_weights()
+        if not np.array_equal(np.asarray(one), np.asarray(two)):
+            what = "the weights of their examples"
+        elif first.ignore_zeros != other.ignore_zeros:
+            what = "whether they ignore zeros"
+        elif _is_sparse(first) != _is_sparse(other):
+            what = "whether they are sparse"
+        else:
+            continue
+        raise NotImplementedError(
+            f"the data sets of the outputs {quoted(list(targets))} differ in {what}; "
+            "make them alike"
+        )
+    return first
 
 
 def _targets(dataset: FileDataset) -> CSR | scipy.sparse.csr_array:

@@ -663,10 +663,12 @@ def _as_whole(value: Any) -> int | None:
 def _unknown(written: str, names: Any, known: Any, label: str) -> Exception:
     lower = written.lower()
     if reason := {k: _REFUSED[k] for k in ("recurrent", "l1penalty")}.get(lower):
-        return NotImplementedError(f'{label}: "{written}" is not supported: {reason}')
+        return NotImplementedError(
+            f"{label}: {_short(written)} is not supported: {reason}"
+        )
     nearest = difflib.get_close_matches(lower, names, n=1, cutoff=0.0)
     hint = f'; the nearest known key is "{names[nearest[0]]}"' if nearest else ""
-    return ValueError(f'{label}: unknown key "{written}"{hint}')
+    return ValueError(f"{label}: unknown key {_short(written)}{hint}")
 
 
 def _short(value: object) -> str:
@@ -887,7 +889,7 @@ def _connections(keys: Keys, sources: Sequence[str]) -> tuple[Connection, ...]:
         if source not in sources or source in shared:
             raise ValueError(
                 f'{inner.label}: "InputLayer" must be another one of its sources '
-                f"({', '.join(sources)}) each time, got {source!r}"
+                f"({', '.join(map(repr, sources))}) each time, got {source!r}"
             )
         shared[source] = Sharing(
             source_input=inner.text("SourceInputLayer", ""),
@@ -1099,7 +1101,9 @@ def _check_layer(layer: LayerDefinition) -> None:
     elif not sources:
         raise ValueError(f"{label} has no source")
     if len(set(sources)) < len(sources):
-        raise ValueError(f"{label} reads a layer twice: {', '.join(sources)}")
+        raise ValueError(
+            f"{label} reads a layer twice: {', '.join(map(repr, sources))}"
+        )
     if layer.has_weights and len(sources) > MAX_SOURCES:
         raise ValueError(
             f"{label} has {len(sources)} sources; DSSTNE has up to {MAX_SOURCES}"

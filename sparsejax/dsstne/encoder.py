@@ -138,7 +138,7 @@ def _measure(cdl: Encode) -> None:
     for name in ("input", "output"):
         if name not in data:
             raise ValueError(f"{cdl.data}: there is no data set {name!r}")
-    if network.output_layer.name != "Output":
+    if network.output_layer is None or network.output_layer.name != "Output":
         raise ValueError(f"{cdl.network}: the network has no layer 'Output'")
     source: Any = data["input"].examples()
     inputs = source
@@ -164,8 +164,9 @@ def slope_errors(training: commands.Training) -> dict[str, float]:
     model.definition = dataclasses.replace(
         model.definition, sparseness_penalty=SparsenessPenalty()
     )
-    if isinstance(model.loss_rule, Boosted):
-        model.loss_rule = model.loss_rule.loss
+    for layer in model.layers:
+        if isinstance(layer.rule, Boosted):
+            layer.rule = layer.rule.loss
     shown = Inputs.of(training.examples.inputs)
     rows = rows[: shown.num_rows]
     [x] = [taken(b) for b in shown.batches(shown.for_batches(), rows, len(rows))]

@@ -117,6 +117,21 @@ class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
         return ElementwiseLoss.__call__(self, scores, labels, listed)
 
 
+def of_units(rule: LossRule) -> LossRule:
+    """A rule of `of_output` as one of what the layer holds, after its activation.
+
+    Raises:
+      NotImplementedError: it has only a form of scores.
+    """
+    if isinstance(rule, Boosted):
+        inner = of_units(rule.loss)
+        assert isinstance(inner, ElementwiseLoss)
+        return dataclasses.replace(rule, loss=inner)
+    if isinstance(rule, OfActivations):
+        return dataclasses.replace(rule, activation=Activation(name="Linear"))
+    raise NotImplementedError(f"{type(rule).__name__} is a loss of scores")
+
+
 def activate(
     activation: Activation, scores: Float[Array, "..."]
 ) -> Float[Array, "..."]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
@@ -41,7 +42,7 @@ from sparsejax.dsstne.definition import (
     weight_shape,
     weights_of,
 )
-from sparsejax.dsstne.losses import activate, of_output
+from sparsejax.dsstne.losses import activate, of_output, of_units
 from sparsejax.dsstne.network_files import (
     Normalization,
     Parameters,
@@ -49,9 +50,17 @@ from sparsejax.dsstne.network_files import (
     save_parameters,
 )
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import replicated, to_host, using_auto_axes
+from sparsejax.mesh.layout import (
+    call_with_auto_axes,
+    hidden_layout,
+    jit_sharded,
+    replicated,
+    to_host,
+    using_auto_axes,
+)
 from sparsejax.nn.layers import SparseDropout, SparseLinear, SparseOutput
 from sparsejax.ops.gather_matmul import combined
+from sparsejax.optimizers.gradients import lookup
 from sparsejax.prediction.recommender import merged, split
 
 _NORMALIZATION_EPS = 1e-5
@@ -59,8 +68,26 @@ _NORMALIZATION_EPS = 1e-5
 _NORMALIZATION_RATE = 0.1
 _NORM_EPS = 1e-8
 
-# What the layers of a network hold: arrays, or sparse rows. With weights by their pairs.
-Values = dict[Any, Any]
+# How an array with a row for each example is divided over a mesh.
+_BATCH = P("data")
+
+# The layers that weights lead from and to, by name.
+Pair = tuple[str, str]
+
+
+class _Held(NamedTuple):
+    """What the layers of a network hold for a batch.
+
+    Attributes:
+      units: by the name of a layer: an array, or sparse rows. An output may be too large
+        to be here, see `_Layer.whole`.
+      scores: of the outputs that are in `units`, what they hold before the activation.
+      kernels: arrays that several connections share, by the pair of their owner.
+    """
+
+    units: dict[str, Any]
+    scores: dict[str, jax.Array]
+    kernels: dict[Pair, jax.Array]
 
 
 class Locked(nnx.Variable):
@@ -82,23 +109,29 @@ class Network(nnx.Module):
     (2, 5)
 
     Inputs are known by the names of their data sets, or of their layers if they have none.
-    A single sparse input is given without its name. Scores are those before the
-    activation; `top_k` gives those after it.
+    A single sparse input is given without its name. So are targets: several outputs have
+    labels by name, and their losses are added. The items of the output called "Output" are
+    ranked, else those of the first. Scores are those before the activation; `top_k` gives
+    those after it. A network without outputs only has `units`.
+
+    Weights that only sparse inputs and outputs share are one kernel, of which a sparse
+    input reads the rows it names. The gradient of shared weights is the mean of those of
+    all who share them. On a mesh, large kernels lie as those of `SparseLinear` and
+    `SparseOutput` do, and others as `hidden_layout` says.
 
     Args:
       definition: the layers. `sparse` of an input says which kind of data it takes.
       parameters: the numbers to start with; by default they are drawn.
       row_sparse: whether a training step writes only those rows of an input's weights that
         the batch touches; see `DsstneRule.row_sparse`. With a weight norm it writes all.
-      dense_targets: whether the data set of the targets is dense.
+      dense_targets: whether the data sets of the targets are dense.
       weighted: whether examples have weights. With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: see `of_output`.
       brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0 is none.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
-      NotImplementedError: it has several outputs or none, an output with dropout, a layer
-        that reads an output, or what `of_output` refuses.
+      NotImplementedError: dropout after SoftMax in an output, or what `of_output` refuses.
       ValueError: two inputs have the same name, or `parameters` do not fit.
     """
 
@@ -114,24 +147,35 @@ class Network(nnx.Module):
         brake_steps: int = 0,
         rngs: nnx.Rngs,
     ):
-        outputs = definition.of_kind("Output")
-        if len(outputs) != 1:
-            raise NotImplementedError(
-                f"the network has {len(outputs)} layers of kind Output; one is supported"
-            )
         self.definition, self.weighted = definition, weighted
         _check_supported(definition)
-        self.output_layer = outputs[0]
-        self.loss_rule = of_output(
-            definition, outputs[0], sparse=not dense_targets, ignore_zeros=ignore_zeros
-        )
+        outputs = definition.of_kind("Output")
+        ranked = [layer for layer in outputs if layer.name == "Output"]
+        self.output_layer = next(iter([*ranked, *outputs]), None)
         self.corruption = SparseDropout(definition.denoising, rngs=rngs)
-        self.layers = nnx.List(
-            [
-                _Layer(definition, layer, row_sparse=row_sparse, rngs=rngs)
-                for layer in definition.in_order
-            ]
-        )
+        sharing = _Sharing.of(definition, row_sparse=row_sparse, rngs=rngs)
+        modules: list[_Layer] = []
+        for layer in definition.in_order:
+            divided = {module.layer.name for module in modules if module.is_divided}
+            module = _Layer(
+                definition,
+                layer,
+                sharing,
+                row_sparse=row_sparse,
+                divided=divided,
+                rngs=rngs,
+            )
+            if layer.kind == "Output":
+                module.set_rule(
+                    of_output(
+                        definition,
+                        layer,
+                        sparse=not dense_targets,
+                        ignore_zeros=ignore_zeros,
+                    )
+                )
+            modules.append(module)
+        self.layers = nnx.List(modules)
         self.brake = nnx.data(Brake(brake_steps) if brake_steps else None)
         if parameters is not None:
             check_parameters(definition, parameters)
@@ -153,6 +197,11 @@ class Network(nnx.Module):
         """Number of items that are scored."""
         output = self._output.output
         return self._output.ranked if output is None else output.num_items
+
+    @property
+    def loss_rule(self) -> losses.LossRule | None:
+        """The loss of the output whose items are ranked."""
+        return None if self.output_layer is None else self._output.rule
 
     def rank_first(self, items: int) -> None:
         """From now on `top_k` ranks only the first items: the others are padding.
@@ -193,7 +242,7 @@ class Network(nnx.Module):
     def mean_loss(
         self,
         inputs: Sources,
-        targets: Source,
+        targets: Source | Mapping[str, Source],
         *,
         weights: np.ndarray | None = None,
         batch_size: int = 512,
@@ -211,33 +260,49 @@ class Network(nnx.Module):
         """
         x = Inputs.of(inputs)
         check_inputs(x, self.num_features)
-        labels = x.named("targets", targets)
-        check_columns("targets", labels.matrix.num_cols, self.num_items, "items")
-        if labels.num_rows != x.num_rows:
-            raise ValueError(
-                f"inputs has {x.num_rows:,} rows, but targets has {labels.num_rows:,}"
-            )
+        labels = {
+            name_of(module.layer): x.named("targets", source)
+            for module, source in self._targets(targets)
+        }
+        for module, _ in self._targets(targets):
+            given = labels[name_of(module.layer)]
+            columns = given.matrix.num_cols
+            check_columns("targets", columns, module.layer.units, "items")
+            if given.num_rows != x.num_rows:
+                raise ValueError(
+                    f"inputs has {x.num_rows:,} rows, but targets has {given.num_rows:,}"
+                )
         total, rows = 0.0, np.arange(x.num_rows)
         with using_auto_axes():
             graphdef, state = split(self, None)
             size = rows_in_a_batch(batch_size, x.num_rows)
             shown = x.batches(x.for_batches(), rows, size)
-            wanted = Batches.of(for_batches(labels.matrix), rows, size)
+            wanted = {
+                name: Batches.of(for_batches(given.matrix), rows, size)
+                for name, given in labels.items()
+            }
             whole = np.zeros(-(-x.num_rows // size) * size, np.float32)
             whole[: x.num_rows] = 1 if weights is None else weights
-            steps = zip(shown, wanted, whole.reshape(-1, size), strict=True)
+            steps = zip(
+                shown,
+                zip(*wanted.values(), strict=True),
+                whole.reshape(-1, size),
+                strict=True,
+            )
             for batch, given, shares in steps:
-                total += float(_loss(graphdef, state, batch, given, shares))
+                named = dict(zip(wanted, given, strict=True))
+                total += float(_loss(graphdef, state, batch, named, shares))
         return total / x.num_rows
 
     def values(
         self, x: Any, layer: str, *, deterministic: bool | None = None
     ) -> Float[Array, "batch units"]:
         """What a layer holds for each example of a batch; see `units` for all rows."""
-        values = self._run(x, None, deterministic)
-        if layer == self.output_layer.name:
-            return self._output.activated(self._output.scores(values))
-        return _dense(values[layer])
+        held = self._run(x, None, deterministic)
+        if layer in held.units:
+            return _dense(held.units[layer])
+        [module] = [found for found in self.layers if found.layer.name == layer]
+        return module.activated(module.scores(held))
 
     def __call__(
         self, x: Any, *, deterministic: bool | None = None
@@ -248,7 +313,7 @@ class Network(nnx.Module):
     def loss(
         self,
         x: Any,
-        labels: SparseRows,
+        labels: SparseRows | Mapping[str, SparseRows],
         *,
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
@@ -257,15 +322,18 @@ class Network(nnx.Module):
 
         The sparseness penalty has gradients, but is not part of the value.
         """
+        targets = self._targets(labels)
         if weights is None:
-            weights = jnp.ones(labels.num_rows, jnp.float32)
-        values = self._run(x, weights, deterministic)
-        if self.output_layer.activation is not None:
-            name, counted = self.output_layer.activation.name, labels.data is not None
-            if name == "SoftMax" and not counted and not self.weighted:
-                labels = combined(labels, "mean")
-        loss = self._output.loss(values, labels, weights, self.loss_rule)
-        penalty = self._penalty(values, weights)
+            weights = jnp.ones(targets[0][1].num_rows, jnp.float32)
+        held = self._run(x, weights, deterministic)
+        loss = jnp.zeros((), jnp.float32)
+        for module, given in targets:
+            activation = module.layer.activation
+            plain = given.data is None and not self.weighted
+            if plain and activation is not None and activation.name == "SoftMax":
+                given = combined(given, "mean")
+            loss += module.loss(held, given, weights)
+        penalty = self._penalty(held, weights)
         if deterministic or self.brake is None:
             return loss + (penalty - lax.stop_gradient(penalty))
         exists = weights > 0
@@ -286,19 +354,18 @@ class Network(nnx.Module):
         `fit` calls it after each step.
         """
         for layer in self.layers:
-            norms = {s.layer: s.weight_norm for s in layer.layer.sources}
-            for (source, _), module in layer.by_pair().items():
-                if norms[source] and not isinstance(module, _Sharing):
-                    _shorten(module, norms[source])
+            for _, source, module in layer.connected():
+                if source.weight_norm and source.shared is None and not source.locked:
+                    _shorten(module, source.weight_norm)
 
     def parameters(self) -> Parameters:
         """All numbers, as a network file has them, on the host."""
         weights, biases, normalizations = {}, {}, {}
         for layer in self.layers:
-            for pair, module in layer.by_pair().items():
+            for pair, source, module in layer.connected():
                 bias = to_host(module.bias[...])
                 biases[pair] = bias[: _num_biases(layer.layer)]
-                if not isinstance(module, _Sharing):
+                if source.shared is None:
                     weights[pair] = _stored(module)
             if layer.normalization is not None:
                 normalizations[layer.layer.name] = layer.normalization.numbers()
@@ -306,29 +373,54 @@ class Network(nnx.Module):
 
     @property
     def _output(self) -> _Layer:
+        if self.output_layer is None:
+            raise ValueError(
+                "the network has no layer of kind Output: it cannot be trained and ranks "
+                "nothing; `units` gives what a layer holds"
+            )
         found = [layer for layer in self.layers if layer.layer == self.output_layer]
         return found[0]
 
+    def _targets(self, targets: Any) -> list[tuple[_Layer, Any]]:
+        """The outputs, with what `targets` has for each.
+
+        Raises:
+          ValueError: there are no outputs, or `targets` is not what they need.
+        """
+        first = self._output
+        modules = [module for module in self.layers if module.layer.kind == "Output"]
+        names = sorted({name_of(module.layer) for module in modules})
+        if len(modules) == 1 and not isinstance(targets, Mapping):
+            return [(first, targets)]
+        if not isinstance(targets, Mapping) or sorted(targets) != names:
+            given = sorted(targets) if isinstance(targets, Mapping) else "one target"
+            raise ValueError(
+                f"the outputs have the targets {', '.join(names)}: give {{name: source}} "
+                f"with these names; got {given}"
+            )
+        return [(module, targets[name_of(module.layer)]) for module in modules]
+
     def _set(self, parameters: Parameters) -> None:
         for layer in self.layers:
-            for pair, module in layer.by_pair().items():
+            for pair, source, module in layer.connected():
                 _set(module.bias, parameters.biases[pair])
-                if isinstance(module, SparseOutput):
-                    _set(module.kernel, parameters.weights[pair].T)
-                elif not isinstance(module, _Sharing):
-                    _set(module.kernel, parameters.weights[pair])
+                if source.shared is None:
+                    weights = parameters.weights[pair]
+                    is_output = isinstance(module, SparseOutput)
+                    _set(module.kernel, weights.T if is_output else weights)
             if layer.normalization is not None:
                 layer.normalization.set(parameters.normalizations[layer.layer.name])
 
     def _run(
         self, x: Any, weights: jax.Array | None, deterministic: bool | None
-    ) -> Values:
-        """What each layer holds; without the output, which may be large."""
+    ) -> _Held:
+        """What the layers hold; without outputs that may be large."""
         inputs = self.definition.of_kind("Input")
         if len(inputs) == 1 and inputs[0].sparse:
             x = {name_of(inputs[0]): x}
-        values: Values = {}
-        kernels = self._kernels()
+        held = _Held({}, {}, {})
+        for module in self.layers:
+            held.kernels.update(module.shared_kernels())
         for module in self.layers:
             layer = module.layer
             if layer.kind == "Input":
@@ -338,31 +430,15 @@ class Network(nnx.Module):
                     value = module.noise(value, deterministic)
                 elif layer.denoising:
                     value = self.corruption(value, deterministic=deterministic)
-                values[layer.name] = value
-            elif layer.kind == "Hidden":
-                values[layer.name] = module(
-                    values, kernels, weights, deterministic=deterministic
-                )
-        values.update(kernels)
-        return values
+                held.units[layer.name] = value
+            elif layer.kind == "Hidden" or module.whole:
+                scores, units = module(held, weights, deterministic=deterministic)
+                held.units[layer.name] = units
+                if layer.kind == "Output":
+                    held.scores[layer.name] = scores
+        return held
 
-    def _kernels(self) -> Values:
-        """Weights that several connections share, by their pairs of layers."""
-        shared = {}
-        for layer in self.definition.layers:
-            for source in layer.sources:
-                if source.shared is not None:
-                    pair = source.shared.source_input, source.shared.source_output
-                    shared[pair] = shared.get(pair, 1) + 1
-        kernels: Values = {}
-        for module in self.layers:
-            for pair, connection in module.by_pair().items():
-                if pair in shared:
-                    kernel = connection.kernel[...]
-                    kernels[pair] = _slower(kernel, 1 / shared[pair])
-        return kernels
-
-    def _penalty(self, values: Values, weights: jax.Array) -> jax.Array:
+    def _penalty(self, held: _Held, weights: jax.Array) -> jax.Array:
         """The sparseness penalties, times the sum of the weights."""
         exists = weights > 0
         count = jnp.maximum(jnp.sum(exists), 1)
@@ -371,7 +447,7 @@ class Network(nnx.Module):
             penalty = self.definition.penalty_of(layer)
             if penalty is None:
                 continue
-            used = jnp.where(exists[:, None], values[layer.name], 0)
+            used = jnp.where(exists[:, None], held.units[layer.name], 0)
             mean = jnp.clip(jnp.sum(used, axis=0) / count, 1e-6, 1 - 1e-6)
             p = penalty.p
             divergence = -p * jnp.log(mean) - (1 - p) * jnp.log1p(-mean)
@@ -387,9 +463,11 @@ def _units(graphdef, state, shown: Shown, layer: str):
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
-def _loss(graphdef, state, shown: Shown, labels: Batch, weights: jax.Array):
+def _loss(
+    graphdef, state, shown: Shown, labels: Mapping[str, Batch], weights: jax.Array
+):
     with merged(graphdef, state) as network:
-        x, given = taken(shown), labels.take()
+        x, given = taken(shown), {name: batch.take() for name, batch in labels.items()}
         found = network.loss(x, given, weights=weights, deterministic=True)
         return replicated(found)
 
@@ -467,16 +545,12 @@ def _check_supported(definition: Definition) -> None:
     names = [name_of(layer) for layer in definition.of_kind("Input")]
     if len(set(names)) < len(names):
         raise ValueError(f"two inputs read the same data set: {', '.join(names)}")
-    [output] = definition.of_kind("Output")
-    if output.dropout:
-        raise NotImplementedError(
-            f"layer {output.name!r}: pDropout of an output is not supported; leave it out"
-        )
-    for layer in definition.layers:
-        if output.name in (*(s.layer for s in layer.sources), *layer.skips):
+    for layer in definition.of_kind("Output"):
+        activation = layer.activation
+        if layer.dropout and activation is not None and activation.name == "SoftMax":
             raise NotImplementedError(
-                f"layer {layer.name!r} reads the output {output.name!r}, which is not "
-                "supported; make it a hidden layer"
+                f"layer {layer.name!r}: pDropout after SoftMax is not supported: what is "
+                "dropped has the probability 0, so its loss is not finite; leave it out"
             )
 
 
@@ -516,59 +590,213 @@ class BrakeState(nnx.Variable):
 
 
 class _Dense(nnx.Module):
-    """Weights from one layer to another: `x W + b`, or a convolution."""
+    """Weights from one layer to another: `x W + b`, or a convolution.
+
+    Attributes:
+      by_outputs: whether the units of the layer are divided over the mesh.
+    """
 
     def __init__(
-        self, source: LayerDefinition, layer: LayerDefinition, *, rngs: nnx.Rngs
+        self,
+        source: LayerDefinition,
+        layer: LayerDefinition,
+        *,
+        by_inputs: bool,
+        rngs: nnx.Rngs,
     ):
-        shape = weight_shape(source, layer)
-        init = _initializer(layer, source.units)
-        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.float32))
-        self.bias = nnx.Param(_bias(layer))
+        layout = None
+        if layer.type == "FullyConnected":
+            layout = hidden_layout(source.units, layer.units, by_inputs=by_inputs)
+        self.by_outputs = layout is not None and not by_inputs
+        shape, init = weight_shape(source, layer), _initializer(layer, source.units)
+        key = rngs.params()
+
+        def made(make: Callable[[], jax.Array], spec: P | None) -> nnx.Param:
+            placed: dict[str, Any] = {} if spec is None else {"out_sharding": spec}
+            return nnx.Param(jit_sharded(make, spec)(), **placed)
+
+        kernel_spec, bias_spec = (None, None) if layout is None else layout
+        self.kernel = made(lambda: init(key, shape, jnp.float32), kernel_spec)
+        self.bias = made(lambda: _bias(layer), bias_spec)
 
 
-class _Sharing(nnx.Module):
+class _Bias(nnx.Module):
     """A bias beside the weights of another connection."""
 
     def __init__(self, layer: LayerDefinition):
         self.bias = nnx.Param(_bias(layer))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sharing:
+    """Weights that several connections share.
+
+    Attributes:
+      counts: how many connections use the weights of a pair.
+      kernels: those whose rows belong to the features of sparse inputs and to the items of
+        outputs, by the pair of their owner. They are `[rows, hidden]`.
+      locked: in place of those of them that training leaves as they are.
+    """
+
+    counts: Mapping[Pair, int]
+    kernels: Mapping[Pair, nnx.Param]
+    locked: Mapping[Pair, Locked]
+
+    @classmethod
+    def of(
+        cls, definition: Definition, *, row_sparse: bool, rngs: nnx.Rngs
+    ) -> _Sharing:
+        groups: dict[Pair, list[tuple[LayerDefinition, Connection]]] = {}
+        for layer in definition.layers:
+            for source in layer.sources if layer.has_weights else ():
+                group = groups.setdefault(_owner_of(layer, source), [])
+                group.append((layer, source))
+        kernels = {
+            pair: _shared_kernel(definition, pair, row_sparse=row_sparse, rngs=rngs)
+            for pair, group in groups.items()
+            if len(group) > 1 and _shares_rows(definition, pair, group)
+        }
+        locked = {
+            pair: _locked(kernels[pair])
+            for pair, group in groups.items()
+            for _, source in group
+            if pair in kernels and source.shared is None and source.locked
+        }
+        counts = {pair: len(group) for pair, group in groups.items()}
+        return cls(counts, kernels, locked)
+
+
+def _owner_of(layer: LayerDefinition, source: Connection) -> Pair:
+    if source.shared is None:
+        return source.layer, layer.name
+    return source.shared.source_input, source.shared.source_output
+
+
+def _is_read(definition: Definition, name: str) -> bool:
+    """Whether a layer reads the layer of this name."""
+    return any(
+        name in (*(source.layer for source in layer.sources), *layer.skips)
+        for layer in definition.layers
+    )
+
+
+def _is_whole(definition: Definition, layer: LayerDefinition) -> bool:
+    """Whether an output is computed with the hidden layers, `[batch, units]`."""
+    weighted = layer.has_weights and (layer.dropout > 0 or layer.batch_normalization)
+    return weighted or _is_read(definition, layer.name)
+
+
+def _rows_are(
+    definition: Definition, layer: LayerDefinition, source: Connection
+) -> Literal["features", "items"] | None:
+    """What has a row each in a kernel of `SparseLinear` or `SparseOutput`.
+
+    None is neither of them.
+    """
+    if layer.type != "FullyConnected":
+        return None
+    before = definition.layer(source.layer)
+    if before.kind == "Input" and before.sparse:
+        return "features"
+    alone = len(layer.sources) == 1 and not layer.skips
+    if layer.kind == "Output" and alone and not _is_whole(definition, layer):
+        return "items"
+    return None
+
+
+def _shares_rows(
+    definition: Definition,
+    pair: Pair,
+    group: list[tuple[LayerDefinition, Connection]],
+) -> bool:
+    """Whether all who share the weights of a pair can read one kernel by its rows."""
+    kinds = {
+        (source.layer, layer.name): _rows_are(definition, layer, source)
+        for layer, source in group
+    }
+    return all(
+        kind is not None
+        and (
+            source.shared is None
+            or source.shared.transposed == (kind != kinds.get(pair))
+        )
+        for (layer, source), kind in zip(group, kinds.values(), strict=True)
+    )
+
+
+def _shared_kernel(
+    definition: Definition, pair: Pair, *, row_sparse: bool, rngs: nnx.Rngs
+) -> nnx.Param:
+    before, layer = map(definition.layer, pair)
+    [owner] = [source for source in layer.sources if source.layer == before.name]
+    of_features = _rows_are(definition, layer, owner) == "features"
+    rows, width = layer.units, before.units
+    if of_features:
+        rows, width = width, rows
+    init: dict[str, Any] = {
+        "use_bias": False,
+        "kernel_init": _initializer(layer, before.units),
+        "rngs": rngs,
+    }
+    members = [
+        _rows_are(definition, other, source)
+        for other in definition.layers
+        for source in other.sources
+        if _owner_of(other, source) == pair
+    ]
+    if "items" in members:
+        return SparseOutput(width, rows, **init).kernel
+    kernel = SparseLinear(rows, width, **init).kernel
+    return kernel if row_sparse and not owner.weight_norm else _whole(kernel)
+
+
+def _whole(kernel: nnx.Param) -> nnx.Param:
+    """A kernel that each step writes as a whole."""
+    return nnx.Param(kernel[...], **_placed(kernel))
+
+
 class _Layer(nnx.Module):
-    """A layer with the connections that lead to it."""
+    """A layer with the connections that lead to it.
+
+    Attributes:
+      layer: its definition.
+      rule: of an output, its loss.
+      whole: of an output, whether it is computed with the hidden layers.
+      ranked: of an output without a `SparseOutput`, how many of its items are ranked.
+      counts: for each connection, how many share its weights.
+    """
 
     def __init__(
         self,
         definition: Definition,
         layer: LayerDefinition,
+        sharing: _Sharing,
         *,
         row_sparse: bool,
+        divided: set[str],
         rngs: nnx.Rngs,
     ):
         self.layer, self.lrn, self.ranked = layer, definition.lrn, layer.units
+        self.rule: losses.LossRule | None = None
+        self.whole = layer.kind == "Output" and _is_whole(definition, layer)
         self.noise = _Dropout(layer, rngs=rngs)
-        owners = {
-            (source.shared.source_input, source.shared.source_output)
-            for other in definition.layers
-            for source in other.sources
-            if source.shared is not None
-        }
         sources = layer.sources if layer.has_weights else ()
         self.source_layers = tuple(
             definition.layer(source.layer) for source in layer.sources
         )
+        self.counts = tuple(
+            sharing.counts[_owner_of(layer, source)] for source in sources
+        )
         self.connections = nnx.List(
             [
-                _locked(
-                    _connection(
-                        definition,
-                        layer,
-                        source,
-                        owned=(source.layer, layer.name) in owners,
-                        row_sparse=row_sparse,
-                        rngs=rngs,
-                    ),
+                _connection(
+                    definition,
+                    layer,
                     source,
+                    sharing,
+                    row_sparse=row_sparse,
+                    by_inputs=source.layer in divided,
+                    rngs=rngs,
                 )
                 for source in sources
             ]
@@ -578,6 +806,14 @@ class _Layer(nnx.Module):
             self.normalization = _Normalization(layer)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether its units are divided over the mesh."""
+        return len(self.connections) > 0 and all(
+            isinstance(module, _Dense) and module.by_outputs
+            for module in self.connections
+        )
+
+    @property
     def output(self) -> SparseOutput | None:
         """The layer over all items, if that is what this layer is."""
         for module in self.connections:
@@ -585,96 +821,124 @@ class _Layer(nnx.Module):
                 return module
         return None
 
-    def by_pair(self) -> dict[tuple[str, str], Any]:
-        """The modules that have weights or a bias, by the layers that they connect."""
-        names = [layer.name for layer in self.source_layers]
+    def set_rule(self, rule: losses.LossRule) -> None:
+        self.rule = of_units(rule) if self._loss_is_of_units else rule
+
+    @property
+    def _loss_is_of_units(self) -> bool:
+        # A sigmoid's dropped unit is 0.5, which a score can say; others may not have it.
+        activation = self.layer.activation
+        return (
+            self.layer.dropout > 0
+            and activation is not None
+            and activation.name != "Sigmoid"
+        )
+
+    def connected(self) -> Iterator[tuple[Pair, Connection, Any]]:
+        """For each connection its pair, its definition and its module with weights."""
+        for source, module in zip(self.layer.sources, self.connections, strict=False):
+            yield (source.layer, self.layer.name), source, module
+
+    def shared_kernels(self) -> dict[Pair, jax.Array]:
+        """The arrays that other connections multiply with, by their pairs."""
         return {
-            (name, self.layer.name): module
-            for name, module in zip(names, self.connections, strict=False)
+            pair: _slower(module.kernel[...], 1 / count)
+            for (pair, _, module), count in zip(
+                self.connected(), self.counts, strict=True
+            )
+            if isinstance(module, _Dense) and count > 1
         }
 
     def __call__(
         self,
-        values: Values,
-        kernels: Values,
+        held: _Held,
         weights: jax.Array | None,
         *,
         deterministic: bool | None,
-    ) -> jax.Array:
-        """What a hidden layer holds."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """What it holds before its activation, and what it holds."""
         layer = self.layer
         if layer.type == "Pooling":
-            sources = [
-                (before, _dense(values[before.name])) for before in self.source_layers
-            ]
-            return _pooled(layer, self.lrn, sources)
-        z = self.sums(values, kernels)
-        if layer.delta_norm:
+            units = self._pooled(held)
+            return units, units
+        z = self.sums(held)
+        if self.normalization is not None:
+            z = self.normalization(z, weights, deterministic)
+        if layer.delta_norm and layer.kind == "Hidden":
             share = 1.0
             if weights is not None:
                 count = jnp.maximum(jnp.sum(weights > 0), 1)
                 share = jnp.sum(weights) / count
             z = _with_short_slopes(z, layer.delta_norm * share)
-        if self.normalization is not None:
-            z = self.normalization(z, weights, deterministic)
         assert layer.activation is not None
-        return self.noise(activate(layer.activation, z), deterministic)
+        if layer.kind == "Output" and not self._loss_is_of_units:
+            dropped = self.noise.drawn(z, deterministic)
+            z = z if dropped is None else jnp.where(dropped, 0, z)
+            return z, self.activated(z)
+        return z, self.noise(self.activated(z), deterministic)
 
-    def sums(self, values: Values, kernels: Values) -> jax.Array:
+    def sums(self, held: _Held) -> jax.Array:
         """`[batch, units]`, before the activation."""
         layer, total = self.layer, jnp.zeros((), jnp.float32)
-        pairs = zip(layer.sources, self.source_layers, self.connections, strict=True)
-        for source, before, module in pairs:
-            x = values[before.name]
+        for at, (_, source, module) in enumerate(self.connected()):
+            before, x = self.source_layers[at], held.units[source.layer]
+            bias = module.bias[...]
             if isinstance(module, SparseLinear):
-                total += module(x)
+                y = lookup(module.kernel, x)
+                if self.counts[at] > 1:
+                    y = _slower(y, 1 / self.counts[at])
+                total += y + bias[None, :]
                 continue
-            pair = before.name, layer.name
-            if source.shared is not None:
-                pair = source.shared.source_input, source.shared.source_output
-                kernel = kernels[pair]
-                kernel = kernel.T if source.shared.transposed else kernel
+            if self.counts[at] > 1:
+                kernel = held.kernels[_owner_of(layer, source)]
+                if source.shared is not None and source.shared.transposed:
+                    kernel = kernel.T
             else:
-                kernel = kernels.get(pair, module.kernel[...])
-            x, bias = _dense(x), module.bias[...]
+                kernel = module.kernel[...]
+            x = _dense(x)
             if layer.type == "Convolutional":
                 total += _convolved(layer, before, x, kernel, bias)
             else:
-                total += jnp.dot(x, kernel, precision=lax.Precision.HIGHEST)
-                total += bias[None, :]
+                total += call_with_auto_axes(
+                    _product, x, kernel, bias, out_specs=_BATCH
+                )
         for skip in layer.skips:
-            total += _dense(values[skip])
+            total += _dense(held.units[skip])
         return total
 
-    def scores(self, values: Values) -> jax.Array:
+    def scores(self, held: _Held) -> jax.Array:
         """Of an output: all scores."""
+        if self.layer.name in held.scores:
+            return held.scores[self.layer.name]
         if self.output is not None:
-            return self.output.scores(values[self.source_layers[0].name])
-        if self.layer.type == "Pooling":
-            sources = [
-                (before, _dense(values[before.name])) for before in self.source_layers
-            ]
-            return _pooled(self.layer, self.lrn, sources)
-        kernels = {key: v for key, v in values.items() if isinstance(key, tuple)}
-        return self.sums(values, kernels)
+            return self.output.scores(held.units[self.source_layers[0].name])
+        return self._pooled(held) if self.layer.type == "Pooling" else self.sums(held)
+
+    def _pooled(self, held: _Held) -> jax.Array:
+        names = [before.name for before in self.source_layers]
+        arrays = [_dense(held.units[name]) for name in names]
+        pairs = list(zip(self.source_layers, arrays, strict=True))
+        return _pooled(self.layer, self.lrn, pairs)
 
     def activated(self, scores: jax.Array) -> jax.Array:
         activation = self.layer.activation
         return scores if activation is None else activate(activation, scores)
 
-    def loss(
-        self,
-        values: Values,
-        labels: SparseRows,
-        weights: jax.Array,
-        rule: losses.LossRule,
-    ) -> jax.Array:
+    def loss(self, held: _Held, labels: SparseRows, weights: jax.Array) -> jax.Array:
         """Of an output: `sum_b weights_b loss_b`."""
+        rule = self.rule
+        assert rule is not None
         if self.output is not None:
-            h = values[self.source_layers[0].name]
-            return self.output.loss(h, labels, loss=rule, weights=weights)
-        scores, given = self.scores(values), _dense(labels)
-        listed = _dense(labels.with_data(None)) > 0
+            h, module = held.units[self.source_layers[0].name], self.output
+            if self.counts[0] > 1:
+                module = nnx.clone(module)
+                module.kernel[...] = _slower(module.kernel[...], 1 / self.counts[0])
+            return module.loss(h, labels, loss=rule, weights=weights)
+        check_columns("targets", labels.num_cols, self.layer.units, "items")
+        scores = self.scores(held)
+        if self._loss_is_of_units:
+            scores = held.units[self.layer.name]
+        given, listed = _dense(labels), _dense(labels.with_data(None)) > 0
         if isinstance(rule, losses.ElementwiseLoss):
             each = jnp.sum(rule(scores, given, listed), axis=-1)
         else:
@@ -683,14 +947,14 @@ class _Layer(nnx.Module):
         return jnp.sum(jnp.where(weights == 0, 0, weights * each))
 
     def top_k(
-        self, values: Values, k: int, exclude: SparseRows | None
+        self, held: _Held, k: int, exclude: SparseRows | None
     ) -> tuple[jax.Array, jax.Array]:
         """Of an output: ids and activations."""
         if self.output is not None:
-            h = values[self.source_layers[0].name]
+            h = held.units[self.source_layers[0].name]
             ids, scores = self.output.top_k(h, k, exclude=exclude)
         else:
-            all_scores = self.scores(values)[:, : self.ranked]
+            all_scores = self.scores(held)[:, : self.ranked]
             if exclude is not None:
                 unwanted = _dense(exclude.with_data(None))[:, : self.ranked] > 0
                 all_scores = jnp.where(unwanted, -jnp.inf, all_scores)
@@ -704,7 +968,7 @@ class _Layer(nnx.Module):
         if activation is None:
             return ids, scores
         if activation.name == "SoftMax":
-            every = jax.nn.logsumexp(self.scores(values), axis=-1, keepdims=True)
+            every = jax.nn.logsumexp(self.scores(held), axis=-1, keepdims=True)
             found = jnp.exp(scores - every)
         else:
             found = activate(activation, scores)
@@ -715,41 +979,44 @@ def _connection(
     definition: Definition,
     layer: LayerDefinition,
     source: Connection,
+    sharing: _Sharing,
     *,
-    owned: bool,
     row_sparse: bool,
+    by_inputs: bool,
     rngs: nnx.Rngs,
 ) -> Any:
-    """The module between a layer and what it reads; `owned` if others share its weights."""
-    before = definition.layer(source.layer)
-    if source.shared is not None:
-        return _Sharing(layer)
-    if owned or layer.type == "Convolutional":
-        return _Dense(before, layer, rngs=rngs)
-    init = _initializer(layer, before.units)
-    bias_init = nnx.initializers.constant(layer.weight_init.bias)
-    if before.kind == "Input" and before.sparse:
-        module = SparseLinear(
-            before.units,
-            layer.units,
-            kernel_init=init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
-        if source.weight_norm or not row_sparse:
-            kernel = module.kernel
-            module.kernel = nnx.Param(kernel[...], **_placed(kernel))
-        return module
-    alone = len(layer.sources) == 1 and not layer.skips
-    if layer.kind == "Output" and alone:
-        return SparseOutput(
-            before.units,
-            layer.units,
-            kernel_init=init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
-    return _Dense(before, layer, rngs=rngs)
+    """The module between a layer and what it reads."""
+    before, owner = definition.layer(source.layer), _owner_of(layer, source)
+    kernel = sharing.kernels.get(owner)
+    options: dict[str, Any] = {
+        "kernel_init": _initializer(layer, before.units),
+        "bias_init": nnx.initializers.constant(layer.weight_init.bias),
+        "kernel": kernel,
+        "rngs": rngs,
+    }
+    rows = _rows_are(definition, layer, source)
+    if kernel is None and source.shared is not None:
+        module = _Bias(layer)
+    elif rows is None or (kernel is None and sharing.counts[owner] > 1):
+        module = _Dense(before, layer, by_inputs=by_inputs, rngs=rngs)
+    elif rows == "features":
+        module = SparseLinear(before.units, layer.units, **options)
+        if kernel is None and (source.weight_norm or not row_sparse):
+            module.kernel = _whole(module.kernel)
+    else:
+        module = SparseOutput(before.units, layer.units, **options)
+    module = cast(Any, module)
+    if source.locked:
+        module.bias = _locked(module.bias)
+    if owner in sharing.locked:
+        module.kernel = sharing.locked[owner]
+    elif source.locked and source.shared is None:
+        module.kernel = _locked(module.kernel)
+    return module
+
+
+def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return jnp.dot(x, kernel, precision=lax.Precision.HIGHEST) + bias[None, :]
 
 
 def _shorten(module: Any, limit: float) -> None:
@@ -761,12 +1028,8 @@ def _shorten(module: Any, limit: float) -> None:
     module.kernel[...] = kernel * jnp.minimum(1, limit / jnp.maximum(norm, 1e-30))
 
 
-def _locked(module: Any, source: Connection) -> Any:
-    if source.locked:
-        module.bias = Locked(module.bias[...], **_placed(module.bias))
-        if not isinstance(module, _Sharing):
-            module.kernel = Locked(module.kernel[...], **_placed(module.kernel))
-    return module
+def _locked(variable: nnx.Variable) -> Locked:
+    return Locked(variable[...], **_placed(variable))
 
 
 def _placed(variable: nnx.Variable) -> dict[str, Any]:
@@ -880,12 +1143,10 @@ class _Dropout(nnx.Module):
         self.rngs = rngs.dropout.fork()
 
     def __call__(self, a: jax.Array, deterministic: bool | None) -> jax.Array:
-        if deterministic is None:
-            deterministic = self.deterministic
-        if deterministic or self.rate == 0:
+        dropped = self.drawn(a, deterministic)
+        if dropped is None:
             return a
         p, q = self.rate, 1 - self.rate
-        dropped = jax.random.bernoulli(self.rngs(), p, a.shape)
         name = "" if self.activation is None else self.activation.name
         if self.activation is not None and name in ("ELU", "SELU"):
             alpha = -self.activation.elu_alpha
@@ -896,6 +1157,14 @@ class _Dropout(nnx.Module):
         if name == "Sigmoid":
             return jnp.where(dropped, 0.5, a)
         return jnp.where(dropped, 0, a / q)
+
+    def drawn(self, a: jax.Array, deterministic: bool | None) -> jax.Array | None:
+        """Which units are dropped; None if this is without noise."""
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic or self.rate == 0:
+            return None
+        return jax.random.bernoulli(self.rngs(), self.rate, a.shape)
 
 
 class _Normalization(nnx.Module):

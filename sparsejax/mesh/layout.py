@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -125,6 +125,46 @@ def item_axes() -> str | tuple[str, str]:
     """
     shape = jax.sharding.get_abstract_mesh().shape
     return ("model", "data") if shape.get("data", 1) > 1 else "model"
+
+
+class HiddenLayout(NamedTuple):
+    """How a hidden layer lies on a mesh.
+
+    Attributes:
+      kernel: of its `[inputs, outputs]` kernel.
+      bias: of its `[outputs]` bias.
+    """
+
+    kernel: P
+    bias: P
+
+
+def hidden_layout(inputs: int, outputs: int, *, by_inputs: bool) -> HiddenLayout | None:
+    """How a hidden layer is divided over "model"; None without a mesh.
+
+    >>> with jax.set_mesh(make_mesh(data=1, model=1)):
+    ...     layout = hidden_layout(128, 64, by_inputs=False)
+    ...     kernel = nnx.Param(jnp.zeros((128, 64)), out_sharding=layout.kernel)
+    >>> layout.kernel == jax.P(None, "model")
+    True
+
+    Layers that follow each other are divided alternately by their outputs and by their
+    inputs. Of two layers, the first computes the part of the units that the second reads on
+    the same device, so devices exchange only the sums of the second.
+
+    Args:
+      inputs: size of the layer below.
+      outputs: size of this layer.
+      by_inputs: whether the layer below was divided by its outputs.
+
+    Returns:
+      Also None if the size to be divided is no multiple of the axis.
+    """
+    if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
+        return None
+    if by_inputs:
+        return HiddenLayout(P("model", None), P(None))
+    return HiddenLayout(P(None, "model"), P("model"))
 
 
 def mesh_is_set() -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
-from sparsejax.mesh.layout import axes_are_explicit, axis_sizes, mesh_is_set
+from sparsejax.mesh.layout import axes_are_explicit, hidden_layout
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.layers import (
     SparseDropout,
@@ -158,18 +158,13 @@ class FeedForward(nnx.Module):
 
 
 def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:
-    """How the kernel and bias of a hidden layer are divided over "model".
-
-    Layers are divided alternately by their outputs and by their inputs. Of two layers, the
-    first computes the part of the units that the second reads on the same device, so
-    devices exchange only the sums of the second.
-    """
-    if not mesh_is_set() or (inputs if by_inputs else outputs) % axis_sizes()[1]:
+    """Options of a hidden `nnx.Linear` that lies as `hidden_layout` says."""
+    layout = hidden_layout(inputs, outputs, by_inputs=by_inputs)
+    if layout is None:
         return {}
-    kernel = P("model", None) if by_inputs else P(None, "model")
     return {
-        "kernel_metadata": {"out_sharding": kernel},
-        "bias_metadata": {"out_sharding": P(None if by_inputs else "model")},
+        "kernel_metadata": {"out_sharding": layout.kernel},
+        "bias_metadata": {"out_sharding": layout.bias},
     }
 
 

@@ -34,7 +34,7 @@ from sparsejax.training import dispatch as dispatching
 from sparsejax.training.checkpoint import Checkpoints
 from sparsejax.training.dispatch import Epochs, Program
 from sparsejax.training.progress import EarlyStopping, Progress, Saver
-from sparsejax.training.resident import Examples, check_labels
+from sparsejax.training.resident import Examples, Targets, check_labels
 from sparsejax.training.streaming import Stream
 
 
@@ -84,7 +84,7 @@ def fit(
     model: Fittable,
     optimizer: Optimizer,
     inputs: Sources | ScannedDataset,
-    targets: Source | ScannedDataset | str | None = None,
+    targets: Targets | ScannedDataset = None,
     *,
     weights: ArrayLike | None = None,
     batch_size: int = 512,
@@ -136,7 +136,8 @@ def fit(
         rows are those of the first source with row names. The other sources are matched
         by row name, or by position if they have no names.
       targets: `[rows, items]`, matched by row name if both have names; or the name of a
-        sparse input. By default the single input itself (an autoencoder).
+        sparse input. By default the single input itself (an autoencoder). Or several
+        by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.
       weights: `[rows]`, weight of each example; 1 by default.
       batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller.
@@ -176,8 +177,8 @@ def fit(
       TypeError: the model or the optimizer has another type.
       ValueError: shapes, names, values or settings do not fit; a checkpoint is of other
         data.
-      NotImplementedError: `fused` with a tied output, or with a model that has no
-        `SparseOutput` of its own; one of several inputs is scanned.
+      NotImplementedError: `fused` with a tied output, with several targets, or with a
+        model that has no `SparseOutput` of its own; one of several inputs is scanned.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       BlockingIOError: another process trains into `checkpoint_dir`. The message says
         which one.
@@ -201,6 +202,8 @@ def fit(
     elif early_stopping is not None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
     examples = _examples_of(model, inputs, targets, weights, validation)
+    if fused and isinstance(targets, Mapping):
+        raise NotImplementedError("several targets cannot have a fused update")
     if isinstance(examples, Stream):  # by default it depends on the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(
@@ -296,7 +299,14 @@ def _examples_of(model, inputs, targets, weights, validation) -> Examples | Stre
         inputs = Inputs.of(inputs)
         check_inputs(inputs, features_of(model))
         examples = Examples.of(inputs, targets, weights)
-        check(examples.matrices[examples.roles.labels], whole=True)
+        if isinstance(targets, Mapping):
+            if validation is not None:
+                raise ValueError(
+                    "validation ranks the items of a single target, and there are "
+                    "several; call evaluate in after_epoch=..."
+                )
+            return examples  # the model knows which loss each of them has
+        check(examples.matrices[examples.roles.labels[0]], whole=True)
         return examples
     if targets is not None and not isinstance(targets, ScannedDataset):
         raise TypeError("inputs is scanned, so targets must be scanned too")

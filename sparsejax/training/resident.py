@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,9 @@ from sparsejax.mesh.layout import (
 from sparsejax.sparse import CSR, take_rows
 from sparsejax.training.checkpoint import fingerprint
 
+# One, or several by name. A string is the name of a sparse input.
+Targets = Source | str | Mapping[str, Source | str] | None
+
 # A device with more than its share of the entries is worth a warning only if it has more
 # entries than this. Fewer take little time.
 MANY_ENTRIES = 2**20
@@ -54,18 +57,23 @@ class Roles:
     Attributes:
       names: names of the inputs, which are the first matrices; None for a single input
         without a name.
-      labels: the place of the targets among the matrices. They may be an input.
+      labels: the places of the targets among the matrices. They may be inputs.
+      targets: names of the targets; None for a single one without a name.
     """
 
     names: tuple[str, ...] | None = None
-    labels: int = -1
+    labels: tuple[int, ...] = (-1,)
+    targets: tuple[str, ...] | None = None
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         """Selects from all matrices what the model is shown, and the labels."""
         shown = matrices[0]
         if self.names is not None:
             shown = dict(zip(self.names, matrices, strict=False))
-        return shown, matrices[self.labels]
+        labels = [matrices[place] for place in self.labels]
+        if self.targets is None:
+            return shown, labels[0]
+        return shown, dict(zip(self.targets, labels, strict=True))
 
     @property
     def inputs(self) -> list[str]:
@@ -84,7 +92,7 @@ class Examples:
     Attributes:
       inputs: what the model is shown.
       roles: what the matrices are.
-      matrices: the inputs, `[rows, ...]`, and the targets if they are something else.
+      matrices: the inputs, `[rows, ...]`, then those targets that are something else.
       weights: `[rows]` float32, or None.
     """
 
@@ -97,7 +105,7 @@ class Examples:
     def of(
         cls,
         inputs: Sources | Inputs,
-        targets: Source | str | None,
+        targets: Targets,
         weights: ArrayLike | None,
     ) -> Examples:
         """Matches the rows.
@@ -115,15 +123,25 @@ class Examples:
             raise ValueError(
                 "several inputs need targets: data, or the name of a sparse input"
             )
-        wanted = inputs.named("targets", "inputs" if targets is None else targets)
-        if isinstance(targets, str) or targets is None:
-            labels = parts.index(wanted)
+        if isinstance(targets, Mapping):
+            if not targets:
+                raise ValueError("targets is empty; give {name: source}")
+            named = tuple(sorted(targets))
+            given = {f"targets[{name!r}]": targets[name] for name in named}
         else:
-            labels = len(parts)
-            parts.append(aligned(wanted, inputs.rows))
+            named = None
+            given = {"targets": "inputs" if targets is None else targets}
+        labels = []
+        for what, source in given.items():
+            wanted = inputs.named(what, source)
+            if isinstance(source, str):
+                labels.append(parts.index(wanted))
+            else:
+                labels.append(len(parts))
+                parts.append(aligned(wanted, inputs.rows))
         matrices = tuple(jax.tree.map(_canonical, part.matrix) for part in parts)
         weights = checked_weights(weights, inputs.num_rows)
-        return cls(inputs, Roles(names, labels), matrices, weights)
+        return cls(inputs, Roles(names, tuple(labels), named), matrices, weights)
 
     @property
     def num_rows(self) -> int:
@@ -152,7 +170,7 @@ class Examples:
     def fingerprint(self) -> str:
         """A hash of the contents; the same on any mesh."""
         weights = [] if self.weights is None else [self.weights]
-        if self.roles.names is None:
+        if self.roles.names is None and self.roles.targets is None:
             return fingerprint(*self.matrices, *weights)
         roles = np.frombuffer(repr(self.roles).encode(), np.uint8)
         return fingerprint(*self.matrices, *weights, roles)
@@ -177,7 +195,7 @@ def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
 
 def place(
     inputs: Sources,
-    targets: Source | str | None = None,
+    targets: Targets = None,
     *,
     weights: ArrayLike | None = None,
 ) -> Examples:
@@ -237,7 +255,7 @@ class Resident:
     """A data set on the device, or in blocks on the mesh.
 
     Attributes:
-      matrices: the inputs, and the targets if they are something else. A dense input is
+      matrices: the inputs, then those targets that are something else. A dense input is
         `[data, rows of a part + 1, ...]`; the last row of a part stands for no row.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
       num_rows: number of rows (static).
@@ -277,7 +295,8 @@ class Resident:
             else put_rows(matrix[and_one], mesh)
             for matrix in examples.matrices
         )
-        for what, matrix in zip([*roles.inputs, "targets"], blocks, strict=False):
+        others = ["targets"] * (len(blocks) - len(roles.inputs))
+        for what, matrix in zip([*roles.inputs, *others], blocks, strict=True):
             if isinstance(matrix, ShardedCSR):
                 _warn_of_imbalance(what, matrix, mesh)
         if weights is not None:

@@ -1,8 +1,12 @@
 """DSSTNE's network JSON: sizes, defaults, round trips, and what is refused."""
 
+import copy
 import dataclasses
 import json
+import random
+from typing import Any
 
+import dsstne_networks as networks
 import pytest
 
 from sparsejax.dsstne.definition import (
@@ -42,50 +46,6 @@ MOVIELENS = """
 """
 
 
-def conv(name, n, width):
-    return {
-        "Name": name,
-        "Kind": "Hidden",
-        "Type": "Convolutional",
-        "N": n,
-        "Kernel": [width, width],
-        "KernelStride": [1, 1],
-        "Activation": "Linear",
-        "WeightInit": {"Scheme": "Gaussian", "Scale": 0.02, "Bias": 0.0},
-    }
-
-
-def pool(name, width):
-    return {
-        "Name": name,
-        "Kind": "Hidden",
-        "Type": "Pooling",
-        "Function": "Max",
-        "Kernel": [width, width],
-        "KernelStride": [2, 2],
-    }
-
-
-CIFAR = {
-    "Version": 0.81,
-    "Layers": [
-        {"Name": "Input", "Type": "Convolutional", "N": "auto", "DataSet": "input"},
-        conv("C1", 128, 7),
-        conv("C1a", 128, 7),
-        pool("P1", 4),
-        conv("C2", 128, 7),
-        conv("C2a", 128, 7),
-        pool("P2", 4),
-        conv("C3", 96, 5),
-        conv("C3a", 96, 5),
-        pool("P3", 2),
-        {"Kind": "Hidden", "N": 1024, "Activation": "Relu", "pDropout": 0.5},
-        {"Name": "Output", "N": "auto", "DataSet": "output", "Activation": "SoftMax"},
-    ],
-    "ErrorFunction": "CrossEntropy",
-}
-
-
 def network(*layers, data=None, **keys):
     return Definition.from_json({"Layers": list(layers), **keys}, data)
 
@@ -112,7 +72,7 @@ def test_the_movielens_sample():
 
 def test_the_sizes_of_the_cifar_sample():
     data = {"input": (32, 32, 3), "output": (10,)}
-    cifar = Definition.from_json(CIFAR, data)
+    cifar = Definition.from_json(networks.CIFAR, data)
     sizes = {layer.name: layer.size for layer in cifar.layers}
     assert sizes["C1"] == sizes["C1a"] == (32, 32, 128)
     assert sizes["P1"] == sizes["C2"] == sizes["C2a"] == (15, 15, 128)
@@ -446,3 +406,54 @@ def test_layers_that_are_made_by_hand_are_checked():
     )
     with pytest.raises(ValueError, match="'b' is 3, but its sources make it 4"):
         Definition(layers=(source, hidden))
+
+
+ODD = [
+    *(None, True, 0, -1, 2, 1.5, 1e308, 10**30, float("nan"), "", "x\n", "auto"),
+    *("Input", "Hidden", "Output", "Pooling", [], [1, 2, 3], ["h", "h"], {}, {"p": 1}),
+]  # fmt: skip
+SMALL: dict[str, Any] = {
+    "Layers": [
+        {"Name": "a", "N": 4, "DataSet": "a"},
+        {
+            "Name": "h",
+            "N": 4,
+            "Skip": "a",
+            "SharedWeights": {"InputLayer": "a", "SourceInputLayer": "h", "SourceOutputLayer": "o", "Transposed": True},
+        },
+        {"Name": "o", "N": 4, "WeightInit": {"Scheme": "Gaussian", "Scale": 2}},
+    ],
+    "DeltaBoost": {"one": 1, "zero": 2},
+}  # fmt: skip
+
+
+def places(node):
+    """All `(container, key)` of a JSON value."""
+    keys = list(node) if isinstance(node, dict) else range(len(node))
+    for key in keys if isinstance(node, dict | list) else ():
+        yield node, key
+        if isinstance(node[key], dict | list):
+            yield from places(node[key])
+
+
+def test_random_values_and_keys():
+    """Whatever is in it, it is read, or one line says what is wrong."""
+    rng, refused = random.Random(0), 0
+    data = {"input": (32, 32, 3), "output": (10,)}
+    for _ in range(400):
+        changed = copy.deepcopy(rng.choice([SMALL, networks.CIFAR]))
+        for _ in range(rng.randint(1, 3)):
+            node, key = rng.choice(list(places(changed)) or [(changed, "Layers")])
+            kind = rng.random()
+            if kind < 0.6:
+                node[key] = copy.deepcopy(rng.choice(ODD))
+            elif kind < 0.8 and isinstance(node, dict):
+                node[rng.choice(["Kind", "n", "Type", "x\n"])] = node.get(key)
+            elif key in node or isinstance(node, list):
+                del node[key]
+        try:
+            Definition.from_json(changed, data)
+        except (ValueError, NotImplementedError) as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert 100 < refused < 400

@@ -525,16 +525,165 @@ def test_parameters_that_do_not_fit(tiny):
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="0 layers of kind Output"):
-        made({"N": 3}, {"N": 2, "Kind": "Hidden"})
-    with pytest.raises(NotImplementedError, match="'Output1': pDropout"):
-        made({"N": 3}, {"N": 2, "pDropout": 0.5})
-    with pytest.raises(NotImplementedError, match="reads the output 'o'"):
-        made(
-            {"N": 3},
-            {"N": 2, "Name": "o", "Kind": "Output"},
-            {"N": 2, "Kind": "Hidden"},
-        )
+    with pytest.raises(NotImplementedError, match="'Output1': pDropout after SoftMax"):
+        made({"N": 3}, {"N": 2, "pDropout": 0.5, "Activation": "SoftMax"})
     layers = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
     with pytest.raises(ValueError, match="two inputs read the same data set: d, d"):
         made(*layers, {"N": 2})
+
+
+def test_a_network_without_outputs_only_has_units():
+    network = made({"N": 4, "Sparse": True}, {"N": 2, "Kind": "Hidden"})
+    numbers = network.parameters().weights["Input0", "Hidden1"]
+    x = rows([1.0, 0, 2, 0], [0, 0, 0, 0])
+    expected = sigmoid(np.array([numbers[0] + 2 * numbers[2], [0, 0]]))
+    np.testing.assert_allclose(network.units(x, "Hidden1"), expected, rtol=1e-5)
+    assert network.loss_rule is None
+    for use in (
+        lambda: network.num_items,
+        lambda: network(x),
+        lambda: network.top_k(x, 2),
+        lambda: network.loss(x, x),
+    ):
+        with pytest.raises(ValueError, match="no layer of kind Output"):
+            use()
+
+
+def test_an_output_may_read_an_input_or_an_output():
+    """`a = x W + b`, `c = a V + d` with losses of both; also the network of one weight."""
+    network = made(
+        {"Name": "x", "N": 3},
+        {"Name": "a", "Kind": "Output", "N": 2, "Activation": "Tanh"},
+        {"Name": "c", "Kind": "Output", "N": 4, "Activation": "Linear"},
+        ErrorFunction="L2",
+    )
+    weights = network.parameters().weights
+    x, y, z = (np.random.default_rng(0).normal(size=(5, n)) for n in (3, 2, 4))
+    a = np.tanh(x @ weights["x", "a"])
+    c = a @ weights["a", "c"]
+    labels = {
+        "a": CSR.from_scipy(scipy.sparse.csr_array(y)),
+        "c": CSR.from_scipy(scipy.sparse.csr_array(z)),
+    }
+    given = {"x": jnp.float32(x)}
+    loss, grads = nnx.value_and_grad(lambda network: network.loss(given, labels))(
+        network
+    )
+    expected = (((a - y) ** 2).sum() + ((c - z) ** 2).sum()) / 2
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    delta = (a - y + (c - z) @ weights["a", "c"].T) * (1 - a**2)
+    [slope] = [v[...] for _, v in nnx.to_flat_state(grads) if v[...].shape == (3, 2)]
+    np.testing.assert_allclose(slope, x.T @ delta, rtol=1e-4, atol=1e-5)
+    ids, _ = network.top_k(given, 1)  # of the first, as none is called Output
+    assert ids[:, 0].tolist() == a.argmax(axis=1).tolist()
+    with pytest.raises(ValueError, match="have the targets a, c: .* got one target"):
+        network.loss(given, labels["a"])
+    with pytest.raises(ValueError, match="targets has 4 columns"):
+        network.loss(given, {"a": labels["c"], "c": labels["c"]})
+    mean = network.mean_loss({"x": x.astype(np.float32)}, {"a": scipy.sparse.csr_array(y), "c": scipy.sparse.csr_array(z)}, batch_size=2)  # fmt: skip
+    np.testing.assert_allclose(mean, expected / 5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dropped"),
+    [("Sigmoid", 0.5), ("Tanh", 0.0), ("ELU", -0.577350)],
+)
+def test_dropout_of_an_output(activation, dropped):
+    """The loss is of what the layer holds then."""
+    network = made(
+        {"Name": "x", "N": 3},
+        {"Name": "o", "N": 300, "Activation": activation, "pDropout": 0.5},
+        ErrorFunction="L2",
+    )
+    x = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)}
+    labels = CSR.from_scipy(scipy.sparse.csr_array((4, 300)))
+    quiet = np.asarray(network.values(x, "o", deterministic=True), np.float64)
+    loss = network.loss(x, labels, deterministic=True)
+    np.testing.assert_allclose(loss, (quiet**2).sum() / 2, rtol=1e-5)
+    again = nnx.clone(network)
+    noisy = np.asarray(network.values(x, "o", deterministic=False), np.float64)
+    assert 0.4 < np.isclose(noisy, dropped, atol=1e-6).mean() < 0.6
+    loss = again.loss(x, labels, deterministic=False)
+    np.testing.assert_allclose(loss, (noisy**2).sum() / 2, rtol=1e-5)
+
+
+LAYERS_OF_TWO_OUTPUTS = [
+    {"Name": "x", "N": 40, "Sparse": True, "DataSet": "d"},
+    {"Name": "h", "N": 16, "Activation": "Tanh"},
+    {"Name": "i", "N": 8},
+    {"Name": "o", "Kind": "Output", "N": 40, "DataSet": "d"},
+    {"Name": "p", "Kind": "Output", "Source": "h", "N": 3, "DataSet": "e", "pDropout": 0.5},
+]  # fmt: skip
+
+
+def test_a_mesh_gives_the_same():
+    """Two outputs; hidden layers are divided by their outputs, then by their inputs."""
+    definition = Definition.from_json({"Layers": LAYERS_OF_TWO_OUTPUTS})
+    rng = np.random.default_rng(0)
+    data, labels = (scipy.sparse.csr_array(rng.random((20, n)) < 0.3) for n in (40, 3))
+
+    def trained():
+        network = Network(definition, rngs=nnx.Rngs(0))
+        optimizer = sj.Optimizer(network, rules.Momentum(0.5, 0.5, weight_decay=0.01))
+        targets = {"d": data, "e": labels}
+        history = sj.fit(network, optimizer, data, targets, batch_size=8, num_epochs=2)
+        variables = nnx.to_flat_state(nnx.state(network, nnx.Param))
+        specs = {v[...].shape: v[...].sharding for _, v in variables}
+        return history, network.parameters(), specs
+
+    history, plain, _ = trained()
+    with jax.set_mesh(sj.make_mesh(model=8)):
+        meshed_history, meshed, specs = trained()
+        assert specs[16, 8].spec == jax.P(None, "model")
+        assert specs[8,].spec == jax.P("model")
+    for one, other in zip(history, meshed_history, strict=True):
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-5)
+    for pair, array in plain.weights.items():
+        np.testing.assert_allclose(meshed.weights[pair], array, rtol=1e-4, atol=1e-6)
+        bias = plain.biases[pair]
+        np.testing.assert_allclose(meshed.biases[pair], bias, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_sparse_inputs_and_an_output_share():
+    """One kernel, of which a step reads the rows of the inputs, with the mean gradient."""
+    shared = {"SourceInputLayer": "x", "SourceOutputLayer": "h"}
+    network = made(
+        {"Name": "x", "N": 300, "Sparse": True},
+        {"Name": "y", "Kind": "Input", "N": 300, "Sparse": True},
+        {"Name": "h", "Kind": "Hidden", "N": 3, "Source": ["x", "y"], "Activation": "Tanh", "SharedWeights": {"InputLayer": "y", **shared}},
+        {"Name": "o", "N": 300, "Activation": "Linear", "SharedWeights": {"InputLayer": "h", "Transposed": True, **shared}},
+        ErrorFunction="L2",
+    )  # fmt: skip
+    kernels = [v for _, v in nnx.to_flat_state(nnx.state(network)) if v[...].ndim == 2]
+    assert len(kernels) == 1
+    w = network.parameters().weights["x", "h"].astype(np.float64)
+    x, y = (np.random.default_rng(s).random((4, 300)) < 0.02 for s in range(2))
+    given = {"x": rows(*x.astype(float)), "y": rows(*y.astype(float))}
+    h = np.tanh(x @ w + y @ w)
+    np.testing.assert_allclose(network(given), h @ w.T, rtol=1e-4, atol=1e-6)
+    delta = h @ w.T - x
+    behind = (delta @ w) * (1 - h**2)
+    expected = (x.T @ behind + y.T @ behind + delta.T @ h) / 3
+    grads = nnx.grad(lambda network: network.loss(given, given["x"]))(network)
+    [found] = [v[...] for _, v in nnx.to_flat_state(grads) if v[...].ndim == 2]
+    np.testing.assert_allclose(found[:300], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cifar_sample_trains():
+    sizes = {"input": (32, 32, 3), "output": (10,)}
+    network = Network(Definition.from_json(networks.CIFAR, sizes), rngs=nnx.Rngs(0))
+    image = np.random.default_rng(0).normal(size=(1, 3, 32, 32)).astype(np.float32)
+    labels = scipy.sparse.csr_array(np.eye(10, dtype=bool)[3:4])
+    before = network.parameters().weights
+    [history] = sj.fit(
+        network,
+        sj.Optimizer(network, rules.Nesterov(0.025, 0.5, weight_decay=0.0001)),
+        {"input": image},
+        labels,
+        batch_size=1,
+        num_epochs=1,
+    )
+    assert np.isfinite(history["loss"])
+    after = network.parameters().weights
+    assert all((before[pair] != after[pair]).any() for pair in before)
+    assert after["P3", "Hidden10"].shape == (3 * 3 * 96, 1024)

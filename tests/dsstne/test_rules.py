@@ -1,7 +1,7 @@
 """DSSTNE's update rules against its formulas, in float64."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def test_worked_values_by_rows_and_dense(rule, end):
     kept = dense.init(params)
     for _ in range(2):
         updates, kept = dense.update(slopes, kept, params)
-        params = optax.apply_updates(params, updates)
+        params = cast(Any, optax.apply_updates(params, updates))
     np.testing.assert_allclose(params["w"], end, atol=2e-7)
 
     # A bias has no penalty.
@@ -83,7 +83,7 @@ def test_rows_that_catch_up_are_those_of_the_dense_rule(rule):
         mine = jnp.asarray(touched[t - 1])[:, None]
         g = jnp.where(mine, slopes[t - 1], 0)
         updates, kept = dense.update(g, kept, twin)
-        twin = optax.apply_updates(twin, updates)
+        twin = cast(Any, optax.apply_updates(twin, updates))
         lag = jnp.asarray(t - 1 - last)[:, None]
         new, after = rule.catch_up(w, state, lag, jnp.asarray(t - 1))
         new, after = rule.step(new, after, g, rule.numbers(t))
