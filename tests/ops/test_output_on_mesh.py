@@ -233,7 +233,8 @@ def test_on_explicit_axes(where):
     assert_trees_close(got[0], want[0], ITEMS * BATCH)
     (ids, scores), (wanted_ids, wanted_scores) = got[1], want[1]
     np.testing.assert_array_equal(ids, wanted_ids)
-    np.testing.assert_allclose(scores, wanted_scores, **tolerance(jnp.float32, HIDDEN))
+    close = tolerance(jnp.float32, HIDDEN)["rtol"]
+    np.testing.assert_allclose(scores, wanted_scores, rtol=close)
 
 
 @both_kinds
