@@ -88,8 +88,9 @@ def test_what_is_called_after_each_epoch_sees_and_changes_the_model():
 
     def after_epoch(epoch):
         seen.append((epoch, parameters(model)))
-        for parameter in (model.output.kernel, model.output.bias):
-            assert parameter is not None
+        kernel, bias = model.output.kernel, model.output.bias
+        assert bias is not None
+        for parameter in (kernel, bias):
             parameter.set_value(jax.numpy.zeros_like(parameter[...]))
 
     options = {"batch_size": 70, "num_epochs": 2, "after_epoch": after_epoch}
