@@ -33,8 +33,8 @@ _HEAP = b"GCOL\x01"
 _HEAP_OBJECT = struct.Struct("<H6sQ")
 # A chunk of this size may be read whatever the file has for it.
 _SMALL_CHUNK = 16 * 2**20
-# Names are read in blocks: many may refer to the same text, of up to the file's size.
-_NAME_BYTES = 2**30
+# How HDF5 stores a text of any length; the text itself is at the address.
+_REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 
 
 @contextlib.contextmanager
@@ -203,18 +203,35 @@ class File:
 
     def names(self, name: str) -> Names:
         found = self.variable(name)
-        texts: list[str] = []
-        length = 0
-        block = int(np.clip(_NAME_BYTES // max(self.size, 1), 16, 2**16))
         with damage(self.path, f"{name} cannot be read"):
-            if found.ndim != 1 or h5py.check_string_dtype(found.dtype) is None:
+            kind = h5py.check_string_dtype(found.dtype)
+            if found.ndim != 1 or kind is None:
                 raise self.error(f"{name} holds no list of names")
-            for start in range(0, len(found), block):
-                some = found[start : start + block].tolist()
-                texts += [text.decode() for text in some]
-                length += sum(map(len, some))
-                if length > self.size:
-                    raise self.error(f"{name} is longer than the file")
-            names = as_names(texts)
+            if kind.length is None and self._length_of(found) > self.size:
+                raise self.error(f"{name} is longer than the file")
+            names = as_names([text.decode() for text in found[...].tolist()])
             check_unique(names, name)
         return names
+
+    def _length_of(self, texts: h5py.Dataset) -> int:
+        """How long all texts are together, without reading them.
+
+        For each, HDF5 would take as much memory as a damaged file says, up to 4 GiB.
+        """
+        stored = texts.id
+        places = [(stored.get_offset(), stored.get_storage_size())]
+        if texts.chunks is not None:
+            chunks = (stored.get_chunk_info(i) for i in range(stored.get_num_chunks()))
+            places = [(chunk.byte_offset, chunk.size) for chunk in chunks]
+        total = 0
+        with open(self.path, "rb") as file:
+            for offset, size in places:
+                if not size:
+                    continue  # no text was written
+                filtered = stored.get_create_plist().get_nfilters()
+                if offset is None or filtered or texts.file.userblock_size:
+                    raise self.error(f"{texts.name[1:]} is compressed or compact")
+                file.seek(offset)
+                references = np.frombuffer(file.read(size), _REFERENCE)
+                total += int(references["length"].sum(dtype=np.int64))
+        return total

@@ -337,6 +337,28 @@ def test_a_list_of_texts_without_an_end(tmp_path):
         read_datasets(path)
 
 
+@pytest.mark.parametrize("chunks", [None, (2,)])
+def test_a_text_longer_than_the_file(tmp_path, chunks):
+    """HDF5 takes as much memory as the length says, here 3 GiB."""
+    path = tmp_path / "a.nc"
+    sparse_file(path)
+    names = ["a", "b", "c"]
+    with h5py.File(path, "a") as file:
+        stored = file.create_dataset(
+            "samples", data=names, dtype=h5py.string_dtype(), chunks=chunks
+        )
+        if chunks is None:
+            at = stored.id.get_offset()
+        else:
+            at = stored.id.get_chunk_info(1).byte_offset
+    assert read_datasets(path)["input"].row_names.tolist() == names
+    whole = bytearray(path.read_bytes())
+    whole[at : at + 4] = (3 * 2**30).to_bytes(4, "little")
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match="samples is longer than the file"):
+        read_datasets(path)
+
+
 def test_writing_says_what_cannot_be_written(tmp_path):
     path = tmp_path / "a.nc"
     empty = SparseDataset.from_scipy(scipy.sparse.csr_array((3, 4), dtype=bool))
