@@ -414,18 +414,16 @@ def _refuse_stale(
 
 
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
-    num_rows, hidden = kernel.shape
-
-    def make():
-        dtype = accumulator(kernel.dtype)
-        arrays = {n: a.astype(dtype) for n, a in rule.init((num_rows, hidden)).items()}
-        if rule.decays:
-            # Weight decay moves a row from the first step on, others when it is
-            # touched.
-            first = 0 if rule.weight_decay else row_update.NEVER
-            arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
-        return arrays
-
     lies = out_sharding(P("model")) if gradients.is_divided(kernel) else {}
-    arrays = jit_sharded(make, lies.get("out_sharding"))()
+    make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0, 1, 2))
+    arrays = make(rule, kernel.shape, kernel.dtype)
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
+
+
+def _first_state(rule: Rule, shape: tuple[int, int], dtype) -> dict[str, jax.Array]:
+    arrays = {n: a.astype(accumulator(dtype)) for n, a in rule.init(shape).items()}
+    if rule.decays:
+        # Weight decay moves a row from the first step on, others when it is touched.
+        first = 0 if rule.weight_decay else row_update.NEVER
+        arrays["last_step"] = jnp.full(shape[0], first, jnp.int32)
+    return arrays
