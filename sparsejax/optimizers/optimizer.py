@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
-from sparsejax.mesh.xla_options import jits
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
@@ -51,7 +51,7 @@ def updates_whole(rows: int, entries: int) -> bool:
     return rows <= _LARGE_PART * entries
 
 
-_settle = jits(
+_settle = Programs(
     row_update.settle,
     static_argnums=0,
     static_argnames="divided",
