@@ -58,20 +58,33 @@ class Programs(dict[bool, jax.stages.Wrapped]):
 
     A deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
+
+    Args:
+      f: the function.
+      inside_others: the other form may be called inside other programs. It has no options.
+      loops_in_graphs: see `gpu_options`.
+      options: of `jax.jit`.
     """
 
     def __init__(
-        self, f: Callable[..., Any], *, loops_in_graphs: bool = False, **options: Any
+        self,
+        f: Callable[..., Any],
+        *,
+        inside_others: bool = False,
+        loops_in_graphs: bool = False,
+        **options: Any,
     ):
         super().__init__()
         self._f = f
+        self._inside_others = inside_others
         self._loops_in_graphs = loops_in_graphs
         self._options = options
 
     def __missing__(self, deterministic: bool) -> jax.stages.Wrapped:
         # Made when it is first asked for: the options ask which devices there are.
-        chosen = {**gpu_options(loops_in_graphs=self._loops_in_graphs)}
-        f = self._f
+        f, chosen = self._f, {}
+        if not self._inside_others:
+            chosen |= gpu_options(loops_in_graphs=self._loops_in_graphs)
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC

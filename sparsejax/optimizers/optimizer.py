@@ -53,6 +53,7 @@ def updates_whole(rows: int, entries: int) -> bool:
 
 _settle = Programs(
     row_update.settle,
+    inside_others=True,
     static_argnums=0,
     static_argnames="divided",
     donate_argnums=1,
