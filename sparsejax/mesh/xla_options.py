@@ -39,11 +39,13 @@ def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
     """Options for a program's compiler, as far as XLA takes them; none without a GPU.
 
     Args:
-      loops_in_graphs: each loop shall be one CUDA graph, without the host.
+      loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out where
+        there are several devices: such graphs were not tried with their collectives.
     """
     if jax.default_backend() != "gpu":
         return {}
     taken: dict[str, Any] = {}
+    loops_in_graphs &= jax.device_count() == 1
     for wanted in WITHOUT_TRITON, LOOPS_IN_GRAPHS if loops_in_graphs else {}:
         try:
             jax.jit(lambda: 0, compiler_options=taken | wanted).lower().compile()

@@ -8,8 +8,9 @@ import pytest
 from sparsejax.mesh import xla_options
 
 
-def options(monkeypatch, backend, **wanted):
+def options(monkeypatch, backend, *, devices=1, **wanted):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
     return xla_options.gpu_options.__wrapped__(**wanted)
 
 
@@ -29,4 +30,9 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
     names = {"xla_gpu_enable_command_buffer": "FUSION,OTHER"}
     monkeypatch.setattr(xla_options, "LOOPS_IN_GRAPHS", names)
     taken = options(monkeypatch, "gpu", loops_in_graphs=True)
+    assert taken == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_several_devices_have_no_graphs_of_loops(monkeypatch):
+    taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
     assert taken == {"xla_gpu_enable_triton_gemm": False}
