@@ -417,7 +417,8 @@ def _refuse_stale(
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     lies = out_sharding(P("model")) if gradients.is_divided(kernel) else {}
     make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0, 1, 2))
-    arrays = make(rule, kernel.shape, kernel.dtype)
+    rows, hidden = kernel.shape
+    arrays = make(rule, (rows, hidden), kernel.dtype)
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
 
 
