@@ -41,19 +41,23 @@ _DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 _NO_TIMING = {"xla_gpu_autotune_level": 0}
 _EXCLUDED = {"xla_gpu_exclude_nondeterministic_ops": True}
 _SMALL = {"xla_gpu_graph_min_graph_size": 1}
+_NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # Sets that may fail are in a part of their own, at its end.
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "options": {
         "none": {},
+        "no Triton": _NO_TRITON,
         "loop": _LOOP,
-        "loop, deterministic": _LOOP | _DETERMINISTIC,
-        "loop, autotune_level=0": _LOOP | _NO_TIMING,
+        "loop, no Triton": _LOOP | _NO_TRITON,
         "deterministic": _DETERMINISTIC,
-        "autotune_level=0": _NO_TIMING,
-        "autotune_level=0, exclude": _NO_TIMING | _EXCLUDED,
+        "deterministic, loop": _DETERMINISTIC | _LOOP,
+        "deterministic, loop, no Triton": _DETERMINISTIC | _LOOP | _NO_TRITON,
         "none again": {},
     },
     "options, more": {
+        "loop, autotune_level=0": _LOOP | _NO_TIMING,
+        "autotune_level=0": _NO_TIMING,
+        "autotune_level=0, exclude": _NO_TIMING | _EXCLUDED,
         "loop, min_graph_size=1": _LOOP | _SMALL,
         "loop, serialize": _LOOP
         | {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"},
@@ -150,7 +154,7 @@ def _times(data, sets: Mapping[str, Mapping[str, Any]]) -> Iterator[dict]:
 
     program = dispatch.run_steps[False]
     for name, options in sets.items():
-        # As `jits` makes the program, but with these options.
+        # As `Programs` makes the program, but with these options.
         dispatch.run_steps[False] = jax.jit(
             inspect.unwrap(program),
             static_argnames=("how", "sizes"),

@@ -258,18 +258,20 @@ def out_sharding(spec: P) -> dict[str, Any]:
 
 
 def jit_sharded[**Args, Made](
-    make: Callable[Args, Made], spec: P | None
+    make: Callable[Args, Made], spec: P | None, *, static: tuple[int, ...]
 ) -> Callable[Args, Made]:
     """`jax.jit(make)` with its result divided by `spec` on the mesh, if one is set.
 
-    Without a spec or a mesh, just `jax.jit(make)`.
+    Without a spec or a mesh, just `jax.jit(make)`. The same function and equal `static`
+    arguments, by their places, give a program that is compiled already.
     """
     if spec is None or not mesh_is_set():
-        return jax.jit(make)
+        return jax.jit(make, static_argnums=static)
     mesh = jax.sharding.get_abstract_mesh()
     check_axis_sizes(mesh.shape.get("data", 1), mesh.shape["model"])
     # Of an abstract mesh the shapes can be evaluated, and no devices are needed.
-    return jax.jit(make, out_shardings=NamedSharding(mesh, spec))
+    lies = NamedSharding(mesh, spec)
+    return jax.jit(make, static_argnums=static, out_shardings=lies)
 
 
 def sharding_of(spec: P) -> jax.sharding.Sharding:

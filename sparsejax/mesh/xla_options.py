@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,16 @@ import jax
 # XLA then times no programs to choose one, and has no operation whose result depends on
 # the order in which threads end. A CPU ignores it.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+# Matrix products come from cuBLAS. Otherwise XLA compiles dozens of Triton programs for each
+# product, to time them: 7 of the 10 seconds that it took for a training program.
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+# What XLA puts into CUDA graphs by default, and loops. A list replaces the default one.
+LOOPS_IN_GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
 
 # What is traced within it is found again only within it, also functions under `jax.jit`.
 _same_bits = jax.make_user_context(default_value=False)
@@ -24,19 +34,72 @@ def same_bits_are_wanted() -> bool:
     return _same_bits.value
 
 
-def jits(f: Callable[..., Any], **options: Any) -> dict[bool, jax.stages.Wrapped]:
-    """`jax.jit(f, **options)` in two forms, by whether it is deterministic.
+@functools.cache
+def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
+    """Options for a program's compiler, as far as XLA takes them; none without a GPU.
+
+    Args:
+      loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out where
+        there are several devices: such graphs were not tried with their collectives.
+    """
+    if jax.default_backend() != "gpu":
+        return {}
+    taken: dict[str, Any] = {}
+    loops_in_graphs &= jax.device_count() == 1
+    for wanted in WITHOUT_TRITON, LOOPS_IN_GRAPHS if loops_in_graphs else {}:
+        try:
+            jax.jit(lambda: 0, compiler_options=taken | wanted).lower().compile()
+        except jax.errors.JaxRuntimeError:  # XLA's options are no stable interface
+            continue
+        taken |= wanted
+    return taken
+
+
+class Programs(dict[bool, jax.stages.Wrapped]):
+    """`jax.jit(f, ...)` in two forms, by whether it is deterministic.
 
     A deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
+
+    Args:
+      f: the function.
+      inside_others: the other form may be called inside other programs. It has no options.
+      loops_in_graphs: see `gpu_options`.
+      options: of `jax.jit`.
     """
 
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        *,
+        inside_others: bool = False,
+        loops_in_graphs: bool = False,
+        **options: Any,
+    ):
+        super().__init__()
+        self._f = f
+        self._inside_others = inside_others
+        self._loops_in_graphs = loops_in_graphs
+        self._options = options
+
+    def __missing__(self, deterministic: bool) -> jax.stages.Wrapped:
+        # Made when it is first asked for: the options ask which devices there are.
+        f, chosen = self._f, {}
+        if not self._inside_others:
+            chosen |= gpu_options(loops_in_graphs=self._loops_in_graphs)
+        if deterministic:
+            f = _with_same_bits(f)
+            chosen |= DETERMINISTIC
+        self[deterministic] = jax.jit(
+            f, compiler_options=chosen or None, **self._options
+        )
+        return self[deterministic]
+
+
+def _with_same_bits(f: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(f)
     def same(*arguments, **named):
         with _same_bits(True):
             return f(*arguments, **named)
 
-    return {
-        False: jax.jit(f, **options),
-        True: jax.jit(same, compiler_options=DETERMINISTIC, **options),
-    }
+    return same

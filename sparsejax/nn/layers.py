@@ -390,15 +390,13 @@ def _inverse_norm(vectors: jax.Array) -> jax.Array:
 
 def _padded(init, key, shape, dtype, spec):
     """`init` of the true shape, then zero rows up to the allocated number; lies as spec."""
-    extra = padded_rows(shape[0]) - shape[0]
-
-    def make(key):
-        return jnp.pad(
-            init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:]))
-        )
-
     # Compiled, so that only the result is allocated, on the devices where it belongs.
-    return jit_sharded(make, spec)(key)
+    return jit_sharded(_made, spec, static=(0, 2, 3))(init, key, shape, dtype)
+
+
+def _made(init, key, shape, dtype):
+    extra = padded_rows(shape[0]) - shape[0]
+    return jnp.pad(init(key, shape, dtype), ((0, extra), *((0, 0),) * len(shape[1:])))
 
 
 def _check_kernel(kernel: nnx.Param, rows: int, width: int) -> None:

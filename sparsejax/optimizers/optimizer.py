@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
-from sparsejax.mesh.xla_options import jits
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
@@ -51,8 +51,9 @@ def updates_whole(rows: int, entries: int) -> bool:
     return rows <= _LARGE_PART * entries
 
 
-_settle = jits(
+_settle = Programs(
     row_update.settle,
+    inside_others=True,
     static_argnums=0,
     static_argnames="divided",
     donate_argnums=1,
@@ -414,18 +415,17 @@ def _refuse_stale(
 
 
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
-    num_rows, hidden = kernel.shape
-
-    def make():
-        dtype = accumulator(kernel.dtype)
-        arrays = {n: a.astype(dtype) for n, a in rule.init((num_rows, hidden)).items()}
-        if rule.decays:
-            # Weight decay moves a row from the first step on, others when it is
-            # touched.
-            first = 0 if rule.weight_decay else row_update.NEVER
-            arrays["last_step"] = jnp.full(num_rows, first, jnp.int32)
-        return arrays
-
     lies = out_sharding(P("model")) if gradients.is_divided(kernel) else {}
-    arrays = jit_sharded(make, lies.get("out_sharding"))()
+    make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0, 1, 2))
+    rows, hidden = kernel.shape
+    arrays = make(rule, (rows, hidden), kernel.dtype)
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
+
+
+def _first_state(rule: Rule, shape: tuple[int, int], dtype) -> dict[str, jax.Array]:
+    arrays = {n: a.astype(accumulator(dtype)) for n, a in rule.init(shape).items()}
+    if rule.decays:
+        # Weight decay moves a row from the first step on, others when it is touched.
+        first = 0 if rule.weight_decay else row_update.NEVER
+        arrays["last_step"] = jnp.full(shape[0], first, jnp.int32)
+    return arrays

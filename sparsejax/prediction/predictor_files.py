@@ -36,6 +36,7 @@ from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import to_host_in_pieces
+from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.prediction.predictor import Predictor
 from sparsejax.prediction.programs import Signature
 from sparsejax.whole_files import check_writable, whole_file
@@ -155,12 +156,16 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
             raise ValueError(
                 f"{path}: is not a predictor, or is damaged: {text}"
             ) from error
+    options = dict(gpu_options()) or None
     return Predictor(
         k=settings.k,
         num_features=settings.num_features,
         num_items=settings.num_items,
         items=items,
-        programs={size: jax.jit(program.call) for size, program in programs.items()},
+        programs={
+            size: jax.jit(program.call, compiler_options=options)
+            for size, program in programs.items()
+        },
         weights=[jnp.asarray(weight) for weight in weights],
     )
 

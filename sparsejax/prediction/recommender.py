@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.data.batching import Batch, Shown, taken
 from sparsejax.data.sources import Features
 from sparsejax.mesh.layout import put_on_mesh, replicated
-from sparsejax.mesh.xla_options import jits
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
 
@@ -99,11 +99,11 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
         yield model
 
 
-@functools.partial(jits, static_argnames=("graphdef", "k"))
+@functools.partial(Programs, static_argnames=("graphdef", "k"))
 def recommended(graphdef, state, shown: Shown, exclude: Batch | None, k: int):
     """Ids and scores, `[batch, k]`, of a model from `split`.
 
-    `recommended[deterministic]` is it, in one of the two forms of `jits`.
+    `recommended[deterministic]` is it, in one of the two forms of `Programs`.
     """
     with merged(graphdef, state) as model:
         unwanted = None if exclude is None else exclude.take()

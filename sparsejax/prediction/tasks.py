@@ -14,7 +14,7 @@ from sparsejax import metrics
 from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, taken
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated
-from sparsejax.mesh.xla_options import jits
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.prediction.loop import each
 from sparsejax.prediction.recommender import merged, recommended
 
@@ -84,7 +84,7 @@ def ranked(
 
 
 # A program of its own: models and baselines share it.
-@functools.partial(jits, static_argnames="ks", donate_argnames="counts")
+@functools.partial(Programs, static_argnames="ks", donate_argnames="counts")
 def measured(
     found: tuple[Array, Array],
     labels: Batch,
@@ -94,7 +94,7 @@ def measured(
 ):
     """Metrics of each row, and how often each item is recommended.
 
-    `measured[deterministic]` is it, in one of the two forms of `jits`.
+    `measured[deterministic]` is it, in one of the two forms of `Programs`.
 
     Args:
       found: from `ranked`, with at least `max(ks)` columns.
@@ -134,7 +134,7 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
     ]
 
 
-@functools.partial(jits, static_argnames=("graphdef", "k"))
+@functools.partial(Programs, static_argnames=("graphdef", "k"))
 def _ranked_among(
     graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
 ):

@@ -37,7 +37,7 @@ from sparsejax.mesh.layout import (
     shardings_of,
     with_shardings,
 )
-from sparsejax.mesh.xla_options import jits
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
@@ -378,7 +378,12 @@ class How(NamedTuple):
     fused: bool
 
 
-@functools.partial(jits, static_argnames=("how", "sizes"), donate_argnames="state")
+@functools.partial(
+    Programs,
+    loops_in_graphs=True,
+    static_argnames=("how", "sizes"),
+    donate_argnames="state",
+)
 def run_steps(
     how: How,
     state: Any,
@@ -390,7 +395,7 @@ def run_steps(
 ) -> tuple[Any, jax.Array]:
     """The compiled program: steps `first .. first + count - 1` of `rows`.
 
-    `run_steps[deterministic]` is it, in one of the two forms of `jits`.
+    `run_steps[deterministic]` is it, in one of the two forms of `Programs`.
 
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. On a mesh the state keeps its layout, and every device has the losses.

@@ -1,0 +1,38 @@
+"""Options of XLA for single programs."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from sparsejax.mesh import xla_options
+
+
+def options(monkeypatch, backend, *, devices=1, **wanted):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    return xla_options.gpu_options.__wrapped__(**wanted)
+
+
+def test_without_a_gpu_there_are_none(monkeypatch):
+    assert options(monkeypatch, "cpu", loops_in_graphs=True) == {}
+
+
+# A CPU's compiler reads these options, too, and refuses those that it cannot read.
+@pytest.mark.parametrize("loops", [False, True])
+def test_the_installed_xla_takes_them(monkeypatch, loops):
+    taken = options(monkeypatch, "gpu", loops_in_graphs=loops)
+    assert taken["xla_gpu_enable_triton_gemm"] is False
+    assert ("xla_gpu_enable_command_buffer" in taken) == loops
+
+
+def test_options_that_xla_refuses_are_left_out(monkeypatch):
+    names = {"xla_gpu_enable_command_buffer": "FUSION,OTHER"}
+    monkeypatch.setattr(xla_options, "LOOPS_IN_GRAPHS", names)
+    taken = options(monkeypatch, "gpu", loops_in_graphs=True)
+    assert taken == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_several_devices_have_no_graphs_of_loops(monkeypatch):
+    taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
+    assert taken == {"xla_gpu_enable_triton_gemm": False}
