@@ -613,7 +613,7 @@ class _Dense(nnx.Module):
 
         def made(make: Callable[[], jax.Array], spec: P | None) -> nnx.Param:
             placed: dict[str, Any] = {} if spec is None else {"out_sharding": spec}
-            return nnx.Param(jit_sharded(make, spec)(), **placed)
+            return nnx.Param(jit_sharded(make, spec, static=())(), **placed)
 
         kernel_spec, bias_spec = (None, None) if layout is None else layout
         self.kernel = made(lambda: init(key, shape, jnp.float32), kernel_spec)
