@@ -31,20 +31,21 @@ _WAYS = (4, 8)
 _MIN_ENTRIES_PER_PART = 256
 
 
-def vocabulary_order(counts: np.ndarray, names: Names) -> np.ndarray:
+def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarray:
     """The balanced order of features.
 
     Args:
       counts: `[features]` number of rows that have the feature.
       names: `[features]` name of the feature. Equal counts are ranked by it (by code
-        points).
+        points); without names, by their positions.
 
     Returns:
       `[features]` positions in `counts`: element `j` is the feature to put into column
       `j`. For a matrix: `matrix[:, order]`.
     """
     at = np.arange(len(counts))
-    table = pa.table({"count": counts, "name": to_arrow(names), "at": at})
+    ties = pa.array(at) if names is None else to_arrow(names)
+    table = pa.table({"count": counts, "name": ties, "at": at})
     by_rank = table.sort_by([("count", "descending"), ("name", "ascending")])
     return by_rank["at"].to_numpy()[popularity_ranks(len(counts))]
 

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
-from sparsejax.dsstne import commands, encoder, neighbours
+from sparsejax.dsstne import encoder, generate, neighbours, predict, train
 from sparsejax.mesh import processes
 from sparsejax.whole_files import check_writable, whole_text_file
 
@@ -63,7 +63,7 @@ def _generate(parser: argparse.ArgumentParser) -> _CarryOut:
     )
     _type(parser)
     return lambda given: _in_first(
-        lambda: commands.generate(commands.Generate(**_typed(given)))
+        lambda: generate.generate(generate.Generate(**_typed(given)))
     )
 
 
@@ -72,7 +72,7 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
     _text(parser, "-i", "inputs", "FILE", "NetCDF file of the inputs")
     _text(parser, "-o", "outputs", "FILE", "NetCDF file of the outputs")
     _text(parser, "-n", "network", "FILE", "network file to write; must not exist")
-    default = commands.Train(config="", inputs="", outputs="", network="")
+    default = train.Train(config="", inputs="", outputs="", network="")
     for flag, name, does in (
         ("-b", "batch_size", "examples of a step"),
         ("-e", "epochs", "passes over the data"),
@@ -89,7 +89,7 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
         _number(parser, flag, name, getattr(default, name), does)
     parser.add_argument(
         "-optimizer",
-        choices=commands.OPTIMIZERS,
+        choices=train.OPTIMIZERS,
         default=default.optimizer,
         help=f"update rule (default: {default.optimizer})",
     )
@@ -115,7 +115,7 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
         if None in files and files != [None, None]:
             parser.error("-vi and -vo are needed together")
         validation = None if None in files else tuple(files)
-        commands.train(commands.Train(**given, validation=validation))
+        train.train(train.Train(**given, validation=validation))
 
     return carry_out
 
@@ -150,7 +150,7 @@ def _predict(parser: argparse.ArgumentParser) -> _CarryOut:
     )
     _type(parser)
     _mesh(parser)
-    return lambda given: commands.predict(commands.Predict(**_typed(given)))
+    return lambda given: predict.predict(predict.Predict(**_typed(given)))
 
 
 def _encoder(parser: argparse.ArgumentParser) -> _CarryOut:

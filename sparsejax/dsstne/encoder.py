@@ -15,7 +15,7 @@ from flax import nnx
 
 from sparsejax.data.batching import taken
 from sparsejax.data.sources import Inputs
-from sparsejax.dsstne import commands
+from sparsejax.dsstne import train
 from sparsejax.dsstne.definition import Keys, SparsenessPenalty, parse
 from sparsejax.dsstne.losses import Boosted
 from sparsejax.dsstne.netcdf import load
@@ -54,7 +54,7 @@ class Encode:
     command: str
     network: str
     data: str
-    training: commands.Train
+    training: train.Train
 
 
 def load_cdl(path: str) -> Encode:
@@ -88,7 +88,7 @@ def _encode(keys: Keys) -> Encode:
     interval = inner.number("AlphaInterval", 0.0)
     if interval < 0 or interval != int(interval):
         raise ValueError(f'"AlphaInterval" must be 0 or more, got {interval:g}')
-    training = commands.Train(
+    training = train.Train(
         config=network,
         inputs=data,
         outputs=data,
@@ -118,9 +118,9 @@ def encode(cdl: Encode) -> None:
     if cdl.command == "Train":
         # The seed may be the time.
         seed = processes.number_of_first(cdl.training.seed)
-        commands.train(dataclasses.replace(cdl.training, seed=seed))
+        train.train(dataclasses.replace(cdl.training, seed=seed))
     elif cdl.command == "Validate":
-        training = commands.made(cdl.training)
+        training = train.made(cdl.training)
         for name, gap in slope_errors(training).items():
             print(f"{name}: largest error {gap:.6f}")
             if not gap <= _TOLERANCE:
@@ -154,7 +154,7 @@ def _measure(cdl: Encode) -> None:
         print(k, *(f"{number:.6f}" for number in numbers), sep=",")
 
 
-def slope_errors(training: commands.Training) -> dict[str, float]:
+def slope_errors(training: train.Training) -> dict[str, float]:
     """For each array of weights, how far its gradient is from finite differences.
 
     The loss is that of the first examples, without noise. It has neither sparseness

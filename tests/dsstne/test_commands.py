@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparsejax.cli.main import main
-from sparsejax.dsstne import commands
+from sparsejax.dsstne import train
 from sparsejax.dsstne.network_files import load_parameters
 
 TEXT = "ann\ttea,3:milk,1\nbob\tmilk\ncyd\ttea:rum:milk,7\n"
@@ -163,38 +163,38 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
 KILLED = """
 import os, signal, sys
 from sparsejax.cli.main import main
-from sparsejax.dsstne import commands
+from sparsejax.dsstne import train
 
-commands.CHECKPOINT_SECONDS = 0
-note = commands.Training.note
+train.CHECKPOINT_SECONDS = 0
+note = train.Training.note
 
 def killed(self, step, entry):
     if entry["epoch"] == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     note(self, step, entry)
 
-commands.Training.note = killed
+train.Training.note = killed
 main(sys.argv[1:])
 """
 
 
 @pytest.mark.slow
 def test_a_training_that_was_killed_goes_on_with_the_same_bits(folder, monkeypatch):
-    train = f"{TRAIN} -b 2 -e 5 -alpha 1 -optimizer nesterov"
-    assert run(train) == 0
+    command = f"{TRAIN} -b 2 -e 5 -alpha 1 -optimizer nesterov"
+    assert run(command) == 0
     whole = (folder / "gl.nc").read_bytes()
     (folder / "gl.nc").unlink()
     before = {path.name for path in folder.iterdir()}
-    python = [sys.executable, "-c", KILLED, *train.split()]
+    python = [sys.executable, "-c", KILLED, *command.split()]
     assert subprocess.run(python, check=False).returncode == -signal.SIGKILL
     assert {p.name for p in folder.iterdir()} - before == {"gl.nc.checkpoints"}
     with monkeypatch.context() as patched:
         # Stopped again, between its last two steps: the network is written, and then the
         # checkpoints are removed.
-        patched.setattr(commands, "remove_folder", interrupt)
-        assert run(f"{train} -resume") == 130
+        patched.setattr(train, "remove_folder", interrupt)
+        assert run(f"{command} -resume") == 130
     assert (folder / "gl.nc").read_bytes() == whole
-    assert run(f"{train} -resume") == 0
+    assert run(f"{command} -resume") == 0
     assert (folder / "gl.nc").read_bytes() == whole
     assert not (folder / "gl.nc.checkpoints").exists()
 

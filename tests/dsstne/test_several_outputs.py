@@ -11,9 +11,10 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data import SparseDataset
-from sparsejax.dsstne import commands, rules
+from sparsejax.dsstne import rules, train
 from sparsejax.dsstne.datasets import FileDataset
 from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.examples import Examples, by_layer
 from sparsejax.dsstne.netcdf import write_datasets
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
@@ -33,8 +34,8 @@ def test_two_outputs_are_trained(tmp_path, monkeypatch, capsys):
     write_datasets("in.nc", {"d": SparseDataset.from_scipy(d)})
     write_datasets("out.nc", {"e": SparseDataset.from_scipy(e)})
     (tmp_path / "config.json").write_text(json.dumps({"Layers": LAYERS}))
-    commands.train(
-        commands.Train(
+    train.train(
+        train.Train(
             config="config.json",
             inputs="in.nc",
             outputs="out.nc",
@@ -71,12 +72,12 @@ def test_what_cannot_be_learned():
     with pytest.raises(
         NotImplementedError, match="'d', 'e'.* weights of their examples"
     ):
-        commands.Examples.of(both, {**data, "d": d})
+        Examples.of(both, by_layer(both, data), {})
     none = Definition.from_json(
         {"Layers": [*LAYERS[:1], {**LAYERS[1], "Kind": "Hidden"}]}
     )
     with pytest.raises(ValueError, match="no layer of kind Output"):
-        commands.Examples.of(none, data)
+        Examples.of(none, by_layer(none, data), {})
 
 
 def test_what_fit_refuses_with_several_targets():

@@ -1,0 +1,162 @@
+"""The data sets of DSSTNE files as a network's examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data.files import DataError
+from sparsejax.data.names import quoted
+from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
+from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.netcdf import load
+from sparsejax.dsstne.network import name_of
+from sparsejax.dsstne.order import Orders, in_order
+from sparsejax.sparse import CSR
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """What a network is trained or measured on.
+
+    Attributes:
+      inputs: as `fit` takes them.
+      targets: as `fit` takes them.
+      weights: of the examples, or None.
+    """
+
+    inputs: Any
+    targets: Any
+    weights: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, network: Definition, data: Mapping[str, FileDataset], orders: Orders
+    ) -> Examples:
+        """The examples of a network.
+
+        Args:
+          network: the layers.
+          data: the data set of each input and output, by the name of the layer.
+          orders: of the columns of some of them; see `order`.
+        """
+        data = {name: in_order(d, orders.get(name)) for name, d in data.items()}
+        inputs = network.of_kind("Input")
+        sources = {name_of(layer): data[layer.name].examples() for layer in inputs}
+        alone = len(inputs) == 1 and inputs[0].sparse
+        outputs = network.of_kind("Output")
+        found = {name_of(layer): data[layer.name] for layer in outputs}
+        first = first_of_like(found)
+        targets = {name: _targets(dataset) for name, dataset in found.items()}
+        return cls(
+            next(iter(sources.values())) if alone else sources,
+            targets if len(outputs) > 1 else _targets(first),
+            first.example_weights(),
+        )
+
+
+def data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
+    """The data sets of both files, by name.
+
+    Raises:
+      DataError: both have a data set of the same name, or another number of examples.
+    """
+    data = load(inputs)
+    if pathlib.Path(outputs).resolve() == pathlib.Path(inputs).resolve():
+        others: dict[str, FileDataset] = {}
+    else:
+        others = load(outputs)
+    twice = sorted(data.keys() & others.keys())
+    if twice:
+        raise DataError.at(
+            outputs,
+            f"has the data set {twice[0]!r}, which {inputs} has too",
+        )
+    [(first, one), *rest] = [*data.items(), *others.items()]
+    for name, other in rest:
+        if other.num_examples != one.num_examples:
+            path = inputs if name in data else outputs
+            raise DataError.at(
+                path,
+                f"the data set {name!r} has {other.num_examples:,} examples, but "
+                f"{first!r} has {one.num_examples:,}",
+            )
+    return data | others
+
+
+def by_layer(
+    network: Definition, data: Mapping[str, FileDataset]
+) -> dict[str, FileDataset]:
+    """The data set of each input and output, by the name of the layer, and as wide as it.
+
+    Raises:
+      ValueError: there is none, or its size does not fit.
+    """
+    outer = (*network.of_kind("Input"), *network.of_kind("Output"))
+    return {layer.name: _of_layer(layer, data) for layer in outer}
+
+
+def is_sparse(dataset: FileDataset) -> bool:
+    return isinstance(dataset.rows, SparseRows | Classes)
+
+
+def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDataset:
+    """The data set of a layer, as wide as the layer.
+
+    Raises:
+      ValueError: there is none, or its size does not fit.
+    """
+    if layer.dataset not in data:
+        raise ValueError(
+            f"layer {layer.name!r} reads the data set {layer.dataset!r}; the files have "
+            f"{quoted(list(data))}"
+        )
+    dataset = data[layer.dataset]
+    if dataset.columns == layer.units:
+        return dataset
+    if is_sparse(dataset) and len(dataset.size) == len(layer.size) == 1:
+        return dataclasses.replace(dataset, size=layer.size)
+    raise ValueError(
+        f"layer {layer.name!r} has {layer.units:,} units, but its data set "
+        f"{layer.dataset!r} has {dataset.columns:,} columns"
+    )
+
+
+def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
+    """The first of the outputs' data sets, by their names. They have the same kind.
+
+    Raises:
+      ValueError: there is none: the network has no output.
+      NotImplementedError: they are of different kinds.
+    """
+    if not targets:
+        raise ValueError("the network has no layer of kind Output, so nothing to learn")
+    first, *others = targets.values()
+    for other in others:
+        one, two = first.example_weights(), other.example_weights()
+        if not np.array_equal(np.asarray(one), np.asarray(two)):
+            what = "the weights of their examples"
+        elif first.ignore_zeros != other.ignore_zeros:
+            what = "whether they ignore zeros"
+        elif is_sparse(first) != is_sparse(other):
+            what = "whether they are sparse"
+        else:
+            continue
+        raise NotImplementedError(
+            f"the data sets of the outputs {quoted(list(targets))} differ in {what}; "
+            "make them alike"
+        )
+    return first
+
+
+def _targets(dataset: FileDataset) -> CSR | scipy.sparse.csr_array:
+    """What `fit` takes as targets. A dense data set has a label wherever it is not 0."""
+    found = dataset.examples(target=True)
+    if isinstance(found, CSR):
+        return found
+    return scipy.sparse.csr_array(found.reshape(len(found), -1))

@@ -1,0 +1,70 @@
+"""DSSTNE's `generateNetCDF`: a text of samples becomes a NetCDF file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from sparsejax.dsstne.index_files import read_index, write_index
+from sparsejax.dsstne.netcdf import save
+from sparsejax.dsstne.text import read_samples
+from sparsejax.whole_files import check_writable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """What `generateNetCDF` does. Attributes have the names of its flags in `cli`.
+
+    Attributes:
+      dataset: name of the data set.
+      text: a text file of samples, or a folder of them.
+      out: the NetCDF file to write.
+      features: the index file of features.
+      samples: the index file of samples. New samples are added to it.
+      create: whether to make a new index of features.
+      merge: whether to add new features to the index. Without both, they are left out.
+      analog: whether entries have values.
+    """
+
+    dataset: str
+    text: str
+    out: str
+    features: str
+    samples: str
+    create: bool = False
+    merge: bool = False
+    analog: bool = False
+
+
+def generate(command: Generate) -> None:
+    """Writes a text of samples as a NetCDF file, and the index files.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      OSError: a file cannot be written.
+      ValueError: both `create` and `merge` are given.
+    """
+    if command.create and command.merge:
+        raise ValueError("-c makes a new index and -m adds to one: give one of them")
+    for path in (command.out, command.features, command.samples):
+        check_writable(path)
+    known = () if command.create else read_index(command.features)
+    old = read_index(command.samples) if os.path.exists(command.samples) else ()
+    found = read_samples(
+        command.text,
+        features=known,
+        samples=old,
+        new_features=command.create or command.merge,
+        analog=command.analog,
+    )
+    dataset = found.dataset()
+    # The indices first: an index without a file does no harm.
+    if command.create or len(found.features) > len(known):
+        write_index(command.features, found.features)
+    if len(found.samples) > len(old):
+        write_index(command.samples, found.samples)
+    save(command.out, {command.dataset: dataset})
+    print(
+        f"{command.out}: {command.dataset}, {dataset.num_examples:,} examples, "
+        f"{len(found.features):,} features, width {dataset.columns:,}"
+    )

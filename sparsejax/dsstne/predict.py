@@ -1,0 +1,224 @@
+"""DSSTNE's `predict`: recommendations, or the units of a layer, for samples of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.files import DataError
+from sparsejax.data.names import Names
+from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.devices import setting_mesh
+from sparsejax.dsstne.index_files import read_index
+from sparsejax.dsstne.network import Network
+from sparsejax.dsstne.network_files import load_parameters
+from sparsejax.dsstne.text import read_samples
+from sparsejax.mesh import processes
+from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.prediction.recommend import recommend
+from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.whole_files import check_writable, whole_text_file
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict:
+    """What `predict` does.
+
+    Attributes:
+      dataset: name of the data set, without `_input`.
+      network: the network file.
+      inputs: the index file of the input's features.
+      outputs: the index file of the output's features.
+      text: samples, a text file or a folder of them.
+      filters: features of samples that are not recommended, in the same form; it may be
+        an empty file.
+      out: the file to write.
+      batch_size: samples at a time.
+      k: how many recommendations.
+      precision: how a score is printed, as C's printf has it.
+      analog: whether the text has values.
+      multiply: whether scores are multiplied with the filters' values, as DSSTNE did, and
+        nothing is left out. A value that is missing is 0.
+      layer: write the units of this layer, in place of recommendations.
+      mesh: such as "data=1,model=2". By default one device, or with several processes
+        all devices along "model".
+    """
+
+    dataset: str
+    network: str
+    inputs: str
+    outputs: str
+    text: str
+    filters: str
+    out: str
+    batch_size: int = 1024
+    k: int = 100
+    precision: str = "4.3f"
+    analog: bool = False
+    multiply: bool = False
+    layer: str | None = None
+    mesh: str | None = None
+
+
+def predict(command: Predict) -> None:
+    """Writes `sample<TAB>feature,score:feature,score:...:`, best first, for each sample.
+
+    Of a layer it writes `sample<TAB>1.0 2.0 ...`, which `knn-search` reads.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      FloatingPointError: a score is NaN.
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: the files do not fit each other.
+    """
+    check_writable(command.out)
+    try:
+        format(0.5, command.precision)
+    except ValueError as error:
+        raise ValueError(
+            f"-p {command.precision} is no format of a number, such as 4.3f"
+        ) from error
+    network, parameters = load_parameters(command.network)
+    features, items = read_index(command.inputs), read_index(command.outputs)
+    layer = _input_layer(command, network)
+    _check_width(command.inputs, features, layer)
+    _check_width(command.outputs, items, network.of_kind("Output")[0])
+    found = read_samples(
+        command.text, features=features, new_features=False, analog=command.analog
+    )
+    rows: Any = found.dataset(width=layer.units).source(
+        feature_names=features, row_names=found.samples
+    )
+    filters = _filters(command, found.samples, items)
+    known = [other.name for other in network.layers]
+    if command.layer is not None and command.layer not in known:
+        raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
+    network = dataclasses.replace(
+        network,
+        layers=tuple(
+            dataclasses.replace(other, sparse=True) if other == layer else other
+            for other in network.layers
+        ),
+    )
+    with setting_mesh(command.mesh):
+        model = Network(network, parameters=parameters, rngs=nnx.Rngs(0))
+        nnx.update(model, put_on_mesh(nnx.state(model)))
+        if command.layer is not None:
+            units = model.units(rows, command.layer, batch_size=command.batch_size)
+            processes.in_first(lambda: _write_units(command, units, found.samples))
+            return
+        model.rank_first(len(items))
+        if command.multiply:
+            best = _multiplied(command, model, rows, filters, len(items))
+        else:
+            best = recommend(
+                model,
+                rows,
+                command.k,
+                exclude=filters.astype(bool),
+                batch_size=command.batch_size,
+            )
+    processes.in_first(lambda: _write(command, found.samples, best, items))
+
+
+def _write_units(command: Predict, units: np.ndarray, samples: Names) -> None:
+    with whole_text_file(command.out) as file:
+        for sample, values in zip(samples.tolist(), units, strict=True):
+            texts = (format(float(value), command.precision) for value in values)
+            file.write(f"{sample}\t{' '.join(texts)}\n")
+
+
+def _write(
+    command: Predict, samples: Names, best: Recommendations, items: Names
+) -> None:
+    counts = np.sum(best.ids >= 0, axis=1).tolist()
+    with whole_text_file(command.out) as file:
+        for sample, ids, scores, count in zip(
+            samples.tolist(), best.ids, best.scores, counts, strict=True
+        ):
+            names = items[ids[:count]].tolist()
+            entries = "".join(
+                f"{name},{format(float(score), command.precision)}:"
+                for name, score in zip(names, scores, strict=False)
+            )
+            file.write(f"{sample}\t{entries}\n")
+
+
+def _filters(command: Predict, samples: Names, items: Names) -> scipy.sparse.csr_array:
+    """`[samples, items]`: the values of the filters; if they only leave out, each is 1."""
+    shape = (len(samples), len(items))
+    is_file = os.path.isfile(command.filters)
+    if command.filters == os.devnull or (
+        is_file and not os.stat(command.filters).st_size
+    ):
+        return scipy.sparse.csr_array(shape)
+    with warnings.catch_warnings():
+        # A sample needs no filter, and a filter may have other samples.
+        warnings.filterwarnings("ignore", "(?s).*samples of the index have no line")
+        found = read_samples(
+            command.filters,
+            features=items,
+            samples=samples,
+            new_features=False,
+            analog=command.multiply,
+        )
+    rows = found.rows
+    lengths = (rows.ends - rows.starts)[: len(samples)]
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    indices = rows.indices[: indptr[-1]]
+    values = np.ones(len(indices)) if rows.values is None else rows.values
+    return scipy.sparse.csr_array((values[: indptr[-1]], indices, indptr), shape=shape)
+
+
+def _multiplied(
+    command: Predict,
+    model: Network,
+    rows: SparseDataset,
+    filters: scipy.sparse.csr_array,
+    items: int,
+) -> Recommendations:
+    """The best after scores were multiplied with the filters' values."""
+    assert model.output_layer is not None
+    output, count = model.output_layer.name, rows.num_rows
+    ids = np.full((count, command.k), -1, np.int32)
+    best = np.full((count, command.k), -np.inf, np.float32)
+    most = min(command.k, items)
+    for start in range(0, count, command.batch_size):
+        some = slice(start, start + command.batch_size)
+        batch = rows.align_rows(rows.row_names[some])
+        scores = model.units(batch, output, batch_size=command.batch_size)[:, :items]
+        part = scipy.sparse.coo_array(filters[some])
+        np.multiply.at(scores, part.coords, part.data.astype(np.float32))
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :most]
+        ids[some, :most] = order
+        best[some, :most] = np.take_along_axis(scores, order, axis=1)
+    return Recommendations(ids, best)
+
+
+def _input_layer(command: Predict, network: Definition) -> LayerDefinition:
+    inputs, wanted = network.of_kind("Input"), f"{command.dataset}_input"
+    if len(inputs) != 1 or inputs[0].dataset != wanted:
+        there = ", ".join(repr(layer.dataset) for layer in inputs)
+        raise ValueError(
+            f"{command.network}: -d {command.dataset} needs a network with one input, of "
+            f"the data set {wanted!r}; its inputs are of {there}"
+        )
+    if not network.of_kind("Output"):
+        raise ValueError(f"{command.network}: the network has no layer of kind Output")
+    return inputs[0]
+
+
+def _check_width(path: str, names: Names, layer: LayerDefinition) -> None:
+    if len(names) > layer.units:
+        raise DataError.at(
+            path,
+            f"holds {len(names):,} features, but the layer {layer.name!r} has "
+            f"{layer.units:,} units",
+        )

@@ -1,0 +1,301 @@
+"""DSSTNE's `train`: a network is trained on data sets of NetCDF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from sparsejax.dsstne import rules
+from sparsejax.dsstne.datasets import FileDataset, check_fits
+from sparsejax.dsstne.definition import Definition, weights_of
+from sparsejax.dsstne.devices import setting_mesh
+from sparsejax.dsstne.examples import (
+    Examples,
+    by_layer,
+    data_of,
+    first_of_like,
+    is_sparse,
+)
+from sparsejax.dsstne.network import (
+    Network,
+    check_parameters,
+    name_of,
+    regularization,
+)
+from sparsejax.dsstne.network_files import load_parameters, save_parameters
+from sparsejax.dsstne.order import balanced_orders, from_file_order, to_file_order
+from sparsejax.mesh import processes
+from sparsejax.mesh.layout import put_on_mesh
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.training.fit import fit
+from sparsejax.whole_files import check_writable, remove_folder
+
+INITIAL = "initial_network.nc"
+# How often a checkpoint is saved from which `resume` can go on.
+CHECKPOINT_SECONDS = 300
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """What `train` does.
+
+    Attributes:
+      config: the network's JSON.
+      inputs: a NetCDF file of data sets.
+      outputs: another one.
+      network: the network file to write, which must not exist.
+      batch_size: examples of a step.
+      epochs: passes over the data.
+      alpha: learning rate.
+      l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
+      l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
+      mu: of the optimizers that have it.
+      mu1: of Adam.
+      optimizer: one of `OPTIMIZERS`.
+      seed: of the first weights, of noise and of the order.
+      resume: whether to go on where a training of the same flags was stopped.
+      mesh: such as "data=1,model=2". By default one device, or with several processes
+        all devices along "model".
+      validation: two files, like `inputs` and `outputs`, whose error is measured after
+        each epoch.
+      interval: after so many epochs alpha is multiplied by `multiplier`; 0 is never.
+      multiplier: see `interval`.
+      kept: beginning of the names of network files that are written on the way, in place
+        of that of `network`.
+      kept_epochs: how many epochs are between two of these files.
+    """
+
+    config: str
+    inputs: str
+    outputs: str
+    network: str
+    batch_size: int = 1024
+    epochs: int = 40
+    alpha: float = 0.025
+    l2: float = 0.0001
+    l1: float = 0.0
+    mu: float = 0.5
+    mu1: float = 0.0
+    optimizer: str = "sgd"
+    seed: int = 12134
+    resume: bool = False
+    mesh: str | None = None
+    validation: tuple[str, str] | None = None
+    interval: int = 0
+    multiplier: float = 1.0
+    kept: str | None = None
+    kept_epochs: int = 10
+
+
+def train(command: Train) -> None:
+    """Trains a network and writes it, also before the first and after each tenth epoch.
+
+    Raises:
+      DataError: a file is missing or wrong.
+      FileExistsError: the network file exists.
+      FloatingPointError: the loss is not finite.
+      ValueError: data and network do not fit each other.
+    """
+    # A training that is killed just before it ends has written its network.
+    is_ending = command.resume and os.path.exists(checkpoints_of(command))
+    if os.path.exists(command.network) and not is_ending:
+        raise FileExistsError(
+            f"{command.network}: already exists; remove it, or name another file"
+        )
+    for path in (command.network, INITIAL):
+        check_writable(path)
+    with setting_mesh(command.mesh):
+        made(command).run()
+
+
+def checkpoints_of(command: Train) -> str:
+    """The folder of checkpoints, which is there until the training has ended."""
+    return f"{command.network}.checkpoints"
+
+
+def made(command: Train) -> Training:
+    """The network and its data, before training."""
+    data = data_of(command.inputs, command.outputs)
+    sizes = {name: dataset.size for name, dataset in data.items()}
+    network = Definition.load(command.config, sizes)
+    weights = sum(map(math.prod, weights_of(network).values()))
+    check_fits(f"{command.config}: the weights", 4 * weights // jax.process_count())
+    return Training(command, network, data)
+
+
+class Training:
+    """A network with its data.
+
+    Attributes:
+      model: the network.
+      optimizer: its optimizer.
+      orders: in which the columns of some layers lie; see `order`.
+      examples: what it is trained on.
+      validation: what is measured after each epoch, or None.
+    """
+
+    def __init__(
+        self, command: Train, network: Definition, data: Mapping[str, FileDataset]
+    ):
+        self.command = command
+        [examples, *_] = [dataset.num_examples for dataset in data.values()]
+        data = by_layer(network, data)
+        layers = [
+            dataclasses.replace(layer, sparse=is_sparse(data[layer.name]))
+            if layer.kind == "Input"
+            else layer
+            for layer in network.layers
+        ]
+        network = dataclasses.replace(network, layers=tuple(layers))
+        outputs = network.of_kind("Output")
+        target = first_of_like({name_of(o): data[o.name] for o in outputs})
+        # The same on any mesh, so that a training can be resumed on another one.
+        self.orders = balanced_orders(network, data)
+        parameters = None
+        if network.weights_data is not None:
+            _, stored = load_parameters(network.weights_data)
+            check_parameters(network, stored)
+            parameters = from_file_order(stored, self.orders)
+        steps = -(-examples // command.batch_size)
+        rule = rule_of(command, network.decay, command.interval * steps)
+        self.model = Network(
+            network,
+            row_sparse=rule.row_sparse,
+            dense_targets=not is_sparse(target),
+            weighted=target.weights is not None,
+            ignore_zeros=target.ignore_zeros,
+            brake_steps=steps * max(command.interval, 1),
+            parameters=parameters,
+            rngs=nnx.Rngs(command.seed),
+        )
+        self.optimizer = Optimizer(self.model, rule)
+        modules = (self.model, self.optimizer)
+        nnx.update(modules, put_on_mesh(nnx.state(modules)))
+        self.examples = Examples.of(network, data, self.orders)
+        # Of the last epoch. Only the first process, which prints, has it.
+        self.error = math.nan
+        self.validation = None
+        if command.validation is not None:
+            other = by_layer(network, data_of(*command.validation))
+            self.validation = Examples.of(network, other, self.orders)
+
+    def run(self) -> None:
+        """Trains, and writes the network files. All processes must call this."""
+        command = self.command
+        folder = checkpoints_of(command)
+        may_differ = ("epochs", "resume", "mesh")
+        identity = {n: v for n, v in vars(command).items() if n not in may_differ}
+        network = repr(self.model.definition).encode()
+        identity["what the config says"] = hashlib.sha256(network).hexdigest()[:16]
+        if not command.resume:
+            _remove(folder)
+        if processes.is_true_anywhere(not os.path.exists(folder)):
+            self.save(INITIAL)
+        self.began = time.monotonic()
+        try:
+            fit(
+                self.model,
+                self.optimizer,
+                self.examples.inputs,
+                self.examples.targets,
+                weights=self.examples.weights,
+                batch_size=command.batch_size,
+                num_epochs=command.epochs,
+                seed=command.seed,
+                shuffle=self.model.definition.shuffle_indices,
+                checkpoint_dir=Checkpoints(folder, identity=identity),
+                checkpoint_seconds=CHECKPOINT_SECONDS,
+                resume=command.resume,
+                log=self.note,
+                after_epoch=self.end_epoch,
+            )
+            self.save(command.network)
+        except FloatingPointError:  # after others, `-resume` can go on
+            _remove(folder)
+            raise
+        _remove(folder)
+
+    def note(self, step: int, entry: Mapping[str, float]) -> None:
+        """Remembers the error of an epoch."""
+        self.error = entry["loss"]
+
+    def end_epoch(self, epoch: int) -> None:
+        """Prints how an epoch went, and keeps every tenth network."""
+        command, measured = self.command, None
+        self.optimizer.flush(self.model)
+        penalty = regularization(self.model, l2=command.l2, l1=command.l1)
+        now = time.monotonic()
+        if (found := self.validation) is not None:
+            measured = self.model.mean_loss(
+                found.inputs,
+                found.targets,
+                weights=found.weights,
+                batch_size=command.batch_size,
+            )
+        print(
+            f"NNNetwork::Train: Epoch {epoch}, average error {self.error + penalty:f}, "
+            f"average training error {self.error:f}, average regularization error "
+            f"{penalty:f}, elapsed time {now - self.began:f}s",
+            flush=True,
+        )
+        if measured is not None:
+            print(
+                f"NNNetwork::Validate: Epoch {epoch}, average validation error "
+                f"{measured:f}",
+                flush=True,
+            )
+        self.began = time.monotonic()
+        if epoch % command.kept_epochs == 0:
+            self.save(f"{command.kept or command.network}{epoch}.nc")
+
+    def save(self, path: str) -> None:
+        """Writes the network as it is now."""
+        definition = self.model.definition
+        parameters = to_file_order(self.model.parameters(), self.orders)
+        processes.in_first(lambda: save_parameters(path, definition, parameters))
+
+
+def _remove(folder: str) -> None:
+    processes.in_first(lambda: remove_folder(folder))
+
+
+def rule_of(command: Train, decay: float, steps: int = 0) -> rules.DsstneRule:
+    """The update rule that the flags describe.
+
+    Args:
+      command: the flags.
+      decay: the network's `Decay`.
+      steps: of an interval, see `Decay`.
+    """
+    rate: Any = command.alpha
+    if decay or steps:
+        rate = rules.Decay(command.alpha, decay, command.multiplier, steps)
+    penalties = {"weight_decay": command.l2, "l1": command.l1}
+    mu, mu1 = command.mu, command.mu1
+    match command.optimizer:
+        case "sgd":
+            return rules.SGD(rate, **penalties)
+        case "momentum":
+            return rules.Momentum(rate, mu=mu, **penalties)
+        case "nesterov":
+            return rules.Nesterov(rate, mu=mu, **penalties)
+        case "adagrad":
+            return rules.AdaGrad(rate, **penalties)
+        case "rmsprop":
+            return rules.RMSProp(rate, mu=mu, **penalties)
+        case "adadelta":
+            return rules.AdaDelta(mu=mu, **penalties)
+        case "adam":
+            return rules.Adam(rate, mu=mu, mu1=mu1, **penalties)
+    known = ", ".join(OPTIMIZERS)
+    raise ValueError(f"-optimizer {command.optimizer} is unknown; known: {known}")
