@@ -1,6 +1,7 @@
 """The order of the columns in training: balanced, and not seen from outside."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def popular_first(rng, rows, columns):
     return scipy.sparse.csr_array(rng.random((rows, columns)) < share)
 
 
-def datasets(**matrices):
+def datasets(**matrices) -> dict[str, Any]:
     return {
         name: FileDataset(
             m.shape[1:], SparseRows(m.indptr[:-1], m.indptr[1:], m.indices)
@@ -56,16 +57,18 @@ def test_entries_are_spread_evenly():
         counts = np.bincount(data[name].rows.indices, minlength=len(given))
         assert imbalance(counts, 8) > 1.7
         assert imbalance(counts[given], 8) < 1.2
-        moved = order.in_order(data[name], given).examples().to_scipy()
+        moved: Any = order.in_order(data[name], given).examples()
         before = data[name].examples().to_scipy()
-        np.testing.assert_array_equal(moved.toarray(), before.toarray()[:, given])
+        np.testing.assert_array_equal(
+            moved.to_scipy().toarray(), before.toarray()[:, given]
+        )
 
 
 def test_classes_are_moved_too():
     ids = np.array([0, 2, 2, 1, 0, 0])
     data = {"x": FileDataset((3,), Classes(ids)), "y": FileDataset((3,), Classes(ids))}
     orders = order.balanced_orders(definition(3, 3), data)
-    moved = order.in_order(data["y"], orders["y"])
+    moved: Any = order.in_order(data["y"], orders["y"])
     np.testing.assert_array_equal(orders["y"][moved.rows.ids], ids)
 
 
