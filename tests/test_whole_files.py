@@ -4,6 +4,7 @@ import errno
 import gzip
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from sparsejax.whole_files import (
     check_new,
     check_writable,
+    remove_folder,
     whole_file,
     whole_folder,
     whole_text_file,
@@ -147,3 +149,22 @@ def test_it_needs_nothing_but_python():
         "assert not {'jax', 'numpy', 'pyarrow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_folder_is_removed_whole(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "file").write_text("x")
+    remove_folder(folder)
+    assert list(tmp_path.iterdir()) == []
+    remove_folder(folder)  # there is nothing to do
+    # Killed in the middle, it is gone all the same.
+    (folder / "inner").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(folder)
+    assert not folder.exists()
+
+
+def interrupt(path):
+    raise KeyboardInterrupt
