@@ -23,8 +23,9 @@ from sparsejax.data.files import DataError
 from sparsejax.data.names import Names, quoted
 from sparsejax.dsstne import rules
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows, check_fits
-from sparsejax.dsstne.definition import Definition, LayerDefinition, weights_of
+from sparsejax.dsstne.definition import Definition, weights_of
 from sparsejax.dsstne.index_files import read_index, write_index
+from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.netcdf import load, save
 from sparsejax.dsstne.network import Network, name_of, regularization
 from sparsejax.dsstne.network_files import load_parameters, save_parameters
