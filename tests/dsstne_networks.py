@@ -2,6 +2,12 @@
 
 import netCDF4
 import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.network import Network
+from sparsejax.sparse import CSR
 
 
 def _typed(to, /, **values):
@@ -136,3 +142,15 @@ CIFAR = {
     ],
     "ErrorFunction": "CrossEntropy",
 }
+
+
+def made(*layers, parameters=None, **keys):
+    """The network of these layers; `keys` are those of its JSON."""
+    definition = Definition.from_json({"Layers": list(layers), **keys})
+    rngs = nnx.Rngs(params=0, dropout=1)
+    return Network(definition, parameters=parameters, rngs=rngs)
+
+
+def rows(*texts):
+    """A batch of these dense rows."""
+    return CSR.from_scipy(scipy.sparse.csr_array(np.array(texts)))

@@ -6,7 +6,7 @@ below are public. `cli` may also import `dsstne.cli`.
 """
 
 from sparsejax.dsstne.definition import Definition as Definition
-from sparsejax.dsstne.definition import parse as parse
+from sparsejax.dsstne.keys import parse as parse
 from sparsejax.dsstne.netcdf import read_datasets as read_datasets
 from sparsejax.dsstne.netcdf import write_datasets as write_datasets
 from sparsejax.dsstne.network import Network as Network

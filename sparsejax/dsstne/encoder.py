@@ -16,7 +16,8 @@ from flax import nnx
 from sparsejax.data.batching import taken
 from sparsejax.data.sources import Inputs
 from sparsejax.dsstne import train
-from sparsejax.dsstne.definition import Keys, SparsenessPenalty, parse
+from sparsejax.dsstne.keys import Keys, parse
+from sparsejax.dsstne.layer_definition import SparsenessPenalty
 from sparsejax.dsstne.losses import Boosted
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network, load_network

@@ -13,7 +13,8 @@ import scipy.sparse
 from sparsejax.data.files import DataError
 from sparsejax.data.names import quoted
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
-from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import name_of
 from sparsejax.dsstne.order import Orders, in_order

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from sparsejax import losses
-from sparsejax.dsstne.definition import Activation, Definition, LayerDefinition
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.layer_definition import Activation, LayerDefinition
 from sparsejax.losses import ElementwiseLoss, LossRule
 
 
@@ -164,7 +165,7 @@ def of_output(
 ) -> LossRule:
     """The loss of an output layer, of its scores before the activation.
 
-    >>> from sparsejax.dsstne.definition import parse
+    >>> from sparsejax.dsstne.keys import parse
     >>> text = '{"Layers": [{"N": 4}, {"N": 4}], "ErrorFunction": "L1"}'
     >>> network = Definition.from_json(parse(text))
     >>> of_output(network, network.layer("Output1")).loss

@@ -21,19 +21,22 @@ import numpy as np
 from sparsejax.data.files import DataError, Path
 from sparsejax.dsstne.definition import (
     VERSION,
-    Activation,
-    Connection,
     Definition,
     DeltaBoost,
+    Pair,
+    ScaledMargins,
+)
+from sparsejax.dsstne.hdf5 import File, opened
+from sparsejax.dsstne.layer_definition import (
+    Activation,
+    Connection,
     LayerDefinition,
     LocalResponseNormalization,
-    ScaledMargins,
     Sharing,
     SparsenessPenalty,
     WeightInit,
     weight_shape,
 )
-from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.whole_files import check_writable, whole_file
 
 # DSSTNE's numbers for the names of choices.
@@ -59,8 +62,6 @@ _REFUSED = ("Target", *_FUNCTIONS[7:], "PRelu", "RELUMax", "LinearMax")
 _SPARSE, _DENOISING, _BATCH_NORMALIZATION = 1, 2, 4
 _MOST = 10_000  # layers or weights
 _AXES = ("x", "y", "z", "w")
-
-Pair = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

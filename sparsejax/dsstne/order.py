@@ -14,7 +14,8 @@ import scipy.sparse
 
 from sparsejax.data import vocabulary_order
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
-from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.network_files import Parameters
 
 # For a layer, by name: `[columns]`, the file's column in each place.

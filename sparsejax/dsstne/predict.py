@@ -14,9 +14,10 @@ from flax import nnx
 from sparsejax.data import SparseDataset
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
-from sparsejax.dsstne.definition import Definition, LayerDefinition
+from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.devices import setting_mesh
 from sparsejax.dsstne.index_files import read_index
+from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 from sparsejax.dsstne.text import read_samples

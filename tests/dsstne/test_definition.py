@@ -9,18 +9,16 @@ from typing import Any
 import dsstne_networks as networks
 import pytest
 
-from sparsejax.dsstne.definition import (
+from sparsejax.dsstne.definition import Definition, DeltaBoost, ScaledMargins
+from sparsejax.dsstne.keys import parse
+from sparsejax.dsstne.layer_definition import (
     Activation,
     Connection,
-    Definition,
-    DeltaBoost,
     LayerDefinition,
     LocalResponseNormalization,
-    ScaledMargins,
     Sharing,
     SparsenessPenalty,
     WeightInit,
-    parse,
 )
 
 MOVIELENS = """

@@ -12,15 +12,24 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax import dsstne
-from sparsejax.dsstne import definition, losses, network, rules
+from sparsejax.dsstne import (
+    definition,
+    keys,
+    layer_definition,
+    losses,
+    netcdf,
+    network,
+    rules,
+)
+
+MODULES = (definition, keys, layer_definition, losses, netcdf, network, rules)
 
 OBJECTS = {
     f"{module.__name__}.{name}": value
-    for module in (definition, losses, network, rules, dsstne)
+    for module in MODULES
     for name, value in vars(module).items()
     if inspect.isclass(value) or inspect.isfunction(value)
-    if ">>>" in (value.__doc__ or "")
-    and value.__module__.startswith("sparsejax.dsstne")
+    if ">>>" in (value.__doc__ or "") and value.__module__ == module.__name__
 }
 
 
@@ -40,7 +49,7 @@ def test_examples_of(name, tmp_path, monkeypatch):
     libraries = {"np": np, "jnp": jnp, "nnx": nnx, "scipy": scipy, "dsstne": dsstne}
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    given = {**vars(definition), **vars(losses), **vars(network), **vars(rules)}
+    given = {name: value for m in MODULES for name, value in vars(m).items()}
     found = doctest.DocTestFinder().find(
         OBJECTS[name], name, module=False, globs=given | names | libraries
     )

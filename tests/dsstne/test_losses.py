@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sparsejax import losses
-from sparsejax.dsstne.definition import ACTIVATIONS, Activation, Definition
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.layer_definition import ACTIVATIONS, Activation
 from sparsejax.dsstne.losses import activate, of_output
 
 SCORES = np.array([-3.0, -1.0, -0.25, 0.3, 1.2, 4.0])

@@ -1,6 +1,5 @@
 """Networks of DSSTNE as modules, against its formulas in float64."""
 
-import dataclasses
 from typing import Any
 
 import dsstne_networks as networks
@@ -9,28 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
+from dsstne_networks import made, rows
 from flax import nnx
 
 import sparsejax as sj
 from sparsejax.dsstne import rules
 from sparsejax.dsstne.definition import Definition, weights_of
-from sparsejax.dsstne.network import Brake, Network, regularization
-from sparsejax.dsstne.network_files import (
-    Parameters,
-    load_parameters,
-    save_parameters,
-)
+from sparsejax.dsstne.network import Network, regularization
+from sparsejax.dsstne.network_files import Parameters, load_parameters, save_parameters
 from sparsejax.sparse import CSR
-
-
-def made(*layers, parameters=None, **keys):
-    definition = Definition.from_json({"Layers": list(layers), **keys})
-    rngs = nnx.Rngs(params=0, dropout=1)
-    return Network(definition, parameters=parameters, rngs=rngs)
-
-
-def rows(*texts):
-    return CSR.from_scipy(scipy.sparse.csr_array(np.array(texts)))
 
 
 def sigmoid(x):
@@ -201,237 +187,6 @@ def test_the_penalty_has_slopes_but_no_value():
     np.testing.assert_allclose(kernel[...][:2, 0], [-3.75 / 2] * 2, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("activation", "dropped", "kept"),
-    [
-        ("Sigmoid", 0.5, lambda a: a),
-        ("Tanh", 0.0, lambda a: 2 * a),
-        ("ELU", -0.577350, lambda a: 1.154701 * a + 0.577350),
-        ("SELU", None, None),
-    ],
-)
-def test_dropout(activation, dropped, kept):
-    network = made(
-        {"Name": "x", "N": 400},
-        {"Name": "h", "N": 400, "Activation": activation, "pDropout": 0.5},
-        {"Name": "o", "N": 1},
-    )
-    x = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(5, 400)), jnp.float32)}
-    a = np.asarray(network.values(x, "h", deterministic=True))
-    network.train()
-    found = np.asarray(network.values(x, "h"))
-    if activation == "SELU":  # keeps mean and variance of a standard normal SELU
-        assert abs(found.mean() - a.mean()) < 0.1
-        return
-    is_dropped = np.isclose(found, dropped, atol=1e-6)
-    assert 0.45 < is_dropped.mean() < 0.55
-    np.testing.assert_allclose(
-        found[~is_dropped], kept(a)[~is_dropped], rtol=1e-5, atol=2e-6
-    )
-
-
-def naive_windows(image, kernel, stride, padding, make):
-    """`make(window)` at each place of `[channels, y, x]`; padding is NaN."""
-    channels, height, width = image.shape
-    padded = np.full((channels, height + 2 * padding, width + 2 * padding), np.nan)
-    padded[:, padding : padding + height, padding : padding + width] = image
-    places = [range(0, n - kernel + 1, stride) for n in padded.shape[1:]]
-    return np.array(
-        [
-            [make(padded[:, y : y + kernel, x : x + kernel]) for x in places[1]]
-            for y in places[0]
-        ]
-    )
-
-
-@pytest.mark.parametrize("function", ["Max", "Average", "LRN", "convolution"])
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2)])
-def test_windows(function, kernel, stride):
-    layer = {"Name": "p", "Kind": "Hidden", "Type": "Pooling", "Function": function}
-    layer |= {"Kernel": [kernel, kernel], "KernelStride": [stride, stride]}
-    if function == "LRN":
-        layer = {"Name": "p", "Kind": "Hidden", "Type": "Pooling", "Function": "LRN"}
-    if function == "convolution":
-        layer = layer | {"Type": "Convolutional", "N": 2, "Activation": "Linear"}
-        del layer["Function"]
-    network = made(
-        {"Name": "x", "N": [6, 4, 3]},
-        layer,
-        {"Name": "o", "N": 1},
-        LRN={"k": 1.5, "n": 3, "alpha": 0.5, "beta": 0.7},
-    )
-    rng = np.random.default_rng(0)
-    image = rng.normal(size=(2, 3, 4, 6))  # [batch, channels, y, x]
-    x = {"x": jnp.asarray(image, jnp.float32)}
-    found = np.asarray(network.values(x, "p", deterministic=True))
-    weights = None
-    if function == "convolution":
-        weights = network.parameters().weights["x", "p"].astype(np.float64)
-
-    def make(window):
-        if function == "Max":
-            return np.nanmax(window, axis=(1, 2))
-        if function == "Average":
-            return np.nanmean(window, axis=(1, 2))
-        return np.nansum(window * weights, axis=(1, 2, 3))
-
-    padding = kernel // 2 if stride == 1 else 0
-    for row, ours in zip(image, found, strict=True):
-        if function == "LRN":
-            squares = np.pad(row**2, ((1, 1), (0, 0), (0, 0)))
-            total = squares[:-2] + squares[1:-1] + squares[2:]
-            expected = row * (1.5 + 0.5 / 3 * total) ** -0.7
-        else:
-            expected = naive_windows(row, kernel, stride, padding, make)
-            expected = expected.transpose(2, 0, 1)
-        np.testing.assert_allclose(ours, expected.ravel(), rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("function", ["Maxout", "DotProduct", "Cosine"])
-def test_pooling_of_whole_layers(function):
-    network = made(
-        {"Name": "x", "N": 4},
-        {"Name": "y", "Kind": "Input", "N": 4},
-        {"Name": "z", "Kind": "Input", "N": 4, "Sparse": True},
-        {"Name": "o", "Type": "Pooling", "Function": function, "Source": ["x", "y", "z"]},
-        ErrorFunction="L2",
-    )  # fmt: skip
-    x, y, z = np.random.default_rng(0).normal(size=(3, 5, 4))
-    z[0] = 0
-    given = {"x": jnp.float32(x), "y": jnp.float32(y), "z": CSR.from_scipy(scipy.sparse.csr_array(z))}  # fmt: skip
-    expected = {
-        "Maxout": np.maximum(np.maximum(x, y), z),
-        "DotProduct": np.stack([(x * y).sum(1), (x * z).sum(1)], 1),
-    }
-    lengths = [np.linalg.norm(a, axis=1) + 1e-8 for a in (x, y, z)]
-    expected["Cosine"] = expected["DotProduct"] / np.stack(
-        [lengths[0] * lengths[1], lengths[0] * lengths[2]], 1
-    )
-    np.testing.assert_allclose(network(given), expected[function], rtol=1e-5, atol=1e-6)
-
-
-def test_batch_normalization_leaves_padding_out_and_keeps_statistics():
-    network = made(
-        {"Name": "x", "N": 3},
-        {"Name": "h", "N": 2, "Activation": "Linear", "BatchNormalization": True},
-        {"Name": "o", "N": 1, "Activation": "Linear"},
-        ErrorFunction="L2",
-    )
-    x = np.random.default_rng(0).normal(size=(4, 3))
-    z = x @ network.parameters().weights["x", "h"].astype(np.float64)
-    batch = {"x": jnp.asarray(np.vstack([x, np.full((1, 3), 1e3)]), jnp.float32)}
-    labels = CSR.from_scipy(scipy.sparse.csr_array((5, 1)))
-    weights = jnp.array([1.0, 1, 1, 1, 0])
-    network.train()
-    loss = network.loss(batch, labels, weights=weights)
-    h = (z - z.mean(0)) / np.sqrt(z.var(0) + 1e-5)
-    out = h @ network.parameters().weights["h", "o"].astype(np.float64)
-    np.testing.assert_allclose(loss, (out**2).sum() / 2, rtol=1e-4)
-    kept = network.parameters().normalizations["h"]
-    np.testing.assert_allclose(kept.mean, 0.1 * z.mean(0), rtol=1e-4, atol=1e-7)
-    np.testing.assert_allclose(kept.variance, 0.9 + 0.1 * z.var(0), rtol=1e-4)
-
-
-def test_the_norm_of_deltas_is_limited():
-    layers: list[dict[str, Any]] = [
-        {"Name": "x", "N": 3},
-        {"Name": "h", "N": 2, "Activation": "Linear"},
-        {"Name": "o", "N": 4, "Activation": "Linear"},
-    ]
-    x = np.random.default_rng(0).normal(size=(5, 3))
-    labels = np.random.default_rng(1).normal(size=(5, 4))
-    free = made(*layers, ErrorFunction="L2")
-    layers[1]["DeltaNorm"] = 0.1
-    held = made(*layers, ErrorFunction="L2", parameters=free.parameters())
-    weights = free.parameters().weights
-    out = x @ weights["x", "h"] @ weights["h", "o"]
-    delta = (out - labels) @ weights["h", "o"].T
-    norm = np.linalg.norm(delta, axis=1, keepdims=True)
-    assert (norm > 0.1).any()
-    expected = x.T @ (delta * np.minimum(1, 0.1 / norm)) / 5
-
-    def loss(network):
-        target = CSR.from_scipy(scipy.sparse.csr_array(labels))
-        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.full(5, 0.2))
-
-    grads = nnx.grad(loss)(held)
-    found = [v[...] for path, v in nnx.to_flat_state(grads) if v[...].shape == (3, 2)]
-    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_shared_weights_get_the_mean_gradient_and_locked_ones_none():
-    layers = [
-        {"Name": "x", "N": 3},
-        {"Name": "h", "N": 3, "Activation": "Linear"},
-        {
-            "Name": "i",
-            "N": 3,
-            "Activation": "Linear",
-            "SharedWeights": {
-                "InputLayer": "h",
-                "SourceInputLayer": "x",
-                "SourceOutputLayer": "h",
-                "Transposed": True,
-            },
-        },
-        {"Name": "o", "N": 2, "Activation": "Linear"},
-    ]
-    network = made(*layers, ErrorFunction="L2")
-    numbers = network.parameters()
-    w, v = (numbers.weights[p].astype(np.float64) for p in (("x", "h"), ("i", "o")))
-    x = np.random.default_rng(0).normal(size=(5, 3))
-    np.testing.assert_allclose(
-        network({"x": jnp.float32(x)}), x @ w @ w.T @ v, rtol=1e-4, atol=1e-6
-    )
-    last = network.definition.layers[-1]
-    locked = dataclasses.replace(last.sources[0], locked=True)
-    definition = dataclasses.replace(
-        network.definition,
-        layers=(
-            *network.definition.layers[:-1],
-            dataclasses.replace(last, sources=(locked,)),
-        ),
-    )
-    network = Network(definition, parameters=numbers, rngs=nnx.Rngs(0))
-
-    def loss(network):
-        labels = CSR.from_scipy(scipy.sparse.csr_array((5, 2)))
-        return network.loss({"x": jnp.float32(x)}, labels)
-
-    grads = dict(nnx.to_flat_state(nnx.grad(loss)(network)))
-    delta = (x @ w @ w.T @ v) @ v.T
-    expected = (x.T @ (delta @ w) + delta.T @ (x @ w)) / 2
-    found = [g[...] for g in grads.values() if g[...].shape == (3, 3)]
-    np.testing.assert_allclose(found, [expected], rtol=1e-4, atol=1e-5)
-    assert not any(g[...].shape == (3, 2) for g in grads.values())
-
-
-@pytest.mark.parametrize(
-    ("scheme", "limit"),
-    [
-        ("Xavier", 0.5 * 3 * np.sqrt(6 / 500)),
-        ("CaffeXavier", 3 * np.sqrt(3 / 200)),
-        ("Uniform", 3.0),
-        ("UnitBall", 3.0),
-        ("Constant", 3.0),
-    ],
-)
-def test_weights_start_in_their_range(scheme, limit):
-    init = {"Scheme": scheme, "Scale": 3.0, "Bias": -0.5}
-    network = made(
-        {"Name": "x", "N": 300, "Sparse": True},
-        {"Name": "h", "N": 200, "WeightInit": init},
-        {"Name": "o", "N": 300, "WeightInit": init},
-    )
-    numbers = network.parameters()
-    w = numbers.weights["x", "h"]
-    assert 0.99 * limit < w.max() <= limit * (1 + 1e-6)
-    low = {"UnitBall": 0, "Constant": 3}.get(scheme, -limit)
-    assert low <= w.min() <= low + 0.01 * limit
-    assert (numbers.biases["h", "o"] == -0.5).all()
-    assert numbers.biases["h", "o"].shape == (300,)
-
-
 def shortened(weights, limit):
     norm = np.linalg.norm(weights, axis=0)
     return weights * np.minimum(1, limit / norm)
@@ -473,38 +228,6 @@ def test_training_equals_the_formulas(row_sparse, norm):
     total = regularization(network, l2=0.1, l1=0.2)
     expected = sum(0.05 * (a**2).sum() + 0.2 * np.abs(a).sum() for a in (w, v))
     np.testing.assert_allclose(total, expected, rtol=1e-5)
-
-
-def test_the_brake():
-    """After 100 steps of error 1, 2.2 goes on, and 2.3 is skipped and brakes 24 steps."""
-    for error, share, after in ((2.2, 1.0, 1.0), (2.3, 0.0, 0.1)):
-        brake = Brake(1000)
-        assert [float(brake(jnp.float32(1))) for _ in range(100)] == [1.0] * 100
-        assert float(brake(jnp.float32(error))) == share
-        shares = [float(brake(jnp.float32(1))) for _ in range(25)]
-        np.testing.assert_allclose(shares, [after] * 24 + [1.0])
-    brake = Brake(101)  # and it starts anew
-    for _ in range(101):
-        brake(jnp.float32(1))
-    assert float(brake(jnp.float32(100))) == 1
-
-
-def test_the_brake_counts_the_steps_of_fit():
-    definition = Definition.from_json(
-        {
-            "Layers": [
-                {"N": 9, "Sparse": True},
-                {"N": 2, "pDropout": 0.1, "BatchNormalization": True},
-                {"N": 9},
-            ]
-        }
-    )
-    network = Network(definition, brake_steps=4, rngs=nnx.Rngs(0))
-    optimizer = sj.Optimizer(network, rules.SGD(0.1))
-    data = scipy.sparse.csr_array(np.eye(9, dtype=bool))
-    sj.fit(network, optimizer, data, batch_size=3, num_epochs=4)
-    assert network.brake is not None and int(network.brake.count[...]) == 12
-    assert (network.parameters().normalizations["Hidden1"].mean != 0).all()
 
 
 def test_parameters_that_do_not_fit(tiny):
@@ -584,29 +307,6 @@ def test_an_output_may_read_an_input_or_an_output():
     np.testing.assert_allclose(mean, expected / 5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("activation", "dropped"),
-    [("Sigmoid", 0.5), ("Tanh", 0.0), ("ELU", -0.577350)],
-)
-def test_dropout_of_an_output(activation, dropped):
-    """The loss is of what the layer holds then."""
-    network = made(
-        {"Name": "x", "N": 3},
-        {"Name": "o", "N": 300, "Activation": activation, "pDropout": 0.5},
-        ErrorFunction="L2",
-    )
-    x = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)}
-    labels = CSR.from_scipy(scipy.sparse.csr_array((4, 300)))
-    quiet = np.asarray(network.values(x, "o", deterministic=True), np.float64)
-    loss = network.loss(x, labels, deterministic=True)
-    np.testing.assert_allclose(loss, (quiet**2).sum() / 2, rtol=1e-5)
-    again = nnx.clone(network)
-    noisy = np.asarray(network.values(x, "o", deterministic=False), np.float64)
-    assert 0.4 < np.isclose(noisy, dropped, atol=1e-6).mean() < 0.6
-    loss = again.loss(x, labels, deterministic=False)
-    np.testing.assert_allclose(loss, (noisy**2).sum() / 2, rtol=1e-5)
-
-
 LAYERS_OF_TWO_OUTPUTS = [
     {"Name": "x", "N": 40, "Sparse": True, "DataSet": "d"},
     {"Name": "h", "N": 16, "Activation": "Tanh"},
@@ -642,31 +342,6 @@ def test_a_mesh_gives_the_same():
         np.testing.assert_allclose(meshed.weights[pair], array, rtol=1e-4, atol=1e-6)
         bias = plain.biases[pair]
         np.testing.assert_allclose(meshed.biases[pair], bias, rtol=1e-4, atol=1e-6)
-
-
-def test_weights_that_sparse_inputs_and_an_output_share():
-    """One kernel, of which a step reads the rows of the inputs, with the mean gradient."""
-    shared = {"SourceInputLayer": "x", "SourceOutputLayer": "h"}
-    network = made(
-        {"Name": "x", "N": 300, "Sparse": True},
-        {"Name": "y", "Kind": "Input", "N": 300, "Sparse": True},
-        {"Name": "h", "Kind": "Hidden", "N": 3, "Source": ["x", "y"], "Activation": "Tanh", "SharedWeights": {"InputLayer": "y", **shared}},
-        {"Name": "o", "N": 300, "Activation": "Linear", "SharedWeights": {"InputLayer": "h", "Transposed": True, **shared}},
-        ErrorFunction="L2",
-    )  # fmt: skip
-    kernels = [v for _, v in nnx.to_flat_state(nnx.state(network)) if v[...].ndim == 2]
-    assert len(kernels) == 1
-    w = network.parameters().weights["x", "h"].astype(np.float64)
-    x, y = (np.random.default_rng(s).random((4, 300)) < 0.02 for s in range(2))
-    given = {"x": rows(*x.astype(float)), "y": rows(*y.astype(float))}
-    h = np.tanh(x @ w + y @ w)
-    np.testing.assert_allclose(network(given), h @ w.T, rtol=1e-4, atol=1e-6)
-    delta = h @ w.T - x
-    behind = (delta @ w) * (1 - h**2)
-    expected = (x.T @ behind + y.T @ behind + delta.T @ h) / 3
-    grads = nnx.grad(lambda network: network.loss(given, given["x"]))(network)
-    [found] = [v[...] for _, v in nnx.to_flat_state(grads) if v[...].ndim == 2]
-    np.testing.assert_allclose(found[:300], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_cifar_sample_trains():

@@ -1,0 +1,301 @@
+"""A layer of a network as a frozen dataclass, its choices and limits.
+
+A size that depends on other layers is the subject of `sizes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+MAX_SOURCES = 4
+MAX_UNITS = 2**31 - 1  # an index of a unit is an int32
+KINDS = ("Input", "Hidden", "Output")
+TYPES = ("FullyConnected", "Convolutional", "Pooling")
+ACTIVATIONS = (
+    "Sigmoid",
+    "Tanh",
+    "Linear",
+    "RELU",
+    "LRELU",
+    "ELU",
+    "SELU",
+    "SoftPlus",
+    "SoftSign",
+    "SoftMax",
+)
+SCHEMES = (
+    "Xavier",
+    "CaffeXavier",
+    "Gaussian",
+    "Uniform",
+    "UnitBall",
+    "Constant",
+    "SELU",
+)
+# Those with a window, and those of whole layers.
+WINDOWS = ("Max", "Average")
+FUNCTIONS = (*WINDOWS, "LRN", "Maxout", "DotProduct", "Cosine")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What a layer makes of its sums.
+
+    Attributes:
+      name: one of `ACTIVATIONS`.
+      slope: of LRELU below 0. With DSSTNE's default of 1, LRELU is Linear.
+      elu_alpha: ELU and SELU go to minus this number (SELU: times `selu_lambda`).
+      selu_lambda: factor of SELU.
+    """
+
+    name: str = "Sigmoid"
+    slope: float = 1.0
+    elu_alpha: float = 1.0
+    selu_lambda: float = 1.050701
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightInit:
+    """How the weights and biases of a layer start.
+
+    ::
+
+        Xavier        uniform in +-scale / 2 sqrt(6 / (inputs + outputs))
+        CaffeXavier   uniform in +-scale sqrt(3 / outputs)
+        Gaussian      normal, of standard deviation scale
+        Uniform       uniform in +-scale
+        UnitBall      uniform in 0 .. scale
+        Constant      scale                                 (DSSTNE: -scale)
+        SELU          normal, of variance 1 / inputs        (DSSTNE: 1 / inputs^2)
+
+    Attributes:
+      scheme: one of `SCHEMES`.
+      scale: see above.
+      bias: the number at which every bias starts.
+    """
+
+    scheme: str = "Xavier"
+    scale: float = 1.0
+    bias: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparsenessPenalty:
+    """`beta sum_j KL(p || mean of unit j over the batch)`, added to the mean loss.
+
+    Attributes:
+      p: the wanted mean.
+      beta: its weight. In a layer, 0 stands for the network's number, and so does p = 0.
+    """
+
+    p: float = 0.0
+    beta: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalResponseNormalization:
+    """`a_c (k + alpha / n sum of a_i^2 over n channels around c)^-beta`."""
+
+    k: float = 2.0
+    n: int = 5
+    alpha: float = 1e-4
+    beta: float = 0.75
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Whose weights a connection uses: those from one layer to another.
+
+    Attributes:
+      source_input: the layer that the owner of the weights reads.
+      source_output: the layer to which the owner leads.
+      transposed: whether the matrix is transposed.
+    """
+
+    source_input: str
+    source_output: str
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Connection:
+    """A layer that another one reads, and the weights between them.
+
+    A pooling layer has no weights: there all but `layer` are defaults.
+
+    Attributes:
+      layer: name of the layer that is read.
+      weight_norm: the largest L2 norm of the weights that lead to one unit; 0 is none.
+      locked: whether training leaves weights and bias as they are.
+      shared: if given, the weights are those of another connection. The bias is not.
+    """
+
+    layer: str
+    weight_norm: float = 0.0
+    locked: bool = False
+    shared: Sharing | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerDefinition:
+    """A layer.
+
+    >>> LayerDefinition(name="Input", kind="Input", size=(32, 32, 3)).units
+    3072
+
+    Attributes:
+      name: what other layers call it.
+      kind: one of `KINDS`.
+      type: one of `TYPES`.
+      size: x, y, z, w, as many as the layer has. Of a convolutional layer, and of what it
+        reads, the last one counts channels.
+      dataset: name of the data set; "" is none.
+      sparse: of an input or output, that its data set is sparse (the data set knows
+        better); of a hidden layer, that it has the sparseness penalty.
+      denoising: of an input, whether the network's denoising applies to it.
+      sources: what it reads; the products are added.
+      skips: layers that are added to these sums, unit by unit.
+      activation: None where there is none: in inputs and pooling layers.
+      dropout: probability of dropping a unit in training.
+      weight_init: how weights and biases start.
+      delta_norm: the largest L2 norm of the gradient of an example's units; 0 is none.
+      batch_normalization: whether the sums are normalised over the batch.
+      sparseness_penalty: of a hidden layer, in place of the network's; see `penalty_of`.
+      function: of a pooling layer, one of `FUNCTIONS`.
+      kernel: width of the window in x, y, z; as many as it has dimensions.
+      stride: step of the window, like `kernel`.
+      padding: zeros before and after the source's units, like `kernel`.
+    """
+
+    name: str
+    kind: str = "Hidden"
+    type: str = "FullyConnected"
+    size: tuple[int, ...]
+    dataset: str = ""
+    sparse: bool = False
+    denoising: bool = False
+    sources: tuple[Connection, ...] = ()
+    skips: tuple[str, ...] = ()
+    activation: Activation | None = None
+    dropout: float = 0.0
+    weight_init: WeightInit = WeightInit()
+    delta_norm: float = 0.0
+    batch_normalization: bool = False
+    sparseness_penalty: SparsenessPenalty | None = None
+    function: str | None = None
+    kernel: tuple[int, ...] = (1,)
+    stride: tuple[int, ...] = (1,)
+    padding: tuple[int, ...] = (0,)
+
+    @property
+    def units(self) -> int:
+        """How many units it has in all."""
+        return math.prod(self.size)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights lead to it."""
+        return self.kind != "Input" and self.type != "Pooling"
+
+
+def reads(layer: LayerDefinition) -> tuple[str, ...]:
+    """The names of the layers that a layer reads."""
+    return (*(source.layer for source in layer.sources), *layer.skips)
+
+
+def label_of(layer: LayerDefinition) -> str:
+    """What errors call a layer."""
+    return f"layer {layer.name!r}"
+
+
+def times(size: Sequence[int]) -> str:
+    """A size as text: `32 x 32 x 3`."""
+    return " x ".join(map(str, size))
+
+
+def has_window(layer: LayerDefinition) -> bool:
+    """Whether `kernel`, `stride` and `padding` mean something."""
+    return layer.type == "Convolutional" or layer.function in WINDOWS
+
+
+def padded_to(size: Sequence[int], length: int) -> tuple[int, ...]:
+    """A size with `length` dimensions or more; those that it lacks are 1."""
+    return (*size, *[1] * (length - len(size)))
+
+
+def weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, ...]:
+    """The shape of the weights between two layers.
+
+    `(in, out)` of a fully connected layer. `(out, in, z, y, x)` of a convolutional one,
+    with channels in and out, and as many of z, y, x as the layer's kernel has.
+    """
+    if layer.type == "FullyConnected":
+        return source.units, layer.units
+    dimensions = len(layer.kernel)
+    channels = padded_to(source.size, dimensions + 1)[dimensions]
+    return layer.size[-1], channels, *reversed(layer.kernel)
+
+
+def check_layer(layer: LayerDefinition) -> None:
+    """Raises ValueError if a value is out of its range, whatever the other layers are."""
+    label = label_of(layer)
+    if not 1 <= len(layer.size) <= 4 or min(layer.size) < 1 or layer.units > MAX_UNITS:
+        raise ValueError(
+            f"{label} is {times(layer.size) or 'without a size'}; it needs 1 to 4 "
+            f"dimensions of 1 or more units, {MAX_UNITS:,} in all"
+        )
+    sources = [source.layer for source in layer.sources]
+    if layer.kind == "Input":
+        if sources or layer.skips:
+            raise ValueError(f"{label} is an input, but reads {reads(layer)[0]!r}")
+    elif not sources:
+        raise ValueError(f"{label} has no source")
+    if len(set(sources)) < len(sources):
+        raise ValueError(
+            f"{label} reads a layer twice: {', '.join(map(repr, sources))}"
+        )
+    if layer.has_weights and len(sources) > MAX_SOURCES:
+        raise ValueError(
+            f"{label} has {len(sources)} sources; DSSTNE has up to {MAX_SOURCES}"
+        )
+    check_range(label, "pDropout", layer.dropout, 0, 1, below=True)
+    check_range(label, "DeltaNorm", layer.delta_norm, 0)
+    for source in layer.sources:
+        check_range(label, "WeightNorm", source.weight_norm, 0)
+    if layer.sparseness_penalty is not None:
+        check_penalty(label, layer.sparseness_penalty)
+
+
+def check_penalty(label: str, penalty: SparsenessPenalty) -> None:
+    """Raises ValueError if a number of a penalty is out of its range."""
+    check_range(label, "SparsenessPenalty p", penalty.p, 0, 1)
+    check_range(label, "SparsenessPenalty beta", penalty.beta, 0)
+
+
+def check_range(
+    label: str,
+    key: str,
+    value: float,
+    low: float,
+    high: float = math.inf,
+    *,
+    below: bool = False,
+) -> None:
+    """Raises ValueError unless `value` is from `low` to `high`.
+
+    Args:
+      label: the error says with it where the value is.
+      key: the JSON key of the value.
+      value: the number.
+      low: the least that it may be.
+      high: the most that it may be.
+      below: whether it must be less than `high`.
+    """
+    if low <= value < high or (value == high < math.inf and not below):
+        return
+    limits = f"{low} or more"
+    if high < math.inf:
+        limits = f"from {low} to {'below ' if below else ''}{high}"
+    raise ValueError(f"{label}: {key} must be {limits}, got {value}")

@@ -1,0 +1,402 @@
+"""A layer of a network as a module, with dropout, normalization and its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from sparsejax import losses
+from sparsejax.data.sources import check_columns
+from sparsejax.dsstne.connections import (
+    Dense,
+    SharedWeights,
+    connection,
+    is_whole,
+    num_biases,
+    owner_of,
+)
+from sparsejax.dsstne.definition import Definition, Pair
+from sparsejax.dsstne.layer_definition import Connection, LayerDefinition
+from sparsejax.dsstne.losses import activate, of_units
+from sparsejax.dsstne.network_files import Normalization
+from sparsejax.dsstne.windows import convolved, pooled
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.layout import call_with_auto_axes, to_host
+from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.optimizers.gradients import lookup
+
+_NORMALIZATION_EPS = 1e-5
+# How much of the running mean and variance a batch replaces.
+_NORMALIZATION_RATE = 0.1
+# How an array with a row for each example is divided over a mesh.
+_BATCH = P("data")
+
+
+class Held(NamedTuple):
+    """What the layers of a network hold for a batch.
+
+    Attributes:
+      units: by the name of a layer: an array, or sparse rows. An output may be too large
+        to be here, see `Layer.whole`.
+      scores: of the outputs that are in `units`, what they hold before the activation.
+      kernels: arrays that several connections share, by the pair of their owner.
+    """
+
+    units: dict[str, Any]
+    scores: dict[str, jax.Array]
+    kernels: dict[Pair, jax.Array]
+
+
+class Layer(nnx.Module):
+    """A layer with the connections that lead to it.
+
+    Attributes:
+      layer: its definition.
+      rule: of an output, its loss.
+      whole: of an output, whether it is computed with the hidden layers.
+      ranked: of an output without a `SparseOutput`, how many of its items are ranked.
+      counts: for each connection, how many share its weights.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        layer: LayerDefinition,
+        sharing: SharedWeights,
+        *,
+        row_sparse: bool,
+        divided: set[str],
+        rngs: nnx.Rngs,
+    ):
+        self.layer, self.lrn, self.ranked = layer, definition.lrn, layer.units
+        self.rule: losses.LossRule | None = None
+        self.whole = layer.kind == "Output" and is_whole(definition, layer)
+        self.noise = _Dropout(layer, rngs=rngs)
+        sources = layer.sources if layer.has_weights else ()
+        self.source_layers = tuple(
+            definition.layer(source.layer) for source in layer.sources
+        )
+        self.counts = tuple(
+            sharing.counts[owner_of(layer, source)] for source in sources
+        )
+        self.connections = nnx.List(
+            [
+                connection(
+                    definition,
+                    layer,
+                    source,
+                    sharing,
+                    row_sparse=row_sparse,
+                    by_inputs=source.layer in divided,
+                    rngs=rngs,
+                )
+                for source in sources
+            ]
+        )
+        self.normalization = nnx.data(None)
+        if layer.batch_normalization and layer.has_weights:
+            self.normalization = _Normalization(layer)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether its units are divided over the mesh."""
+        return len(self.connections) > 0 and all(
+            isinstance(module, Dense) and module.by_outputs
+            for module in self.connections
+        )
+
+    @property
+    def output(self) -> SparseOutput | None:
+        """The layer over all items, if that is what this layer is."""
+        for module in self.connections:
+            if isinstance(module, SparseOutput):
+                return module
+        return None
+
+    def set_rule(self, rule: losses.LossRule) -> None:
+        self.rule = of_units(rule) if self._loss_is_of_units else rule
+
+    @property
+    def _loss_is_of_units(self) -> bool:
+        # A sigmoid's dropped unit is 0.5, which a score can say; others may not have it.
+        activation = self.layer.activation
+        return (
+            self.layer.dropout > 0
+            and activation is not None
+            and activation.name != "Sigmoid"
+        )
+
+    def connected(self) -> Iterator[tuple[Pair, Connection, Any]]:
+        """For each connection its pair, its definition and its module with weights."""
+        for source, module in zip(self.layer.sources, self.connections, strict=False):
+            yield (source.layer, self.layer.name), source, module
+
+    def shared_kernels(self) -> dict[Pair, jax.Array]:
+        """The arrays that other connections multiply with, by their pairs."""
+        return {
+            pair: _slower(module.kernel[...], 1 / count)
+            for (pair, _, module), count in zip(
+                self.connected(), self.counts, strict=True
+            )
+            if isinstance(module, Dense) and count > 1
+        }
+
+    def __call__(
+        self,
+        held: Held,
+        weights: jax.Array | None,
+        *,
+        deterministic: bool | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """What it holds before its activation, and what it holds."""
+        layer = self.layer
+        if layer.type == "Pooling":
+            units = self._pooled(held)
+            return units, units
+        z = self.sums(held)
+        if self.normalization is not None:
+            z = self.normalization(z, weights, deterministic)
+        if layer.delta_norm and layer.kind == "Hidden":
+            share = 1.0
+            if weights is not None:
+                count = jnp.maximum(jnp.sum(weights > 0), 1)
+                share = jnp.sum(weights) / count
+            z = _with_short_slopes(z, layer.delta_norm * share)
+        assert layer.activation is not None
+        if layer.kind == "Output" and not self._loss_is_of_units:
+            dropped = self.noise.drawn(z, deterministic)
+            z = z if dropped is None else jnp.where(dropped, 0, z)
+            return z, self.activated(z)
+        return z, self.noise(self.activated(z), deterministic)
+
+    def sums(self, held: Held) -> jax.Array:
+        """`[batch, units]`, before the activation."""
+        layer, total = self.layer, jnp.zeros((), jnp.float32)
+        for at, (_, source, module) in enumerate(self.connected()):
+            before, x = self.source_layers[at], held.units[source.layer]
+            bias = module.bias[...]
+            if isinstance(module, SparseLinear):
+                y = lookup(module.kernel, x)
+                if self.counts[at] > 1:
+                    y = _slower(y, 1 / self.counts[at])
+                total += y + bias[None, :]
+                continue
+            if self.counts[at] > 1:
+                kernel = held.kernels[owner_of(layer, source)]
+                if source.shared is not None and source.shared.transposed:
+                    kernel = kernel.T
+            else:
+                kernel = module.kernel[...]
+            x = dense(x)
+            if layer.type == "Convolutional":
+                total += convolved(layer, before, x, kernel, bias)
+            else:
+                total += call_with_auto_axes(
+                    _product, x, kernel, bias, out_specs=_BATCH
+                )
+        for skip in layer.skips:
+            total += dense(held.units[skip])
+        return total
+
+    def scores(self, held: Held) -> jax.Array:
+        """Of an output: all scores."""
+        if self.layer.name in held.scores:
+            return held.scores[self.layer.name]
+        if self.output is not None:
+            return self.output.scores(held.units[self.source_layers[0].name])
+        return self._pooled(held) if self.layer.type == "Pooling" else self.sums(held)
+
+    def _pooled(self, held: Held) -> jax.Array:
+        names = [before.name for before in self.source_layers]
+        arrays = [dense(held.units[name]) for name in names]
+        pairs = list(zip(self.source_layers, arrays, strict=True))
+        return pooled(self.layer, self.lrn, pairs)
+
+    def activated(self, scores: jax.Array) -> jax.Array:
+        activation = self.layer.activation
+        return scores if activation is None else activate(activation, scores)
+
+    def loss(self, held: Held, labels: SparseRows, weights: jax.Array) -> jax.Array:
+        """Of an output: `sum_b weights_b loss_b`."""
+        rule = self.rule
+        assert rule is not None
+        if self.output is not None:
+            h, module = held.units[self.source_layers[0].name], self.output
+            if self.counts[0] > 1:
+                module = nnx.clone(module)
+                module.kernel[...] = _slower(module.kernel[...], 1 / self.counts[0])
+            return module.loss(h, labels, loss=rule, weights=weights)
+        check_columns("targets", labels.num_cols, self.layer.units, "items")
+        scores = self.scores(held)
+        if self._loss_is_of_units:
+            scores = held.units[self.layer.name]
+        given, listed = dense(labels), dense(labels.with_data(None)) > 0
+        if isinstance(rule, losses.ElementwiseLoss):
+            each = jnp.sum(rule(scores, given, listed), axis=-1)
+        else:
+            all_items = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+            each = jnp.sum(given * (all_items - scores), axis=-1)
+        return jnp.sum(jnp.where(weights == 0, 0, weights * each))
+
+    def top_k(
+        self, held: Held, k: int, exclude: SparseRows | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of an output: ids and activations."""
+        if self.output is not None:
+            h = held.units[self.source_layers[0].name]
+            ids, scores = self.output.top_k(h, k, exclude=exclude)
+        else:
+            all_scores = self.scores(held)[:, : self.ranked]
+            if exclude is not None:
+                unwanted = dense(exclude.with_data(None))[:, : self.ranked] > 0
+                all_scores = jnp.where(unwanted, -jnp.inf, all_scores)
+            count = min(k, self.ranked)
+            scores, ids = lax.top_k(all_scores, count)
+            ids = jnp.where(scores == -jnp.inf, -1, ids)
+            missing = ((0, 0), (0, k - count))
+            ids = jnp.pad(ids, missing, constant_values=-1)
+            scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
+        activation = self.layer.activation
+        if activation is None:
+            return ids, scores
+        if activation.name == "SoftMax":
+            every = jax.nn.logsumexp(self.scores(held), axis=-1, keepdims=True)
+            found = jnp.exp(scores - every)
+        else:
+            found = activate(activation, scores)
+        return ids, jnp.where(ids < 0, -jnp.inf, found)
+
+
+class _Dropout(nnx.Module):
+    """DSSTNE's dropout, of which there are three kinds.
+
+    A unit is dropped with probability p. With q = 1 - p, and alpha what ELU or SELU goes
+    to far below 0::
+
+        Sigmoid     dropped: 0.5                kept: a
+        ELU, SELU   dropped: A alpha + B        kept: A a + B
+                    A = 1 / sqrt(q + alpha^2 p q),  B = -A p alpha
+        others      dropped: 0                  kept: a / q
+    """
+
+    def __init__(self, layer: LayerDefinition, *, rngs: nnx.Rngs):
+        self.rate, self.activation = layer.dropout, layer.activation
+        self.deterministic = False
+        self.rngs = rngs.dropout.fork()
+
+    def __call__(self, a: jax.Array, deterministic: bool | None) -> jax.Array:
+        dropped = self.drawn(a, deterministic)
+        if dropped is None:
+            return a
+        p, q = self.rate, 1 - self.rate
+        name = "" if self.activation is None else self.activation.name
+        if self.activation is not None and name in ("ELU", "SELU"):
+            alpha = -self.activation.elu_alpha
+            alpha *= self.activation.selu_lambda if name == "SELU" else 1
+            scale = 1 / math.sqrt(q + alpha**2 * p * q)
+            shift = -scale * p * alpha
+            return jnp.where(dropped, scale * alpha + shift, scale * a + shift)
+        if name == "Sigmoid":
+            return jnp.where(dropped, 0.5, a)
+        return jnp.where(dropped, 0, a / q)
+
+    def drawn(self, a: jax.Array, deterministic: bool | None) -> jax.Array | None:
+        """Which units are dropped; None if this is without noise."""
+        if deterministic is None:
+            deterministic = self.deterministic
+        if deterministic or self.rate == 0:
+            return None
+        return jax.random.bernoulli(self.rngs(), self.rate, a.shape)
+
+
+class _Normalization(nnx.Module):
+    """Batch normalization of sums: over the examples, of a convolution also over places."""
+
+    def __init__(self, layer: LayerDefinition):
+        channels = num_biases(layer)
+        self.channels = channels
+        self.deterministic = False
+        self.scale = nnx.Param(jnp.ones(channels, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(channels, jnp.float32))
+        self.mean = nnx.BatchStat(jnp.zeros(channels, jnp.float32))
+        self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
+
+    def __call__(
+        self, z: jax.Array, weights: jax.Array | None, deterministic: bool | None
+    ) -> jax.Array:
+        if deterministic is None:
+            deterministic = self.deterministic
+        x = z.reshape(z.shape[0], self.channels, -1)
+        if deterministic:
+            mean, variance = self.mean[...], self.variance[...]
+        else:
+            exists = jnp.ones(z.shape[0], bool) if weights is None else weights > 0
+            used = exists[:, None, None]
+            count = jnp.maximum(jnp.sum(exists), 1) * x.shape[2]
+            mean = jnp.sum(jnp.where(used, x, 0), axis=(0, 2)) / count
+            gap = jnp.where(used, x - mean[None, :, None], 0)
+            variance = jnp.sum(jnp.square(gap), axis=(0, 2)) / count
+            for old, new in ((self.mean, mean), (self.variance, variance)):
+                moved = old[...] + _NORMALIZATION_RATE * (new - old[...])
+                old[...] = lax.stop_gradient(moved)
+        factor = self.scale[...] * lax.rsqrt(variance + _NORMALIZATION_EPS)
+        x = (x - mean[None, :, None]) * factor[None, :, None]
+        return (x + self.bias[...][None, :, None]).reshape(z.shape)
+
+    def numbers(self) -> Normalization:
+        variables = (self.scale, self.bias, self.mean, self.variance)
+        return Normalization(*(to_host(v[...]) for v in variables))
+
+    def set(self, normalization: Normalization) -> None:
+        variables = (self.scale, self.bias, self.mean, self.variance)
+        arrays = dataclasses.astuple(normalization)
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.set_value(jnp.asarray(array))
+
+
+def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    return jnp.dot(x, kernel, precision=lax.Precision.HIGHEST) + bias[None, :]
+
+
+def dense(x: Any) -> jax.Array:
+    """What a layer holds, as `[batch, units]`."""
+    return x.todense() if isinstance(x, SparseRows) else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _slower(x: jax.Array, factor: float) -> jax.Array:
+    """`x`, with `factor` as its slope."""
+    return x
+
+
+@_slower.defjvp
+def _slower_jvp(factor, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return x, factor * dx
+
+
+@jax.custom_vjp
+def _with_short_slopes(x: jax.Array, limit: Any) -> jax.Array:
+    """`x`; the gradient of each row is cut to an L2 norm of at most `limit`."""
+    return x
+
+
+def _short_forward(x, limit):
+    return x, limit
+
+
+def _short_backward(limit, g):
+    norm = jnp.sqrt(jnp.sum(jnp.square(g), axis=-1, keepdims=True))
+    return g * jnp.minimum(1, limit / jnp.maximum(norm, 1e-30)), None
+
+
+_with_short_slopes.defvjp(_short_forward, _short_backward)
