@@ -164,6 +164,23 @@ class Definition:
         order = _order({layer.name: reads(layer) for layer in self.layers})
         return tuple(map(self.layer, order))
 
+    @property
+    def ranked(self) -> LayerDefinition | None:
+        """The output whose items are ranked: the one called "Output", else the first."""
+        outputs = self.of_kind("Output")
+        named = [layer for layer in outputs if layer.name == "Output"]
+        return next(iter([*named, *outputs]), None)
+
+    def with_inputs(self, sparse: Mapping[str, bool]) -> Definition:
+        """The same, but with `sparse` of inputs, by name, as given."""
+        layers = tuple(
+            dataclasses.replace(layer, sparse=sparse.get(layer.name, layer.sparse))
+            if layer.kind == "Input"
+            else layer
+            for layer in self.layers
+        )
+        return dataclasses.replace(self, layers=layers)
+
     def penalty_of(self, layer: LayerDefinition) -> SparsenessPenalty | None:
         """The sparseness penalty of a layer; None if it has none."""
         ours, own = self.sparseness_penalty, layer.sparseness_penalty

@@ -16,11 +16,13 @@ from flax import nnx
 from sparsejax.data.batching import taken
 from sparsejax.data.sources import Inputs
 from sparsejax.dsstne import train
+from sparsejax.dsstne.examples import as_wide, is_sparse, shown
 from sparsejax.dsstne.keys import Keys, parse
 from sparsejax.dsstne.layer_definition import SparsenessPenalty
 from sparsejax.dsstne.losses import Boosted
 from sparsejax.dsstne.netcdf import load
-from sparsejax.dsstne.network import Network, load_network
+from sparsejax.dsstne.network import Network, name_of
+from sparsejax.dsstne.network_files import load_parameters
 from sparsejax.mesh import processes
 from sparsejax.prediction.evaluate import evaluate
 from sparsejax.sparse import CSR
@@ -94,6 +96,8 @@ def _encode(keys: Keys) -> Encode:
         inputs=data,
         outputs=data,
         network=inner.text("Results", "network.nc"),
+        overwrite=True,
+        initial=None,
         batch_size=_BATCH_SIZE,
         epochs=inner.whole("Epochs", 1),
         alpha=inner.number("Alpha", 0.1),
@@ -135,20 +139,30 @@ def encode(cdl: Encode) -> None:
 
 def _measure(cdl: Encode) -> None:
     """Prints precision, recall and nDCG for each k from 1 to 10."""
-    network, data = load_network(cdl.network), load(cdl.data)
+    definition, parameters = load_parameters(cdl.network)
+    data, output = load(cdl.data), definition.ranked
     for name in ("input", "output"):
         if name not in data:
             raise ValueError(f"{cdl.data}: there is no data set {name!r}")
-    if network.output_layer is None or network.output_layer.name != "Output":
+    if output is None or output.name != "Output":
         raise ValueError(f"{cdl.network}: the network has no layer 'Output'")
-    source: Any = data["input"].examples()
-    inputs = source
-    if not isinstance(network.num_features, int):
-        inputs = {name: source for name in network.num_features}
-    target: Any = data["output"].examples(target=True)
+    inputs = {
+        layer.name: as_wide(layer, data["input"])
+        for layer in definition.of_kind("Input")
+    }
+    sparse = {name: is_sparse(dataset) for name, dataset in inputs.items()}
+    definition = definition.with_inputs(sparse)
+    network = Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
+    given: Any = {
+        name_of(layer): shown(inputs[layer.name])
+        for layer in definition.of_kind("Input")
+    }
+    if isinstance(network.num_features, int):
+        [given] = given.values()
+    target: Any = as_wide(output, data["output"]).examples(target=True)
     most = min(_MOST_RANKED, network.num_items)
     ks = range(1, most + 1)
-    found = evaluate(network, inputs, target, k=list(ks), exclude=None, popularity=None)
+    found = evaluate(network, given, target, k=list(ks), exclude=None, popularity=None)
     print("k,precision,recall,NDCG")
     for k in ks:
         numbers = (found[f"{name}@{k}"] for name in ("precision", "recall", "ndcg"))
@@ -168,9 +182,9 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     for layer in model.layers:
         if isinstance(layer.rule, Boosted):
             layer.rule = layer.rule.loss
-    shown = Inputs.of(training.examples.inputs)
-    rows = rows[: shown.num_rows]
-    [x] = [taken(b) for b in shown.batches(shown.for_batches(), rows, len(rows))]
+    inputs = Inputs.of(training.examples.inputs)
+    rows = rows[: inputs.num_rows]
+    [x] = [taken(b) for b in inputs.batches(inputs.for_batches(), rows, len(rows))]
     target: Any = training.examples.targets
     matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target
     labels = jax.tree.map(jnp.asarray, matrix).take(rows)

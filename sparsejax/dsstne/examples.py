@@ -48,11 +48,13 @@ class Examples:
         """
         data = {name: in_order(d, orders.get(name)) for name, d in data.items()}
         inputs = network.of_kind("Input")
-        sources = {name_of(layer): data[layer.name].examples() for layer in inputs}
+        sources = {name_of(layer): shown(data[layer.name]) for layer in inputs}
         alone = len(inputs) == 1 and inputs[0].sparse
         outputs = network.of_kind("Output")
         found = {name_of(layer): data[layer.name] for layer in outputs}
         first = first_of_like(found)
+        for name, dataset in found.items():
+            _check_labels(network.error_function, name, dataset)
         targets = {name: _targets(dataset) for name, dataset in found.items()}
         return cls(
             next(iter(sources.values())) if alone else sources,
@@ -117,7 +119,15 @@ def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDa
             f"layer {layer.name!r} reads the data set {layer.dataset!r}; the files have "
             f"{quoted(list(data))}"
         )
-    dataset = data[layer.dataset]
+    return as_wide(layer, data[layer.dataset])
+
+
+def as_wide(layer: LayerDefinition, dataset: FileDataset) -> FileDataset:
+    """A data set as wide as its layer; the columns behind its own are empty.
+
+    Raises:
+      ValueError: its size does not fit.
+    """
     if dataset.columns == layer.units:
         return dataset
     if is_sparse(dataset) and len(dataset.size) == len(layer.size) == 1:
@@ -153,6 +163,36 @@ def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
             "make them alike"
         )
     return first
+
+
+# Of dense targets, the labels that an error function knows.
+_LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
+
+
+def _check_labels(error: str, name: str, dataset: FileDataset) -> None:
+    """Raises ValueError if dense targets have labels that the error function ignores."""
+    if error not in _LABELS or is_sparse(dataset):
+        return
+    labels = dataset.examples(target=True)
+    assert isinstance(labels, np.ndarray)
+    labels = labels.reshape(len(labels), -1)
+    wrong = np.argwhere(~np.isin(labels, _LABELS[error]))
+    if len(wrong):
+        row, column = wrong[0]
+        one, two = _LABELS[error]
+        raise ValueError(
+            f"the data set {name!r} has the label {labels[row, column]:g} in example "
+            f"{row}, column {column}; {error} knows {one} and {two}"
+        )
+
+
+def shown(dataset: FileDataset) -> CSR | np.ndarray:
+    """What `fit` takes as an input. Sparse examples are multiplied by their weights."""
+    found, weights = dataset.examples(), dataset.example_weights()
+    if weights is None or isinstance(found, np.ndarray):
+        return found
+    factors = np.repeat(weights, np.diff(found.indptr))
+    return found.with_data(factors if found.data is None else found.data * factors)
 
 
 def _targets(dataset: FileDataset) -> CSR | scipy.sparse.csr_array:

@@ -106,9 +106,7 @@ class Network(nnx.Module):
     ):
         self.definition, self.weighted = definition, weighted
         _check_supported(definition)
-        outputs = definition.of_kind("Output")
-        ranked = [layer for layer in outputs if layer.name == "Output"]
-        self.output_layer = next(iter([*ranked, *outputs]), None)
+        self.output_layer = definition.ranked
         self.corruption = SparseDropout(definition.denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
         modules: list[Layer] = []

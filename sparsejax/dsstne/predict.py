@@ -90,7 +90,8 @@ def predict(command: Predict) -> None:
     features, items = read_index(command.inputs), read_index(command.outputs)
     layer = _input_layer(command, network)
     _check_width(command.inputs, features, layer)
-    _check_width(command.outputs, items, network.of_kind("Output")[0])
+    if command.layer is None:
+        _check_width(command.outputs, items, _ranked(command, network))
     found = read_samples(
         command.text, features=features, new_features=False, analog=command.analog
     )
@@ -101,13 +102,7 @@ def predict(command: Predict) -> None:
     known = [other.name for other in network.layers]
     if command.layer is not None and command.layer not in known:
         raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
-    network = dataclasses.replace(
-        network,
-        layers=tuple(
-            dataclasses.replace(other, sparse=True) if other == layer else other
-            for other in network.layers
-        ),
-    )
+    network = network.with_inputs({layer.name: True})
     with setting_mesh(command.mesh):
         model = Network(network, parameters=parameters, rngs=nnx.Rngs(0))
         nnx.update(model, put_on_mesh(nnx.state(model)))
@@ -211,9 +206,16 @@ def _input_layer(command: Predict, network: Definition) -> LayerDefinition:
             f"{command.network}: -d {command.dataset} needs a network with one input, of "
             f"the data set {wanted!r}; its inputs are of {there}"
         )
-    if not network.of_kind("Output"):
-        raise ValueError(f"{command.network}: the network has no layer of kind Output")
     return inputs[0]
+
+
+def _ranked(command: Predict, network: Definition) -> LayerDefinition:
+    if network.ranked is None:
+        raise ValueError(
+            f"{command.network}: the network has no layer of kind Output; -l names a "
+            "layer to write"
+        )
+    return network.ranked
 
 
 def _check_width(path: str, names: Names, layer: LayerDefinition) -> None:

@@ -39,7 +39,6 @@ from sparsejax.training.checkpoint import Checkpoints
 from sparsejax.training.fit import fit
 from sparsejax.whole_files import check_writable, remove_folder
 
-INITIAL = "initial_network.nc"
 # How often a checkpoint is saved from which `resume` can go on.
 CHECKPOINT_SECONDS = 300
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
@@ -53,7 +52,9 @@ class Train:
       config: the network's JSON.
       inputs: a NetCDF file of data sets.
       outputs: another one.
-      network: the network file to write, which must not exist.
+      network: the network file to write.
+      overwrite: whether it may exist.
+      initial: the network file to write before training, or None.
       batch_size: examples of a step.
       epochs: passes over the data.
       alpha: learning rate.
@@ -79,6 +80,8 @@ class Train:
     inputs: str
     outputs: str
     network: str
+    overwrite: bool = False
+    initial: str | None = "initial_network.nc"
     batch_size: int = 1024
     epochs: int = 40
     alpha: float = 0.025
@@ -102,18 +105,20 @@ def train(command: Train) -> None:
 
     Raises:
       DataError: a file is missing or wrong.
-      FileExistsError: the network file exists.
+      FileExistsError: the network file exists, and is not to be overwritten.
       FloatingPointError: the loss is not finite.
       ValueError: data and network do not fit each other.
     """
     # A training that is killed just before it ends has written its network.
     is_ending = command.resume and os.path.exists(checkpoints_of(command))
-    if os.path.exists(command.network) and not is_ending:
+    may_exist = command.overwrite or is_ending
+    if os.path.exists(command.network) and not may_exist:
         raise FileExistsError(
             f"{command.network}: already exists; remove it, or name another file"
         )
-    for path in (command.network, INITIAL):
-        check_writable(path)
+    for path in (command.network, command.initial):
+        if path is not None:
+            check_writable(path)
     with setting_mesh(command.mesh):
         made(command).run()
 
@@ -150,13 +155,7 @@ class Training:
         self.command = command
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
         data = by_layer(network, data)
-        layers = [
-            dataclasses.replace(layer, sparse=is_sparse(data[layer.name]))
-            if layer.kind == "Input"
-            else layer
-            for layer in network.layers
-        ]
-        network = dataclasses.replace(network, layers=tuple(layers))
+        network = network.with_inputs({n: is_sparse(d) for n, d in data.items()})
         outputs = network.of_kind("Output")
         target = first_of_like({name_of(o): data[o.name] for o in outputs})
         # The same on any mesh, so that a training can be resumed on another one.
@@ -199,8 +198,9 @@ class Training:
         identity["what the config says"] = hashlib.sha256(network).hexdigest()[:16]
         if not command.resume:
             _remove(folder)
-        if processes.is_true_anywhere(not os.path.exists(folder)):
-            self.save(INITIAL)
+        is_first = processes.is_true_anywhere(not os.path.exists(folder))
+        if command.initial is not None and is_first:
+            self.save(command.initial)
         self.began = time.monotonic()
         try:
             fit(

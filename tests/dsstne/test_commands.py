@@ -11,9 +11,12 @@ import dsstne_networks as networks
 import netCDF4
 import numpy as np
 import pytest
+from flax import nnx
 
 from sparsejax.cli.main import main
-from sparsejax.dsstne import train
+from sparsejax.dsstne import save_network, train
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 
 TEXT = "ann\ttea,3:milk,1\nbob\tmilk\ncyd\ttea:rum:milk,7\n"
@@ -157,6 +160,33 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
     (folder / "filters").write_text(filters)
     assert run(f"{PREDICT} {flags}") == 0
     assert (folder / "recs").read_text() == expected
+
+
+def test_predict_ranks_the_output_called_output(folder):
+    layers = [
+        {"Name": "x", "N": 3, "DataSet": "gl_input", "Sparse": True},
+        {"Name": "h", "N": 2},
+        {"Name": "first", "Kind": "Output", "N": 2, "DataSet": "a"},
+        {"Name": "Output", "Kind": "Output", "Source": "h", "N": 3, "DataSet": "b"},
+    ]
+    for number, shown in enumerate(
+        (layers, [layers[0], layers[1] | {"Kind": "Hidden"}])
+    ):
+        definition = Definition.from_json({"Layers": shown})
+        network = Network(definition, rngs=nnx.Rngs(0))
+        save_network(folder / f"{number}.nc", network)
+    (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
+    (folder / "filters").write_text("")
+    command = PREDICT.replace("features", "of_in")
+    assert run(command.replace("gl.nc", "0.nc")) == 0
+    assert (folder / "recs").read_text().count(":") == 3 * 3
+    # A network without outputs has layers that can be written.
+    without = command.replace("gl.nc", "1.nc")
+    assert run(without) == 1
+    assert run(f"{without} -l h") == 0
+    assert (
+        len((folder / "recs").read_text().splitlines()[0].split("\t")[1].split()) == 2
+    )
 
 
 # Trains, saves after each epoch, and is killed at the end of the third.

@@ -72,13 +72,16 @@ def write(cdl, network=None):
 
 
 def test_train_and_predict(folder, capsys):
+    (folder / "out.nc").write_text("of an earlier run")
     assert main(["dsstne", "encoder", "train.cdl"]) == 0
     assert {p.name for p in folder.glob("*.nc")} == {
-        *("data.nc", "out.nc", "check2.nc", "check4.nc", "initial_network.nc")
+        *("data.nc", "out.nc", "check2.nc", "check4.nc")
     }
     errors = re.findall(r"training error ([\d.]+)", capsys.readouterr().out)
     assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
     write({"Command": "predict", "Network": "out.nc"})
+    narrow = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(np.eye(7, 6) > 0))
+    dsstne.write_datasets("data.nc", {"input": narrow, "output": narrow})
     assert main(["dsstne", "encoder", "train.cdl"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "k,precision,recall,NDCG" and len(lines) == 8

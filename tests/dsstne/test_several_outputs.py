@@ -80,6 +80,39 @@ def test_what_cannot_be_learned():
         Examples.of(none, by_layer(none, data), {})
 
 
+def test_weights_of_an_input_multiply_its_examples():
+    one = Definition.from_json({"Layers": LAYERS[:3]})
+    rows = np.array([[1, 0, 2, 0], [0, 0, 0, 0], [3, 1, 0, 0]], np.float32)
+    weights = np.array([2.0, 3.0, 0.5], np.float32)
+    for matrix in (rows, rows > 0):
+        sparse = SparseDataset.from_scipy(scipy.sparse.csr_array(matrix))
+        d = FileDataset.of(sparse, weights=weights)
+        given = Examples.of(one, by_layer(one, {"d": d}), {})
+        found = given.inputs.to_scipy().toarray()
+        np.testing.assert_array_equal(found[:, :4], weights[:, None] * matrix)
+        np.testing.assert_array_equal(given.weights, weights)
+
+
+@pytest.mark.parametrize(
+    ("error", "labels", "wrong"),
+    [
+        ("Hinge", [[1, -1], [1, 0]], "0 in example 1, column 1; Hinge knows -1 and 1"),
+        (
+            "ScaledMarginalCrossEntropy",
+            [[0, 1], [0.5, 1]],
+            "0.5 in example 1, column 0",
+        ),
+    ],
+)
+def test_labels_that_an_error_function_does_not_know(error, labels, wrong):
+    layers = [LAYERS[0], LAYERS[1], {**LAYERS[3], "N": 2}]
+    network = Definition.from_json({"ErrorFunction": error, "Layers": layers})
+    d, e = np.ones((2, 8), np.float32), np.array(labels, np.float32)
+    data = by_layer(network, {"d": FileDataset.of(d), "e": FileDataset.of(e)})
+    with pytest.raises(ValueError, match=f"data set 'e' has the label {wrong}"):
+        Examples.of(network, data, {})
+
+
 def test_what_fit_refuses_with_several_targets():
     network = Network(Definition.from_json({"Layers": LAYERS}), rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(network, rules.SGD(0.1))
