@@ -13,7 +13,13 @@ import scipy.sparse
 from contents import contents
 
 from sparsejax.data import DataError, DenseDataset, SparseDataset
-from sparsejax.dsstne import netcdf, read_datasets, write_datasets
+from sparsejax.dsstne import (
+    netcdf,
+    read_datasets,
+    read_ignore_zeros,
+    read_weights,
+    write_datasets,
+)
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
 
 
@@ -183,6 +189,41 @@ def test_what_was_written_is_read(tmp_path, valued):
     np.testing.assert_array_equal(stored, weights["in"].astype(np.float32))
     write_datasets(path, found)  # replaces the file
     assert contents(read_datasets(path)["in"]) == contents(data)
+
+
+def test_weights_and_ignored_zeros_go_there_and_back(tmp_path):
+    """Read, written and read again: the same bits, the same flags."""
+    rows = SparseRows(np.array([0, 2]), np.array([2, 3]), np.array([1, 3, 0]))
+    index = np.array([1, 0, 0, 1, 1])
+    weights = np.random.default_rng(0).random(5).astype(np.float32)
+    by_row = np.array([0.1, 0], np.float32)
+    given = {
+        "x": FileDataset((4,), rows, index=index, weights=weights, ignore_zeros=True),
+        "y": FileDataset((4,), np.eye(5, 4), weights=weights[::-1]),
+        "z": FileDataset((4,), rows, index=index, weights=by_row),
+        "u": FileDataset((4,), rows, index=index, ignore_zeros=True),
+        "v": FileDataset((4,), np.eye(5, 4)),
+    }
+    netcdf.save(tmp_path / "a.nc", given)
+    expected = {"x": weights, "y": weights[::-1], "z": by_row[index]}
+    path = tmp_path / "a.nc"
+    for other in ("b.nc", "c.nc"):
+        write_datasets(
+            tmp_path / other,
+            read_datasets(path),
+            weights=read_weights(path),
+            ignore_zeros=read_ignore_zeros(path),
+        )
+        path = tmp_path / other
+        found = read_weights(path)
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            assert found[name].dtype == np.float32
+            np.testing.assert_array_equal(found[name], array)
+        assert read_ignore_zeros(path) == {"x", "u"}
+        with netCDF4.Dataset(path) as file:
+            bits = [file.getncattr(f"attributes{n}") for n in range(5)]
+            assert bits == [1 + 2 + 32 + 128, 128, 1 + 2 + 128, 1 + 2 + 32, 0]
 
 
 def test_names_of_columns(tmp_path):
@@ -368,8 +409,12 @@ def test_writing_says_what_cannot_be_written(tmp_path):
         write_datasets(path, {})
     with pytest.raises(ValueError, match="'x' has 2 rows but 'y' has 3"):
         write_datasets(path, {"x": np.eye(2), "y": np.eye(3)})
-    with pytest.raises(ValueError, match="weights are given for 'y'"):
+    with pytest.raises(ValueError, match="weights: 'y' is no data set; there are 'x'"):
         write_datasets(path, {"x": np.eye(2)}, weights={"y": np.ones(2)})
+    with pytest.raises(ValueError, match="ignore_zeros: 'y' is no data set"):
+        write_datasets(path, {"x": np.eye(2)}, ignore_zeros=["y"])
+    with pytest.raises(ValueError, match="ignore_zeros: 'x' is not sparse"):
+        write_datasets(path, {"x": np.eye(2)}, ignore_zeros=["x"])
     with pytest.raises(ValueError, match="there is no folder"):
         write_datasets(tmp_path / "no" / "a.nc", {"x": np.eye(2)})
     assert not list(tmp_path.iterdir())
