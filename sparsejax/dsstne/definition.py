@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import graphlib
 import itertools
 import pathlib
@@ -146,13 +147,16 @@ class Definition:
         Raises:
           KeyError: there is none.
         """
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
+        if (layer := self._by_name.get(name)) is not None:
+            return layer
         raise KeyError(
             f"there is no layer {name!r}; there are "
             f"{', '.join(layer.name for layer in self.layers)}"
         )
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, LayerDefinition]:
+        return {layer.name: layer for layer in self.layers}
 
     def of_kind(self, kind: str) -> tuple[LayerDefinition, ...]:
         """The layers of one of `KINDS`, in order."""
@@ -339,13 +343,14 @@ def _order(reads: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def _check_network(network: Definition) -> None:
-    names = [layer.name for layer in network.layers]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two layers are called {name!r}")
+    names = set()
+    for layer in network.layers:
+        if layer.name in names:
+            raise ValueError(f"two layers are called {layer.name!r}")
+        names.add(layer.name)
     if not network.of_kind("Input"):
         raise ValueError("the network has no layer of kind Input")
-    if len(network.of_kind("Input")) == len(names):
+    if len(network.of_kind("Input")) == len(network.layers):
         raise ValueError("the network has only layers of kind Input")
     margins, boost = network.margins, network.delta_boost
     check_range("the network", "Denoising p", network.denoising, 0, 1, below=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 MAX_SOURCES = 4
 MAX_UNITS = 2**31 - 1  # an index of a unit is an int32
+MAX_LAYERS = 10_000
 KINDS = ("Input", "Hidden", "Output")
 TYPES = ("FullyConnected", "Convolutional", "Pooling")
 ACTIVATIONS = (

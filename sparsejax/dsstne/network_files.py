@@ -28,6 +28,7 @@ from sparsejax.dsstne.definition import (
 )
 from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.dsstne.layer_definition import (
+    MAX_LAYERS,
     Activation,
     Connection,
     LayerDefinition,
@@ -60,7 +61,6 @@ _ERRORS = (
 _NETWORK_KINDS = ("FeedForward", "AutoEncoder")
 _REFUSED = ("Target", *_FUNCTIONS[7:], "PRelu", "RELUMax", "LinearMax")
 _SPARSE, _DENOISING, _BATCH_NORMALIZATION = 1, 2, 4
-_MOST = 10_000  # layers or weights
 _AXES = ("x", "y", "z", "w")
 
 
@@ -156,9 +156,12 @@ class _Reader:
         return choices[number]
 
     def count(self, name: str) -> int:
+        """How many layers, or weights, or sources of a layer."""
         count = self.file.count(name)
-        if count > _MOST:
-            raise self.file.error(f"{name} is {count:,}; at most {_MOST:,} are read")
+        if count > MAX_LAYERS:
+            raise self.file.error(
+                f"{name} is {count:,}; at most {MAX_LAYERS:,} are read"
+            )
         return count
 
     def sizes(self, prefix: str, count: int, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -4,12 +4,18 @@ import copy
 import dataclasses
 import json
 import random
+import time
 from typing import Any
 
 import dsstne_networks as networks
 import pytest
 
-from sparsejax.dsstne.definition import Definition, DeltaBoost, ScaledMargins
+from sparsejax.dsstne.definition import (
+    Definition,
+    DeltaBoost,
+    ScaledMargins,
+    weights_of,
+)
 from sparsejax.dsstne.keys import parse
 from sparsejax.dsstne.layer_definition import (
     Activation,
@@ -366,7 +372,8 @@ def test_json_has_no_key_for_locked_weights():
     ("text", "message"),
     [
         ("{\n'a': 1}", "line 2 column 1"),
-        ('{"a": 1 /* forgotten }', "line 1"),
+        ('{"a": 1 /* forgotten }', "comment that begins in line 1 has no end"),
+        ("{}\n /*/", "comment that begins in line 2 has no end"),
         ('// c\n/* d\n */ {"a": }', "line 3"),
         ("[" * 100_000, "too deep"),
         ("", "line 1"),
@@ -375,6 +382,20 @@ def test_json_has_no_key_for_locked_weights():
 def test_text_that_is_not_json(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+def test_long_texts_and_many_layers_take_linear_time():
+    """Quadratic time would be a minute for each."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="that begins in line 2 has no end"):
+        parse("{}\n" + "/*a" * 10_000)
+    assert parse("/* a */" * 10_000 + "{}") == {}
+    made = network(*[{"N": 1} for _ in range(5_000)])
+    assert made.in_order == made.layers
+    assert len(weights_of(made)) == 4_999
+    assert time.process_time() - began < 10
+    with pytest.raises(ValueError, match="10,001 layers; at most 10,000"):
+        network(*[{"N": 1}] * 10_001)
 
 
 def test_comments_in_strings_stay():
