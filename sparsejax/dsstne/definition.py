@@ -21,6 +21,7 @@ from sparsejax.dsstne.layer_definition import (
     LocalResponseNormalization,
     SparsenessPenalty,
     check_layer,
+    check_lrn,
     check_penalty,
     check_range,
     label_of,
@@ -361,6 +362,8 @@ def _check_network(network: Definition) -> None:
         check_range("the network", _camel(target), getattr(margins, target), 0, 1)
         check_range("the network", _camel(scale), getattr(margins, scale), 0)
     check_penalty("the network", network.sparseness_penalty)
+    if any(layer.function == "LRN" for layer in network.layers):
+        check_lrn("the network", network.lrn)
 
 
 def _check_shared(layers: Sequence[LayerDefinition]) -> None:

@@ -164,13 +164,15 @@ class _Reader:
             )
         return count
 
-    def sizes(self, prefix: str, count: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def sizes(
+        self, prefix: str, count: int, axes: tuple[str, ...], *, at_least: int = 1
+    ) -> tuple[int, ...]:
         names = [f"{prefix}{axis}" for axis in axes]
         if not 1 <= count <= len(names):
             raise self.file.error(
                 f"{prefix}: {count} dimensions; expected 1 to {len(names)}"
             )
-        return tuple(self.file.count(name) for name in names[:count])
+        return tuple(self.file.count(name, at_least=at_least) for name in names[:count])
 
     def optional(self, name: str, default: float = 0) -> float:
         return self.file.number(name) if self.file.has_attribute(name) else default
@@ -278,7 +280,7 @@ class _Reader:
             function=self.choice(f"{at}poolingfunction", _FUNCTIONS),
             kernel=self.sizes(f"{at}kernel", windowed, axes),
             stride=self.sizes(f"{at}kernelStride", windowed, axes),
-            padding=self.sizes(f"{at}kernelPadding", windowed, axes),
+            padding=self.sizes(f"{at}kernelPadding", windowed, axes, at_least=0),
         )
 
     def connections(self) -> dict[Pair, tuple[int, Connection]]:

@@ -427,6 +427,43 @@ def test_layers_that_are_made_by_hand_are_checked():
         Definition(layers=(source, hidden))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stride": (0,)}, "'b': KernelStride must be 1 to 3 numbers from 1"),
+        ({"kernel": (0,)}, "'b': Kernel must be 1 to 3 numbers from 1, .* got 0"),
+        ({"kernel": (2, 2)}, "'b': KernelStride must be .* as many as Kernel has"),
+        ({"kernel": (), "stride": ()}, "'b': Kernel must be .* got none"),
+        ({"padding": (-1,)}, "'b': padding must be 1 to 3 numbers from 0"),
+    ],
+)
+def test_windows_that_are_made_by_hand_are_checked(changes, message):
+    source = LayerDefinition(name="a", kind="Input", size=(4,))
+    pool = LayerDefinition(
+        name="b",
+        type="Pooling",
+        function="Max",
+        size=(2,),
+        kernel=(2,),
+        stride=(2,),
+        sources=(Connection(layer="a"),),
+    )
+    assert Definition(layers=(source, pool)).layer("b") == pool
+    with pytest.raises(ValueError, match=message):
+        Definition(layers=(source, dataclasses.replace(pool, **changes)))
+
+
+def test_the_numbers_of_lrn_are_those_of_cudnn():
+    lrn = {"Type": "Pooling", "Function": "LRN"}
+    layers = {"N": [4, 3]}, {"Kind": "Hidden", **lrn}, {"Kind": "Output", "N": 2}
+    for wrong in ({"n": 17}, {"k": 1e-6}, {"beta": 0.001}):
+        [key] = wrong
+        with pytest.raises(ValueError, match=f"LocalResponseNormalization {key} must"):
+            network(*layers, LRN=wrong)
+        assert three(top={"LRN": wrong}).lrn != LocalResponseNormalization()
+    assert network(*layers, LRN={"n": 16, "k": 1e-5, "beta": 0.01}).lrn.n == 16
+
+
 ODD = [
     *(None, True, 0, -1, 2, 1.5, 1e308, 10**30, float("nan"), "", "x\n", "auto"),
     *("Input", "Hidden", "Output", "Pooling", [], [1, 2, 3], ["h", "h"], {}, {"p": 1}),
