@@ -322,13 +322,24 @@ def _values(file: File, name: str, data_type: int) -> np.ndarray:
 def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
     """Writes data sets as one file, whole or not at all.
 
+    Raises:
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: as by `file_image`.
+    """
+    check_writable(path)
+    image = file_image(datasets)
+    with whole_file(path) as out:
+        out.write(image)
+
+
+def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
+    """What a file of data sets holds.
+
     DSSTNE itself reads no 64-bit integers as values.
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
       ValueError: there is no data set, or one is empty or cannot be written.
     """
-    check_writable(path)
     if not datasets:
         raise ValueError("there is no data set to write")
     row_names = _shared_row_names(datasets)
@@ -345,8 +356,7 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
         if row_names is not None:
             file.dimensions["samplesDim"] = len(row_names)
             _save_names(file, "samples", "samplesDim", row_names)
-    with whole_file(path) as out:
-        out.write(image.getbuffer())
+    return image.getbuffer()
 
 
 def _shared_row_names(datasets: Mapping[str, FileDataset]) -> Names | None:

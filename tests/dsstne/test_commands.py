@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparsejax.cli.main import main
-from sparsejax.dsstne import train
+from sparsejax.dsstne import generate, train
 from sparsejax.dsstne.network_files import load_parameters
 
 TEXT = "ann\ttea,3:milk,1\nbob\tmilk\ncyd\ttea:rum:milk,7\n"
@@ -74,6 +74,24 @@ def test_generate_writes_data_and_indices(folder, capsys):
         assert file["sparseData0"].dtype == np.float32
     assert (folder / "of_in").read_text().endswith("gin\t3\n")
     assert (folder / "samples").read_text().endswith("dee\t3\n")
+
+
+def test_generate_that_fails_changes_nothing(folder, capsys, monkeypatch):
+    (folder / "bare").write_text("dan\t\neve\t\n")
+    (folder / "more").write_text("eve\tgin\n")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    flags = "-o in.nc -f of_in -s samples"
+    # A text of samples without features, over old files.
+    assert run(f"dsstne generateNetCDF -d gl_input -i bare {flags} -c") == 1
+    assert "bare: no sample has a feature" in capsys.readouterr().err
+    # A data set whose name cannot be written.
+    assert run(f"dsstne generateNetCDF -d x\0y -i more {flags} -m") == 1
+    # The last file cannot be written: another process took its folder away.
+    monkeypatch.setattr(generate, "check_writable", lambda path: None)
+    flags = flags.replace("samples", "gone/samples")
+    assert run(f"dsstne generateNetCDF -d gl_input -i more {flags} -m") == 1
+    assert "gone/samples" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(("bias", "error"), [(0.0, 128 * math.log(2)), (-10.2, None)])
@@ -163,7 +181,7 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
 KILLED = """
 import os, signal, sys
 from sparsejax.cli.main import main
-from sparsejax.dsstne import train
+from sparsejax.dsstne import generate, train
 
 train.CHECKPOINT_SECONDS = 0
 note = train.Training.note
