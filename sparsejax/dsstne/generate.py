@@ -61,7 +61,9 @@ def generate(command: Generate) -> None:
     if not len(found.rows.indices):
         raise DataError.at(command.text, "no sample has a feature that can be written")
     dataset = found.dataset()
-    files = [(command.out, file_image({command.dataset: dataset}))]
+    files: list[tuple[str, str | memoryview]] = [
+        (command.out, file_image({command.dataset: dataset}))
+    ]
     if command.create or len(found.features) > len(known):
         files.append((command.features, index_text(found.features)))
     if len(found.samples) > len(old):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -282,6 +283,10 @@ def test_a_mesh_gives_the_same(folder, capsys):
         (PREDICT.replace("-r text", "-r wrong -t analog"), "wrong:2: "),
         ("dsstne generateNetCDF -d x -i wrong -o a -f f -s s -c -t analog", "wrong:2: "),
         ("dsstne train -c huge.json -i in.nc -o out.nc -n new", "huge.json: the weights"),
+        (
+            "dsstne train -c large.json -i in.nc -o out.nc -n new -optimizer adam",
+            "large.json: the weights would take",
+        ),
         (f"{PREDICT} -l Hiden", "-l Hiden: the layers are Input, Hidden, Output"),
     ],
 )  # fmt: skip
@@ -293,6 +298,10 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
     (folder / "filters").write_text("w\tp\n")
     (folder / "wide.json").write_text(written(Input={"N": 3}))
     (folder / "huge.json").write_text(written(Input={}, Hidden={"N": 2**31 - 1}))
+    # The weights take 35 % of the memory; Adam needs this four times.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    large = {"N": int(0.35 * memory / (4 * 2 * 128))}
+    (folder / "large.json").write_text(written(Input={}, Hidden=large))
     (folder / "holes").write_text("a\t0\nc\t2\n")
     (folder / "wrong").write_text("u\ta,1\nv\ta,1:b,nan\n")
     (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))
