@@ -17,7 +17,7 @@ import pathlib
 import shutil
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 # The functions that open a compressed file, by the end of its name.
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
@@ -55,6 +55,26 @@ def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
         opener(temporary, "xt", encoding="utf-8", newline="\n") as file,
     ):
         yield file
+
+
+def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -> None:
+    """Writes several files: all of them or none.
+
+    They replace existing files. Text is written as by `whole_text_file`, and bytes as by
+    `whole_file`. The files appear when all have been written.
+
+    Raises:
+      OSError: a file cannot be written; nothing has changed.
+    """
+    with contextlib.ExitStack() as stack:
+        for path, content in contents:
+            temporary = stack.enter_context(_replacing(path))
+            opener = open
+            if isinstance(content, str):
+                opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
+                content = content.encode()
+            with opener(temporary, "xb") as file:
+                file.write(content)
 
 
 @contextlib.contextmanager
@@ -133,7 +153,8 @@ def _replacing(path: _Path) -> Generator[pathlib.Path]:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and (
-            error.filename == os.fspath(temporary) or error.errno in _FULL
+            error.filename == os.fspath(temporary)
+            or (error.filename is None and error.errno in _FULL)
         ):  # the caller knows the final name of the file, not this one
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise

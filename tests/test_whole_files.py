@@ -4,6 +4,7 @@ import errno
 import gzip
 import lzma
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from sparsejax.whole_files import (
     whole_file,
     whole_folder,
     whole_text_file,
+    write_together,
 )
 
 
@@ -168,3 +170,26 @@ def test_a_folder_is_removed_whole(tmp_path, monkeypatch):
 
 def interrupt(path):
     raise KeyboardInterrupt
+
+
+def test_several_files_are_written_together_or_not_at_all(tmp_path):
+    old, new, text = tmp_path / "old", tmp_path / "new", tmp_path / "text.gz"
+    old.write_bytes(b"as it was")
+    with pytest.raises(OSError, match="none") as raised:
+        write_together([(old, b"x"), (new, b"x"), (tmp_path / "no" / "none", "x")])
+    assert raised.value.filename == str(tmp_path / "no" / "none")
+    assert [*tmp_path.iterdir()] == [old] and old.read_bytes() == b"as it was"
+    # A full disk: the error names the file that did not fit.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="new") as raised:
+            write_together([(old, b"x"), (new, bytes(20_000))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(new)
+    assert [*tmp_path.iterdir()] == [old] and old.read_bytes() == b"as it was"
+    write_together([(old, b"one"), (new, memoryview(b"two")), (text, "drei\xe4\n")])
+    assert old.read_bytes() == b"one" and new.read_bytes() == b"two"
+    assert gzip.decompress(text.read_bytes()).decode() == "drei\xe4\n"
+    assert len([*tmp_path.iterdir()]) == 3

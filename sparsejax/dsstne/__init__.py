@@ -8,6 +8,8 @@ below are public. `cli` may also import `dsstne.cli`.
 from sparsejax.dsstne.definition import Definition as Definition
 from sparsejax.dsstne.keys import parse as parse
 from sparsejax.dsstne.netcdf import read_datasets as read_datasets
+from sparsejax.dsstne.netcdf import read_ignore_zeros as read_ignore_zeros
+from sparsejax.dsstne.netcdf import read_weights as read_weights
 from sparsejax.dsstne.netcdf import write_datasets as write_datasets
 from sparsejax.dsstne.network import Network as Network
 from sparsejax.dsstne.network import load_network as load_network

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -286,13 +287,23 @@ def check_memory(what: str, needed: int, stored: int) -> None:
 
 
 def check_fits(what: str, needed: int) -> None:
-    """Raises ValueError if the machine has less memory than so many bytes."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
+    """Raises ValueError if the machine has less memory free than so many bytes."""
+    available = _available_memory()
+    if needed > available:
         raise ValueError(
-            f"{what} would take {needed:,} bytes but the machine has {memory:,} bytes of "
-            "memory"
+            f"{what} would take {needed:,} bytes, but of the machine's memory {available:,} "
+            "bytes are available"
         )
+
+
+def _available_memory() -> int:
+    """Bytes that can be taken without swapping; where that is not told, all memory."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        for line in file:
+            name, number, *_ = line.split()
+            if name == "MemAvailable:":
+                return 1024 * int(number)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def find_problem(dataset: FileDataset, n: int) -> str | None:

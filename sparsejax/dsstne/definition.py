@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import graphlib
 import itertools
 import pathlib
@@ -20,6 +21,7 @@ from sparsejax.dsstne.layer_definition import (
     LocalResponseNormalization,
     SparsenessPenalty,
     check_layer,
+    check_lrn,
     check_penalty,
     check_range,
     label_of,
@@ -146,13 +148,16 @@ class Definition:
         Raises:
           KeyError: there is none.
         """
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
+        if (layer := self._by_name.get(name)) is not None:
+            return layer
         raise KeyError(
             f"there is no layer {name!r}; there are "
             f"{', '.join(layer.name for layer in self.layers)}"
         )
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, LayerDefinition]:
+        return {layer.name: layer for layer in self.layers}
 
     def of_kind(self, kind: str) -> tuple[LayerDefinition, ...]:
         """The layers of one of `KINDS`, in order."""
@@ -356,13 +361,14 @@ def _order(reads: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def _check_network(network: Definition) -> None:
-    names = [layer.name for layer in network.layers]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two layers are called {name!r}")
+    names = set()
+    for layer in network.layers:
+        if layer.name in names:
+            raise ValueError(f"two layers are called {layer.name!r}")
+        names.add(layer.name)
     if not network.of_kind("Input"):
         raise ValueError("the network has no layer of kind Input")
-    if len(network.of_kind("Input")) == len(names):
+    if len(network.of_kind("Input")) == len(network.layers):
         raise ValueError("the network has only layers of kind Input")
     margins, boost = network.margins, network.delta_boost
     check_range("the network", "Denoising p", network.denoising, 0, 1, below=True)
@@ -373,6 +379,8 @@ def _check_network(network: Definition) -> None:
         check_range("the network", _camel(target), getattr(margins, target), 0, 1)
         check_range("the network", _camel(scale), getattr(margins, scale), 0)
     check_penalty("the network", network.sparseness_penalty)
+    if any(layer.function == "LRN" for layer in network.layers):
+        check_lrn("the network", network.lrn)
 
 
 def _check_shared(layers: Sequence[LayerDefinition]) -> None:

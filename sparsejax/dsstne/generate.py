@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from sparsejax.dsstne.index_files import read_index, write_index
-from sparsejax.dsstne.netcdf import save
+from sparsejax.data.files import DataError
+from sparsejax.dsstne.index_files import index_text, read_index
+from sparsejax.dsstne.netcdf import file_image
 from sparsejax.dsstne.text import read_samples
-from sparsejax.whole_files import check_writable
+from sparsejax.whole_files import check_writable, write_together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Generate:
 
 
 def generate(command: Generate) -> None:
-    """Writes a text of samples as a NetCDF file, and the index files.
+    """Writes a text of samples as a NetCDF file, and the index files: all or none.
 
     Raises:
       DataError: a file is missing or wrong.
@@ -57,13 +58,17 @@ def generate(command: Generate) -> None:
         new_features=command.create or command.merge,
         analog=command.analog,
     )
+    if not len(found.rows.indices):
+        raise DataError.at(command.text, "no sample has a feature that can be written")
     dataset = found.dataset()
-    # The indices first: an index without a file does no harm.
+    files: list[tuple[str, str | memoryview]] = [
+        (command.out, file_image({command.dataset: dataset}))
+    ]
     if command.create or len(found.features) > len(known):
-        write_index(command.features, found.features)
+        files.append((command.features, index_text(found.features)))
     if len(found.samples) > len(old):
-        write_index(command.samples, found.samples)
-    save(command.out, {command.dataset: dataset})
+        files.append((command.samples, index_text(found.samples)))
+    write_together(files)
     print(
         f"{command.out}: {command.dataset}, {dataset.num_examples:,} examples, "
         f"{len(found.features):,} features, width {dataset.columns:,}"

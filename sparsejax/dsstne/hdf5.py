@@ -31,6 +31,10 @@ _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
 # The first bytes of a global heap, and the head of an object there: number, count, size.
 _HEAP = b"GCOL\x01"
 _HEAP_OBJECT = struct.Struct("<H6sQ")
+# What attributes that are read may be.
+_KINDS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING)
+# The sizes of an attribute's name, type and dimensions in the file.
+_ATTRIBUTE_SIZES = struct.Struct("<HHH")
 # A chunk of this size may be read whatever the file has for it.
 _SMALL_CHUNK = 16 * 2**20
 # How HDF5 stores a text of any length; the text itself is at the address.
@@ -91,6 +95,28 @@ def _texts_end(file: io.BufferedReader, size: int) -> bool:
     return True
 
 
+def _start_of_value(data: mmap.mmap, at: int, length: int) -> int | None:
+    """Where the value of an attribute begins whose name is at `at`.
+
+    An attribute is: version, flags, the sizes of name, type and dimensions; since version 3
+    the encoding of the name; then name, type, dimensions and value. In version 1 the
+    parts are padded to multiples of 8 bytes.
+
+    Returns:
+      None if this is no attribute with a name of so many bytes.
+    """
+    for versions, size in (((1, 2), 8), ((3,), 9)):
+        if at < size or data[at - size] not in versions:
+            continue
+        sizes = _ATTRIBUTE_SIZES.unpack_from(data, at - size + 2)
+        if sizes[0] != length:
+            continue
+        if data[at - size] == 1:
+            sizes = [(part + 7) // 8 * 8 for part in sizes]
+        return at + sum(sizes)
+    return None
+
+
 @contextlib.contextmanager
 def damage(path: Path, what: str) -> Generator[None]:
     """Raises DataError for whatever h5py raises; for damaged files that may be any type."""
@@ -134,7 +160,42 @@ class File:
                 return b""
             if stored.get_storage_size() > 2**16:
                 raise self.error(f"the attribute {name} is too large")
+            kind = stored.get_type()
+            if kind.get_class() not in _KINDS:
+                raise self.error(f"the attribute {name} is no number and no text")
+            if isinstance(kind, h5py.h5t.TypeStringID) and kind.is_variable_str():
+                self._check_text(name, stored.get_storage_size())
             return self.file.attrs[name]
+
+    def _check_text(self, name: str, size: int) -> None:
+        """Raises DataError if a text is longer than the file, without reading it.
+
+        For each text, HDF5 would take as much memory as a damaged file says, up to 4 GiB.
+        It does not say where the reference to the text is, so all places are looked at that
+        begin as this attribute does.
+        """
+        key, found = name.encode() + b"\0", False
+        with (
+            open(self.path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            at = data.find(key)
+            while at >= 0:
+                start = _start_of_value(data, at, len(key))
+                stored = b"" if start is None else data[start : start + size]
+                if len(stored) == size:
+                    found = True
+                    lengths = np.frombuffer(stored, _REFERENCE)["length"]
+                    if lengths.sum(dtype=np.int64) > self.size:
+                        raise self.error(
+                            f"the attribute {name} is longer than the file"
+                        )
+                at = data.find(key, at + 1)
+        if not found:
+            raise self.error(
+                f"the attribute {name} is a text whose length cannot be checked; store "
+                "it as text of a fixed length, as DSSTNE does"
+            )
 
     def count(self, name: str, *, at_least: int = 0) -> int:
         value = np.asarray(self.attribute(name))
@@ -142,7 +203,9 @@ class File:
             raise self.error(f"the attribute {name} is no integer")
         count = int(value.reshape(()))
         if not at_least <= count < 2**32:
-            raise self.error(f"{name} is {count}; expected at least {at_least}")
+            raise self.error(
+                f"{name} is {count}; expected a number from {at_least} to {2**32 - 1}"
+            )
         return count
 
     def number(self, name: str) -> float:

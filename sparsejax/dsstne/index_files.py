@@ -10,7 +10,6 @@ from sparsejax.data.files import DataError, Path, line_blocks, open_data
 from sparsejax.data.lines import strings
 from sparsejax.data.names import Names, as_names, check_unique
 from sparsejax.data.writers import check_names
-from sparsejax.whole_files import whole_text_file
 
 _NEWLINE, _TAB = b"\n\t"
 _MAX_DIGITS = 10  # indices have 32 bits
@@ -83,8 +82,8 @@ def read_index(path: Path) -> Names:
     return name[order]
 
 
-def write_index(path: Path, names: Iterable[object]) -> None:
-    """Writes an index file, whole or not at all; the n-th name gets the number n.
+def index_text(names: Iterable[object]) -> str:
+    """What an index file holds; the n-th name gets the number n.
 
     Raises:
       ValueError: a name occurs twice, is empty, or contains a TAB or a line end.
@@ -92,8 +91,7 @@ def write_index(path: Path, names: Iterable[object]) -> None:
     names = as_names(names)
     check_unique(names, "index")
     check_names("index", names, "\t\r\n\ufeff", "an index file")
-    with whole_text_file(path) as file:
-        file.writelines(f"{name}\t{n}\n" for n, name in enumerate(names.tolist()))
+    return "".join(f"{name}\t{n}\n" for n, name in enumerate(names.tolist()))
 
 
 def index_names(index: Path | Iterable[object]) -> Names:

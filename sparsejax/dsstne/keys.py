@@ -54,11 +54,19 @@ def parse(text: str) -> Any:
     """
 
     def blank(match: re.Match) -> str:
+        if match["open"]:
+            line = text.count("\n", 0, match.start()) + 1
+            raise ValueError(
+                f"not JSON: the comment that begins in line {line} has no end"
+            )
         # A string stays; a comment keeps its lines, so that errors name the right one.
-        return match[1] or re.sub(r"[^\n]", " ", match[0])
+        return match["string"] or re.sub(r"[^\n]", " ", match[0])
 
-    # A comment that never ends, and a string that does not, are left to the parser.
-    tokens = r'("(?:[^"\\\n]|\\.)*"?)|//[^\n]*|/\*.*?\*/'
+    # Each alternative matches where it begins: a search that fails would be repeated from
+    # the next place, which takes quadratic time. A string without an end is left to the
+    # parser.
+    string, open_comment = r'(?P<string>"(?:[^"\\\n]|\\.)*"?)', r"(?P<open>/\*.*)"
+    tokens = rf"{string}|//[^\n]*|/\*.*?\*/|{open_comment}"
     try:
         return json.loads(re.sub(tokens, blank, text, flags=re.DOTALL))
     except json.JSONDecodeError as error:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 MAX_SOURCES = 4
 MAX_UNITS = 2**31 - 1  # an index of a unit is an int32
+MAX_LAYERS = 10_000
 KINDS = ("Input", "Hidden", "Output")
 TYPES = ("FullyConnected", "Convolutional", "Pooling")
 ACTIVATIONS = (
@@ -96,7 +97,10 @@ class SparsenessPenalty:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalResponseNormalization:
-    """`a_c (k + alpha / n sum of a_i^2 over n channels around c)^-beta`."""
+    """`a_c (k + alpha / n sum of a_i^2 over n channels around c)^-beta`.
+
+    As in cuDNN, n is from 1 to 16, k is 1e-5 or more, and beta 0.01 or more.
+    """
 
     k: float = 2.0
     n: int = 5
@@ -260,6 +264,16 @@ def check_layer(layer: LayerDefinition) -> None:
         raise ValueError(
             f"{label} has {len(sources)} sources; DSSTNE has up to {MAX_SOURCES}"
         )
+    for key, sizes, low in (
+        ("Kernel", layer.kernel, 1),
+        ("KernelStride", layer.stride, 1),
+        ("padding", layer.padding, 0),
+    ):
+        if not 1 <= len(sizes) == len(layer.kernel) <= 3 or min(sizes) < low:
+            raise ValueError(
+                f"{label}: {key} must be 1 to 3 numbers from {low}, as many as Kernel "
+                f"has, got {times(sizes) or 'none'}"
+            )
     check_range(label, "pDropout", layer.dropout, 0, 1, below=True)
     check_range(label, "DeltaNorm", layer.delta_norm, 0)
     for source in layer.sources:
@@ -272,6 +286,13 @@ def check_penalty(label: str, penalty: SparsenessPenalty) -> None:
     """Raises ValueError if a number of a penalty is out of its range."""
     check_range(label, "SparsenessPenalty p", penalty.p, 0, 1)
     check_range(label, "SparsenessPenalty beta", penalty.beta, 0)
+
+
+def check_lrn(label: str, lrn: LocalResponseNormalization) -> None:
+    """Raises ValueError if a number is out of the range that cuDNN has for it."""
+    check_range(label, "LocalResponseNormalization n", lrn.n, 1, 16)
+    check_range(label, "LocalResponseNormalization k", lrn.k, 1e-5)
+    check_range(label, "LocalResponseNormalization beta", lrn.beta, 0.01)
 
 
 def check_range(

@@ -12,6 +12,7 @@ from sparsejax.dsstne.layer_definition import (
     ACTIVATIONS,
     FUNCTIONS,
     KINDS,
+    MAX_LAYERS,
     SCHEMES,
     TYPES,
     WINDOWS,
@@ -62,6 +63,11 @@ def drafts_of(network: Keys, data: Mapping) -> dict[str, LayerDefinition]:
     layers = network.values.get("Layers")
     if not isinstance(layers, list) or not layers:
         raise ValueError('the network: "Layers" must be a list of layers')
+    if len(layers) > MAX_LAYERS:
+        raise ValueError(
+            f'the network: "Layers" has {len(layers):,} layers; at most {MAX_LAYERS:,} '
+            "are read"
+        )
     shape = Activation(
         slope=network.number("RELUSlope", 1.0),
         elu_alpha=network.number("ELUAlpha", 1.0),

@@ -80,6 +80,9 @@ def read_datasets(
     come from the indices that are given, otherwise from the file. Without any they are
     numbers.
 
+    The weights of examples are those of `read_weights`. Which data sets are
+    SparseIgnoreZero says `read_ignore_zeros`.
+
     Args:
       path: the file.
       features: a file of names and their numbers, as `generateNetCDF` writes it, or the
@@ -118,11 +121,59 @@ def read_datasets(
     return sources
 
 
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """Reads the weights of examples (`dataWeight`) from one of DSSTNE's NetCDF files.
+
+    >>> data = {"input": np.eye(3), "output": np.eye(3)}
+    >>> weights = np.array([1, 2, 0.5])
+    >>> dsstne.write_datasets("rated.nc", data, weights={"output": weights})
+    >>> dsstne.read_weights("rated.nc")
+    {'output': array([1. , 2. , 0.5], dtype=float32)}
+
+    Those of the targets are for `fit(weights=)`, with a `Network(weighted=True)`.
+
+    Args:
+      path: the file.
+
+    Returns:
+      `[rows]` float32 by the name of the data set, for those that have weights. It is what
+      `write_datasets` takes.
+
+    Raises:
+      DataError: the file is missing, damaged or wrong.
+    """
+    found = {name: data.example_weights() for name, data in load(path).items()}
+    return {name: weights for name, weights in found.items() if weights is not None}
+
+
+def read_ignore_zeros(path: Path) -> set[str]:
+    """Reads which data sets of one of DSSTNE's NetCDF files are SparseIgnoreZero.
+
+    >>> data = {"input": read("purchases.tsv"), "output": read("purchases.tsv")}
+    >>> dsstne.write_datasets("listed.nc", data, ignore_zeros=["output"])
+    >>> dsstne.read_ignore_zeros("listed.nc")
+    {'output'}
+
+    Only their listed entries count in a loss: `Network(ignore_zeros=True)`.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Names of data sets. It is what `write_datasets` takes.
+
+    Raises:
+      DataError: the file is missing, damaged or wrong.
+    """
+    return {name for name, dataset in load(path).items() if dataset.ignore_zeros}
+
+
 def write_datasets(
     path: Path,
     datasets: Mapping[str, SparseDataset | DenseDataset | np.ndarray],
     *,
     weights: Mapping[str, ArrayLike] | None = None,
+    ignore_zeros: Iterable[str] = (),
 ) -> None:
     """Writes data sets as one of DSSTNE's NetCDF files, whole or not at all.
 
@@ -133,6 +184,8 @@ def write_datasets(
       path: the file.
       datasets: data by name. Rows are matched by name if they have names.
       weights: `[rows]` weights of the examples of some data sets, by name.
+      ignore_zeros: names of the sparse data sets of which only the listed entries count in
+        a loss (SparseIgnoreZero).
 
     Raises:
       OSError: the file cannot be written; nothing is left behind.
@@ -140,12 +193,18 @@ def write_datasets(
       ValueError: a data set is empty or cannot be written, rows are missing, or weights
         do not fit.
     """
-    weights = weights or {}
-    unknown = weights.keys() - datasets.keys()
-    if unknown:
-        raise ValueError(
-            f"weights are given for {min(unknown)!r}, which is no data set"
-        )
+    weights, ignoring = weights or {}, set(ignore_zeros)
+    for what, names in (("weights", weights.keys()), ("ignore_zeros", ignoring)):
+        if unknown := names - datasets.keys():
+            raise ValueError(
+                f"{what}: {min(unknown)!r} is no data set; there are "
+                f"{', '.join(map(repr, datasets))}"
+            )
+    for name in sorted(ignoring):
+        if not isinstance(datasets[name], SparseDataset):
+            raise ValueError(
+                f"ignore_zeros: {name!r} is not sparse, so all its entries are listed"
+            )
     named = [
         d for d in datasets.values() if isinstance(d, SparseDataset | DenseDataset)
     ]
@@ -161,7 +220,9 @@ def write_datasets(
             source = source.align_rows(named[0])
         given = weights.get(name)
         given = None if given is None else np.asarray(given, np.float32)
-        found[name] = FileDataset.of(source, weights=given)
+        found[name] = FileDataset.of(
+            source, weights=given, ignore_zeros=name in ignoring
+        )
     save(path, found)
 
 
@@ -261,13 +322,24 @@ def _values(file: File, name: str, data_type: int) -> np.ndarray:
 def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
     """Writes data sets as one file, whole or not at all.
 
+    Raises:
+      OSError: the file cannot be written; nothing is left behind.
+      ValueError: as by `file_image`.
+    """
+    check_writable(path)
+    image = file_image(datasets)
+    with whole_file(path) as out:
+        out.write(image)
+
+
+def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
+    """What a file of data sets holds.
+
     DSSTNE itself reads no 64-bit integers as values.
 
     Raises:
-      OSError: the file cannot be written; nothing is left behind.
       ValueError: there is no data set, or one is empty or cannot be written.
     """
-    check_writable(path)
     if not datasets:
         raise ValueError("there is no data set to write")
     row_names = _shared_row_names(datasets)
@@ -284,8 +356,7 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
         if row_names is not None:
             file.dimensions["samplesDim"] = len(row_names)
             _save_names(file, "samples", "samplesDim", row_names)
-    with whole_file(path) as out:
-        out.write(image.getbuffer())
+    return image.getbuffer()
 
 
 def _shared_row_names(datasets: Mapping[str, FileDataset]) -> Names | None:

@@ -28,6 +28,7 @@ from sparsejax.dsstne.definition import (
 )
 from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.dsstne.layer_definition import (
+    MAX_LAYERS,
     Activation,
     Connection,
     LayerDefinition,
@@ -60,7 +61,6 @@ _ERRORS = (
 _NETWORK_KINDS = ("FeedForward", "AutoEncoder")
 _REFUSED = ("Target", *_FUNCTIONS[7:], "PRelu", "RELUMax", "LinearMax")
 _SPARSE, _DENOISING, _BATCH_NORMALIZATION = 1, 2, 4
-_MOST = 10_000  # layers or weights
 _AXES = ("x", "y", "z", "w")
 
 
@@ -156,18 +156,23 @@ class _Reader:
         return choices[number]
 
     def count(self, name: str) -> int:
+        """How many layers, or weights, or sources of a layer."""
         count = self.file.count(name)
-        if count > _MOST:
-            raise self.file.error(f"{name} is {count:,}; at most {_MOST:,} are read")
+        if count > MAX_LAYERS:
+            raise self.file.error(
+                f"{name} is {count:,}; at most {MAX_LAYERS:,} are read"
+            )
         return count
 
-    def sizes(self, prefix: str, count: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def sizes(
+        self, prefix: str, count: int, axes: tuple[str, ...], *, at_least: int = 1
+    ) -> tuple[int, ...]:
         names = [f"{prefix}{axis}" for axis in axes]
         if not 1 <= count <= len(names):
             raise self.file.error(
                 f"{prefix}: {count} dimensions; expected 1 to {len(names)}"
             )
-        return tuple(self.file.count(name) for name in names[:count])
+        return tuple(self.file.count(name, at_least=at_least) for name in names[:count])
 
     def optional(self, name: str, default: float = 0) -> float:
         return self.file.number(name) if self.file.has_attribute(name) else default
@@ -275,7 +280,7 @@ class _Reader:
             function=self.choice(f"{at}poolingfunction", _FUNCTIONS),
             kernel=self.sizes(f"{at}kernel", windowed, axes),
             stride=self.sizes(f"{at}kernelStride", windowed, axes),
-            padding=self.sizes(f"{at}kernelPadding", windowed, axes),
+            padding=self.sizes(f"{at}kernelPadding", windowed, axes, at_least=0),
         )
 
     def connections(self) -> dict[Pair, tuple[int, Connection]]:

@@ -83,6 +83,19 @@ class DsstneRule(Rule):
         """
         return self.l1 == 0
 
+    def memory(self, shape: tuple[int, ...], *, rows_only: bool) -> int:
+        """Bytes that weights take in training, with their state and gradient.
+
+        Args:
+          shape: of the weights.
+          rows_only: whether they are those of a sparse input. If the rule is `row_sparse`,
+            their gradient only holds rows of a batch, and is not counted.
+        """
+        arrays = 1 + len(self.dense_state._fields[1:])
+        if not (rows_only and self.row_sparse):
+            arrays += 1
+        return 4 * arrays * math.prod(shape)
+
     def init(self, shape):
         names = self.dense_state._fields[1:]
         return {name: jnp.zeros(shape, jnp.float32) for name in names}

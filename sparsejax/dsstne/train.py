@@ -133,8 +133,17 @@ def made(command: Train) -> Training:
     data = data_of(command.inputs, command.outputs)
     sizes = {name: dataset.size for name, dataset in data.items()}
     network = Definition.load(command.config, sizes)
-    weights = sum(map(math.prod, weights_of(network).values()))
-    check_fits(f"{command.config}: the weights", 4 * weights // jax.process_count())
+    rule = rule_of(command, network.decay)
+    sparse = {
+        layer.name
+        for layer in network.of_kind("Input")
+        if layer.dataset in data and is_sparse(data[layer.dataset])
+    }
+    needed = sum(
+        rule.memory(shape, rows_only=source in sparse)
+        for (source, _), shape in weights_of(network).items()
+    )
+    check_fits(f"{command.config}: the weights", needed // jax.process_count())
     return Training(command, network, data)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 
 from sparsejax.cli.main import main
-from sparsejax.dsstne import save_network, train
+from sparsejax.dsstne import generate, save_network, train
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
@@ -77,6 +78,24 @@ def test_generate_writes_data_and_indices(folder, capsys):
         assert file["sparseData0"].dtype == np.float32
     assert (folder / "of_in").read_text().endswith("gin\t3\n")
     assert (folder / "samples").read_text().endswith("dee\t3\n")
+
+
+def test_generate_that_fails_changes_nothing(folder, capsys, monkeypatch):
+    (folder / "bare").write_text("dan\t\neve\t\n")
+    (folder / "more").write_text("eve\tgin\n")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    flags = "-o in.nc -f of_in -s samples"
+    # A text of samples without features, over old files.
+    assert run(f"dsstne generateNetCDF -d gl_input -i bare {flags} -c") == 1
+    assert "bare: no sample has a feature" in capsys.readouterr().err
+    # A data set whose name cannot be written.
+    assert run(f"dsstne generateNetCDF -d x\0y -i more {flags} -m") == 1
+    # The last file cannot be written: another process took its folder away.
+    monkeypatch.setattr(generate, "check_writable", lambda path: None)
+    flags = flags.replace("samples", "gone/samples")
+    assert run(f"dsstne generateNetCDF -d gl_input -i more {flags} -m") == 1
+    assert "gone/samples" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(("bias", "error"), [(0.0, 128 * math.log(2)), (-10.2, None)])
@@ -193,7 +212,7 @@ def test_predict_ranks_the_output_called_output(folder):
 KILLED = """
 import os, signal, sys
 from sparsejax.cli.main import main
-from sparsejax.dsstne import train
+from sparsejax.dsstne import generate, train
 
 train.CHECKPOINT_SECONDS = 0
 note = train.Training.note
@@ -294,6 +313,10 @@ def test_a_mesh_gives_the_same(folder, capsys):
         (PREDICT.replace("-r text", "-r wrong -t analog"), "wrong:2: "),
         ("dsstne generateNetCDF -d x -i wrong -o a -f f -s s -c -t analog", "wrong:2: "),
         ("dsstne train -c huge.json -i in.nc -o out.nc -n new", "huge.json: the weights"),
+        (
+            "dsstne train -c large.json -i in.nc -o out.nc -n new -optimizer adam",
+            "large.json: the weights would take",
+        ),
         (f"{PREDICT} -l Hiden", "-l Hiden: the layers are Input, Hidden, Output"),
     ],
 )  # fmt: skip
@@ -305,6 +328,10 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
     (folder / "filters").write_text("w\tp\n")
     (folder / "wide.json").write_text(written(Input={"N": 3}))
     (folder / "huge.json").write_text(written(Input={}, Hidden={"N": 2**31 - 1}))
+    # The weights take 35 % of the memory; Adam needs this four times.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    large = {"N": int(0.35 * memory / (4 * 2 * 128))}
+    (folder / "large.json").write_text(written(Input={}, Hidden=large))
     (folder / "holes").write_text("a\t0\nc\t2\n")
     (folder / "wrong").write_text("u\ta,1\nv\ta,1:b,nan\n")
     (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))

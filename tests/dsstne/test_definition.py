@@ -4,12 +4,18 @@ import copy
 import dataclasses
 import json
 import random
+import time
 from typing import Any
 
 import dsstne_networks as networks
 import pytest
 
-from sparsejax.dsstne.definition import Definition, DeltaBoost, ScaledMargins
+from sparsejax.dsstne.definition import (
+    Definition,
+    DeltaBoost,
+    ScaledMargins,
+    weights_of,
+)
 from sparsejax.dsstne.keys import parse
 from sparsejax.dsstne.layer_definition import (
     Activation,
@@ -366,7 +372,8 @@ def test_json_has_no_key_for_locked_weights():
     ("text", "message"),
     [
         ("{\n'a': 1}", "line 2 column 1"),
-        ('{"a": 1 /* forgotten }', "line 1"),
+        ('{"a": 1 /* forgotten }', "comment that begins in line 1 has no end"),
+        ("{}\n /*/", "comment that begins in line 2 has no end"),
         ('// c\n/* d\n */ {"a": }', "line 3"),
         ("[" * 100_000, "too deep"),
         ("", "line 1"),
@@ -375,6 +382,20 @@ def test_json_has_no_key_for_locked_weights():
 def test_text_that_is_not_json(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+def test_long_texts_and_many_layers_take_linear_time():
+    """Quadratic time would be a minute for each."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match="that begins in line 2 has no end"):
+        parse("{}\n" + "/*a" * 10_000)
+    assert parse("/* a */" * 10_000 + "{}") == {}
+    made = network(*[{"N": 1} for _ in range(5_000)])
+    assert made.in_order == made.layers
+    assert len(weights_of(made)) == 4_999
+    assert time.process_time() - began < 10
+    with pytest.raises(ValueError, match="10,001 layers; at most 10,000"):
+        network(*[{"N": 1}] * 10_001)
 
 
 def test_comments_in_strings_stay():
@@ -404,6 +425,43 @@ def test_layers_that_are_made_by_hand_are_checked():
     )
     with pytest.raises(ValueError, match="'b' is 3, but its sources make it 4"):
         Definition(layers=(source, hidden))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stride": (0,)}, "'b': KernelStride must be 1 to 3 numbers from 1"),
+        ({"kernel": (0,)}, "'b': Kernel must be 1 to 3 numbers from 1, .* got 0"),
+        ({"kernel": (2, 2)}, "'b': KernelStride must be .* as many as Kernel has"),
+        ({"kernel": (), "stride": ()}, "'b': Kernel must be .* got none"),
+        ({"padding": (-1,)}, "'b': padding must be 1 to 3 numbers from 0"),
+    ],
+)
+def test_windows_that_are_made_by_hand_are_checked(changes, message):
+    source = LayerDefinition(name="a", kind="Input", size=(4,))
+    pool = LayerDefinition(
+        name="b",
+        type="Pooling",
+        function="Max",
+        size=(2,),
+        kernel=(2,),
+        stride=(2,),
+        sources=(Connection(layer="a"),),
+    )
+    assert Definition(layers=(source, pool)).layer("b") == pool
+    with pytest.raises(ValueError, match=message):
+        Definition(layers=(source, dataclasses.replace(pool, **changes)))
+
+
+def test_the_numbers_of_lrn_are_those_of_cudnn():
+    lrn = {"Type": "Pooling", "Function": "LRN"}
+    layers = {"N": [4, 3]}, {"Kind": "Hidden", **lrn}, {"Kind": "Output", "N": 2}
+    for wrong in ({"n": 17}, {"k": 1e-6}, {"beta": 0.001}):
+        [key] = wrong
+        with pytest.raises(ValueError, match=f"LocalResponseNormalization {key} must"):
+            network(*layers, LRN=wrong)
+        assert three(top={"LRN": wrong}).lrn != LocalResponseNormalization()
+    assert network(*layers, LRN={"n": 16, "k": 1e-5, "beta": 0.01}).lrn.n == 16
 
 
 ODD = [

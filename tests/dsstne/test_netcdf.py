@@ -1,5 +1,6 @@
 """DSSTNE's NetCDF files, against its C library (netCDF4) and NumPy."""
 
+import dataclasses
 import re
 import resource
 import subprocess
@@ -13,7 +14,14 @@ import scipy.sparse
 from contents import contents
 
 from sparsejax.data import DataError, DenseDataset, SparseDataset
-from sparsejax.dsstne import netcdf, read_datasets, write_datasets
+from sparsejax.dsstne import (
+    hdf5,
+    netcdf,
+    read_datasets,
+    read_ignore_zeros,
+    read_weights,
+    write_datasets,
+)
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
 
 
@@ -22,8 +30,8 @@ def write_netcdf(path, attributes, variables, *, data_sets=1):
     with netCDF4.Dataset(path, "w") as file:
         file.setncattr("datasets", np.uint32(data_sets))
         for name, value in attributes.items():
-            is_text = isinstance(value, str)
-            file.setncattr(name, value if is_text else np.uint32(value))
+            plain = isinstance(value, int)
+            file.setncattr(name, np.uint32(value) if plain else value)
         for name, (dimension, values) in variables.items():
             if dimension not in file.dimensions:
                 file.createDimension(dimension, len(values))
@@ -185,6 +193,41 @@ def test_what_was_written_is_read(tmp_path, valued):
     assert contents(read_datasets(path)["in"]) == contents(data)
 
 
+def test_weights_and_ignored_zeros_go_there_and_back(tmp_path):
+    """Read, written and read again: the same bits, the same flags."""
+    rows = SparseRows(np.array([0, 2]), np.array([2, 3]), np.array([1, 3, 0]))
+    index = np.array([1, 0, 0, 1, 1])
+    weights = np.random.default_rng(0).random(5).astype(np.float32)
+    by_row = np.array([0.1, 0], np.float32)
+    given = {
+        "x": FileDataset((4,), rows, index=index, weights=weights, ignore_zeros=True),
+        "y": FileDataset((4,), np.eye(5, 4), weights=weights[::-1]),
+        "z": FileDataset((4,), rows, index=index, weights=by_row),
+        "u": FileDataset((4,), rows, index=index, ignore_zeros=True),
+        "v": FileDataset((4,), np.eye(5, 4)),
+    }
+    netcdf.save(tmp_path / "a.nc", given)
+    expected = {"x": weights, "y": weights[::-1], "z": by_row[index]}
+    path = tmp_path / "a.nc"
+    for other in ("b.nc", "c.nc"):
+        write_datasets(
+            tmp_path / other,
+            read_datasets(path),
+            weights=read_weights(path),
+            ignore_zeros=read_ignore_zeros(path),
+        )
+        path = tmp_path / other
+        found = read_weights(path)
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            assert found[name].dtype == np.float32
+            np.testing.assert_array_equal(found[name], array)
+        assert read_ignore_zeros(path) == {"x", "u"}
+        with netCDF4.Dataset(path) as file:
+            bits = [file.getncattr(f"attributes{n}") for n in range(5)]
+            assert bits == [1 + 2 + 32 + 128, 128, 1 + 2 + 128, 1 + 2 + 32, 0]
+
+
 def test_names_of_columns(tmp_path):
     path, index = tmp_path / "a.nc", tmp_path / "features"
     sparse_file(path)
@@ -208,6 +251,9 @@ BAD = {
     "sparseEnd0[1] is 1, before": {"sparseEnd0": [2, 1, 3]},
     "sparseEnd0[2] is 9, outside": {"sparseEnd0": [2, 2, 9]},
     "width0 is 0": {"width0": 0},
+    "width0 is 4294967296; expected a number from 1 to 4294967295": {
+        "width0": np.uint64(2**32)
+    },
     "dimensions0 is 4": {"dimensions0": 4},
     "width0 x height0 x length0 is": {
         "dimensions0": 3,
@@ -359,6 +405,67 @@ def test_a_text_longer_than_the_file(tmp_path, chunks):
         read_datasets(path)
 
 
+def text_attribute_by_h5py(path, name, text, others):
+    with h5py.File(path, "a") as file:
+        del file.attrs[name]
+        for n in range(others):
+            file.attrs[f"other{n}"] = "x"
+        file.attrs[name] = text
+
+
+def text_attribute_by_the_c_library(path, name, text, others):
+    with netCDF4.Dataset(path, "a") as file:
+        file.delncattr(name)
+        for n in range(others):
+            file.setncattr_string(f"other{n}", "x")
+        file.setncattr_string(name, text)
+
+
+@pytest.mark.parametrize("others", [0, 100])
+@pytest.mark.parametrize(
+    "write", [text_attribute_by_h5py, text_attribute_by_the_c_library]
+)
+def test_the_length_of_an_attribute_is_found(tmp_path, write, others):
+    """However it is stored: with many others, HDF5 does that in another way."""
+    path, text = tmp_path / "a.nc", "a long and unusual name"
+    sparse_file(path)
+    write(path, "name0", text, others)
+    assert [*read_datasets(path)] == [text]
+    with hdf5.opened(path, "data sets") as file:
+        assert dataclasses.replace(file, size=len(text)).text("name0") == text
+        with pytest.raises(DataError, match="attribute name0 is longer than the file"):
+            dataclasses.replace(file, size=len(text) - 1).text("name0")
+
+
+def test_an_attribute_longer_than_the_file(tmp_path):
+    """As for a list of texts."""
+    path = tmp_path / "a.nc"
+    with h5py.File(path, "w") as file:  # its parts have no checksums
+        file.attrs["datasets"] = np.uint32(1)
+        file.attrs["name0"] = "a long and unusual name"
+    whole = bytearray(path.read_bytes())
+    heap = whole.index(b"GCOL").to_bytes(8, "little")
+    # The reference: length, address of the heap, number of the text.
+    at = whole.index(len("a long and unusual name").to_bytes(4, "little") + heap)
+    whole[at : at + 4] = (3 * 2**30).to_bytes(4, "little")
+    path.write_bytes(whole)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="attribute name0 is longer than the file"):
+        read_datasets(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**19  # KiB
+
+
+def test_an_attribute_that_is_a_list_of_lists(tmp_path):
+    path = tmp_path / "a.nc"
+    with h5py.File(path, "w") as file:
+        ragged = np.empty(1, object)
+        ragged[0] = np.array([1], np.int32)
+        kind = h5py.vlen_dtype(np.int32)
+        file.attrs.create("datasets", ragged, (1,), dtype=kind)
+    with pytest.raises(DataError, match="attribute datasets is no number and no text"):
+        read_datasets(path)
+
+
 def test_writing_says_what_cannot_be_written(tmp_path):
     path = tmp_path / "a.nc"
     empty = SparseDataset.from_scipy(scipy.sparse.csr_array((3, 4), dtype=bool))
@@ -368,8 +475,12 @@ def test_writing_says_what_cannot_be_written(tmp_path):
         write_datasets(path, {})
     with pytest.raises(ValueError, match="'x' has 2 rows but 'y' has 3"):
         write_datasets(path, {"x": np.eye(2), "y": np.eye(3)})
-    with pytest.raises(ValueError, match="weights are given for 'y'"):
+    with pytest.raises(ValueError, match="weights: 'y' is no data set; there are 'x'"):
         write_datasets(path, {"x": np.eye(2)}, weights={"y": np.ones(2)})
+    with pytest.raises(ValueError, match="ignore_zeros: 'y' is no data set"):
+        write_datasets(path, {"x": np.eye(2)}, ignore_zeros=["y"])
+    with pytest.raises(ValueError, match="ignore_zeros: 'x' is not sparse"):
+        write_datasets(path, {"x": np.eye(2)}, ignore_zeros=["x"])
     with pytest.raises(ValueError, match="there is no folder"):
         write_datasets(tmp_path / "no" / "a.nc", {"x": np.eye(2)})
     assert not list(tmp_path.iterdir())

@@ -175,6 +175,12 @@ def test_what_is_written_has_names_and_types_of_dsstne(tmp_path):
         ("layer1_source0", "Hdden", "no weights from 'Hdden' to 'Hidden'"),
         ("layer1_pDropout", np.float32(np.nan), "layer1_pDropout is nan"),
         ("layer1_pDropout", np.float32(1.5), "pDropout must be from 0 to below 1"),
+        (
+            "layer1_kernelX",
+            np.uint32(0),
+            "layer1_kernelX is 0; expected a number from 1",
+        ),
+        ("layer1_kernelStrideX", np.uint32(0), "layer1_kernelStrideX is 0; expected"),
         ("layer2_kind", np.uint32(3), "Target"),
         ("layer2_activation", np.uint32(8), "RELUMax"),
     ],
@@ -186,6 +192,41 @@ def test_wrong_attributes(tmp_path, attribute, value, message):
     with pytest.raises((DataError, NotImplementedError), match=message) as error:
         load_parameters(path)
     assert "net.nc" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        ("layer3_kernelStrideY", np.uint32(0), "layer3_kernelStrideY is 0; expected"),
+        (
+            "layer2_kernelY",
+            np.uint32(0),
+            "layer2_kernelY is 0; expected a number from 1",
+        ),
+        ("LRN_n", np.int32(17), "LocalResponseNormalization n must be from 1 to 16"),
+        ("LRN_k", np.float32(0), "LocalResponseNormalization k must be 1e-05 or more"),
+        ("LRN_beta", np.float32(0), "LocalResponseNormalization beta must be 0.01"),
+    ],
+)
+def test_wrong_windows(tmp_path, attribute, value, message):
+    network = Definition.from_json(
+        {
+            "Layers": [
+                *EVERYTHING["Layers"][:4],
+                {"Kind": "Hidden", "Type": "Pooling", "Function": "LRN"},
+                {"Kind": "Output", "N": 2},
+            ],
+            "LRN": {"n": 16, "k": 1e-5, "beta": 0.01},
+        }
+    )
+    path = tmp_path / "net.nc"
+    save_parameters(path, network, numbers(network))
+    assert load_parameters(path)[0] == network
+    with netCDF4.Dataset(path, "a") as file:
+        file.setncattr(attribute, value)
+    with pytest.raises(DataError, match=message) as error:
+        load_parameters(path)
+    assert str(error.value).startswith(str(path))
 
 
 def test_an_empty_text_is_one_for_netcdf_too(tmp_path):

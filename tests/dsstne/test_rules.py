@@ -31,6 +31,23 @@ ROW_SPARSE = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("rule", "arrays", "of_rows"),
+    [
+        (rules.SGD(0.1), 2, 1),
+        (rules.SGD(0.1, l1=0.1), 2, 2),
+        (rules.Momentum(0.1, 0.9), 3, 2),
+        (rules.AdaDelta(0.9), 4, 3),
+        (rules.Adam(0.1, 0.9, 0.999), 4, 3),
+        (rules.Adam(0.1, 0.9, 0.5), 4, 4),
+    ],
+)
+def test_the_memory_of_weights_gradient_and_state(rule, arrays, of_rows):
+    assert len(rule.init((2, 3))) == arrays - 2
+    assert rule.memory((20, 30), rows_only=False) == arrays * 4 * 600
+    assert rule.memory((20, 30), rows_only=True) == of_rows * 4 * 600
+
+
 @worked
 def test_worked_values_by_rows_and_dense(rule, end):
     g = jnp.full((2, 3), 0.5)

@@ -181,13 +181,13 @@ def test_many_random_lines(read):
 
 def test_index_files(tmp_path):
     path = tmp_path / "index"
-    index_files.write_index(path, ["b", "ä c", "a"])
+    path.write_text(index_files.index_text(["b", "ä c", "a"]))
     assert path.read_text() == "b\t0\nä c\t1\na\t2\n"
     assert index_files.read_index(path).tolist() == ["b", "ä c", "a"]
     path.write_text("x\t1\ny\t0")
     assert index_files.read_index(path).tolist() == ["y", "x"]
     with pytest.raises(ValueError, match="contains '\\\\t'"):
-        index_files.write_index(path, ["a\tb"])
+        index_files.index_text(["a\tb"])
 
 
 BAD_INDICES = {
