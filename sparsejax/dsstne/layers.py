@@ -56,6 +56,23 @@ class Held(NamedTuple):
     kernels: dict[Pair, jax.Array]
 
 
+class Counted(NamedTuple):
+    """Which rows of a batch are examples, and how much they count.
+
+    Attributes:
+      exists: `[batch]`; the other rows are padding.
+      share: with what an example's loss is multiplied, if its own weight is 1.
+    """
+
+    exists: jax.Array
+    share: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        """The number of examples, 1 at least."""
+        return jnp.maximum(jnp.sum(self.exists), 1)
+
+
 class Layer(nnx.Module):
     """A layer with the connections that lead to it.
 
@@ -153,24 +170,27 @@ class Layer(nnx.Module):
     def __call__(
         self,
         held: Held,
-        weights: jax.Array | None,
+        batch: Counted | None,
         *,
         deterministic: bool | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """What it holds before its activation, and what it holds."""
+        """What it holds before its activation, and what it holds.
+
+        Args:
+          held: what the layers before it hold.
+          batch: None if all rows are examples.
+          deterministic: whether this is without noise.
+        """
         layer = self.layer
         if layer.type == "Pooling":
             units = self._pooled(held)
             return units, units
         z = self.sums(held)
         if self.normalization is not None:
-            z = self.normalization(z, weights, deterministic)
-        if layer.delta_norm and layer.kind == "Hidden":
-            share = 1.0
-            if weights is not None:
-                count = jnp.maximum(jnp.sum(weights > 0), 1)
-                share = jnp.sum(weights) / count
-            z = _with_short_slopes(z, layer.delta_norm * share)
+            exists = None if batch is None else batch.exists
+            z = self.normalization(z, exists, deterministic)
+        if layer.delta_norm and layer.kind == "Hidden" and batch is not None:
+            z = _with_short_slopes(z, layer.delta_norm * batch.share)
         assert layer.activation is not None
         if layer.kind == "Output" and not self._loss_is_of_units:
             dropped = self.noise.drawn(z, deterministic)
@@ -331,7 +351,7 @@ class _Normalization(nnx.Module):
         self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
 
     def __call__(
-        self, z: jax.Array, weights: jax.Array | None, deterministic: bool | None
+        self, z: jax.Array, exists: jax.Array | None, deterministic: bool | None
     ) -> jax.Array:
         if deterministic is None:
             deterministic = self.deterministic
@@ -339,7 +359,8 @@ class _Normalization(nnx.Module):
         if deterministic:
             mean, variance = self.mean[...], self.variance[...]
         else:
-            exists = jnp.ones(z.shape[0], bool) if weights is None else weights > 0
+            if exists is None:
+                exists = jnp.ones(z.shape[0], bool)
             used = exists[:, None, None]
             count = jnp.maximum(jnp.sum(exists), 1) * x.shape[2]
             mean = jnp.sum(jnp.where(used, x, 0), axis=(0, 2)) / count

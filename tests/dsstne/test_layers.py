@@ -9,6 +9,8 @@ import scipy.sparse
 from dsstne_networks import made
 from flax import nnx
 
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.network import Network
 from sparsejax.sparse import CSR
 
 
@@ -86,7 +88,10 @@ def test_batch_normalization_leaves_padding_out_and_keeps_statistics():
     np.testing.assert_allclose(kept.variance, 0.9 + 0.1 * z.var(0), rtol=1e-4)
 
 
-def test_the_norm_of_deltas_is_limited():
+@pytest.mark.parametrize("own", [None, [3.0, 0.5, 1.0, 1.0, 2.0]])
+def test_the_norm_of_deltas_is_limited(own):
+    """Also with weights of examples; and the brake sees the sum of the losses."""
+    w = np.ones(5) if own is None else np.array(own)
     layers: list[dict[str, Any]] = [
         {"Name": "x", "N": 3},
         {"Name": "h", "N": 2, "Activation": "Linear"},
@@ -96,18 +101,27 @@ def test_the_norm_of_deltas_is_limited():
     labels = np.random.default_rng(1).normal(size=(5, 4))
     free = made(*layers, ErrorFunction="L2")
     layers[1]["DeltaNorm"] = 0.1
-    held = made(*layers, ErrorFunction="L2", parameters=free.parameters())
+    held = Network(
+        Definition.from_json({"Layers": layers, "ErrorFunction": "L2"}),
+        parameters=free.parameters(),
+        weighted=own is not None,
+        brake_steps=9,
+        rngs=nnx.Rngs(0),
+    )
     weights = free.parameters().weights
     out = x @ weights["x", "h"] @ weights["h", "o"]
-    delta = (out - labels) @ weights["h", "o"].T
+    delta = w[:, None] * (out - labels) @ weights["h", "o"].T
     norm = np.linalg.norm(delta, axis=1, keepdims=True)
     assert (norm > 0.1).any()
     expected = x.T @ (delta * np.minimum(1, 0.1 / norm)) / 5
 
     def loss(network):
         target = CSR.from_scipy(scipy.sparse.csr_array(labels))
-        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.full(5, 0.2))
+        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.float32(w / 5))
 
     grads = nnx.grad(loss)(held)
     found = [v[...] for path, v in nnx.to_flat_state(grads) if v[...].shape == (3, 2)]
     np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-6)
+    error = (w * ((out - labels) ** 2).sum(axis=1)).sum() / 2
+    assert held.brake is not None
+    np.testing.assert_allclose(held.brake.mean[...], 0.1 * error, rtol=1e-5)
