@@ -34,13 +34,12 @@ from sparsejax.data.sources import (
 from sparsejax.dsstne.brake import Brake
 from sparsejax.dsstne.connections import (
     SharedWeights,
-    num_biases,
     set_array,
     shorten,
     stored,
 )
 from sparsejax.dsstne.definition import Definition, weights_of
-from sparsejax.dsstne.layer_definition import LayerDefinition
+from sparsejax.dsstne.layer_definition import LayerDefinition, num_biases
 from sparsejax.dsstne.layers import Counted, Held, Layer, dense
 from sparsejax.dsstne.losses import of_output
 from sparsejax.dsstne.network_files import Parameters, load_parameters, save_parameters
@@ -153,8 +152,7 @@ class Network(nnx.Module):
     @property
     def num_items(self) -> int:
         """Number of items that are scored."""
-        output = self._output.output
-        return self._output.ranked if output is None else output.num_items
+        return self._output.ranked
 
     @property
     def loss_rule(self) -> losses.LossRule | None:
@@ -164,14 +162,11 @@ class Network(nnx.Module):
     def rank_first(self, items: int) -> None:
         """From now on `top_k` ranks only the first items: the others are padding.
 
-        The network cannot be trained any more.
+        The probabilities of SoftMax are still of all units.
         """
         if not 1 <= items <= self.num_items:
             raise ValueError(f"{items=} must be from 1 to {self.num_items:,}")
-        if self._output.output is None:
-            self._output.ranked = items
-        else:
-            self._output.output.num_items = items
+        self._output.ranked = items
 
     def units(
         self, inputs: Sources, layer: str, *, batch_size: int = 512
@@ -218,12 +213,10 @@ class Network(nnx.Module):
         """
         x = Inputs.of(inputs)
         check_inputs(x, self.num_features)
-        labels = {
-            name_of(module.layer): x.named("targets", source)
-            for module, source in self._targets(targets)
-        }
-        for module, _ in self._targets(targets):
-            given = labels[name_of(module.layer)]
+        labels = {}
+        for module, source in self._targets(targets):
+            given = x.named("targets", source)
+            labels[name_of(module.layer)] = given
             columns = given.matrix.num_cols
             check_columns("targets", columns, module.layer.units, "items")
             if given.num_rows != x.num_rows:
@@ -414,7 +407,7 @@ class Network(nnx.Module):
 
         It is of m also where pi is a bound, so that it pulls back a unit that is dead.
         """
-        count, total = batch.count, jnp.zeros((), jnp.float32)
+        count, total = batch.examples, jnp.zeros((), jnp.float32)
         for layer in self.definition.layers:
             penalty = self.definition.penalty_of(layer)
             if penalty is None:
