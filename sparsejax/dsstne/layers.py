@@ -24,7 +24,7 @@ from sparsejax.dsstne.connections import (
 )
 from sparsejax.dsstne.definition import Definition, Pair
 from sparsejax.dsstne.layer_definition import Connection, LayerDefinition, num_biases
-from sparsejax.dsstne.losses import activate, of_units, with_slope
+from sparsejax.dsstne.losses import Boosted, activate, of_units, with_slope
 from sparsejax.dsstne.network_files import Normalization
 from sparsejax.dsstne.windows import convolved, pooled
 from sparsejax.mesh.blocks import SparseRows
@@ -82,6 +82,8 @@ class Layer(nnx.Module):
       whole: of an output, whether it is computed with the hidden layers.
       ranked: of an output, how many of its items are ranked.
       counts: for each connection, how many share its weights.
+      factors: for each connection, with what the slopes of its weights are multiplied.
+      delta_norm: see `LayerDefinition`; 0 is no limit.
     """
 
     def __init__(
@@ -105,6 +107,10 @@ class Layer(nnx.Module):
         self.counts = tuple(
             sharing.counts[owner_of(layer, source)] for source in sources
         )
+        self.factors = tuple(1 / count for count in self.counts)
+        # DSSTNE leaves it out in hidden pooling layers, and JSON refuses it there.
+        limits = layer.has_weights or layer.kind == "Output"
+        self.delta_norm = layer.delta_norm if limits else 0.0
         self.connections = nnx.List(
             [
                 connection(
@@ -142,6 +148,15 @@ class Layer(nnx.Module):
     def set_rule(self, rule: losses.LossRule) -> None:
         self.rule = of_units(rule) if self._loss_is_of_units else rule
 
+    def follow_values(self) -> None:
+        """From now on all slopes are those of the values.
+
+        There is no DeltaBoost, no DeltaNorm, and the gradient of shared weights is a sum.
+        """
+        if isinstance(self.rule, Boosted):
+            self.rule = self.rule.loss
+        self.factors, self.delta_norm = (1.0,) * len(self.factors), 0.0
+
     @property
     def _loss_is_of_units(self) -> bool:
         # A sigmoid's dropped unit is 0.5, which a score can say; others may not have it.
@@ -160,9 +175,9 @@ class Layer(nnx.Module):
     def shared_kernels(self) -> dict[Pair, jax.Array]:
         """The arrays that other connections multiply with, by their pairs."""
         return {
-            pair: with_slope(module.kernel[...], 1 / count)
-            for (pair, _, module), count in zip(
-                self.connected(), self.counts, strict=True
+            pair: with_slope(module.kernel[...], factor)
+            for (pair, _, module), count, factor in zip(
+                self.connected(), self.counts, self.factors, strict=True
             )
             if isinstance(module, Dense) and count > 1
         }
@@ -205,9 +220,7 @@ class Layer(nnx.Module):
             bias = module.bias[...]
             if isinstance(module, SparseLinear):
                 y = lookup(module.kernel, x)
-                if self.counts[at] > 1:
-                    y = with_slope(y, 1 / self.counts[at])
-                total += y + bias[None, :]
+                total += with_slope(y, self.factors[at]) + bias[None, :]
                 continue
             if self.counts[at] > 1:
                 kernel = held.kernels[owner_of(layer, source)]
@@ -245,11 +258,9 @@ class Layer(nnx.Module):
 
     def _limited(self, z: jax.Array, batch: Counted | None) -> jax.Array:
         """`z`, with slopes whose norms in the batch `DeltaNorm` limits."""
-        # DSSTNE leaves it out in hidden pooling layers, and JSON refuses it there.
-        limits = self.layer.has_weights or self.layer.kind == "Output"
-        if not self.layer.delta_norm or not limits or batch is None:
+        if not self.delta_norm or batch is None:
             return z
-        return _with_short_slopes(z, self.layer.delta_norm * batch.share)
+        return _with_short_slopes(z, self.delta_norm * batch.share)
 
     def activated(self, scores: jax.Array) -> jax.Array:
         activation = self.layer.activation
@@ -264,7 +275,7 @@ class Layer(nnx.Module):
             h, module = held.units[self.source_layers[0].name], self.output
             return output_loss(
                 h,
-                with_slope(module.kernel[...], 1 / self.counts[0]),
+                with_slope(module.kernel[...], self.factors[0]),
                 _bias(module),
                 labels,
                 loss=rule,
