@@ -12,7 +12,12 @@ class Brake(nnx.Module):
 
     With E the sum of a batch's losses and m = 0.9 m + 0.1 E, from 0: from step 101 on, a
     step with E > 2 m has no gradient, and those of the 24 steps behind it are divided by
-    10. Velocities and penalties of weights are not braked.
+    10.
+
+    DSSTNE leaves the first step out, and divides the learning rate of the others. With
+    SGD, Momentum and Nesterov this is the same, except that velocities and penalties of
+    weights are not braked here. AdaGrad, RMSProp, AdaDelta and Adam divide gradients by
+    their recent size, which sees the braked ones: their 24 steps are hardly shorter.
 
     Args:
       steps: after so many steps it starts anew.

@@ -14,7 +14,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.dsstne.definition import Definition, Pair
-from sparsejax.dsstne.layer_definition import Connection, LayerDefinition, weight_shape
+from sparsejax.dsstne.layer_definition import (
+    Connection,
+    LayerDefinition,
+    num_biases,
+    weight_shape,
+)
 from sparsejax.mesh.layout import hidden_layout, jit_sharded, to_host
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 
@@ -150,7 +155,7 @@ def owner_of(layer: LayerDefinition, source: Connection) -> Pair:
 def is_whole(definition: Definition, layer: LayerDefinition) -> bool:
     """Whether an output is computed with the hidden layers, `[batch, units]`."""
     weighted = layer.has_weights and (layer.dropout > 0 or layer.batch_normalization)
-    return weighted or _is_read(definition, layer.name)
+    return weighted or layer.delta_norm > 0 or _is_read(definition, layer.name)
 
 
 def _is_read(definition: Definition, name: str) -> bool:
@@ -262,11 +267,6 @@ def _initializer(layer: LayerDefinition, inputs: int) -> Callable[..., jax.Array
         return jax.random.uniform(key, shape, dtype, low, high)
 
     return draw
-
-
-def num_biases(layer: LayerDefinition) -> int:
-    """How many biases lead to a layer: one a unit, of a convolution one a channel."""
-    return layer.size[-1] if layer.type == "Convolutional" else layer.units
 
 
 def _bias(layer: LayerDefinition) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from sparsejax.dsstne import train
 from sparsejax.dsstne.examples import as_wide, is_sparse, shown
 from sparsejax.dsstne.keys import Keys, parse
 from sparsejax.dsstne.layer_definition import SparsenessPenalty
-from sparsejax.dsstne.losses import Boosted
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network, name_of
 from sparsejax.dsstne.network_files import load_parameters
@@ -172,22 +172,29 @@ def _measure(cdl: Encode) -> None:
 def slope_errors(training: train.Training) -> dict[str, float]:
     """For each array of weights, how far its gradient is from finite differences.
 
-    The loss is that of the first examples, without noise. It has neither sparseness
-    penalty nor DeltaBoost, whose slopes are not those of a value.
+    The loss is that of the first examples, without noise. Left out is what has slopes
+    that are not those of a value: the sparseness penalty, DeltaBoost, DeltaNorm, and the
+    mean over those who share weights, in place of which is the sum.
     """
     model, rows = training.model, np.arange(_BATCH_SIZE)
     model.definition = dataclasses.replace(
         model.definition, sparseness_penalty=SparsenessPenalty()
     )
     for layer in model.layers:
-        if isinstance(layer.rule, Boosted):
-            layer.rule = layer.rule.loss
+        layer.follow_values()
     inputs = Inputs.of(training.examples.inputs)
     rows = rows[: inputs.num_rows]
     [x] = [taken(b) for b in inputs.batches(inputs.for_batches(), rows, len(rows))]
-    target: Any = training.examples.targets
-    matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target
-    labels = jax.tree.map(jnp.asarray, matrix).take(rows)
+
+    def first(target: Any) -> CSR:
+        matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target
+        return jax.tree.map(jnp.asarray, matrix).take(rows)
+
+    targets = training.examples.targets
+    if isinstance(targets, Mapping):
+        labels = {name: first(target) for name, target in targets.items()}
+    else:
+        labels = first(targets)
     share = jnp.full(len(rows), 1 / len(rows))
     model.eval()
 

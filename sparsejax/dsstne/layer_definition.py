@@ -242,6 +242,11 @@ def weight_shape(source: LayerDefinition, layer: LayerDefinition) -> tuple[int, 
     return layer.size[-1], channels, *reversed(layer.kernel)
 
 
+def num_biases(layer: LayerDefinition) -> int:
+    """How many biases lead to a layer: one a unit, of a convolution one a channel."""
+    return layer.size[-1] if layer.type == "Convolutional" else layer.units
+
+
 def check_layer(layer: LayerDefinition) -> None:
     """Raises ValueError if a value is out of its range, whatever the other layers are."""
     label = label_of(layer)

@@ -182,6 +182,7 @@ def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
             "WeightNorm",
             "SharedWeights",
             "BatchNormalization",
+            *(["DeltaNorm"] if kind == "Hidden" else []),
             *([] if function in WINDOWS else ["Kernel", "KernelStride"]),
         ]
         # Linear is what it is.

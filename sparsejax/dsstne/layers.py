@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,17 +20,18 @@ from sparsejax.dsstne.connections import (
     SharedWeights,
     connection,
     is_whole,
-    num_biases,
     owner_of,
 )
 from sparsejax.dsstne.definition import Definition, Pair
-from sparsejax.dsstne.layer_definition import Connection, LayerDefinition
-from sparsejax.dsstne.losses import activate, of_units
+from sparsejax.dsstne.layer_definition import Connection, LayerDefinition, num_biases
+from sparsejax.dsstne.losses import Boosted, activate, of_units, with_slope
 from sparsejax.dsstne.network_files import Normalization
 from sparsejax.dsstne.windows import convolved, pooled
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import call_with_auto_axes, to_host
 from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.ops.output_loss import output_loss
+from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.gradients import lookup
 
 _NORMALIZATION_EPS = 1e-5
@@ -56,6 +56,23 @@ class Held(NamedTuple):
     kernels: dict[Pair, jax.Array]
 
 
+class Counted(NamedTuple):
+    """Which rows of a batch are examples, and how much they count.
+
+    Attributes:
+      exists: `[batch]`; the other rows are padding.
+      share: with what an example's loss is multiplied, if its own weight is 1.
+    """
+
+    exists: jax.Array
+    share: jax.Array
+
+    @property
+    def examples(self) -> jax.Array:
+        """The number of examples, 1 at least."""
+        return jnp.maximum(jnp.sum(self.exists), 1)
+
+
 class Layer(nnx.Module):
     """A layer with the connections that lead to it.
 
@@ -63,8 +80,10 @@ class Layer(nnx.Module):
       layer: its definition.
       rule: of an output, its loss.
       whole: of an output, whether it is computed with the hidden layers.
-      ranked: of an output without a `SparseOutput`, how many of its items are ranked.
+      ranked: of an output, how many of its items are ranked.
       counts: for each connection, how many share its weights.
+      factors: for each connection, with what the slopes of its weights are multiplied.
+      delta_norm: see `LayerDefinition`; 0 is no limit.
     """
 
     def __init__(
@@ -88,6 +107,10 @@ class Layer(nnx.Module):
         self.counts = tuple(
             sharing.counts[owner_of(layer, source)] for source in sources
         )
+        self.factors = tuple(1 / count for count in self.counts)
+        # DSSTNE leaves it out in hidden pooling layers, and JSON refuses it there.
+        limits = layer.has_weights or layer.kind == "Output"
+        self.delta_norm = layer.delta_norm if limits else 0.0
         self.connections = nnx.List(
             [
                 connection(
@@ -125,6 +148,15 @@ class Layer(nnx.Module):
     def set_rule(self, rule: losses.LossRule) -> None:
         self.rule = of_units(rule) if self._loss_is_of_units else rule
 
+    def follow_values(self) -> None:
+        """From now on all slopes are those of the values.
+
+        There is no DeltaBoost, no DeltaNorm, and the gradient of shared weights is a sum.
+        """
+        if isinstance(self.rule, Boosted):
+            self.rule = self.rule.loss
+        self.factors, self.delta_norm = (1.0,) * len(self.factors), 0.0
+
     @property
     def _loss_is_of_units(self) -> bool:
         # A sigmoid's dropped unit is 0.5, which a score can say; others may not have it.
@@ -143,9 +175,9 @@ class Layer(nnx.Module):
     def shared_kernels(self) -> dict[Pair, jax.Array]:
         """The arrays that other connections multiply with, by their pairs."""
         return {
-            pair: _slower(module.kernel[...], 1 / count)
-            for (pair, _, module), count in zip(
-                self.connected(), self.counts, strict=True
+            pair: with_slope(module.kernel[...], factor)
+            for (pair, _, module), count, factor in zip(
+                self.connected(), self.counts, self.factors, strict=True
             )
             if isinstance(module, Dense) and count > 1
         }
@@ -153,24 +185,26 @@ class Layer(nnx.Module):
     def __call__(
         self,
         held: Held,
-        weights: jax.Array | None,
+        batch: Counted | None,
         *,
         deterministic: bool | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """What it holds before its activation, and what it holds."""
+        """What it holds before its activation, and what it holds.
+
+        Args:
+          held: what the layers before it hold.
+          batch: None if all rows are examples.
+          deterministic: whether this is without noise.
+        """
         layer = self.layer
         if layer.type == "Pooling":
-            units = self._pooled(held)
+            units = self._limited(self._pooled(held), batch)
             return units, units
         z = self.sums(held)
         if self.normalization is not None:
-            z = self.normalization(z, weights, deterministic)
-        if layer.delta_norm and layer.kind == "Hidden":
-            share = 1.0
-            if weights is not None:
-                count = jnp.maximum(jnp.sum(weights > 0), 1)
-                share = jnp.sum(weights) / count
-            z = _with_short_slopes(z, layer.delta_norm * share)
+            exists = None if batch is None else batch.exists
+            z = self.normalization(z, exists, deterministic)
+        z = self._limited(z, batch)
         assert layer.activation is not None
         if layer.kind == "Output" and not self._loss_is_of_units:
             dropped = self.noise.drawn(z, deterministic)
@@ -186,9 +220,7 @@ class Layer(nnx.Module):
             bias = module.bias[...]
             if isinstance(module, SparseLinear):
                 y = lookup(module.kernel, x)
-                if self.counts[at] > 1:
-                    y = _slower(y, 1 / self.counts[at])
-                total += y + bias[None, :]
+                total += with_slope(y, self.factors[at]) + bias[None, :]
                 continue
             if self.counts[at] > 1:
                 kernel = held.kernels[owner_of(layer, source)]
@@ -203,9 +235,7 @@ class Layer(nnx.Module):
                 total += call_with_auto_axes(
                     _product, x, kernel, bias, out_specs=_BATCH
                 )
-        for skip in layer.skips:
-            total += dense(held.units[skip])
-        return total
+        return self._with_skips(total, held)
 
     def scores(self, held: Held) -> jax.Array:
         """Of an output: all scores."""
@@ -219,7 +249,18 @@ class Layer(nnx.Module):
         names = [before.name for before in self.source_layers]
         arrays = [dense(held.units[name]) for name in names]
         pairs = list(zip(self.source_layers, arrays, strict=True))
-        return pooled(self.layer, self.lrn, pairs)
+        return self._with_skips(pooled(self.layer, self.lrn, pairs), held)
+
+    def _with_skips(self, z: jax.Array, held: Held) -> jax.Array:
+        for skip in self.layer.skips:
+            z += dense(held.units[skip])
+        return z
+
+    def _limited(self, z: jax.Array, batch: Counted | None) -> jax.Array:
+        """`z`, with slopes whose norms in the batch `DeltaNorm` limits."""
+        if not self.delta_norm or batch is None:
+            return z
+        return _with_short_slopes(z, self.delta_norm * batch.share)
 
     def activated(self, scores: jax.Array) -> jax.Array:
         activation = self.layer.activation
@@ -227,15 +268,21 @@ class Layer(nnx.Module):
 
     def loss(self, held: Held, labels: SparseRows, weights: jax.Array) -> jax.Array:
         """Of an output: `sum_b weights_b loss_b`."""
+        check_columns("targets", labels.num_cols, self.layer.units, "items")
         rule = self.rule
         assert rule is not None
         if self.output is not None:
             h, module = held.units[self.source_layers[0].name], self.output
-            if self.counts[0] > 1:
-                module = nnx.clone(module)
-                module.kernel[...] = _slower(module.kernel[...], 1 / self.counts[0])
-            return module.loss(h, labels, loss=rule, weights=weights)
-        check_columns("targets", labels.num_cols, self.layer.units, "items")
+            return output_loss(
+                h,
+                with_slope(module.kernel[...], self.factors[0]),
+                _bias(module),
+                labels,
+                loss=rule,
+                weights=weights,
+                kernel_spec=module.kernel_spec,
+                implementation=module.implementation,
+            )
         scores = self.scores(held)
         if self._loss_is_of_units:
             scores = held.units[self.layer.name]
@@ -252,8 +299,17 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Of an output: ids and activations."""
         if self.output is not None:
-            h = held.units[self.source_layers[0].name]
-            ids, scores = self.output.top_k(h, k, exclude=exclude)
+            module = self.output
+            ids, scores = top_k(
+                held.units[self.source_layers[0].name],
+                module.kernel[...],
+                _bias(module),
+                k,
+                exclude=exclude,
+                num_items=self.ranked,
+                kernel_spec=module.kernel_spec,
+                implementation=module.implementation,
+            )
         else:
             all_scores = self.scores(held)[:, : self.ranked]
             if exclude is not None:
@@ -331,7 +387,7 @@ class _Normalization(nnx.Module):
         self.variance = nnx.BatchStat(jnp.ones(channels, jnp.float32))
 
     def __call__(
-        self, z: jax.Array, weights: jax.Array | None, deterministic: bool | None
+        self, z: jax.Array, exists: jax.Array | None, deterministic: bool | None
     ) -> jax.Array:
         if deterministic is None:
             deterministic = self.deterministic
@@ -339,7 +395,8 @@ class _Normalization(nnx.Module):
         if deterministic:
             mean, variance = self.mean[...], self.variance[...]
         else:
-            exists = jnp.ones(z.shape[0], bool) if weights is None else weights > 0
+            if exists is None:
+                exists = jnp.ones(z.shape[0], bool)
             used = exists[:, None, None]
             count = jnp.maximum(jnp.sum(exists), 1) * x.shape[2]
             mean = jnp.sum(jnp.where(used, x, 0), axis=(0, 2)) / count
@@ -363,6 +420,11 @@ class _Normalization(nnx.Module):
             variable.set_value(jnp.asarray(array))
 
 
+def _bias(module: SparseOutput) -> jax.Array:
+    assert module.bias is not None
+    return module.bias[...]
+
+
 def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.dot(x, kernel, precision=lax.Precision.HIGHEST) + bias[None, :]
 
@@ -370,18 +432,6 @@ def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 def dense(x: Any) -> jax.Array:
     """What a layer holds, as `[batch, units]`."""
     return x.todense() if isinstance(x, SparseRows) else x
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _slower(x: jax.Array, factor: float) -> jax.Array:
-    """`x`, with `factor` as its slope."""
-    return x
-
-
-@_slower.defjvp
-def _slower_jvp(factor, primals, tangents):
-    (x,), (dx,) = primals, tangents
-    return x, factor * dx
 
 
 @jax.custom_vjp

@@ -63,12 +63,12 @@ class Boosted(ElementwiseLoss):
     zero: float = 1.0
 
     def absent(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _steeper(self.loss.absent(scores), self.zero)
+        return with_slope(self.loss.absent(scores), self.zero)
 
     def listed(
         self, scores: Float[Array, "..."], labels: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        return _steeper(self.loss.listed(scores, labels), self.one)
+        return with_slope(self.loss.listed(scores, labels), self.one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,12 +278,12 @@ def _elu(x: Float[Array, "..."], alpha: float) -> Float[Array, "..."]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _steeper(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+def with_slope(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
     """`x`, with `factor` as its slope."""
     return x
 
 
-@_steeper.defjvp
-def _steeper_jvp(factor, primals, tangents):
+@with_slope.defjvp
+def _with_slope_jvp(factor, primals, tangents):
     (x,), (dx,) = primals, tangents
     return x, factor * dx

@@ -34,14 +34,13 @@ from sparsejax.data.sources import (
 from sparsejax.dsstne.brake import Brake
 from sparsejax.dsstne.connections import (
     SharedWeights,
-    num_biases,
     set_array,
     shorten,
     stored,
 )
 from sparsejax.dsstne.definition import Definition, weights_of
-from sparsejax.dsstne.layer_definition import LayerDefinition
-from sparsejax.dsstne.layers import Held, Layer, dense
+from sparsejax.dsstne.layer_definition import LayerDefinition, num_biases
+from sparsejax.dsstne.layers import Counted, Held, Layer, dense
 from sparsejax.dsstne.losses import of_output
 from sparsejax.dsstne.network_files import Parameters, load_parameters, save_parameters
 from sparsejax.mesh.blocks import SparseRows
@@ -82,7 +81,8 @@ class Network(nnx.Module):
       row_sparse: whether a training step writes only those rows of an input's weights that
         the batch touches; see `DsstneRule.row_sparse`. With a weight norm it writes all.
       dense_targets: whether the data sets of the targets are dense.
-      weighted: whether examples have weights. With SoftMax labels are then 1, not 1 / n.
+      weighted: whether examples have weights of their own, which `fit` is then given.
+        With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: see `of_output`.
       brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0 is none.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
@@ -150,8 +150,7 @@ class Network(nnx.Module):
     @property
     def num_items(self) -> int:
         """Number of items that are scored."""
-        output = self._output.output
-        return self._output.ranked if output is None else output.num_items
+        return self._output.ranked
 
     @property
     def loss_rule(self) -> losses.LossRule | None:
@@ -161,14 +160,11 @@ class Network(nnx.Module):
     def rank_first(self, items: int) -> None:
         """From now on `top_k` ranks only the first items: the others are padding.
 
-        The network cannot be trained any more.
+        The probabilities of SoftMax are still of all units.
         """
         if not 1 <= items <= self.num_items:
             raise ValueError(f"{items=} must be from 1 to {self.num_items:,}")
-        if self._output.output is None:
-            self._output.ranked = items
-        else:
-            self._output.output.num_items = items
+        self._output.ranked = items
 
     def units(
         self, inputs: Sources, layer: str, *, batch_size: int = 512
@@ -215,12 +211,10 @@ class Network(nnx.Module):
         """
         x = Inputs.of(inputs)
         check_inputs(x, self.num_features)
-        labels = {
-            name_of(module.layer): x.named("targets", source)
-            for module, source in self._targets(targets)
-        }
-        for module, _ in self._targets(targets):
-            given = labels[name_of(module.layer)]
+        labels = {}
+        for module, source in self._targets(targets):
+            given = x.named("targets", source)
+            labels[name_of(module.layer)] = given
             columns = given.matrix.num_cols
             check_columns("targets", columns, module.layer.units, "items")
             if given.num_rows != x.num_rows:
@@ -275,12 +269,16 @@ class Network(nnx.Module):
     ) -> Float[Array, ""]:
         """`sum_b weights_b loss_b`; weights are 1 by default.
 
-        The sparseness penalty has gradients, but is not part of the value.
+        With B examples whose own weights are w, `fit` gives `w_b / B`. The sparseness
+        penalty has gradients, as beside the mean loss, but is not part of the value. An
+        example of weight 0 is padding: it is not among the B, nor in a mean over the
+        batch. (DSSTNE counts it. From the weights alone it cannot be told from padding.)
         """
         targets = self._targets(labels)
+        batch = self._counted(weights, targets[0][1].num_rows)
         if weights is None:
             weights = jnp.ones(targets[0][1].num_rows, jnp.float32)
-        held = self._run(x, weights, deterministic)
+        held = self._run(x, batch, deterministic)
         loss = jnp.zeros((), jnp.float32)
         for module, given in targets:
             activation = module.layer.activation
@@ -288,13 +286,12 @@ class Network(nnx.Module):
             if plain and activation is not None and activation.name == "SoftMax":
                 given = combined(given, "mean")
             loss += module.loss(held, given, weights)
-        penalty = self._penalty(held, weights)
+        penalty = self._penalty(held, batch)
         if deterministic or self.brake is None:
-            return loss + (penalty - lax.stop_gradient(penalty))
-        exists = weights > 0
-        mean = loss / jnp.maximum(jnp.sum(weights), 1e-30)
+            return loss + penalty
         total = loss + penalty
-        share = self.brake(lax.stop_gradient(mean * jnp.sum(exists)))
+        error = loss / jnp.maximum(batch.share, 1e-30)
+        share = self.brake(lax.stop_gradient(error))
         return lax.stop_gradient(loss) + share * (total - lax.stop_gradient(total))
 
     def top_k(
@@ -366,9 +363,7 @@ class Network(nnx.Module):
             if layer.normalization is not None:
                 layer.normalization.set(parameters.normalizations[layer.layer.name])
 
-    def _run(
-        self, x: Any, weights: jax.Array | None, deterministic: bool | None
-    ) -> Held:
+    def _run(self, x: Any, batch: Counted | None, deterministic: bool | None) -> Held:
         """What the layers hold; without outputs that may be large."""
         inputs = self.definition.of_kind("Input")
         if len(inputs) == 1 and inputs[0].sparse:
@@ -387,27 +382,41 @@ class Network(nnx.Module):
                     value = self.corruption(value, deterministic=deterministic)
                 held.units[layer.name] = value
             elif layer.kind == "Hidden" or module.whole:
-                scores, units = module(held, weights, deterministic=deterministic)
+                scores, units = module(held, batch, deterministic=deterministic)
                 held.units[layer.name] = units
                 if layer.kind == "Output":
                     held.scores[layer.name] = scores
         return held
 
-    def _penalty(self, held: Held, weights: jax.Array) -> jax.Array:
-        """The sparseness penalties, times the sum of the weights."""
+    def _counted(self, weights: jax.Array | None, rows: int) -> Counted:
+        """What the weights of a batch say about its examples."""
+        if weights is None:
+            return Counted(jnp.ones(rows, bool), jnp.float32(1))
         exists = weights > 0
         count = jnp.maximum(jnp.sum(exists), 1)
-        total = jnp.zeros((), jnp.float32)
+        return Counted(exists, (1 if self.weighted else jnp.sum(weights)) / count)
+
+    def _penalty(self, held: Held, batch: Counted) -> jax.Array:
+        """0, with the slopes of the sparseness penalties beside the loss of the batch.
+
+        With m the mean of a unit, and pi what is left of m between 1e-6 and 1 - 1e-6::
+
+            slope = beta (-p / pi + (1 - p) / (1 - pi))
+
+        It is of m also where pi is a bound, so that it pulls back a unit that is dead.
+        """
+        count, total = batch.examples, jnp.zeros((), jnp.float32)
         for layer in self.definition.layers:
             penalty = self.definition.penalty_of(layer)
             if penalty is None:
                 continue
-            used = jnp.where(exists[:, None], held.units[layer.name], 0)
-            mean = jnp.clip(jnp.sum(used, axis=0) / count, 1e-6, 1 - 1e-6)
-            p = penalty.p
-            divergence = -p * jnp.log(mean) - (1 - p) * jnp.log1p(-mean)
-            total += penalty.beta * jnp.sum(divergence)
-        return total * jnp.sum(weights)
+            used = jnp.where(batch.exists[:, None], held.units[layer.name], 0)
+            mean = jnp.sum(used, axis=0) / count
+            fixed, p = lax.stop_gradient(mean), penalty.p
+            one, zero = (jnp.clip(m, 1e-6, 1 - 1e-6) for m in (fixed, 1 - fixed))
+            slope = penalty.beta * ((1 - p) / zero - p / one)
+            total += jnp.sum(slope * (mean - fixed))
+        return total * count * batch.share
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "layer"))

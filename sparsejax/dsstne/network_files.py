@@ -36,6 +36,7 @@ from sparsejax.dsstne.layer_definition import (
     Sharing,
     SparsenessPenalty,
     WeightInit,
+    num_biases,
     weight_shape,
 )
 from sparsejax.whole_files import check_writable, whole_file
@@ -317,7 +318,7 @@ class _Reader:
             if layer.batch_normalization:
                 normalizations[layer.name] = Normalization(
                     *(
-                        self.array(f"layer{i}_{name}BN", (_num_biases(layer),))
+                        self.array(f"layer{i}_{name}BN", (num_biases(layer),))
                         for name in _OF_NORMALIZATION
                     )
                 )
@@ -326,7 +327,7 @@ class _Reader:
             for source in layer.sources:
                 pair = source.layer, layer.name
                 at = f"weight{connections[pair][0]}_"
-                biases[pair] = self.array(f"{at}bias", (_num_biases(layer),))
+                biases[pair] = self.array(f"{at}bias", (num_biases(layer),))
                 if source.shared is None:
                     shape = weight_shape(network.layer(source.layer), layer)
                     weights[pair] = self.array(f"{at}weights", shape)
@@ -348,10 +349,6 @@ class _Reader:
 
 
 _OF_NORMALIZATION = ("scale", "bias", "runningMean", "runningVariance")
-
-
-def _num_biases(layer: LayerDefinition) -> int:
-    return layer.size[-1] if layer.type == "Convolutional" else layer.units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,7 +499,7 @@ class _Writer:
         if layer.name not in parameters.normalizations:
             raise ValueError(f"layer {layer.name!r}: its normalization is missing")
         normalization = parameters.normalizations[layer.name]
-        dimension, shape = f"layer{i}_bnDim", (_num_biases(layer),)
+        dimension, shape = f"layer{i}_bnDim", (num_biases(layer),)
         arrays = dataclasses.astuple(normalization)
         for name, array in zip(_OF_NORMALIZATION, arrays, strict=True):
             self.array(f"layer{i}_{name}BN", dimension, array, shape)
@@ -537,7 +534,7 @@ class _Writer:
             self.attributes(np.uint32, {f"{at}bTransposed": source.shared.transposed})
             self.text(f"{at}sourceInputLayer", source.shared.source_input)
             self.text(f"{at}sourceOutputLayer", source.shared.source_output)
-        self.of_pair(f"{at}bias", pair, parameters.biases, (_num_biases(layer),))
+        self.of_pair(f"{at}bias", pair, parameters.biases, (num_biases(layer),))
         if source.shared is None:
             self.of_pair(f"{at}weights", pair, parameters.weights, shape)
 

@@ -182,7 +182,7 @@ class Training:
             dense_targets=not is_sparse(target),
             weighted=target.weights is not None,
             ignore_zeros=target.ignore_zeros,
-            brake_steps=steps * max(command.interval, 1),
+            brake_steps=steps * (command.interval or command.epochs),
             parameters=parameters,
             rngs=nnx.Rngs(command.seed),
         )

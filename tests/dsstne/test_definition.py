@@ -262,6 +262,7 @@ REFUSED = [
     ({"Type": "Pooling", "Function": "LCN"}, "no formula"),
     ({"Type": "Pooling"}, '"Function"'),
     ({"Type": "Pooling", "Function": "Maxout", "Kernel": 2}, '"Kernel" has no effect'),
+    ({"Type": "Pooling", "Function": "Maxout", "DeltaNorm": 2}, '"DeltaNorm" has no'),
     ({"Type": "Pooling", "Function": "LRN", "pDropout": 0.5}, "no effect"),
     ({"Type": "Pooling", "Function": "LRN", "Activation": "tanh"}, "no effect"),
     ({"Type": "Pooling", "Function": "Cosine", "N": 1}, "two sources or more"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from jax import lax
 import sparsejax as sj
 from sparsejax import dsstne
 from sparsejax.cli.main import main
-from sparsejax.dsstne import encoder, network
+from sparsejax.dsstne import encoder, train
 from sparsejax.dsstne.rules import Decay
 
 CDL = {
@@ -43,13 +44,16 @@ NETWORK = {
     ],
 }
 # The networks of DSSTNE's own tests, with the hidden layers wired in.
-TESTED = {
-    "L2_01": [{"N": 1, "Activation": "Linear"}],
-    "L2_02": [{"N": 4}, {"N": 1, "Activation": "Linear"}],
-    "L2_LRelu_02": [
-        {"N": 4, "Activation": "LRelu", "Slope": 0.5},
-        {"N": 1, "Activation": "Linear"},
-    ],
+LINEAR = {"N": 1, "Activation": "Linear"}
+SCALES = {"oneTarget": 0.9, "zeroTarget": 0.1, "oneScale": 30.0, "zeroScale": 1.0}
+TESTED: dict[str, tuple[str, list[dict]]] = {
+    "L2_01": ("L2", [LINEAR]),
+    "L2_02": ("L2", [{"N": 4}, LINEAR]),
+    "L2_LRelu_01": ("L2", [{"N": 4, "Activation": "LRelu", "Slope": 0.0}, LINEAR]),
+    "L2_LRelu_02": ("L2", [{"N": 4, "Activation": "LRelu", "Slope": 0.5}, LINEAR]),
+    "SMCE_01": ("ScaledMarginalCrossEntropy", [{"N": 2}]),
+    "SMCE_02": ("ScaledMarginalCrossEntropy", [{"N": 2}, {"N": 2}]),
+    "DSMCE_02": ("DataScaledMarginalCrossEntropy", [{"N": 2}, {"N": 2}]),
 }
 
 
@@ -88,6 +92,15 @@ def test_train_and_predict(folder, capsys):
     assert float(lines[-1].split(",")[2]) == 1  # all 8 items are recommended
 
 
+@pytest.mark.parametrize(("interval", "epochs"), [(2, 2), (0, 5)])
+def test_the_brake_starts_anew_with_each_interval(folder, interval, epochs):
+    inner = {**CDL["TrainingParameters"], "AlphaInterval": interval}
+    write({"TrainingParameters": inner})
+    made = train.made(encoder.load_cdl("train.cdl").training)
+    assert made.model.brake is not None
+    assert made.model.brake.steps == epochs  # an epoch has one step
+
+
 def test_the_rate_falls_by_intervals():
     rate = Decay(0.5, multiplier=0.8, steps=4)
     found = [float(rate(count)) for count in (0, 3, 4, 11, jnp.int32(12))]
@@ -97,13 +110,49 @@ def test_the_rate_falls_by_intervals():
 
 @pytest.mark.parametrize("name", TESTED)
 def test_validate_passes_on_the_networks_of_dsstne(folder, capsys, name):
-    x = np.random.default_rng(0).normal(size=(64, 1)).astype(np.float32)
-    dsstne.write_datasets("data.nc", {"input": x, "output": -2 * x + 3})
-    layers = [{"N": "auto", "DataSet": "input"}, *TESTED[name]]
+    error, hidden = TESTED[name]
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 1 if error == "L2" else 2)).astype(np.float32)
+    target: Any = -2 * x + 3
+    if error != "L2":
+        classes = scipy.sparse.csr_array(rng.random((64, 2)) < 0.5)
+        is_data = error.startswith("Data")
+        classes = classes.astype(np.float32 if is_data else bool)
+        target = sj.SparseDataset.from_scipy(classes)
+    dsstne.write_datasets("data.nc", {"input": x, "output": target})
+    layers = [{"N": "auto", "DataSet": "input"}, *hidden]
     layers[-1] = {**layers[-1], "DataSet": "output"}
-    write({"Command": "Validate"}, {"ErrorFunction": "L2", "Layers": layers})
+    network: dict[str, Any] = {"ErrorFunction": error, "Layers": layers}
+    if error.startswith("Data"):
+        network["ScaledMarginalCrossEntropy"] = SCALES
+    write({"Command": "Validate"}, network)
     assert main(["dsstne", "encoder", "train.cdl"]) == 0
-    assert capsys.readouterr().out.count("largest error") == 2 * len(TESTED[name])
+    assert capsys.readouterr().out.count("largest error") == 2 * len(hidden)
+
+
+def test_validate_leaves_out_what_has_no_value(folder, capsys):
+    """A mean of shared weights and a DeltaNorm, in a network with two outputs."""
+    rng = np.random.default_rng(0)
+    data, extra = (
+        sj.SparseDataset.from_scipy(scipy.sparse.csr_array(rng.random((30, n)) < 0.3))
+        for n in (8, 3)
+    )
+    dsstne.write_datasets("data.nc", {"input": data, "output": data, "extra": extra})
+    shared = {"InputLayer": "h", "SourceInputLayer": "x", "SourceOutputLayer": "h"}
+    layers = [
+        {"Name": "x", "N": "auto", "DataSet": "input"},
+        {"Name": "h", "N": 6, "Activation": "Tanh", "DeltaNorm": 0.001},
+        {
+            "Kind": "Output",
+            "N": "auto",
+            "DataSet": "output",
+            "SharedWeights": {**shared, "Transposed": True},
+        },
+        {"N": "auto", "Source": "h", "DataSet": "extra"},
+    ]
+    write({"Command": "Validate"}, {"Layers": layers})
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    assert capsys.readouterr().out.count("largest error") == 5
 
 
 def test_validate_fails_on_a_wrong_gradient(folder, capsys, monkeypatch):
@@ -114,8 +163,7 @@ def test_validate_fails_on_a_wrong_gradient(folder, capsys, monkeypatch):
     assert main(["dsstne", "encoder", "train.cdl"]) == 0
     # One activation whose slope is twice that of its value.
     monkeypatch.setattr(
-        network,
-        "activate",
+        "sparsejax.dsstne.layers.activate",
         lambda _, z: 2 * jnp.tanh(z) - lax.stop_gradient(jnp.tanh(z)),
     )
     assert main(["dsstne", "encoder", "train.cdl"]) == 1

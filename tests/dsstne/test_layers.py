@@ -1,5 +1,6 @@
 """A layer of DSSTNE: dropout, normalization, the limit of its deltas."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ import scipy.sparse
 from dsstne_networks import made
 from flax import nnx
 
+from sparsejax.dsstne.definition import Definition
+from sparsejax.dsstne.network import Network
+from sparsejax.dsstne.network_files import Parameters
 from sparsejax.sparse import CSR
 
 
@@ -86,7 +90,13 @@ def test_batch_normalization_leaves_padding_out_and_keeps_statistics():
     np.testing.assert_allclose(kept.variance, 0.9 + 0.1 * z.var(0), rtol=1e-4)
 
 
-def test_the_norm_of_deltas_is_limited():
+@pytest.mark.parametrize(
+    ("at", "own"),
+    [("h", None), ("h", [3.0, 0.5, 1.0, 1.0, 2.0]), ("o", [3.0, 0.5, 1.0, 1.0, 2.0])],
+)
+def test_the_norm_of_deltas_is_limited(at, own):
+    """Also with weights of examples; and the brake sees the sum of the losses."""
+    w = np.ones(5) if own is None else np.array(own)
     layers: list[dict[str, Any]] = [
         {"Name": "x", "N": 3},
         {"Name": "h", "N": 2, "Activation": "Linear"},
@@ -95,19 +105,68 @@ def test_the_norm_of_deltas_is_limited():
     x = np.random.default_rng(0).normal(size=(5, 3))
     labels = np.random.default_rng(1).normal(size=(5, 4))
     free = made(*layers, ErrorFunction="L2")
-    layers[1]["DeltaNorm"] = 0.1
-    held = made(*layers, ErrorFunction="L2", parameters=free.parameters())
+    layers[1 if at == "h" else 2]["DeltaNorm"] = 0.1
+    held = Network(
+        Definition.from_json({"Layers": layers, "ErrorFunction": "L2"}),
+        parameters=free.parameters(),
+        weighted=own is not None,
+        brake_steps=9,
+        rngs=nnx.Rngs(0),
+    )
     weights = free.parameters().weights
     out = x @ weights["x", "h"] @ weights["h", "o"]
-    delta = (out - labels) @ weights["h", "o"].T
-    norm = np.linalg.norm(delta, axis=1, keepdims=True)
-    assert (norm > 0.1).any()
-    expected = x.T @ (delta * np.minimum(1, 0.1 / norm)) / 5
+
+    def limited(delta, name):
+        if name != at:
+            return delta
+        norm = np.linalg.norm(delta, axis=1, keepdims=True)
+        assert (norm > 0.1).any()
+        return delta * np.minimum(1, 0.1 / norm)
+
+    delta = limited(w[:, None] * (out - labels), "o")
+    expected = x.T @ limited(delta @ weights["h", "o"].T, "h") / 5
 
     def loss(network):
         target = CSR.from_scipy(scipy.sparse.csr_array(labels))
-        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.full(5, 0.2))
+        return network.loss({"x": jnp.float32(x)}, target, weights=jnp.float32(w / 5))
 
     grads = nnx.grad(loss)(held)
     found = [v[...] for path, v in nnx.to_flat_state(grads) if v[...].shape == (3, 2)]
     np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-6)
+    error = (w * ((out - labels) ** 2).sum(axis=1)).sum() / 2
+    assert held.brake is not None
+    np.testing.assert_allclose(held.brake.mean[...], 0.1 * error, rtol=1e-5)
+
+
+def test_denoising():
+    """In training half of the entries of a sparse input are dropped, others doubled."""
+    layers: list[dict[str, Any]] = [
+        {"Name": "x", "N": 300, "Sparse": True},
+        {"Name": "h", "N": 300, "Activation": "Linear"},
+        {"Name": "o", "N": 1},
+    ]
+    numbers = {("x", "h"): np.eye(300), ("h", "o"): np.ones((300, 1))}
+    parameters = Parameters(
+        numbers, {pair: np.zeros(array.shape[1]) for pair, array in numbers.items()}
+    )
+    network = made(*layers, Denoising={"p": 0.5}, parameters=parameters)
+    rng = np.random.default_rng(0)
+    x = np.where(rng.random((4, 300)) < 0.5, rng.uniform(1, 2, (4, 300)), 0)
+    given = CSR.from_scipy(scipy.sparse.csr_array(x))
+    quiet = network.values(given, "h", deterministic=True)
+    np.testing.assert_allclose(quiet, x, rtol=1e-6)
+    noisy = np.asarray(network.values(given, "h", deterministic=False))
+    stays = noisy != 0
+    np.testing.assert_allclose(noisy[stays], 2 * x[stays], rtol=1e-6)
+    assert 0.4 < stays[x != 0].mean() < 0.6
+    again = np.asarray(network.values(given, "h", deterministic=False))
+    assert ((again != 0) != stays).any()
+    # Dense data have no denoising, as in DSSTNE.
+    [first, *others] = network.definition.layers
+    assert first.denoising
+    dense = dataclasses.replace(
+        network.definition, layers=(dataclasses.replace(first, sparse=False), *others)
+    )
+    network = Network(dense, parameters=parameters, rngs=nnx.Rngs(0))
+    found = network.values({"x": jnp.float32(x)}, "h", deterministic=False)
+    np.testing.assert_allclose(found, x, rtol=1e-6)

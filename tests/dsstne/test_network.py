@@ -156,12 +156,24 @@ def test_softmax_labels_are_a_distribution(tiny):
     s = np.asarray(tiny(x, deterministic=True), np.float64)[0]
     log_p = s - np.log(np.exp(s).sum())
     np.testing.assert_allclose(network.loss(x, labels), -log_p[:2].mean(), rtol=1e-5)
-    _, scores = network.top_k(x, 3)
-    np.testing.assert_allclose(scores[0], np.exp(log_p), rtol=1e-5)
+    network.rank_first(2)  # the third is padding, but is in the sum
+    ids, scores = network.top_k(x, 3)
+    best = np.argsort(-log_p[:2])
+    assert ids[0].tolist() == [*best, -1]
+    np.testing.assert_allclose(scores[0, :2], np.exp(log_p[best]), rtol=1e-5)
 
 
-def test_the_penalty_has_slopes_but_no_value():
-    """One hidden unit whose mean is .2: 2 (-.5 / .2 + .5 / .8) = -3.75."""
+@pytest.mark.parametrize(
+    ("first", "weighted", "slope"),
+    [
+        ([[0.3], [0.1]], False, -3.75),  # the mean is .2: 2 (-.5 / .2 + .5 / .8)
+        ([[0.3], [0.1]], True, -3.75),
+        ([[-0.3], [-0.1]], False, 2 * (-0.5 / 1e-6 + 0.5 / (1 - 1e-6))),
+        ([[3.0], [0.1]], False, 2 * (-0.5 / (1 - 1e-6) + 0.5 / 1e-6)),
+    ],
+)
+def test_the_penalty_has_slopes_but_no_value(first, weighted, slope):
+    """Also with weights of examples, and where a mean is not between 0 and 1."""
     network = made(
         {"Name": "x", "N": 2, "Sparse": True},
         {"Name": "h", "N": 1, "Sparse": True, "Activation": "Linear"},
@@ -169,22 +181,32 @@ def test_the_penalty_has_slopes_but_no_value():
         ErrorFunction="L2",
         SparsenessPenalty={"p": 0.5, "beta": 2.0},
         parameters=Parameters(
-            {("x", "h"): np.array([[0.3], [0.1]]), ("h", "o"): np.zeros((1, 1))},
+            {("x", "h"): np.array(first), ("h", "o"): np.zeros((1, 1))},
             {("x", "h"): np.zeros(1), ("h", "o"): np.zeros(1)},
         ),
     )  # fmt: skip
     # The third row does not exist.
     x, labels = rows([1.0, 0], [0, 1.0], [1.0, 1.0]), rows([0.0], [0.0], [0.0])
     weights = jnp.array([0.5, 0.5, 0])
+    if weighted:  # with 3 and .5
+        network = Network(
+            network.definition,
+            parameters=network.parameters(),
+            weighted=True,
+            rngs=nnx.Rngs(0),
+        )
+        weights = jnp.array([1.5, 0.25, 0])
 
     def loss(network):
         return network.loss(x, labels, weights=weights)
 
     value, grads = nnx.value_and_grad(loss)(network)
     assert value == 0
-    slope = dict(nnx.to_flat_state(grads))
-    [kernel] = [v for path, v in slope.items() if path[1] == 1 and path[-1] == "kernel"]
-    np.testing.assert_allclose(kernel[...][:2, 0], [-3.75 / 2] * 2, rtol=1e-6)
+    slopes = dict(nnx.to_flat_state(grads))
+    [kernel] = [
+        v for path, v in slopes.items() if path[1] == 1 and path[-1] == "kernel"
+    ]
+    np.testing.assert_allclose(kernel[...][:2, 0], [slope / 2] * 2, rtol=1e-6)
 
 
 def shortened(weights, limit):
