@@ -105,7 +105,8 @@ def _encode(keys: Keys) -> Encode:
         mu=inner.number("mu", 0.9),
         optimizer=optimizer,
         seed=int(seed),
-        interval=int(interval),
+        # As one interval, through which the brake lasts.
+        interval=int(interval) or inner.whole("Epochs", 1),
         multiplier=inner.number("AlphaMultiplier", 0.5),
         kept=inner.text("CheckpointName", "check"),
         kept_epochs=inner.whole("CheckpointInterval", 1),

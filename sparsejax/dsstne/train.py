@@ -69,7 +69,8 @@ class Train:
         all devices along "model".
       validation: two files, like `inputs` and `outputs`, whose error is measured after
         each epoch.
-      interval: after so many epochs alpha is multiplied by `multiplier`; 0 is never.
+      interval: after so many epochs alpha is multiplied by `multiplier`, and the brake
+        starts anew. 0: the rate stays, and the brake starts anew with each epoch.
       multiplier: see `interval`.
       kept: beginning of the names of network files that are written on the way, in place
         of that of `network`.
@@ -182,7 +183,7 @@ class Training:
             dense_targets=not is_sparse(target),
             weighted=target.weights is not None,
             ignore_zeros=target.ignore_zeros,
-            brake_steps=steps * (command.interval or command.epochs),
+            brake_steps=steps * max(command.interval, 1),
             parameters=parameters,
             rngs=nnx.Rngs(command.seed),
         )
