@@ -36,7 +36,6 @@ loss, found = run(sj.optimizers.adam(1e-2))
 losses = [loss]
 if "more" in sys.argv:
     losses.append(run(sj.optimizers.adagrad(0.1), fused=True)[0])
-    losses.append(run(sj.optimizers.momentum(0.1, weight_decay=1e-3))[0])
     with jax.set_mesh(sj.make_mesh(data=2, model=2)):
         losses.append(run(sj.optimizers.adam(1e-2))[0])
     model = sj.FeedForward(config, inputs=40, outputs=40, rngs=nnx.Rngs(0))
