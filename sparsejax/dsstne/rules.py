@@ -163,9 +163,11 @@ class DsstneRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class SGD(DsstneRule):
-    """::
+    """Plain gradient descent.
 
-    w -= learning_rate g'
+    With g' the gradient and the penalties::
+
+        w -= learning_rate g'
     """
 
     def move(self, gradient, state, numbers):
@@ -182,10 +184,12 @@ class SGD(DsstneRule):
 
 @dataclasses.dataclass(frozen=True)
 class Momentum(DsstneRule):
-    """::
+    """Momentum, whose velocity holds the rate.
 
-    v = mu v - learning_rate g'
-    w += v
+    With g' the gradient and the penalties::
+
+        v = mu v - learning_rate g'
+        w += v
     """
 
     shrinks_state = True
@@ -214,11 +218,13 @@ class Momentum(DsstneRule):
 
 @dataclasses.dataclass(frozen=True)
 class Nesterov(Momentum):
-    """::
+    """Nesterov's momentum.
 
-    u = v
-    v = mu u - learning_rate g'
-    w += v + mu (v - u)
+    With g' the gradient and the penalties::
+
+        u = v
+        v = mu u - learning_rate g'
+        w += v + mu (v - u)
     """
 
     def move(self, gradient, state, numbers):
@@ -242,10 +248,12 @@ class _Adaptive(DsstneRule):
 
 @dataclasses.dataclass(frozen=True)
 class AdaGrad(_Adaptive):
-    """::
+    """AdaGrad.
 
-    v += g'^2                        v starts at 0
-    w -= learning_rate g' / sqrt(max(1e-9, v))
+    With g' the gradient and the penalties::
+
+        v += g'^2                        v starts at 0
+        w -= learning_rate g' / sqrt(max(1e-9, v))
     """
 
     dense_state = _Squares
@@ -260,10 +268,12 @@ class AdaGrad(_Adaptive):
 
 @dataclasses.dataclass(frozen=True)
 class RMSProp(_Adaptive):
-    """::
+    """RMSProp.
 
-    v = mu v + (1 - mu) g'^2
-    w -= learning_rate g' / sqrt(max(1e-9, v))
+    With g' the gradient and the penalties::
+
+        v = mu v + (1 - mu) g'^2
+        w -= learning_rate g' / sqrt(max(1e-9, v))
     """
 
     shrinks_state = True
