@@ -18,6 +18,7 @@ from sparsejax.dsstne.layer_definition import (
     Connection,
     LayerDefinition,
     num_biases,
+    reads,
     weight_shape,
 )
 from sparsejax.mesh.layout import hidden_layout, jit_sharded, to_host
@@ -160,10 +161,7 @@ def is_whole(definition: Definition, layer: LayerDefinition) -> bool:
 
 def _is_read(definition: Definition, name: str) -> bool:
     """Whether a layer reads the layer of this name."""
-    return any(
-        name in (*(source.layer for source in layer.sources), *layer.skips)
-        for layer in definition.layers
-    )
+    return any(name in reads(layer) for layer in definition.layers)
 
 
 def _rows_are(

@@ -89,6 +89,11 @@ class FileDataset:
         return math.prod(self.size)
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a row has entries, rather than a number for each column."""
+        return isinstance(self.rows, SparseRows | Classes)
+
+    @property
     def num_unique(self) -> int:
         """Number of rows in the file; several examples may share one."""
         match self.rows:

@@ -17,11 +17,11 @@ from flax import nnx
 from sparsejax.data.batching import taken
 from sparsejax.data.sources import Inputs
 from sparsejax.dsstne import train
-from sparsejax.dsstne.examples import as_wide, is_sparse, shown
+from sparsejax.dsstne.examples import as_wide, inputs_of
 from sparsejax.dsstne.keys import Keys, parse
 from sparsejax.dsstne.layer_definition import SparsenessPenalty
 from sparsejax.dsstne.netcdf import load
-from sparsejax.dsstne.network import Network, name_of
+from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 from sparsejax.mesh import processes
 from sparsejax.prediction.evaluate import evaluate
@@ -151,15 +151,9 @@ def _measure(cdl: Encode) -> None:
         layer.name: as_wide(layer, data["input"])
         for layer in definition.of_kind("Input")
     }
-    sparse = {name: is_sparse(dataset) for name, dataset in inputs.items()}
-    definition = definition.with_inputs(sparse)
+    definition = definition.with_inputs({n: d.is_sparse for n, d in inputs.items()})
     network = Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
-    given: Any = {
-        name_of(layer): shown(inputs[layer.name])
-        for layer in definition.of_kind("Input")
-    }
-    if isinstance(network.num_features, int):
-        [given] = given.values()
+    given = inputs_of(definition, inputs)
     target: Any = as_wide(output, data["output"]).examples(target=True)
     most = min(_MOST_RANKED, network.num_items)
     ks = range(1, most + 1)

@@ -12,13 +12,16 @@ import scipy.sparse
 
 from sparsejax.data.files import DataError
 from sparsejax.data.names import quoted
-from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
+from sparsejax.dsstne.datasets import FileDataset
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import name_of
 from sparsejax.dsstne.order import Orders, in_order
 from sparsejax.sparse import CSR
+
+# Of dense targets, the labels that an error function knows.
+_LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,20 +50,16 @@ class Examples:
           orders: of the columns of some of them; see `order`.
         """
         data = {name: in_order(d, orders.get(name)) for name, d in data.items()}
-        inputs = network.of_kind("Input")
-        sources = {name_of(layer): shown(data[layer.name]) for layer in inputs}
-        alone = len(inputs) == 1 and inputs[0].sparse
         outputs = network.of_kind("Output")
         found = {name_of(layer): data[layer.name] for layer in outputs}
-        first = first_of_like(found)
-        for name, dataset in found.items():
-            _check_labels(network.error_function, name, dataset)
-        targets = {name: _targets(dataset) for name, dataset in found.items()}
-        return cls(
-            next(iter(sources.values())) if alone else sources,
-            targets if len(outputs) > 1 else _targets(first),
-            first.example_weights(),
-        )
+        weights = first_of_like(found).example_weights()
+        targets: Any = {
+            name: _targets(network.error_function, name, dataset)
+            for name, dataset in found.items()
+        }
+        if len(outputs) == 1:
+            [targets] = targets.values()
+        return cls(inputs_of(network, data), targets, weights)
 
 
 def data_of(inputs: str, outputs: str) -> dict[str, FileDataset]:
@@ -104,10 +103,6 @@ def by_layer(
     return {layer.name: _of_layer(layer, data) for layer in outer}
 
 
-def is_sparse(dataset: FileDataset) -> bool:
-    return isinstance(dataset.rows, SparseRows | Classes)
-
-
 def _of_layer(layer: LayerDefinition, data: Mapping[str, FileDataset]) -> FileDataset:
     """The data set of a layer, as wide as the layer.
 
@@ -130,7 +125,7 @@ def as_wide(layer: LayerDefinition, dataset: FileDataset) -> FileDataset:
     """
     if dataset.columns == layer.units:
         return dataset
-    if is_sparse(dataset) and len(dataset.size) == len(layer.size) == 1:
+    if dataset.is_sparse and len(dataset.size) == len(layer.size) == 1:
         return dataclasses.replace(dataset, size=layer.size)
     raise ValueError(
         f"layer {layer.name!r} has {layer.units:,} units, but its data set "
@@ -154,7 +149,7 @@ def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
             what = "the weights of their examples"
         elif first.ignore_zeros != other.ignore_zeros:
             what = "whether they ignore zeros"
-        elif is_sparse(first) != is_sparse(other):
+        elif first.is_sparse != other.is_sparse:
             what = "whether they are sparse"
         else:
             continue
@@ -165,29 +160,23 @@ def first_of_like(targets: Mapping[str, FileDataset]) -> FileDataset:
     return first
 
 
-# Of dense targets, the labels that an error function knows.
-_LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
+def inputs_of(network: Definition, data: Mapping[str, FileDataset]) -> Any:
+    """The inputs, as `fit` takes them; a single sparse one has no name.
+
+    Args:
+      network: the layers; `sparse` of the inputs is as in `data`.
+      data: the data set of each input, by the name of the layer.
+    """
+    inputs = network.of_kind("Input")
+    found = {name_of(layer): _shown(data[layer.name]) for layer in inputs}
+    if len(inputs) == 1 and inputs[0].sparse:
+        [alone] = found.values()
+        return alone
+    return found
 
 
-def _check_labels(error: str, name: str, dataset: FileDataset) -> None:
-    """Raises ValueError if dense targets have labels that the error function ignores."""
-    if error not in _LABELS or is_sparse(dataset):
-        return
-    labels = dataset.examples(target=True)
-    assert isinstance(labels, np.ndarray)
-    labels = labels.reshape(len(labels), -1)
-    wrong = np.argwhere(~np.isin(labels, _LABELS[error]))
-    if len(wrong):
-        row, column = wrong[0]
-        one, two = _LABELS[error]
-        raise ValueError(
-            f"the data set {name!r} has the label {labels[row, column]:g} in example "
-            f"{row}, column {column}; {error} knows {one} and {two}"
-        )
-
-
-def shown(dataset: FileDataset) -> CSR | np.ndarray:
-    """What `fit` takes as an input. Sparse examples are multiplied by their weights."""
+def _shown(dataset: FileDataset) -> CSR | np.ndarray:
+    """The examples of an input. Sparse ones are multiplied by their weights."""
     found, weights = dataset.examples(), dataset.example_weights()
     if weights is None or isinstance(found, np.ndarray):
         return found
@@ -195,9 +184,30 @@ def shown(dataset: FileDataset) -> CSR | np.ndarray:
     return found.with_data(factors if found.data is None else found.data * factors)
 
 
-def _targets(dataset: FileDataset) -> CSR | scipy.sparse.csr_array:
-    """What `fit` takes as targets. A dense data set has a label wherever it is not 0."""
+def _targets(
+    error: str, name: str, dataset: FileDataset
+) -> CSR | scipy.sparse.csr_array:
+    """What `fit` takes as targets. A dense data set has a label wherever it is not 0.
+
+    Args:
+      error: the error function.
+      name: of the data set.
+      dataset: the labels.
+
+    Raises:
+      ValueError: dense targets have labels that the error function ignores.
+    """
     found = dataset.examples(target=True)
     if isinstance(found, CSR):
         return found
-    return scipy.sparse.csr_array(found.reshape(len(found), -1))
+    labels = found.reshape(len(found), -1)
+    if error in _LABELS:
+        wrong = np.argwhere(~np.isin(labels, _LABELS[error]))
+        if len(wrong):
+            row, column = wrong[0]
+            one, two = _LABELS[error]
+            raise ValueError(
+                f"the data set {name!r} has the label {labels[row, column]:g} in example "
+                f"{row}, column {column}; {error} knows {one} and {two}"
+            )
+    return scipy.sparse.csr_array(labels)

@@ -7,7 +7,7 @@ first columns are often the popular ones, so the first device would do most of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import scipy.sparse
@@ -15,7 +15,7 @@ import scipy.sparse
 from sparsejax.data import vocabulary_order
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
 from sparsejax.dsstne.definition import Definition
-from sparsejax.dsstne.layer_definition import LayerDefinition
+from sparsejax.dsstne.layer_definition import LayerDefinition, reads
 from sparsejax.dsstne.network_files import Parameters
 
 # For a layer, by name: `[columns]`, the file's column in each place.
@@ -48,7 +48,7 @@ def in_order(dataset: FileDataset, order: np.ndarray | None) -> FileDataset:
     """
     if order is None:
         return dataset
-    place = _inverse(order)
+    place = np.argsort(order)
     if isinstance(dataset.rows, SparseRows):
         indices = place[dataset.rows.indices]
         rows = dataclasses.replace(dataset.rows, indices=indices)
@@ -73,12 +73,12 @@ def from_file_order(parameters: Parameters, orders: Orders) -> Parameters:
 
 def to_file_order(parameters: Parameters, orders: Orders) -> Parameters:
     """The inverse of `from_file_order`."""
-    inverses = {name: _inverse(order) for name, order in orders.items()}
+    inverses = {name: np.argsort(order) for name, order in orders.items()}
     return from_file_order(parameters, inverses)
 
 
-def _tied(network: Definition) -> list[set[str]]:
-    """The names of inputs and outputs, those together whose weights are shared."""
+def _tied(network: Definition) -> Iterable[list[str]]:
+    """The names of all layers, those together whose units shared weights belong to."""
     names = [layer.name for layer in network.layers]
     place = {name: at for at, name in enumerate(names)}
     ties = []
@@ -93,13 +93,11 @@ def _tied(network: Definition) -> list[set[str]]:
     graph = scipy.sparse.coo_array(
         (np.ones(len(pairs)), pairs.T), shape=(len(names), len(names))
     )
-    count, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
-    groups = [
-        {n for n, of in zip(names, labels, strict=True) if of == g}
-        for g in range(count)
-    ]
-    outer = {layer.name for layer in network.layers if layer.kind != "Hidden"}
-    return [group for group in groups if group & outer]
+    _, labels = scipy.sparse.csgraph.connected_components(graph, directed=False)
+    groups: dict[int, list[str]] = {}
+    for name, label in zip(names, labels.tolist(), strict=True):
+        groups.setdefault(label, []).append(name)
+    return groups.values()
 
 
 def _can_be_ordered(
@@ -108,13 +106,9 @@ def _can_be_ordered(
     """Whether no place of a unit means anything: weights alone lead from or to it."""
     if layer.kind == "Hidden" or len(layer.size) > 1:
         return False
-    if not isinstance(data[layer.name].rows, SparseRows | Classes):
+    if not data[layer.name].is_sparse:
         return False
-    readers = [
-        other
-        for other in network.layers
-        if layer.name in (*(source.layer for source in other.sources), *other.skips)
-    ]
+    readers = [other for other in network.layers if layer.name in reads(other)]
     if layer.kind == "Output":
         return layer.type == "FullyConnected" and not layer.skips and not readers
     return all(
@@ -130,12 +124,6 @@ def _counts(dataset: FileDataset) -> np.ndarray:
         return np.bincount(rows.ids, minlength=dataset.columns)
     assert isinstance(rows, SparseRows)
     return np.bincount(rows.indices, minlength=dataset.columns)
-
-
-def _inverse(order: np.ndarray) -> np.ndarray:
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return place
 
 
 def _taken(array: np.ndarray, orders: tuple[np.ndarray | None, ...]) -> np.ndarray:

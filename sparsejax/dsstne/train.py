@@ -22,7 +22,6 @@ from sparsejax.dsstne.examples import (
     by_layer,
     data_of,
     first_of_like,
-    is_sparse,
 )
 from sparsejax.dsstne.network import (
     Network,
@@ -134,12 +133,10 @@ def made(command: Train) -> Training:
     data = data_of(command.inputs, command.outputs)
     sizes = {name: dataset.size for name, dataset in data.items()}
     network = Definition.load(command.config, sizes)
+    data = by_layer(network, data)
+    network = network.with_inputs({name: d.is_sparse for name, d in data.items()})
     rule = rule_of(command, network.decay)
-    sparse = {
-        layer.name
-        for layer in network.of_kind("Input")
-        if layer.dataset in data and is_sparse(data[layer.dataset])
-    }
+    sparse = {layer.name for layer in network.of_kind("Input") if layer.sparse}
     needed = sum(
         rule.memory(shape, rows_only=source in sparse)
         for (source, _), shape in weights_of(network).items()
@@ -149,7 +146,7 @@ def made(command: Train) -> Training:
 
 
 class Training:
-    """A network with its data.
+    """A network with its data, which are those of `by_layer`.
 
     Attributes:
       model: the network.
@@ -164,8 +161,6 @@ class Training:
     ):
         self.command = command
         [examples, *_] = [dataset.num_examples for dataset in data.values()]
-        data = by_layer(network, data)
-        network = network.with_inputs({n: is_sparse(d) for n, d in data.items()})
         outputs = network.of_kind("Output")
         target = first_of_like({name_of(o): data[o.name] for o in outputs})
         # The same on any mesh, so that a training can be resumed on another one.
@@ -180,7 +175,7 @@ class Training:
         self.model = Network(
             network,
             row_sparse=rule.row_sparse,
-            dense_targets=not is_sparse(target),
+            dense_targets=not target.is_sparse,
             weighted=target.weights is not None,
             ignore_zeros=target.ignore_zeros,
             brake_steps=steps * max(command.interval, 1),
