@@ -48,6 +48,8 @@ class Network:
       tied: Use one kernel for both the first and the last layer.
       output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
         faster on GPUs.
+      precision: Of products of float32 matrices. highest is float32, high has errors of
+        2^-16. default is the fastest on this device.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -61,6 +63,7 @@ class Network:
     output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
         None
     )
+    precision: Annotated[str | None, _value("{highest,high,default}", "default")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

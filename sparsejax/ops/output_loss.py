@@ -28,6 +28,7 @@ from sparsejax.ops.chunked_loss import (
     weighted_sum,
 )
 from sparsejax.ops.implementations import Implementation, check_implementation
+from sparsejax.ops.precision import Precision, check_precision
 
 
 def output_loss(
@@ -41,6 +42,7 @@ def output_loss(
     weights: Float[Array, "batch"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> Float[Array, ""]:
     """Loss of an output layer over all items against sparse labels.
 
@@ -115,6 +117,7 @@ def output_loss(
         weights=weights,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
     )
 
 
@@ -129,6 +132,7 @@ def output_loss_in_chunks(
     weights: Float[Array, "batch"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     chunk_scores: int | None = None,
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
@@ -140,6 +144,7 @@ def output_loss_in_chunks(
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        precision=check_precision(precision),
     )
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
@@ -156,6 +161,7 @@ def output_loss_per_example(
     scale: Float[Array, "items"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> Float[Array, "batch"]:
     """`loss_b` of `output_loss`, for evaluation; the arguments are the same.
 
@@ -178,6 +184,7 @@ def output_loss_per_example(
         scale=scale,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
     )
 
 
@@ -191,6 +198,7 @@ def output_loss_per_example_in_chunks(
     scale: Float[Array, "items"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     chunk_scores: int | None = None,
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
@@ -202,6 +210,7 @@ def output_loss_per_example_in_chunks(
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        precision=check_precision(precision),
     )
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():

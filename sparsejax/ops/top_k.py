@@ -27,6 +27,7 @@ from sparsejax.ops.implementations import (
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
+from sparsejax.ops.precision import Precision, check_precision
 
 
 class Tuning(NamedTuple):
@@ -74,6 +75,7 @@ def top_k(
     num_items: int | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """Ids and scores of the `k` best items of each row, best first.
 
@@ -141,6 +143,7 @@ def top_k(
         num_items=num_items,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
         tuning=GPU if xla_is_for_gpu(implementation) else CPU,
     )
 
@@ -156,6 +159,7 @@ def top_k_tuned(
     num_items: int,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     tuning: Tuning,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """What `top_k` does with checked arguments.
@@ -171,6 +175,7 @@ def top_k_tuned(
         k=k,
         num_items=num_items,
         kernel_spec=kernel_spec,
+        precision=check_precision(precision),
         tuning=tuning,
         with_mosaic=implementation == "mosaic_gpu",
     )
@@ -206,6 +211,7 @@ def _num_items(
         "k",
         "num_items",
         "kernel_spec",
+        "precision",
         "tuning",
         "with_mosaic",
     ),
@@ -220,6 +226,7 @@ def _compiled(
     k: int,
     num_items: int,
     kernel_spec: P | None,
+    precision: Precision,
     tuning: Tuning,
     with_mosaic: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -229,6 +236,7 @@ def _compiled(
         k=k,
         num_items=num_items,
         shard=shard or Shard(),
+        precision=precision,
         tuning=tuning,
         with_mosaic=with_mosaic,
     )
@@ -259,6 +267,7 @@ def _best(
     k,
     num_items,
     shard,
+    precision,
     tuning,
     with_mosaic,
 ):
@@ -316,7 +325,9 @@ def _best(
         return _join(best, (places + first_item + start, scores), k)
 
     def step(start, size, best):
-        scores = item_chunks.scores(h, kernel, bias, scale, start, size)
+        scores = item_chunks.scores(
+            h, kernel, bias, scale, start, size, precision=precision
+        )
         if excluded is not None:
             place = excluded.places(start, (batch, size))
             scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
