@@ -582,6 +582,8 @@ def _unsupported(h, layer: Layer, labels: SparseRows, precision: Word) -> str | 
     dtype = h.dtype
     if dtype == jnp.float32:
         if precision != "default":
-            return f'rounds float32 operands to bfloat16, but precision is "{precision}"'
+            return (
+                f'rounds float32 operands to bfloat16, but precision is "{precision}"'
+            )
         dtype = jnp.dtype(jnp.bfloat16)
     return tiles.unsupported(h.shape[1], len(layer.kernel), dtype)

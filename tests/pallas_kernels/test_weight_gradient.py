@@ -31,7 +31,9 @@ def test_weight_gradient(run_program, batch, hidden, dtype):
     want[START : START + SIZE] = np.asarray(slopes, np.float64).T @ np.asarray(
         h, np.float64
     )
-    np.testing.assert_allclose(got.astype(np.float64), want, rtol=jnp.finfo(dtype).eps / 2, atol=1e-4)
+    np.testing.assert_allclose(
+        got.astype(np.float64), want, rtol=jnp.finfo(dtype).eps / 2, atol=1e-4
+    )
     of_slopes = np.asarray(slopes, np.float64).sum(axis=0)
     np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
