@@ -47,7 +47,7 @@ _K, _EPOCHS = 100, 50
 
 # Name, dtype of the operands, options.
 _ROUNDED = "bfloat16 operands"
-_LOSS = (
+_LOSS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("highest", "float32", {"precision": "highest"}),
     ("high", "float32", {"precision": "high"}),
     ("default, XLA", "float32", {"precision": "default", "implementation": "xla"}),

@@ -28,7 +28,7 @@ def relative_error(dtype: DTypeLike, terms: int, eps: float | None = None) -> fl
     their roundings are independent, so they grow with the root of their number.
     """
     sums = jnp.promote_types(dtype, jnp.float32)
-    eps = jnp.finfo(dtype).eps if eps is None else eps
+    eps = float(jnp.finfo(dtype).eps) if eps is None else eps
     return float(2 * eps + 2 * jnp.finfo(sums).eps * terms**0.5)
 
 

@@ -20,6 +20,7 @@ def _value(metavar: str, default: str | None = None) -> Any:
 
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
+Precision = Literal["highest", "high", "default"]  # as sparsejax.ops has it
 _Formats = _value("{text,pairs,adjacency,parquet}", "from name and content")
 _File = _value("FILE")
 _OptionalFile = _value("FILE", "")
@@ -63,7 +64,9 @@ class Network:
     output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
         None
     )
-    precision: Annotated[str | None, _value("{highest,high,default}", "default")] = None
+    precision: Annotated[
+        Precision | None, _value("{highest,high,default}", "default")
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

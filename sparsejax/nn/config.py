@@ -234,11 +234,12 @@ class NetworkConfig:
         for key, value in options.items():
             if not isinstance(value, int | float):  # or bool, which is an int
                 raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
+        precision = document.get("precision")
         return cls(
             layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),
             loss=name,
             loss_options=tuple(sorted(options.items())),
-            precision=document.get("precision"),
+            precision=None if precision is None else check_precision(precision),
         )
 
     @classmethod

@@ -32,11 +32,12 @@ def check_precision(precision: str | None) -> Word:
     """
     if precision is None:
         return "default"
-    if precision not in get_args(Word):
-        raise ValueError(
-            'precision is None, "highest", "high" or "default", got ' + repr(precision)
-        )
-    return precision
+    for word in get_args(Word):
+        if precision == word:
+            return word
+    raise ValueError(
+        f'precision is None, "highest", "high" or "default", got {precision!r}'
+    )
 
 
 def of_xla(

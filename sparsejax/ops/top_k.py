@@ -89,7 +89,8 @@ def top_k(
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
 
     Exact: a full sort by descending score, then ascending id, would give the same.
-    Operands are used as they are. Scores are computed and ranked in float32. NaN ranks
+    Operands are used as they are, except for float32 on a GPU, see `precision`. Scores are
+    summed and ranked in float32. NaN ranks
     above everything and is returned as NaN. An item whose score is -inf is never
     returned: where items run out (`k` may exceed their number), the id is -1 and the
     score -inf. A bias of -inf denies an item. Denied
@@ -118,14 +119,18 @@ def top_k(
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
         "xla" is the reference, "xla_gpu" the reference as GPUs run it. None picks what is
         fastest here.
+      precision: of the products of float32 operands. "highest" is float32. "high" has
+        errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
+        None takes TF32 on a GPU, with errors of 2^-11. On a CPU all of them are float32.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
-        implementation, a spec that does not fit the mesh.
+        implementation or precision, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
       NotImplementedError: "mosaic_gpu" cannot take these operands.
     """
     check_implementation(implementation)
+    precision = check_precision(precision)
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")

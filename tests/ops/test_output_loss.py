@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -410,12 +411,14 @@ def test_kernel_reads_and_writes_in_place(dtype):
         check(RULES[0], problem, implementation="mosaic_gpu", chunk_scores=256 * 256)
 
 
-@both_kinds
-def test_kernel_lowers_for_cuda_on_a_mesh(rule):
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [(RULES[0], jnp.bfloat16), (RULES[3], jnp.float32)], ids=str
+)
+def test_kernel_lowers_for_cuda_on_a_mesh(rule, dtype):
     # It cannot be interpreted there: devices would share one shared memory.
     mesh = mesh_of((2, 2))
     labels = matrices.random_csr(4, 1000)
-    problem = make_problem(labels, hidden=64, extra_rows=24, dtype=jnp.bfloat16)
+    problem = make_problem(labels, hidden=64, extra_rows=24, dtype=dtype)
     operands = {name: getattr(problem, name) for name in OPERANDS}
     options = {"implementation": "mosaic_gpu", "kernel_spec": P("model")}
     function = functools.partial(loss_of, rule, **options)
@@ -816,7 +819,8 @@ def test_other_meshes(shape, axes, batch):
     weights = operands.pop("weights")
 
     def loss(operands):
-        options = {"loss": rule, "weights": weights, "kernel_spec": spec}
+        options: dict[str, Any] = {"weights": weights, "kernel_spec": spec}
+        options |= {"loss": rule, "precision": "high"}
         return output_loss(labels=problem.labels, **operands, **options)
 
     with jax.set_mesh(mesh):
@@ -915,8 +919,11 @@ def test_wrong_arguments_are_refused():
         loss(h.astype(jnp.bfloat16), kernel, bias, labels)
     with pytest.raises(ValueError, match='"cusparse" or "mosaic_gpu", got'):
         loss(h, kernel, bias, labels, implementation="triton")
-    with pytest.raises(NotImplementedError, match="takes bfloat16 operands, not flo"):
-        loss(h, kernel, bias, labels, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match='but precision is "high"; use "xla"'):
+        options = {"implementation": "mosaic_gpu", "precision": "high"}
+        loss(h, kernel, bias, labels, **options)
+    with pytest.raises(ValueError, match='"high" or "default", got \'float32\''):
+        loss(h, kernel, bias, labels, precision="float32")
     with pytest.raises(ValueError, match="kernel_spec needs a mesh"):
         loss(h, kernel, bias, labels, kernel_spec=P("model"))
     with pytest.raises(ValueError, match="there is no loss"):

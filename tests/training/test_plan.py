@@ -1,5 +1,6 @@
 """Plans, against real arrays, and against what the compiler takes."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -84,6 +85,12 @@ def test_the_gradient_of_the_output_is_what_a_fused_update_saves():
 def test_the_operand_is_a_copy_of_the_kernel():
     more = compiled(HALF, fused=True) - compiled(WIDE, fused=True)
     assert more == pytest.approx(large(HALF).operand, rel=0.1)
+
+
+def test_a_chunk_of_float32_operands_is_rounded_where_there_are_many_scores():
+    exact = dataclasses.replace(WIDE, precision="highest")
+    assert large(WIDE).chunk == large(HALF).chunk + large(HALF).operand
+    assert small(WIDE) == small(exact) and large(WIDE) != large(exact)
 
 
 def test_the_gradient_of_the_input_is_dense_where_most_rows_drift():
