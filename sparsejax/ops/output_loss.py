@@ -95,7 +95,7 @@ def output_loss(
         it. None picks what is fastest here.
       precision: of the products of float32 operands. "highest" is float32. "high" has
         errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
-        None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than 33 million
+        None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than 134 million
         scores on a Hopper GPU, "mosaic_gpu" runs instead: it rounds `h`, the kernel and
         the derivative in the scores to bfloat16 (2^-9), a chunk of items at a time. On a
         CPU all of them are float32.

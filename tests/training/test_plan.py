@@ -89,8 +89,13 @@ def test_the_operand_is_a_copy_of_the_kernel():
 
 def test_a_chunk_of_float32_operands_is_rounded_where_there_are_many_scores():
     exact = dataclasses.replace(WIDE, precision="highest")
-    assert large(WIDE).chunk == large(HALF).chunk + large(HALF).operand
-    assert small(WIDE) == small(exact) and large(WIDE) != large(exact)
+    for fused in (False, True):
+        rounded, half, full = (
+            large(x, batch_size=256, fused=fused) for x in (WIDE, HALF, exact)
+        )
+        assert rounded.chunk == half.chunk + half.operand // 2  # there are two chunks
+        assert rounded != full
+    assert small(WIDE) == small(exact)
 
 
 def test_the_gradient_of_the_input_is_dense_where_most_rows_drift():
