@@ -37,7 +37,7 @@ from report import command, origin, reported, table, write_section
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
-_RULES = {
+RULES = {
     "sigmoid": "sigmoid_binary_cross_entropy",
     "l2": "l2_loss",
     "softmax": "softmax_cross_entropy",
@@ -58,9 +58,11 @@ def _measure(part: str) -> Iterator[dict]:
         yield from measure(workload)
 
 
-def _error(dh, loss: str, workload: Workload, bias=0.0) -> float:
+def error_of(
+    dh, loss: str, workload: Workload, bias=0.0, dtype: str = "bfloat16"
+) -> float:
     """Relative error of some rows of the gradient of `h` in the first batch."""
-    scores, listed, kernel = exact(workload)
+    scores, listed, kernel = exact(workload, dtype)
     scores = scores + bias
     labels = listed.astype(np.float64)
     if loss == "softmax":
@@ -138,7 +140,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     inputs = jax_inputs(workload, "bfloat16")
     bias = _bias(workload)
-    for loss, rule in _RULES.items():
+    for loss, rule in RULES.items():
         candidates = {
             "mosaic_gpu": _ours(rule, "mosaic_gpu"),
             _BIASED: _ours(rule, "mosaic_gpu", jnp.asarray(bias)),
@@ -155,7 +157,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
                 temporary = temporary_bytes(compiled)
                 value, gradients = compiled(*inputs[0])
                 added = bias[: workload.features] if name == _BIASED else 0.0
-                error = _error(gradients[0], loss, workload, added)
+                error = error_of(gradients[0], loss, workload, added)
                 more: dict[str, Any] = {}
                 if name == "mosaic_gpu":
                     more["bits"] = _bits(value, *gradients)
@@ -179,7 +181,7 @@ def _again(workload: Workload) -> Iterator[dict]:
         return
     inputs = jax_inputs(workload, "bfloat16")
     for loss in ("sigmoid", "softmax"):
-        value, gradients = _ours(_RULES[loss], None)(*inputs[0])
+        value, gradients = _ours(RULES[loss], None)(*inputs[0])
         yield {
             "workload": workload.name,
             "loss": loss,
@@ -190,18 +192,24 @@ def _again(workload: Workload) -> Iterator[dict]:
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
+    """Of bfloat16 operands."""
+    yield from measure_torch(workload, "bfloat16")
+
+
+def measure_torch(workload: Workload, dtype: str) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
 
+    wanted = getattr(torch, dtype)
     functional = torch.nn.functional
     h, kernel = host_operands(workload)
     items = workload.features
-    kernel = torch.from_numpy(kernel[:items]).cuda().bfloat16().requires_grad_()
+    kernel = torch.from_numpy(kernel[:items]).cuda().to(wanted).requires_grad_()
     inputs = []
     for seed in range(BATCHES):
         indices, indptr = rows_of(workload, seed)
         rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
         place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
-        mine = torch.from_numpy(h[seed]).cuda().bfloat16().requires_grad_()
+        mine = torch.from_numpy(h[seed]).cuda().to(wanted).requires_grad_()
         inputs.append((mine, kernel, *place))
 
     def loss_of(h, kernel, rows, columns, loss):
@@ -227,12 +235,13 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
 
             with reported(workload.name, loss, name):
                 dh = step(*inputs[0])[0].float().cpu().numpy()
-                error = _error(dh, loss, workload)
+                error = error_of(dh, loss, workload, dtype=dtype)
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 time = time_torch(step, inputs)
                 temporary = torch.cuda.max_memory_allocated() - before
-                temporary -= 2 * kernel.numel()  # the gradient is no temporary
+                # The gradient is no temporary.
+                temporary -= kernel.element_size() * kernel.numel()
                 yield _result(workload, loss, name, time, temporary, error, versions)
 
 

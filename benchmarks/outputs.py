@@ -68,17 +68,21 @@ def kernel_times(function, arguments: tuple) -> dict[str, float]:
 
 
 @functools.cache
-def exact(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def exact(
+    workload: Workload, dtype: str = "bfloat16"
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of the first rows of the first batch: scores in float64 and whether listed.
 
-    And the kernel, like the scores of bfloat16 operands.
+    And the kernel, like the scores of operands of this dtype.
     """
     import ml_dtypes
 
+    rounded = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
     h, kernel = host_operands(workload)
     items = workload.features
-    h = h[0, :CHECKED].astype(ml_dtypes.bfloat16).astype(np.float64)
-    kernel = kernel[:items].astype(ml_dtypes.bfloat16).astype(np.float32)
+    h = h[0, :CHECKED].astype(rounded).astype(np.float64)
+    kernel = kernel[:items].astype(rounded).astype(np.float32)
     parts = np.array_split(kernel, 1 + items // 2**17)
     scores = np.concatenate([h @ part.T.astype(np.float64) for part in parts], axis=1)
     indices, indptr = rows_of(workload, 0)

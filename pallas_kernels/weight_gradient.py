@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 
 WARPGROUPS = 2  # warpgroups that compute
 TILE = WARPGROUPS * ROWS  # rows of a tile
@@ -35,7 +35,7 @@ def weight_gradient(
     Args:
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
-      gradient: bfloat16.
+      gradient: bfloat16 or float32.
       start: first row, a multiple of 128.
       with_sums: whether to return the sums of the slopes.
 
@@ -43,6 +43,8 @@ def weight_gradient(
       The gradient, and the float32 sums of the slopes over the batch, or None.
     """
     columns = tile_columns(h.shape[1])
+    width = 2 * STEP // gradient.dtype.itemsize  # columns that are written at once
+    pieces = columns // width
     summing = summing_operands(with_sums)
 
     def body(start_gmem, slopes_gmem, h_gmem, *refs):
@@ -53,19 +55,20 @@ def weight_gradient(
         def finish(tile, warpgroup, make, smem):
             row, column = tile[0] + warpgroup * ROWS, tile[1]
             sums = make()
-            for c in range(0, columns, STEP):
-                slot = c // STEP % 2
+            for piece in range(pieces):
+                slot, c = piece % 2, piece * width
                 # An earlier copy must have read the slot. If a tile has an odd number of
                 # pieces, that may be the last copy.
-                plgpu.wait_smem_to_gmem(1 - columns // STEP % 2, wait_read_only=True)
-                smem[warpgroup, slot] = sums[:, c : c + STEP].astype(smem.dtype)
+                plgpu.wait_smem_to_gmem(1 - pieces % 2, wait_read_only=True)
+                smem[warpgroup, slot] = sums[:, c : c + width].astype(smem.dtype)
                 plgpu.commit_smem()
-                target = pl.ds(first + row, ROWS), pl.ds(column + c, STEP)
+                target = pl.ds(first + row, ROWS), pl.ds(column + c, width)
                 plgpu.copy_smem_to_gmem(
                     smem.at[warpgroup, slot], gradient_gmem.at[*target]
                 )
 
-        stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)
+        layout = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * STEP)
+        stored = plgpu.SMEM((2, 2, ROWS, width), gradient.dtype, transforms=layout)
         gradient_tiles(slopes_gmem, h_gmem, summing_gmem, sums_gmem, finish, [stored])
 
     ref = jax.new_ref(gradient)

@@ -20,6 +20,7 @@ def _value(metavar: str, default: str | None = None) -> Any:
 
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
+Precision = Literal["highest", "high", "default"]  # as sparsejax.ops has it
 _Formats = _value("{text,pairs,adjacency,parquet}", "from name and content")
 _File = _value("FILE")
 _OptionalFile = _value("FILE", "")
@@ -48,6 +49,8 @@ class Network:
       tied: Use one kernel for both the first and the last layer.
       output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
         faster on GPUs.
+      precision: Of products of float32 matrices. highest is float32, high has errors of
+        2^-16. default is the fastest on this device.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -61,6 +64,9 @@ class Network:
     output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
         None
     )
+    precision: Annotated[
+        Precision | None, _value("{highest,high,default}", "default")
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

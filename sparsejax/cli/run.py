@@ -195,6 +195,7 @@ class Run:
         """The settings that a resume must keep, as `{name: plain value}`."""
         network, rule = self.network, optimizers.to_json(self.optimizer)
         settings = {"loss": network.loss, **dict(network.loss_options)}
+        settings |= {"precision": network.precision or "default"}
         for layer in network.layers:
             settings |= {
                 f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()

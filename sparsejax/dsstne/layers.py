@@ -282,6 +282,7 @@ class Layer(nnx.Module):
                 weights=weights,
                 kernel_spec=module.kernel_spec,
                 implementation=module.implementation,
+                precision="highest",
             )
         scores = self.scores(held)
         if self._loss_is_of_units:
@@ -309,6 +310,7 @@ class Layer(nnx.Module):
                 num_items=self.ranked,
                 kernel_spec=module.kernel_spec,
                 implementation=module.implementation,
+                precision="highest",
             )
         else:
             all_scores = self.scores(held)[:, : self.ranked]

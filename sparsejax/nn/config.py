@@ -12,6 +12,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from sparsejax.ops.precision import Precision, check_precision
+
 VERSION = 1
 
 
@@ -114,6 +116,10 @@ class NetworkConfig:
       layers: from input to output.
       loss: name of a loss in `sparsejax.losses`.
       loss_options: its parameters, as `(name, value)` pairs.
+      precision: "highest", "high" or "default", of products of float32 matrices: in the
+        output layer see `sparsejax.output_loss` and `sparsejax.top_k`, in hidden layers
+        that do not read the input it is `precision` of `flax.nnx.Linear`. None is
+        "default".
 
     Raises:
       ValueError: the layers are not a chain, or a value is out of its range; the message
@@ -123,9 +129,11 @@ class NetworkConfig:
     layers: tuple[LayerConfig, ...]
     loss: str = "softmax_cross_entropy"
     loss_options: tuple[tuple[str, float], ...] = ()
+    precision: Precision = None
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
+        check_precision(self.precision)
 
     @property
     def input(self) -> InputConfig:
@@ -156,6 +164,7 @@ class NetworkConfig:
         output_dtype: str | None = None,
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
+        precision: Precision = None,
     ) -> NetworkConfig:
         """Layers `input -> hidden1 -> ... -> output`, with the same options in all hidden ones.
 
@@ -186,6 +195,7 @@ class NetworkConfig:
             ),
             loss=loss,
             loss_options=tuple(sorted(loss_options.items())),
+            precision=precision,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -193,6 +203,7 @@ class NetworkConfig:
         return {
             "version": VERSION,
             "loss": {"name": self.loss, **dict(self.loss_options)},
+            **({} if self.precision is None else {"precision": self.precision}),
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -205,7 +216,8 @@ class NetworkConfig:
         """
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        _no_unknown_keys(document, ("version", "loss", "layers"), "the network")
+        known = "version", "loss", "precision", "layers"
+        _no_unknown_keys(document, known, "the network")
         if type(document.get("version")) is not int or document["version"] != VERSION:
             raise ValueError(
                 f'"version" is {document.get("version")!r}; this release reads '
@@ -222,10 +234,12 @@ class NetworkConfig:
         for key, value in options.items():
             if not isinstance(value, int | float):  # or bool, which is an int
                 raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
+        precision = document.get("precision")
         return cls(
             layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),
             loss=name,
             loss_options=tuple(sorted(options.items())),
+            precision=None if precision is None else check_precision(precision),
         )
 
     @classmethod

@@ -24,7 +24,8 @@ from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
 from sparsejax.ops.implementations import Implementation
-from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.item_chunks import accumulator, dot
+from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.optimizers import gradients
 
 Initializer = Callable[..., jax.Array]
@@ -146,6 +147,9 @@ class SparseOutput(nnx.Module):
       bias_init: initialises the bias.
       kernel: a parameter to share; by default the layer makes one.
       implementation: see `sparsejax.output_loss`.
+      precision: "highest", "high" or "default" (None), of products of float32 operands;
+        see `sparsejax.output_loss` for `loss`, and `sparsejax.top_k` for `top_k` and
+        `scores`. `item_scores` always has float32's precision.
       rngs: random streams.
     """
 
@@ -162,8 +166,10 @@ class SparseOutput(nnx.Module):
         bias_init: Initializer = _default_bias_init,
         kernel: nnx.Param | None = None,
         implementation: Implementation = None,
+        precision: Precision = None,
         rngs: nnx.Rngs,
     ):
+        check_precision(precision)
         if temperature is not None and not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         self.in_features = in_features
@@ -171,6 +177,7 @@ class SparseOutput(nnx.Module):
         self.temperature = temperature
         self.dtype = dtype
         self.implementation: Implementation = implementation
+        self.precision: Precision = precision
 
         def made(init, *shape):
             spec = P(item_axes(), *[None] * (len(shape) - 1))
@@ -188,13 +195,7 @@ class SparseOutput(nnx.Module):
         """All scores, `[batch, num_items]`, in float32 or finer; meant for few items."""
 
         def all_scores(h, kernel, bias, scale):
-            scores = jax.lax.dot_general(
-                h,
-                kernel,
-                (((1,), (1,)), ((), ())),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=accumulator(h.dtype),
-            )
+            scores = dot(h, kernel, (1, 1), precision=self.precision)
             if scale is not None:
                 scores = scores * scale[None, :]
             if bias is not None:
@@ -229,6 +230,7 @@ class SparseOutput(nnx.Module):
             weights=weights,
             kernel_spec=self.kernel_spec,
             implementation=self.implementation,
+            precision=self.precision,
         )
 
     def top_k(
@@ -250,6 +252,7 @@ class SparseOutput(nnx.Module):
             num_items=self.num_items,
             kernel_spec=self.kernel_spec,
             implementation=self.implementation,
+            precision=self.precision,
         )
 
     def item_scores(

@@ -57,6 +57,7 @@ class FeedForward(nnx.Module):
             use_bias=config.output.use_bias,
             temperature=config.output.temperature,
             dtype=config.output.dtype,
+            precision=config.precision,
             rngs=rngs,
         )
         tied = config.output.tied is not None
@@ -79,6 +80,7 @@ class FeedForward(nnx.Module):
                 h.size,
                 use_bias=h.use_bias,
                 dtype=h.dtype,
+                precision=config.precision,
                 rngs=rngs,
                 **_divided(before, h.size, by_inputs=i % 2 == 1),
             )

@@ -28,6 +28,7 @@ from sparsejax.ops.implementations import (
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
+from sparsejax.ops.precision import Precision, Word, check_precision
 
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
@@ -36,6 +37,10 @@ CPU_CHUNK_SCORES = 2**20
 # ten bytes with XLA, and two with the Mosaic programs.
 GPU_CHUNK_SCORES = 2**25
 MOSAIC_CHUNK_SCORES = 2**27
+# With more scores than this, float32 operands are rounded for the Mosaic programs. With
+# fewer, XLA's TF32 products win: a step takes .4 ms longer (1,024 x 27,278, hidden 1,024),
+# but they are lowered and compiled 3 s sooner (H200). At 2^30 a step takes 12 ms longer.
+ROUNDED_SCORES = 2**27
 
 
 # (first item, slopes [batch, size], h [batch, hidden], carry) -> carry, sums [size]
@@ -77,12 +82,14 @@ class Method:
       implementation: see `output_loss`.
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
         picks what is fastest here.
+      precision: see `output_loss`.
     """
 
     rule: losses.LossRule
     kernel_spec: P | None = None
     implementation: Implementation = None
     chunk_scores: int | None = None
+    precision: Word = "default"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +155,6 @@ def loss_and_updates[Carry](
     rule, labels, shard = method.rule, batch.labels, shard or Shard()
     layer, update = updates.layer, updates.update
     whole = layer(carry)
-    with_mosaic = _with_mosaic(method, batch, whole)
     rows, dtype = len(whole.kernel), item_chunks.accumulator(batch.h.dtype)
     entries, broken = item_chunks.entries_of(labels, shard, rows)
     weights = jnp.ones(len(batch.h), dtype)
@@ -157,16 +163,20 @@ def loss_and_updates[Carry](
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
     h, weights = shard.all_rows((batch.h, weights))
     num_rows = len(h)
+    with_mosaic = _with_mosaic(method, h, whole, labels)
     limit = labels.num_cols - shard.first_item(rows)
     with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
     chunks: Chunks
     if with_mosaic:
+        h = h.astype(jnp.bfloat16)
         chunks = MosaicChunks(
             h, entries, limit, with_values=with_values, with_product=update is not None
         )
     else:
         for_gpu = xla_is_for_gpu(method.implementation)
-        chunks = XlaChunks(h, entries, limit, for_gpu=for_gpu)
+        chunks = XlaChunks(
+            h, entries, limit, for_gpu=for_gpu, precision=method.precision
+        )
     num_items = rows
     if not shard.items:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
@@ -181,11 +191,13 @@ def loss_and_updates[Carry](
     if weighted:  # 0 * inf would be NaN
         h_live = jnp.where((weights != 0)[:, None], h, 0)
 
+    dot = functools.partial(item_chunks.dot, precision=method.precision)
+
     def gradients(chunk: Layer, delta, product) -> tuple[Layer, jax.Array]:
         out = dtype if chunk.scale is not None else updates.gradient_dtype or dtype
         # `update_kernel` makes the gradient itself: no rows for it here.
         slopes = delta if update_kernel is None else delta[:, :0]
-        dkernel = item_chunks.dot(slopes, h_live, (0, 0), out)
+        dkernel = dot(slopes, h_live, (0, 0), out)
         dbias = dscale = None
         kernel = chunk.kernel
         if chunk.bias is not None and update_kernel is None:
@@ -195,10 +207,10 @@ def loss_and_updates[Carry](
             # before scaling times a row of `kernel`.
             dscale = jnp.sum(dkernel * kernel, axis=1)
             scale = chunk.scale[:, None]
-            kernel = (kernel * scale).astype(h.dtype)
+            kernel = kernel * scale
             dkernel = (dkernel * scale).astype(updates.gradient_dtype or dtype)
         if product is None:
-            product = item_chunks.dot(delta, kernel, (1, 0))
+            product = dot(delta, kernel.astype(h.dtype), (1, 0))
         return Layer(dkernel, dbias, dscale), product
 
     def finish(per_example, dh, carry):
@@ -415,9 +427,11 @@ class XlaChunks(Chunks):
 
     Attributes:
       for_gpu: whether it is in the form for GPUs.
+      precision: of the products of float32 operands.
     """
 
     for_gpu: bool = dataclasses.field(kw_only=True)
+    precision: Word = dataclasses.field(kw_only=True)
 
     def size(self, num_items, chunk_scores):
         if chunk_scores is None:
@@ -426,7 +440,9 @@ class XlaChunks(Chunks):
 
     def scores(self, start, size, layer: Layer):
         """Scores, labels, a mask of where there is a label, and one of the items."""
-        scores = item_chunks.scores(self.h, *layer, start, size)
+        scores = item_chunks.scores(
+            self.h, *layer, start, size, precision=self.precision
+        )
         shape = len(self.h), size
         listed = self.entries.dense(True, start, shape)
         labels = jnp.ones_like(scores)
@@ -474,6 +490,8 @@ class XlaChunks(Chunks):
 class MosaicChunks(Chunks):
     """Chunks whose scores exist only in tiles; the batch is padded to whole tiles.
 
+    `h` is bfloat16. A float32 kernel is rounded, a chunk at a time.
+
     Attributes:
       with_values: whether the function of the scores has values.
       with_product: whether the product of the slopes with the kernel is wanted.
@@ -491,7 +509,14 @@ class MosaicChunks(Chunks):
 
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
         """The arguments that both GPU programs take."""
-        h = item_chunks.pad_rows(self.h)
+        h, limit = item_chunks.pad_rows(self.h), self.limit
+        words = self.entries.words(start, (len(h), size), counted=True)
+        if layer.kernel.dtype != h.dtype:
+            layer = jax.tree.map(
+                lambda x: item_chunks.slice_rows(x, start, size), layer
+            )
+            layer = layer._replace(kernel=layer.kernel.astype(h.dtype))
+            start, limit = 0, limit - start
         bias, scale = (
             None if x is None else x.astype(jnp.float32)
             for x in (layer.bias, layer.scale)
@@ -501,10 +526,10 @@ class MosaicChunks(Chunks):
             "kernel": layer.kernel,
             "bias": bias,
             "scale": scale,
-            "words": self.entries.words(start, (len(h), size), counted=True),
+            "words": words,
             "start": start,
             "size": size,
-            "limit": self.limit,
+            "limit": limit,
         }
 
     def slopes(self, start, size, layer, function, vectors):
@@ -529,23 +554,43 @@ class MosaicChunks(Chunks):
         return mosaic.normalise(known=known, **self._arguments(start, size, layer))
 
 
-def _with_mosaic(method: Method, batch: Batch, layer: Layer) -> bool:
+def operand_dtype(
+    precision: Precision, dtype: jnp.dtype, batch: int, items: int
+) -> jnp.dtype:
+    """The dtype that operands have in the fastest products on a Hopper GPU."""
+    rounds = dtype == jnp.float32 and check_precision(precision) == "default"
+    if rounds and batch * items > ROUNDED_SCORES:
+        return jnp.dtype(jnp.bfloat16)
+    return dtype
+
+
+def _with_mosaic(method: Method, h, layer: Layer, labels: SparseRows) -> bool:
     """Whether the GPU programs compute the scores.
 
     Raises:
       NotImplementedError: they were asked for and cannot.
     """
-    why = _unsupported(batch.h, layer, batch.labels)
+    why = _unsupported(h, layer, labels, method.precision)
     if method.implementation == "mosaic_gpu" and why:
         raise NotImplementedError(f'the kernel "mosaic_gpu" {why}; use "xla"')
     if method.implementation is not None:
         return method.implementation == "mosaic_gpu"
     ours = type(method.rule).__module__ == losses.__name__
-    return ours and not why and custom_call_can_run(HOPPER)
+    if why or not ours or not custom_call_can_run(HOPPER):
+        return False
+    dtype = operand_dtype(method.precision, h.dtype, len(h), len(layer.kernel))
+    return dtype == jnp.bfloat16
 
 
-def _unsupported(h, layer: Layer, labels: SparseRows) -> str | None:
+def _unsupported(h, layer: Layer, labels: SparseRows, precision: Word) -> str | None:
     """Why the GPU programs cannot be used; None if they can."""
     if labels.data is not None:
         return "takes labels without values"
-    return tiles.unsupported(h.shape[1], len(layer.kernel), h.dtype)
+    dtype = h.dtype
+    if dtype == jnp.float32:
+        if precision != "default":
+            return (
+                f'rounds float32 operands to bfloat16, but precision is "{precision}"'
+            )
+        dtype = jnp.dtype(jnp.bfloat16)
+    return tiles.unsupported(h.shape[1], len(layer.kernel), dtype)

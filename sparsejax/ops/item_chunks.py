@@ -22,6 +22,7 @@ from pallas_kernels.score_tiles import TILE_ROWS
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
 from sparsejax.mesh.per_device import gather_over_data, own_block
+from sparsejax.ops.precision import Precision, of_xla
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -210,10 +211,12 @@ def dot(
     b: jax.Array,
     contract: tuple[int, int],
     dtype: jnp.dtype | None = None,
+    *,
+    precision: Precision = None,
 ) -> jax.Array:
-    """Matrix product over the two named axes: operands as given, sums in float32.
+    """Matrix product over the two named axes: sums in float32.
 
-    The result is rounded to `dtype`, if one is given: on a GPU by the product itself.
+    `precision` is that of float32 operands; others are used as given. The result is rounded to `dtype`, if one is given: on a GPU by the product itself.
     """
 
     sums = accumulator(a.dtype)
@@ -223,7 +226,7 @@ def dot(
             a,
             b,
             (((contract[0],), (contract[1],)), ((), ())),
-            precision=None if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+            precision=of_xla(precision, a.dtype),
             preferred_element_type=dtype,
         )
 
@@ -244,9 +247,11 @@ def scores(
     scale: Float[Array, "items"] | None,
     start: jax.typing.ArrayLike,
     size: int,
+    *,
+    precision: Precision = None,
 ) -> Float[Array, "batch size"]:
     """`(h . kernel_i) scale_i + bias_i` for items `start .. start + size - 1`."""
-    result = dot(h, slice_rows(kernel, start, size), (1, 1))
+    result = dot(h, slice_rows(kernel, start, size), (1, 1), precision=precision)
     if scale is not None:
         result *= slice_rows(scale, start, size).astype(result.dtype)[None]
     if bias is not None:

@@ -28,6 +28,7 @@ from sparsejax.ops.chunked_loss import (
     weighted_sum,
 )
 from sparsejax.ops.implementations import Implementation, check_implementation
+from sparsejax.ops.precision import Precision, check_precision
 
 
 def output_loss(
@@ -41,6 +42,7 @@ def output_loss(
     weights: Float[Array, "batch"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> Float[Array, ""]:
     """Loss of an output layer over all items against sparse labels.
 
@@ -61,10 +63,10 @@ def output_loss(
     forward mode (`jax.hessian`).
 
     Scores exist for a chunk of items at a time: memory beyond the gradients does not
-    grow with the number of items. Operands are used as they are, products are summed
-    in float32 (float32 operands: at full precision), losses are computed in float32. With
-    bfloat16 operands the derivative in the scores is rounded to bfloat16 before its two
-    products. Each gradient has the dtype of its operand.
+    grow with the number of items. Products are summed in float32, losses are computed in
+    float32. Operands are used as they are, except for float32 on a GPU, see `precision`.
+    With bfloat16 operands the derivative in the scores is rounded to bfloat16 before its
+    two products. Each gradient has the dtype of its operand.
 
     An example with weight 0 contributes nothing, whatever is in it. The gradient of its
     weight is still its loss. A row of labels that does not fit in
@@ -87,19 +89,25 @@ def output_loss(
         Each device works on its own items, for all examples. Where the mesh has an axis
         "data", the items are divided over that axis too: best is a kernel that lies so,
         `P(("model", "data"))`. Then only `h` and its gradient move between devices.
-      implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands,
-        labels without values, and the rules of `sparsejax.losses`. "xla" is the
-        reference, "xla_gpu" the reference as GPUs run it. None picks what is fastest
-        here.
+      implementation: "mosaic_gpu" is the program for Hopper GPUs, for operands that are
+        bfloat16 or may be rounded to it, labels without values, and the rules of
+        `sparsejax.losses`. "xla" is the reference, "xla_gpu" the reference as GPUs run
+        it. None picks what is fastest here.
+      precision: of the products of float32 operands. "highest" is float32. "high" has
+        errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
+        None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than 134 million
+        scores on a Hopper GPU, "mosaic_gpu" runs instead: it rounds `h`, the kernel and
+        the derivative in the scores to bfloat16 (2^-9), a chunk of items at a time. On a
+        CPU all of them are float32.
 
     Raises:
-      ValueError: shapes do not match, an unknown loss or implementation, or a spec that
-        does not fit the mesh.
+      ValueError: shapes do not match, an unknown loss, implementation or precision, or a
+        spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
       NotImplementedError: "mosaic_gpu" cannot take these operands; or the loss itself is
         differentiated in forward mode.
     """
-    rule = losses.get(loss)
+    rule, precision = losses.get(loss), check_precision(precision)
     _check(h, kernel, bias, labels, scale, implementation)
     if weights is not None and weights.shape != h.shape[:1]:
         raise ValueError(
@@ -115,6 +123,7 @@ def output_loss(
         weights=weights,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
     )
 
 
@@ -129,6 +138,7 @@ def output_loss_in_chunks(
     weights: Float[Array, "batch"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     chunk_scores: int | None = None,
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
@@ -140,6 +150,7 @@ def output_loss_in_chunks(
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        precision=check_precision(precision),
     )
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
@@ -156,6 +167,7 @@ def output_loss_per_example(
     scale: Float[Array, "items"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> Float[Array, "batch"]:
     """`loss_b` of `output_loss`, for evaluation; the arguments are the same.
 
@@ -167,7 +179,7 @@ def output_loss_per_example(
     Differentiable, but the scores are then computed once more: for training, a weighted
     sum by `output_loss` is cheaper.
     """
-    rule = losses.get(loss)
+    rule, precision = losses.get(loss), check_precision(precision)
     _check(h, kernel, bias, labels, scale, implementation)
     return output_loss_per_example_in_chunks(
         h,
@@ -178,6 +190,7 @@ def output_loss_per_example(
         scale=scale,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
     )
 
 
@@ -191,6 +204,7 @@ def output_loss_per_example_in_chunks(
     scale: Float[Array, "items"] | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     chunk_scores: int | None = None,
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
@@ -202,6 +216,7 @@ def output_loss_per_example_in_chunks(
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        precision=check_precision(precision),
     )
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():

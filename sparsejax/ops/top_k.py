@@ -27,6 +27,7 @@ from sparsejax.ops.implementations import (
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
+from sparsejax.ops.precision import Precision, check_precision
 
 
 class Tuning(NamedTuple):
@@ -74,6 +75,7 @@ def top_k(
     num_items: int | None = None,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """Ids and scores of the `k` best items of each row, best first.
 
@@ -87,7 +89,8 @@ def top_k(
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
 
     Exact: a full sort by descending score, then ascending id, would give the same.
-    Operands are used as they are. Scores are computed and ranked in float32. NaN ranks
+    Operands are used as they are, except for float32 on a GPU, see `precision`. Scores are
+    summed and ranked in float32. NaN ranks
     above everything and is returned as NaN. An item whose score is -inf is never
     returned: where items run out (`k` may exceed their number), the id is -1 and the
     score -inf. A bias of -inf denies an item. Denied
@@ -116,14 +119,18 @@ def top_k(
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
         "xla" is the reference, "xla_gpu" the reference as GPUs run it. None picks what is
         fastest here.
+      precision: of the products of float32 operands. "highest" is float32. "high" has
+        errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
+        None takes TF32 on a GPU, with errors of 2^-11. On a CPU all of them are float32.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
-        implementation, a spec that does not fit the mesh.
+        implementation or precision, a spec that does not fit the mesh.
       TypeError: `h` and `kernel` differ in dtype.
       NotImplementedError: "mosaic_gpu" cannot take these operands.
     """
     check_implementation(implementation)
+    precision = check_precision(precision)
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")
@@ -141,6 +148,7 @@ def top_k(
         num_items=num_items,
         kernel_spec=kernel_spec,
         implementation=implementation,
+        precision=precision,
         tuning=GPU if xla_is_for_gpu(implementation) else CPU,
     )
 
@@ -156,6 +164,7 @@ def top_k_tuned(
     num_items: int,
     kernel_spec: P | None = None,
     implementation: Implementation = None,
+    precision: Precision = None,
     tuning: Tuning,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """What `top_k` does with checked arguments.
@@ -171,6 +180,7 @@ def top_k_tuned(
         k=k,
         num_items=num_items,
         kernel_spec=kernel_spec,
+        precision=check_precision(precision),
         tuning=tuning,
         with_mosaic=implementation == "mosaic_gpu",
     )
@@ -206,6 +216,7 @@ def _num_items(
         "k",
         "num_items",
         "kernel_spec",
+        "precision",
         "tuning",
         "with_mosaic",
     ),
@@ -220,6 +231,7 @@ def _compiled(
     k: int,
     num_items: int,
     kernel_spec: P | None,
+    precision: Precision,
     tuning: Tuning,
     with_mosaic: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -229,6 +241,7 @@ def _compiled(
         k=k,
         num_items=num_items,
         shard=shard or Shard(),
+        precision=precision,
         tuning=tuning,
         with_mosaic=with_mosaic,
     )
@@ -259,6 +272,7 @@ def _best(
     k,
     num_items,
     shard,
+    precision,
     tuning,
     with_mosaic,
 ):
@@ -316,7 +330,9 @@ def _best(
         return _join(best, (places + first_item + start, scores), k)
 
     def step(start, size, best):
-        scores = item_chunks.scores(h, kernel, bias, scale, start, size)
+        scores = item_chunks.scores(
+            h, kernel, bias, scale, start, size, precision=precision
+        )
         if excluded is not None:
             place = excluded.places(start, (batch, size))
             scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)

@@ -120,4 +120,13 @@ def _operand(
 
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "spec"))
 def _nearest(h, kernel, k: int, num_items: int, spec: P | None):
-    return replicated(top_k(h, kernel, None, k, num_items=num_items, kernel_spec=spec))
+    found = top_k(
+        h,
+        kernel,
+        None,
+        k,
+        num_items=num_items,
+        kernel_spec=spec,
+        precision="highest",
+    )
+    return replicated(found)

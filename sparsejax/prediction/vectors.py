@@ -246,6 +246,7 @@ def _similar(kernel, ids, k: int, num_items: int, kernel_spec: jax.P | None):
             scale=inverse,
             exclude=itself,
             kernel_spec=kernel_spec,
+            precision="highest",
         )
     )
 

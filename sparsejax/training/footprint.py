@@ -277,7 +277,8 @@ def _output(job: Job, data: int, model: int) -> _Output:
         gradient += 4 * items
     if job.fused:
         gradient = 0
-    with_kernel = not job.values and not score_tiles.unsupported(width, items, dtype)
+    product = chunked_loss.operand_dtype(job.network.precision, dtype, batch, items)
+    with_kernel = not job.values and not score_tiles.unsupported(width, items, product)
     budget = chunked_loss.GPU_CHUNK_SCORES
     if with_kernel:
         batch = -(-batch // score_tiles.TILE_ROWS) * score_tiles.TILE_ROWS
@@ -288,9 +289,11 @@ def _output(job: Job, data: int, model: int) -> _Output:
     made = 2 * scores + scores // 8 if with_kernel else 5 * scores
     if job.values:
         made = 17 * scores
+    if rounded := with_kernel and product != dtype:
+        made += product.itemsize * rows
     in_product = with_kernel and layer.temperature is None
     if job.fused and in_product and job.steps_by_elements(width):
-        in_place = size >= items or width <= slopes_product.MAX_HIDDEN
+        in_place = size >= items or width <= slopes_product.MAX_HIDDEN or rounded
         copied = 0 if in_place else dtype.itemsize * rows
         return _Output(operand, gradient, made + copied, size >= items)
     if size >= items:  # whole arrays are updated in place, without copies of rows

@@ -33,6 +33,7 @@ from sparsejax.ops.chunked_loss import (
     weighted_sum,
 )
 from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
+from sparsejax.ops.precision import check_precision
 from sparsejax.ops.row_update import State, by_elements, step_of_arrays
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -232,6 +233,7 @@ def train_step(
         kernel_spec=layer.kernel_spec,
         implementation=layer.implementation,
         chunk_scores=chunk_scores,
+        precision=check_precision(layer.precision),
     )
     updates = Updates(
         layer=operands, update=update, update_kernel=update_kernel if fits else None

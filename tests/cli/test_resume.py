@@ -48,6 +48,7 @@ def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
         (["--batch-size", "7"], "--batch-size 7"),
         (["--seed", "3"], "seed 3"),
         (["--k", "9"], "k 9"),
+        (["--precision", "high"], "precision high: the run was begun with default"),
         (["--deterministic"], "deterministic True: the run was begun with False"),
         (["--validation", "heldout.txt"], "other validation data"),
     ],

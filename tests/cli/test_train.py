@@ -50,7 +50,14 @@ def test_every_setting_is_kept(small, tmp_path):
     heldout = write_lines(tmp_path / "heldout.txt", checkerboard()[1])
     argv = ["--optimizer", "adagrad", "--activation", "tanh", "--normalize", "--tied"]
     argv += ["--corruption", "0.25", "--dropout", "0.5", "--temperature", "0.2"]
-    argv += ["--seed", "7", "--loss", "sigmoid_binary_cross_entropy"]
+    argv += [
+        "--precision",
+        "highest",
+        "--seed",
+        "7",
+        "--loss",
+        "sigmoid_binary_cross_entropy",
+    ]
     argv += ["--validation", heldout, "--k", "3", "--patience", "2", "--deterministic"]
     assert main([*small, *argv]) == 0
     settings = run.load_run(tmp_path / "run")[0]
@@ -63,6 +70,7 @@ def test_every_setting_is_kept(small, tmp_path):
         temperature=0.2,
         tied=True,
         loss="sigmoid_binary_cross_entropy",
+        precision="highest",
     )
     assert settings.optimizer == optimizers.adagrad(1e-3)
     assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)

@@ -20,9 +20,10 @@ from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, Output
     temperature=st.none() | st.just(0.1),
     tied=st.booleans(),
     options=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(0, 1)),
+    precision=st.sampled_from([None, "high"]),
 )
 def test_json_round_trip(
-    hidden, activation, normalize, rate, temperature, tied, options
+    hidden, activation, normalize, rate, temperature, tied, options, precision
 ):
     config = NetworkConfig.autoencoder(
         hidden,
@@ -34,6 +35,7 @@ def test_json_round_trip(
         tied=tied,
         loss="l2_loss",
         loss_options=options,
+        precision=precision,
     )
     again = NetworkConfig.from_json(json.loads(json.dumps(config.to_json())))
     assert again == config and hash(again) == hash(config)
@@ -82,6 +84,7 @@ def test_flags_of_a_loss_survive_json():
     ("changes", "message"),
     [
         ({"version": 2}, '"version" is 2; this release reads version 1'),
+        ({"precision": "tf32"}, '"high" or "default", got \'tf32\''),
         ({"colour": 1}, 'the network: unknown key "colour"'),
         ({"layers": []}, '"layers" must be a list'),
         ({"layers": [{"kind": "input"}, {"kind": "output"}]}, "got input, output"),

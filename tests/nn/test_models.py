@@ -80,6 +80,22 @@ def test_hidden_layers_in_bfloat16():
     assert all(g.dtype == jnp.float32 and np.isfinite(g).all() for g in leaves)
 
 
+def test_precision_of_all_products():
+    config = NetworkConfig.autoencoder((8, 8), precision="highest")
+    model = FeedForward(config, inputs=12, outputs=12, rngs=nnx.Rngs(0))
+
+    def used(model, x):
+        return model.loss(x, x), model.top_k(x, 3), model.output.scores(model.encode(x))
+
+    traced = nnx.jit(used).lower(model, random_csr(4, 12, 0.4))
+    products = [
+        x for x in traced.as_text().splitlines() if "stablehlo.dot_general" in x
+    ]
+    # The hidden layer's, which is shared or made three times, and each of the output's.
+    assert len(products) >= 4
+    assert all("precision = [HIGHEST, HIGHEST]" in product for product in products)
+
+
 def test_noise_is_for_training_only():
     model = build((64,), corruption=0.5, dropout=0.5)
     x = random_csr(8, 12, 0.6)

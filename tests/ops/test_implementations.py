@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax import optimizers
 from sparsejax.mesh import xla_options
-from sparsejax.ops import implementations, row_update, scatter_gradient
+from sparsejax.ops import chunked_loss, implementations, row_update, scatter_gradient
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.output_loss import output_loss
 from sparsejax.ops.top_k import top_k
@@ -32,11 +32,11 @@ def gradient(x, h, kernel, implementation=None):
     )[1]
 
 
-def loss(x, h, kernel):
-    def of(h):
-        return output_loss(h, kernel, None, x, loss="sigmoid_binary_cross_entropy")
+def loss(x, h, kernel, **options):
+    def of(h, kernel):
+        return output_loss(h, kernel, None, x, loss="softmax_cross_entropy", **options)
 
-    return jax.grad(of)(h)
+    return jax.grad(of, (0, 1))(h, kernel)
 
 
 # Each with the dtype of its operands, whether GPUs newer than Hopper have a program, and
@@ -99,6 +99,41 @@ def test_no_cusparse_where_bits_must_be_the_same(monkeypatch):
 def test_form_without_a_gpu(monkeypatch, name):
     monkeypatch.setattr(implementations, "gpu_capability", lambda: None)
     assert "mosaic_gpu" not in lowered(name)
+
+
+PRECISIONS = {
+    "highest": "precision = [HIGHEST, HIGHEST]",
+    "high": "num_primitive_operations = 3",
+    "default": "precision = [DEFAULT, DEFAULT]",
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_of_products(precision):
+    """On a GPU: float32, three products of bfloat16, TF32."""
+    x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
+    operands = x, jnp.ones((4, HIDDEN)), jnp.ones((COLUMNS, HIDDEN))
+    for function in (loss, lambda x, h, w, **options: top_k(h, w, None, 3, **options)):
+        traced = jax.jit(functools.partial(function, precision=precision))
+        text = traced.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        products = [x for x in text.splitlines() if "stablehlo.dot_general" in x]
+        assert len(products) == (4 if function is loss else 1)
+        for product in products:
+            assert PRECISIONS[precision] in product
+            assert ("algorithm" in product) == (precision == "high")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("scores", ["few", "many"])
+def test_float32_is_rounded_for_the_program(monkeypatch, precision, scores):
+    """By default, and where there are so many scores that it pays."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+    if scores == "many":
+        monkeypatch.setattr(chunked_loss, "ROUNDED_SCORES", 4 * COLUMNS - 1)
+    function = functools.partial(loss, precision=precision)
+    monkeypatch.setitem(OPERATIONS, "float32", (function, jnp.float32))
+    rounded = precision == "default" and scores == "many"
+    assert ("custom_call @mosaic_gpu" in lowered("float32")) == rounded
 
 
 def test_rows_are_not_added_by_a_scatter():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernels import kernel_can_run
 from memory import temporary_bytes
-from tolerances import assert_close
+from tolerances import assert_close, eps_of_form
 
 from sparsejax import losses
 from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates, loss_and_updates
@@ -193,24 +194,21 @@ def run(rule, problem, **options) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 def check(rule, problem, **options):
     want = oracle(rule, problem)
-    dtype = problem.h.dtype
+    dtype, eps = problem.h.dtype, None
+    if dtype == jnp.float32:
+        eps = eps_of_form(*map(options.get, ("precision", "implementation")))
     loss, gradients = run(rule, problem, **options)
     batch, hidden = problem.h.shape
     terms = batch * problem.labels.num_cols * hidden
     assert loss.dtype == jnp.float32
-    assert_close(loss, want.loss, terms=terms, magnitude=want.size, dtype=dtype)
+    close = functools.partial(assert_close, terms=terms, dtype=dtype, eps=eps)
+    close(loss, want.loss, magnitude=want.size)
     assert set(gradients) == set(want.gradients)
     for name, gradient in gradients.items():
         assert gradient.dtype == getattr(problem, name).dtype
         size = want.sizes[name]
         try:
-            assert_close(
-                gradient,
-                want.gradients[name],
-                terms=terms,
-                magnitude=size,
-                dtype=dtype,
-            )
+            close(gradient, want.gradients[name], magnitude=size)
         except AssertionError as error:
             raise AssertionError(f"gradient of {name}: {error}") from None
     for name in ("kernel", "bias", "scale"):
@@ -231,6 +229,10 @@ def check(rule, problem, **options):
 def test_equals_the_oracle(rule, valued, chunk_scores):
     problem = make_problem(matrices.random_csr(6, 300, valued=valued))
     check(rule, problem, chunk_scores=chunk_scores)
+    check_per_example(rule, problem, chunk_scores=chunk_scores)
+
+
+def check_per_example(rule, problem, **options):
     got = output_loss_per_example_in_chunks(
         problem.h,
         problem.kernel,
@@ -238,10 +240,23 @@ def test_equals_the_oracle(rule, valued, chunk_scores):
         problem.labels,
         loss=rule,
         scale=problem.scale,
-        chunk_scores=chunk_scores,
+        **options,
     )
-    want = oracle(rule, problem)
-    assert_close(got, want.per_example, terms=1500, magnitude=want.per_example_size)
+    want, size = oracle(rule, problem), problem.labels.num_cols * problem.h.shape[1]
+    eps = eps_of_form(*map(options.get, ("precision", "implementation")))
+    assert_close(
+        got, want.per_example, terms=size, magnitude=want.per_example_size, eps=eps
+    )
+
+
+@both_kinds
+@pytest.mark.parametrize("implementation", ["xla", "xla_gpu"])
+@pytest.mark.parametrize("precision", ["highest", "high"])  # the default is above
+def test_every_precision_equals_the_oracle(rule, precision, implementation):
+    problem = make_problem(matrices.random_csr(6, 300), hidden=16)
+    options = {"precision": precision, "implementation": implementation}
+    check(rule, problem, chunk_scores=128, **options)
+    check_per_example(rule, problem, chunk_scores=128, **options)
 
 
 @both_kinds
@@ -367,31 +382,43 @@ def test_kernel_denies_items_under_l2():
         )
 
 
-@pytest.mark.parametrize("rule", [RULES[0], RULES[2], RULES[3]], ids=str)
-def test_kernel_equals_the_oracle(rule):
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [
+        (RULES[0], jnp.bfloat16),
+        (RULES[2], jnp.bfloat16),
+        (RULES[3], jnp.bfloat16),
+        (RULES[3], jnp.float32),
+    ],
+    ids=str,
+)
+def test_kernel_equals_the_oracle(rule, dtype):
     labels = matrices.random_csr(5, 300)
     extra = 512 - 300
-    problem = make_problem(labels, hidden=64, extra_rows=extra, dtype=jnp.bfloat16)
+    problem = make_problem(labels, hidden=64, extra_rows=extra, dtype=dtype)
     with kernel_can_run():
         check(rule, problem, implementation="mosaic_gpu", chunk_scores=128 * 256)
 
 
-def test_kernel_reads_and_writes_in_place():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_kernel_reads_and_writes_in_place(dtype):
     labels = matrices.random_csr(150, 500)
     options = ("bias", "weights")  # a scale makes copies of the kernel anyway
     problem = make_problem(
-        labels, hidden=64, extra_rows=12, options=options, dtype=jnp.bfloat16
+        labels, hidden=64, extra_rows=12, options=options, dtype=dtype
     )
     with kernel_can_run():
         check(RULES[0], problem, implementation="mosaic_gpu", chunk_scores=256 * 256)
 
 
-@both_kinds
-def test_kernel_lowers_for_cuda_on_a_mesh(rule):
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [(RULES[0], jnp.bfloat16), (RULES[3], jnp.float32)], ids=str
+)
+def test_kernel_lowers_for_cuda_on_a_mesh(rule, dtype):
     # It cannot be interpreted there: devices would share one shared memory.
     mesh = mesh_of((2, 2))
     labels = matrices.random_csr(4, 1000)
-    problem = make_problem(labels, hidden=64, extra_rows=24, dtype=jnp.bfloat16)
+    problem = make_problem(labels, hidden=64, extra_rows=24, dtype=dtype)
     operands = {name: getattr(problem, name) for name in OPERANDS}
     options = {"implementation": "mosaic_gpu", "kernel_spec": P("model")}
     function = functools.partial(loss_of, rule, **options)
@@ -792,7 +819,8 @@ def test_other_meshes(shape, axes, batch):
     weights = operands.pop("weights")
 
     def loss(operands):
-        options = {"loss": rule, "weights": weights, "kernel_spec": spec}
+        options: dict[str, Any] = {"weights": weights, "kernel_spec": spec}
+        options |= {"loss": rule, "precision": "high"}
         return output_loss(labels=problem.labels, **operands, **options)
 
     with jax.set_mesh(mesh):
@@ -891,8 +919,11 @@ def test_wrong_arguments_are_refused():
         loss(h.astype(jnp.bfloat16), kernel, bias, labels)
     with pytest.raises(ValueError, match='"cusparse" or "mosaic_gpu", got'):
         loss(h, kernel, bias, labels, implementation="triton")
-    with pytest.raises(NotImplementedError, match="takes bfloat16 operands, not flo"):
-        loss(h, kernel, bias, labels, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match='but precision is "high"; use "xla"'):
+        options = {"implementation": "mosaic_gpu", "precision": "high"}
+        loss(h, kernel, bias, labels, **options)
+    with pytest.raises(ValueError, match='"high" or "default", got \'float32\''):
+        loss(h, kernel, bias, labels, precision="float32")
     with pytest.raises(ValueError, match="kernel_spec needs a mesh"):
         loss(h, kernel, bias, labels, kernel_spec=P("model"))
     with pytest.raises(ValueError, match="there is no loss"):

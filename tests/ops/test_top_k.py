@@ -319,6 +319,8 @@ def test_wrong_arguments_are_refused():
         function(h, kernel, bias[:3], 1)
     with pytest.raises(ValueError, match='"cusparse" or "mosaic_gpu", got'):
         function(h, kernel, bias, 1, implementation="triton")
+    with pytest.raises(ValueError, match='"high" or "default", got \'tf32\''):
+        function(h, kernel, bias, 1, precision="tf32")
 
 
 # The kernel, under the same function

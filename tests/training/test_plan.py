@@ -1,5 +1,6 @@
 """Plans, against real arrays, and against what the compiler takes."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -84,6 +85,17 @@ def test_the_gradient_of_the_output_is_what_a_fused_update_saves():
 def test_the_operand_is_a_copy_of_the_kernel():
     more = compiled(HALF, fused=True) - compiled(WIDE, fused=True)
     assert more == pytest.approx(large(HALF).operand, rel=0.1)
+
+
+def test_a_chunk_of_float32_operands_is_rounded_where_there_are_many_scores():
+    exact = dataclasses.replace(WIDE, precision="highest")
+    for fused in (False, True):
+        rounded, half, full = (
+            large(x, batch_size=256, fused=fused) for x in (WIDE, HALF, exact)
+        )
+        assert rounded.chunk == half.chunk + half.operand // 2  # there are two chunks
+        assert rounded != full
+    assert small(WIDE) == small(exact)
 
 
 def test_the_gradient_of_the_input_is_dense_where_most_rows_drift():

@@ -1,0 +1,49 @@
+"""How exact the products of float32 matrices are."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import lax
+
+# The argument `precision` of operations and layers. It is about float32 operands alone.
+#
+#   "highest"       float32
+#   "high"          three products of bfloat16 matrices for each: errors of about 2^-16
+#   "default", None  the fastest form that trains as well: full float32 on a CPU, TF32 on a
+#                   GPU, and bfloat16 operands where an operation says so
+Word = Literal["highest", "high", "default"]
+Precision = Word | None
+
+_OF_XLA = {
+    "highest": lax.Precision.HIGHEST,
+    # On CUDA, `Precision.HIGH` would be TF32. On a CPU this is full float32.
+    "high": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "default": lax.Precision.DEFAULT,
+}
+
+
+def check_precision(precision: str | None) -> Word:
+    """The precision without None.
+
+    Raises:
+      ValueError: there is no such precision.
+    """
+    if precision is None:
+        return "default"
+    for word in get_args(Word):
+        if precision == word:
+            return word
+    raise ValueError(
+        f'precision is None, "highest", "high" or "default", got {precision!r}'
+    )
+
+
+def of_xla(
+    precision: Precision, dtype: jnp.dtype
+) -> lax.Precision | lax.DotAlgorithmPreset | None:
+    """What XLA's product of operands of this dtype takes."""
+    if dtype == jnp.float32:
+        return _OF_XLA[check_precision(precision)]
+    return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
