@@ -48,6 +48,8 @@ class Network:
       tied: Use one kernel for both the first and the last layer.
       output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
         faster on GPUs.
+      param_dtype: Type in which the first and the last layer are stored. bfloat16 takes half
+        the memory. It is rounded at random in training, so that small steps are not lost.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -58,9 +60,10 @@ class Network:
     dropout: float = 0.0
     temperature: Annotated[float | None, _value("{FLOAT,None}")] = 0.1
     tied: Flag = False
-    output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
-        None
-    )
+    output_dtype: Annotated[
+        str | None, _value("{bfloat16,None}", "None, that of the parameters")
+    ] = None
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class FeedForward(nnx.Module):
             use_bias=config.output.use_bias,
             temperature=config.output.temperature,
             dtype=config.output.dtype,
+            param_dtype=config.param_dtype,
             rngs=rngs,
         )
         tied = config.output.tied is not None
@@ -70,6 +71,7 @@ class FeedForward(nnx.Module):
             sizes[0],
             use_bias=config.hidden[0].use_bias,
             dtype=config.hidden[0].dtype,
+            param_dtype=config.param_dtype,
             kernel=self.output.kernel if tied else None,
             rngs=rngs,
         )
