@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
@@ -97,7 +96,7 @@ def random_bits(
 ) -> Int32[Array, "..."]:
     """16 bits for each element, see `rounded`."""
     value = _joined(_joined(key, _mixed(rows)), _mixed(columns))
-    value = value ^ _word(12)  # bytes of the three words
+    value = value ^ 12  # bytes of the three words
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         value = value ^ _shifted(value, shift)
         value = value * _word(factor)
@@ -112,17 +111,17 @@ def _mixed(word):
 
 def _joined(value, mixed):
     """The hash so far, and one word more."""
-    return _rotated(value ^ mixed, 13) * _word(5) + _word(0xE6546B64)
+    return _rotated(value ^ mixed, 13) * 5 + _word(0xE6546B64)
 
 
 def _rotated(word, by: int):
-    return (word << _word(by)) | _shifted(word, 32 - by)
+    return (word << by) | _shifted(word, 32 - by)
 
 
 def _shifted(word, by: int):
-    return lax.shift_right_logical(word, jnp.broadcast_to(_word(by), word.shape))
+    return lax.shift_right_logical(word, jnp.full_like(word, by))
 
 
-def _word(number: int) -> np.int32:
-    """The int32 number with these bits: Mosaic GPU lacks constants from 2^31 on."""
-    return np.uint32(number).astype(np.int32)
+def _word(bits: int) -> int:
+    """The int32 number with these bits."""
+    return bits - 2**32 if bits >= 2**31 else bits
