@@ -3,10 +3,10 @@
 Rows that are not touched are not written. A rule under which they change nevertheless
 says how many steps they have missed make up for; `TrainedKernel.last` remembers since when.
 
-Rules work in float32. A kernel in bfloat16 is rounded when its rows are written, at random
-if there is `noise`. However many steps a row has missed, they are rounded once: its
-expectation is that of the rule without rounding, as if each step had been rounded, and its
-variance is smaller.
+Rules work in float32. A kernel in bfloat16 is rounded after each step, at random if there
+is `noise`. The steps that a row has missed are rounded once, together, as those of the last
+one. So its expectation is the same as if each of them had been rounded, and its variance is
+smaller. A row that is read, brought up to date or moved has the same bits after them.
 """
 
 from __future__ import annotations
@@ -144,10 +144,11 @@ def step_rows(
 
         def work(trained, block_ids, positions):
             source = order.at[positions].get(mode="clip")
-            w, state = _caught_up(rule, trained, block_ids, count)
+            w, state = _caught_up(rule, trained, block_ids, count, noise)
             slope = gradient.at[source].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
-            return _written(trained, block_ids, w, state, count + 1, noise)
+            w = narrowed(w, trained.w.dtype, noise, count + 1, block_ids)
+            return _written(trained, block_ids, w, state, count + 1)
 
         used = jnp.sum(ids < trained.num_rows)
         return _in_blocks(block, used, ids[order], trained.num_rows, work, trained)
@@ -354,8 +355,8 @@ def settle(
         )
 
         def work(trained, block_ids, _):
-            w, state = _caught_up(rule, trained, block_ids, count)
-            return _written(trained, block_ids, w, state, count, noise)
+            w, state = _caught_up(rule, trained, block_ids, count, noise)
+            return _written(trained, block_ids, w, state, count)
 
         return _in_blocks(block, stale, ids, trained.num_rows, work, trained)
 
@@ -381,8 +382,7 @@ def current_rows(
         order = _longest_lag_first(rule, trained, ids, count)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, trained, block_ids, count)
-            w = narrowed(w, trained.w.dtype, noise, count, block_ids)
+            w, _ = _caught_up(rule, trained, block_ids, count, noise)
             return _write(rows, positions, w)
 
         used = jnp.sum(ids < trained.num_rows)
@@ -494,18 +494,23 @@ def _longest_lag_first(rule, trained, ids, count):
     return lax.sort_key_val(-lag, positions)[1]
 
 
-def _caught_up(rule, trained, ids, count):
-    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row."""
+def _caught_up(rule, trained, ids, count, noise):
+    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
+
+    With noise the weights are bfloat16 numbers.
+    """
     w, state, last = jax.tree.map(lambda a: _read(a, ids), trained)
     w = _wide(w)
     if last is None:
         return w, state
     lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)
-    return rule.catch_up(w, state, lag[:, None], count)
+    w, state = rule.catch_up(w, state, lag[:, None], count)
+    if noise is not None and rule.drifts:
+        w = _wide(narrowed(w, trained.w.dtype, noise, count, ids))
+    return w, state
 
 
-def _written(trained, ids, w, state, count, noise):
-    w = narrowed(w, trained.w.dtype, noise, count, ids)
+def _written(trained, ids, w, state, count):
     state = {name: _write(trained.state[name], ids, state[name]) for name in state}
     last = trained.last
     if last is not None:
