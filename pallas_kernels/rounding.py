@@ -38,7 +38,7 @@ class Noise(NamedTuple):
         return Noise(self.seed, self.first_row + rows)
 
     def key(self, step: jax.typing.ArrayLike) -> Int32[Array, ""]:
-        """What `rounded` needs to know of seed and step."""
+        """What `of_rows` needs to know of seed and step."""
         seed, step = jnp.asarray(self.seed, jnp.int32), jnp.asarray(step, jnp.int32)
         return _joined(seed, _mixed(step))
 
@@ -65,12 +65,23 @@ class Noise(NamedTuple):
             shape[axis] = x.shape[axis]
             place = lax.broadcasted_iota(jnp.int32, shape, axis)
             columns = columns * x.shape[axis] + place
-        return rounded(x, self.key(step), rows, columns)
+        return rounded(x, of_rows(self.key(step), rows), of_columns(columns))
+
+
+def of_rows(
+    key: Int32[Array, "..."], rows: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+    """What the random bits need to know of rows, from `Noise.key` and their numbers."""
+    return _joined(key, _mixed(rows))
+
+
+def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """What the random bits need to know of columns, from their numbers."""
+    return _mixed(columns)
 
 
 def rounded(
     x: Float32[Array, "*shape"],
-    key: Int32[Array, "..."],
     rows: Int32[Array, "..."],
     columns: Int32[Array, "..."],
 ) -> BFloat16[Array, "*shape"]:
@@ -78,24 +89,22 @@ def rounded(
 
     Args:
       x: numbers.
-      key: from `Noise.key`.
-      rows: the row of each number in its array. It can be broadcast to `x`, as can key and
-        columns.
-      columns: the column of each number.
+      rows: `of_rows`, as they are or with the shape of `x`.
+      columns: `of_columns`, likewise.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # The neighbour nearer to zero, or the other one if this carries into the upper half.
-    carried = (bits + random_bits(key, rows, columns)) & _word(0xFFFF0000)
-    is_finite = (bits & _word(0x7F800000)) != _word(0x7F800000)
+    carried = (bits + random_bits(rows, columns)) & _word(0xFFFF0000)
     carried = lax.bitcast_convert_type(carried, jnp.float32)
-    return jnp.where(is_finite, carried, x).astype(jnp.bfloat16)
+    # Infinity is a bfloat16 number. From NaN it might carry into the sign.
+    return jnp.where(jnp.isnan(x), x, carried).astype(jnp.bfloat16)
 
 
 def random_bits(
-    key: Int32[Array, "..."], rows: Int32[Array, "..."], columns: Int32[Array, "..."]
+    rows: Int32[Array, "..."], columns: Int32[Array, "..."]
 ) -> Int32[Array, "..."]:
     """16 bits for each element, see `rounded`."""
-    value = _joined(_joined(key, _mixed(rows)), _mixed(columns))
+    value = _joined(rows, columns)
     value = value ^ 12  # bytes of the three words
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         value = value ^ _shifted(value, shift)

@@ -24,7 +24,7 @@ from pallas_kernels.gather_matmul import (
     sum_body,
 )
 from pallas_kernels.matmul_tiles import numbers
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import of_columns, of_rows, rounded
 
 # Moves a row: (its arrays, its gradient, missed steps, scalars) -> its new arrays.
 Update = Callable[
@@ -122,8 +122,9 @@ def row_update(
             if noise_gmem and ref.dtype == jnp.bfloat16:
                 key, first_row = (ref[0] for ref in noise_gmem)
                 column = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
-                column = columns.start + column
-                ref[target, columns] = rounded(row, key, first_row + target, column)
+                column = of_columns(columns.start + column)
+                of_row = of_rows(key, first_row + target)
+                ref[target, columns] = rounded(row, of_row, column)
             else:
                 ref[target, columns] = row.astype(ref.dtype)
 

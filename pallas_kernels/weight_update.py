@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
-from pallas_kernels.rounding import rounded
+from pallas_kernels.rounding import of_columns, of_rows, rounded
 from pallas_kernels.weight_gradient import (
     SUM_COLUMNS,
     TILE,
@@ -167,11 +167,16 @@ def weight_update(
                     return rows.astype(dtype)
                 key, first_row = (ref[0] for ref in noise_gmem)
                 row, column = corner_of(tile, warpgroup, c)
-                across, down = (
-                    plgpu.broadcasted_iota(jnp.int32, rows.shape, axis, layout=layout)
-                    for axis in (1, 0)
-                )
-                return rounded(rows, key, first_row + row + down, column + across)
+
+                # Hashed once for each row and each column, then spread over the piece.
+                def of_axis(axis, first, hashed):
+                    size, along = rows.shape[axis], layout.reduce(1 - axis)
+                    number = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=along)
+                    hashes = hashed(first + number)
+                    return jax.lax.broadcast_in_dim(hashes, rows.shape, [axis])
+
+                of_row = of_axis(0, first_row + row, partial(of_rows, key))
+                return rounded(rows, of_row, of_axis(1, column, of_columns))
 
             scalars = [ref[0] for ref in scalars_gmem]
             sums = make()

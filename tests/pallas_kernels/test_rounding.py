@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.rounding import Noise, random_bits
+from pallas_kernels.rounding import Noise, of_columns, of_rows, random_bits
 
 LOW, HIGH = np.float32([1.0, 1 + 2**-7])  # bfloat16 numbers beside each other
 
@@ -33,7 +33,8 @@ def bits(rows, columns, *, seed=1, step=3):
     """`[rows, columns]` in 0 .. 2^16 - 1."""
     rows = jnp.arange(rows, dtype=jnp.int32)[:, None]
     columns = jnp.arange(columns, dtype=jnp.int32)[None]
-    return np.asarray(random_bits(Noise(seed).key(step), rows, columns))
+    key = Noise(seed).key(step)
+    return np.asarray(random_bits(of_rows(key, rows), of_columns(columns)))
 
 
 def test_bits_are_those_of_murmur3():
@@ -43,9 +44,9 @@ def test_bits_are_those_of_murmur3():
     for seed, step, row, column in [(0, 1, 2, 3), (-5, 10**6, 2**31 - 1, 1023)]:
         words = (np.array([seed, step, row, column]) % 2**32).astype("<u4")
         expected = murmur3(words[1:].tobytes(), int(words[0])) >> 16
-        key = Noise(seed).key(step)
-        got = random_bits(key, jnp.int32([[row]]), jnp.int32([[column]]))
-        assert int(got[0, 0]) == expected
+        of_row = of_rows(Noise(seed).key(step), jnp.int32(row))
+        got = random_bits(of_row, of_columns(jnp.int32(column)))
+        assert int(got) == expected
 
 
 @pytest.mark.parametrize("sign", [1, -1])
