@@ -155,7 +155,7 @@ def test_missed_steps_are_rounded_once():
     np.testing.assert_array_equal(
         stepped.w[some], noise.rounded(wide_step.w[some], count + 1, ids[:50])
     )
-    traces = (after.state["trace"][some] for after in (stepped, wide_step))
-    np.testing.assert_array_equal(*traces)
+    trace, expected = (after.state["trace"][some] for after in (stepped, wide_step))
+    np.testing.assert_array_equal(trace, expected)
     still = np.asarray(last) == 40
     np.testing.assert_array_equal(settled.w[still], w[still])

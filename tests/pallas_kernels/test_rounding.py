@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels.rounding import Noise, of_columns, of_rows, random_bits
 
-LOW, HIGH = np.float32([1.0, 1 + 2**-7])  # bfloat16 numbers beside each other
+LOW, HIGH = 1.0, 1 + 2**-7  # bfloat16 numbers beside each other
 
 
 def murmur3(data: bytes, seed: int) -> int:
@@ -71,7 +71,7 @@ def test_expectation_stays(sign):
 def test_what_bfloat16_has_stays():
     rng = np.random.default_rng(0)
     exact = rng.integers(0, 2**16, 10_000).astype(np.uint32) << 16
-    more = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0])
+    more = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], np.float32)
     x = np.concatenate([exact.view(np.float32), more])[:, None]
     got = np.asarray(Noise(7).rounded(jnp.asarray(x), 1), np.float32)
     np.testing.assert_array_equal(got, x)

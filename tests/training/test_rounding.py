@@ -1,6 +1,7 @@
 """Training with parameters in bfloat16, which are rounded at random."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from sparsejax.training.plan import plan
 ROWS, ITEMS = 64, 300
 
 
-def network(**options):
-    given = {"normalize": False, "corruption": 0.0, "temperature": None}
+def network(**options: Any):
+    given: dict[str, Any] = {"normalize": False, "corruption": 0.0, "temperature": None}
     given |= {"activation": "linear", "loss": "l2_loss", "param_dtype": "bfloat16"}
     return NetworkConfig.autoencoder((4,), **(given | options))
 
@@ -77,6 +78,7 @@ def test_same_bits_on_any_mesh(fused):
     got = model.output.kernel[...]
     assert got.dtype == model.first.kernel.dtype == jnp.bfloat16
     noise = optimizer.noise_of(("output", "kernel"))
+    assert noise is not None
     wide = trained(None, param_dtype="float32")[0][0].output.kernel[...]
     same = got == noise.rounded(wide, 1)
     # Without `fused`, the gradient itself is an array in bfloat16.
@@ -114,7 +116,9 @@ def test_small_steps_are_not_lost():
     def moved(at_random):
         modules = build(optimizers.sgd(1e-4), network(), exact=True)
         model, optimizer = modules
-        for parameter in (model.first.kernel, model.first.bias):
+        bias = model.first.bias
+        assert bias is not None
+        for parameter in (model.first.kernel, bias):
             parameter.set_value(jnp.ones_like(parameter.get_value()))
         if not at_random:
             optimizer.rounding = nnx.data({})
@@ -138,7 +142,7 @@ def test_small_steps_are_not_lost():
 
         nnx.update(modules, steps(model, optimizer))
         kernel = np.asarray(model.first.kernel[...], np.float64)
-        return kernel[:100], np.asarray(model.first.bias[...], np.float64)
+        return kernel[:100], np.asarray(bias[...], np.float64)
 
     kernel, bias = moved(False)
     assert (kernel == 1).all() and (bias == 1).all()
