@@ -23,6 +23,8 @@ from pallas_kernels.gather_matmul import (
     reduce_body,
     sum_body,
 )
+from pallas_kernels.matmul_tiles import numbers
+from pallas_kernels.rounding import of_columns, of_rows, rounded
 
 # Moves a row: (its arrays, its gradient, missed steps, scalars) -> its new arrays.
 Update = Callable[
@@ -46,6 +48,7 @@ def row_update(
     dy: Float[Array, "batch hidden"],
     scalars: Sequence[Float[Array, ""]] = (),
     *,
+    place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows hidden"]]:
     """Moves rows of a kernel and its state, in place if they are donated.
@@ -72,6 +75,8 @@ def row_update(
         float32; or None.
       dy: float32 or bfloat16.
       scalars: further numbers that `update` gets, the same for all rows.
+      place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
+        number is that of the arrays' first row. Without it they are rounded to nearest.
       config: how the work is cut; see `gather_matmul`.
 
     Raises:
@@ -94,6 +99,7 @@ def row_update(
     extras = [targets] if lags is None else [targets, lags]
     entries = [rows, *([] if data is None else [data]), *extras]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
+    noise = [] if place is None else numbers(*place)
 
     def read_row(arrays_gmem, target, columns, layout):
         return [
@@ -101,7 +107,9 @@ def row_update(
             for ref in arrays_gmem
         ]
 
-    def move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra):
+    def move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra):
+        scalars_gmem, noise_gmem = _split(numbers_gmem, len(scalars))
+
         def splat(value):
             full = jnp.full(gradient.shape, value, jnp.float32)
             return plgpu.layout_cast(full, layout)
@@ -111,12 +119,19 @@ def row_update(
         old = [row.astype(jnp.float32) for row in old]
         new = update(old, gradient, lag, [splat(ref[0]) for ref in scalars_gmem])
         for ref, row in zip(arrays_gmem, new, strict=True):
-            ref[target, columns] = row.astype(ref.dtype)
+            if noise_gmem and ref.dtype == jnp.bfloat16:
+                key, first_row = (ref[0] for ref in noise_gmem)
+                column = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
+                column = of_columns(columns.start + column)
+                of_row = of_rows(key, first_row + target)
+                ref[target, columns] = rounded(row, of_row, column)
+            else:
+                ref[target, columns] = row.astype(ref.dtype)
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
-        entries_gmem, scalars_gmem, arrays_gmem = _split(
-            refs, len(entries), len(scalars)
+        entries_gmem, numbers_gmem, arrays_gmem = _split(
+            refs, len(entries), len(scalars) + len(noise)
         )
         layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
@@ -132,7 +147,7 @@ def row_update(
 
         def store(row, columns, gradient, entry, old):
             extra = entry[-len(extras) :]
-            move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+            move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra)
 
         sum_body(
             entries_gmem,
@@ -159,21 +174,21 @@ def row_update(
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
-    )(indptr, dy, *entries, *scalars, *array_refs)
+    )(indptr, dy, *entries, *scalars, *noise, *array_refs)
     if programs > 1:
         reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
         layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
-            extras_gmem, scalars_gmem, arrays_gmem = _split(
-                refs, len(extras), len(scalars)
+            extras_gmem, numbers_gmem, arrays_gmem = _split(
+                refs, len(extras), len(scalars) + len(noise)
             )
 
             def store(row, columns, gradient):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
                 old = read_row(arrays_gmem, extra[0], columns, layout)
-                move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+                move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra)
 
             reduce_body(
                 partial_gmem, cut_rows_gmem, store, chunk=reduce_chunk, vec=reduce_vec
@@ -185,7 +200,7 @@ def row_update(
             grid=(hidden // reduce_chunk, programs),
             grid_names=("chunk", "program"),
             compiler_params=PARAMS,
-        )(indptr, partial, cut_rows, *extras, *scalars, *array_refs)
+        )(indptr, partial, cut_rows, *extras, *scalars, *noise, *array_refs)
     return [jax.freeze(ref) for ref in array_refs]
 
 

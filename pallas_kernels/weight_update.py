@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
+from pallas_kernels.rounding import of_columns, of_rows, rounded
 from pallas_kernels.weight_gradient import (
     SUM_COLUMNS,
     TILE,
@@ -48,6 +49,7 @@ def weight_update(
     start: jax.typing.ArrayLike,
     scalars: Sequence[Float[Array, ""]] = (),
     *,
+    place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     with_sums: bool = False,
 ) -> tuple[
     list[Float[Array, "items hidden"]],
@@ -61,7 +63,7 @@ def weight_update(
 
         gradient           = slopes^T h                             summed in float32
         arrays[:][rows]    = update(arrays[:][rows], gradient, scalars)
-        operand[rows]      = arrays[0][rows], rounded
+        operand[rows]      = arrays[0][rows], rounded to nearest
         sums               = slopes summed over the batch           in float32
 
     Reads and writes each row of the arrays once. Reads `slopes` once for each 256 columns.
@@ -75,6 +77,8 @@ def weight_update(
       operand: a copy of the kernel in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: further numbers that `update` gets.
+      place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
+        number is that of the arrays' first row. Without it they are rounded to nearest.
       with_sums: whether to return the sums.
 
     Returns:
@@ -100,10 +104,14 @@ def weight_update(
         first = start_gmem[0]
         summing_gmem, refs = refs[: len(summing)], refs[len(summing) :]
         scalars_gmem, refs = refs[: len(scalars)], refs[len(scalars) :]
+        noise_gmem, refs = refs[: len(noise)], refs[len(noise) :]
         refs, sums_gmem = refs[: len(dtypes)], refs[len(dtypes) :]
 
-        def place(tile, warpgroup, c):
-            row, column = first + tile[0] + warpgroup * ROWS, tile[1] + c * width
+        def corner_of(tile, warpgroup, c):
+            return first + tile[0] + warpgroup * ROWS, tile[1] + c * width
+
+        def part_of(tile, warpgroup, c):
+            row, column = corner_of(tile, warpgroup, c)
             return pl.ds(row, ROWS), pl.ds(column, width)
 
         def slot_of(tile, warpgroup, c):
@@ -128,7 +136,7 @@ def weight_update(
 
                     for ref, pieces in zip(refs[: len(arrays)], smem, strict=False):
                         plgpu.copy_gmem_to_smem(
-                            ref.at[*place(*piece)],
+                            ref.at[*part_of(*piece)],
                             pieces.at[slot],
                             ready.at[barrier],
                         )
@@ -142,7 +150,7 @@ def weight_update(
                     plgpu.barrier_wait(done.at[barrier])
                     for ref, pieces in zip(refs, smem, strict=True):
                         plgpu.copy_smem_to_gmem(
-                            pieces.at[slot], ref.at[*place(tile, warpgroup, c)]
+                            pieces.at[slot], ref.at[*part_of(tile, warpgroup, c)]
                         )
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(free.at[slot])
@@ -153,6 +161,22 @@ def weight_update(
             def splat(value):
                 full = jnp.full((ROWS, width), value, jnp.float32)
                 return plgpu.layout_cast(full, layout)
+
+            def stored(rows, dtype, c):
+                if not noise_gmem or dtype != jnp.bfloat16:
+                    return rows.astype(dtype)
+                key, first_row = (ref[0] for ref in noise_gmem)
+                row, column = corner_of(tile, warpgroup, c)
+
+                # Hashed once for each row and each column, then spread over the piece.
+                def of_axis(axis, first, hashed):
+                    size, along = rows.shape[axis], layout.reduce(1 - axis)
+                    number = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=along)
+                    hashes = hashed(first + number)
+                    return jax.lax.broadcast_in_dim(hashes, rows.shape, [axis])
+
+                of_row = of_axis(0, first_row + row, partial(of_rows, key))
+                return rounded(rows, of_row, of_axis(1, column, of_columns))
 
             scalars = [ref[0] for ref in scalars_gmem]
             sums = make()
@@ -165,9 +189,10 @@ def weight_update(
                 ]
                 gradient = sums[:, c * width : (c + 1) * width]
                 new = update(old, gradient, [splat(x) for x in scalars])
-                written = zip(smem, [*new, new[0]], strict=False)  # the last: operand
-                for pieces, rows in written:
-                    pieces[slot] = rows.astype(pieces.dtype)
+                for pieces, rows in zip(smem, new, strict=False):
+                    pieces[slot] = stored(rows, pieces.dtype, c)
+                if copies:
+                    smem[-1][slot] = new[0].astype(smem[-1].dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(done.at[barrier])
 
@@ -191,7 +216,8 @@ def weight_update(
         )
 
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
-    operands = *numbers(start), slopes, h, *summing, *scalars, *refs, *copies
+    noise = [] if place is None else numbers(*place)
+    operands = *numbers(start), slopes, h, *summing, *scalars, *noise, *refs, *copies
     out_type = sums_type(slopes, with_sums)
     sums = call("weight_update", body, out_type, WARPGROUPS, *operands)
     moved = [jax.freeze(ref) for ref in refs]

@@ -51,6 +51,8 @@ class Network:
         faster on GPUs.
       precision: Of products of float32 matrices. highest is float32, high has errors of
         2^-16. default is the fastest on this device.
+      param_dtype: Type in which the first and the last layer are stored. bfloat16 takes half
+        the memory. It is rounded at random in training, so that small steps are not lost.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -61,12 +63,13 @@ class Network:
     dropout: float = 0.0
     temperature: Annotated[float | None, _value("{FLOAT,None}")] = 0.1
     tied: Flag = False
-    output_dtype: Annotated[str | None, _value("{bfloat16,None}", "None, float32")] = (
-        None
-    )
+    output_dtype: Annotated[
+        str | None, _value("{bfloat16,None}", "None, that of the parameters")
+    ] = None
     precision: Annotated[
         Precision | None, _value("{highest,high,default}", "default")
     ] = None
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ class HiddenConfig:
       dropout: probability of dropping a unit in training.
       dtype: "float32" or "bfloat16", the dtype of the operands and of the result of the
         product with the kernel. In the layer that reads the input it is the dtype of the
-        result only. The kernel itself and the sums are always float32. By default it is
-        the dtype of the kernel and of what the layer reads.
+        result only. The sums are always float32. By default it is the dtype of the kernel
+        and of what the layer reads.
     """
 
     kind: ClassVar[str] = "hidden"
@@ -83,8 +83,8 @@ class OutputConfig:
       tied: name of a hidden layer whose kernel this layer shares: the one that reads
         the input.
       dtype: "float32" or "bfloat16", the dtype of the operands of the products with the
-        kernel. The kernel itself, sums and scores are always float32. By default it is the
-        dtype of the kernel.
+        kernel. Sums and scores are always float32. By default it is the dtype of the
+        kernel.
     """
 
     kind: ClassVar[str] = "output"
@@ -120,6 +120,9 @@ class NetworkConfig:
         output layer see `sparsejax.output_loss` and `sparsejax.top_k`, in hidden layers
         that do not read the input it is `precision` of `flax.nnx.Linear`. None is
         "default".
+      param_dtype: "float32" or "bfloat16", the dtype in which kernel and bias of the first
+        and of the last layer are stored. Bfloat16 takes half the memory; it is rounded at
+        random in training, see docs/optimizers.md. What lies between is always float32.
 
     Raises:
       ValueError: the layers are not a chain, or a value is out of its range; the message
@@ -130,10 +133,15 @@ class NetworkConfig:
     loss: str = "softmax_cross_entropy"
     loss_options: tuple[tuple[str, float], ...] = ()
     precision: Precision = None
+    param_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
         check_precision(self.precision)
+        if self.param_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f'param_dtype is "float32" or "bfloat16", got {self.param_dtype!r}'
+            )
 
     @property
     def input(self) -> InputConfig:
@@ -162,6 +170,7 @@ class NetworkConfig:
         temperature: float | None = 0.1,
         tied: bool = False,
         output_dtype: str | None = None,
+        param_dtype: str = "float32",
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
         precision: Precision = None,
@@ -196,14 +205,17 @@ class NetworkConfig:
             loss=loss,
             loss_options=tuple(sorted(loss_options.items())),
             precision=precision,
+            param_dtype=param_dtype,
         )
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a JSON object; defaults are left out."""
+        stored = {"param_dtype": self.param_dtype}
         return {
             "version": VERSION,
             "loss": {"name": self.loss, **dict(self.loss_options)},
             **({} if self.precision is None else {"precision": self.precision}),
+            **(stored if self.param_dtype != type(self).param_dtype else {}),
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -216,7 +228,7 @@ class NetworkConfig:
         """
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        known = "version", "loss", "precision", "layers"
+        known = "version", "loss", "precision", "param_dtype", "layers"
         _no_unknown_keys(document, known, "the network")
         if type(document.get("version")) is not int or document["version"] != VERSION:
             raise ValueError(
@@ -240,6 +252,7 @@ class NetworkConfig:
             loss=name,
             loss_options=tuple(sorted(options.items())),
             precision=None if precision is None else check_precision(precision),
+            param_dtype=document.get("param_dtype", cls.param_dtype),
         )
 
     @classmethod

@@ -59,7 +59,8 @@ class SparseLinear(nnx.Module):
       out_features: units of this layer.
       use_bias: whether to add a bias.
       dtype: dtype of the result; that of the kernel by default.
-      param_dtype: dtype of kernel and bias.
+      param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
+        random, so that small steps are not lost.
       kernel_init: initialises the `[in_features, out_features]` kernel.
       bias_init: initialises the bias.
       combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
@@ -140,9 +141,11 @@ class SparseOutput(nnx.Module):
       num_items: number of items.
       use_bias: whether each item has a bias.
       temperature: makes scores cosines divided by it.
-      dtype: dtype of the operands of the products; those of `h` and the kernel by
-        default. Sums are made in float32.
-      param_dtype: dtype of kernel and bias.
+      dtype: dtype of the operands of the products. By default it is bfloat16 if the
+        kernel is; else the finer one of those of `h` and the kernel. Sums are made in
+        float32.
+      param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
+        random, so that small steps are not lost.
       kernel_init: initialises the `[num_items, in_features]` kernel.
       bias_init: initialises the bias.
       kernel: a parameter to share; by default the layer makes one.
@@ -293,9 +296,11 @@ class SparseOutput(nnx.Module):
         """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
         if self.temperature is not None:
             h = h * _inverse_norm(h)[:, None].astype(h.dtype)
-        return h.astype(
-            self.dtype or jnp.promote_types(h.dtype, self.kernel[...].dtype)
-        )
+        stored = self.kernel[...].dtype
+        # With another operand than the kernel there would be a copy of the kernel.
+        is_half = stored == jnp.bfloat16
+        finer = stored if is_half else jnp.promote_types(h.dtype, stored)
+        return h.astype(self.dtype or finer)
 
     def score_scale(
         self, kernel: Float[Array, "items hidden"]

@@ -58,6 +58,7 @@ class FeedForward(nnx.Module):
             temperature=config.output.temperature,
             dtype=config.output.dtype,
             precision=config.precision,
+            param_dtype=config.param_dtype,
             rngs=rngs,
         )
         tied = config.output.tied is not None
@@ -71,6 +72,7 @@ class FeedForward(nnx.Module):
             sizes[0],
             use_bias=config.hidden[0].use_bias,
             dtype=config.hidden[0].dtype,
+            param_dtype=config.param_dtype,
             kernel=self.output.kernel if tied else None,
             rngs=rngs,
         )

@@ -2,6 +2,11 @@
 
 Rows that are not touched are not written. A rule under which they change nevertheless
 says how many steps they have missed make up for; `TrainedKernel.last` remembers since when.
+
+Rules work in float32. A kernel in bfloat16 is rounded after each step, at random if there
+is `noise`. The steps that a row has missed are rounded once, together, as those of the last
+one. So its expectation is the same as if each of them had been rounded, and its variance is
+smaller. A row that is read, brought up to date or moved has the same bits after them.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as mosaic
+from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.mesh.per_device import own_block
@@ -103,19 +109,22 @@ def step_rows(
     gradient: Float[Array, "capacity hidden"],
     count: jax.Array,
     *,
+    noise: Noise | None = None,
     divided: bool = False,
 ) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, and those of padding are out of range. Each row is written once.
+    `noise` rounds a bfloat16 kernel at random; without it, it is rounded to nearest.
     `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
     where its row is.
     """
     if divided:
 
-        def part(trained, ids, gradient, count):
-            ids = ids - lax.axis_index("model") * trained.num_rows
-            return step_rows(rule, trained, ids, gradient, count)
+        def part(trained, ids, gradient, count, noise):
+            first = _first_row(trained.num_rows)
+            noise = _after(noise, first)
+            return step_rows(rule, trained, ids - first, gradient, count, noise=noise)
 
         rows = P("model")
         return call_on_each_device(
@@ -124,25 +133,27 @@ def step_rows(
             ids,
             gradient,
             count,
-            in_specs=(rows, rows, rows, P()),
+            noise,
+            in_specs=(rows, rows, rows, P(), P()),
             out_specs=rows,
         )
 
-    def step(trained, ids, gradient, count, block):
+    def step(trained, ids, gradient, count, noise, block):
         order = _longest_lag_first(rule, trained, ids, count)
         numbers = rule.numbers(count + 1)
 
         def work(trained, block_ids, positions):
             source = order.at[positions].get(mode="clip")
-            w, state = _caught_up(rule, trained, block_ids, count)
+            w, state = _caught_up(rule, trained, block_ids, count, noise)
             slope = gradient.at[source].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
+            w = narrowed(w, trained.w.dtype, noise, count + 1, block_ids)
             return _written(trained, block_ids, w, state, count + 1)
 
         used = jnp.sum(ids < trained.num_rows)
         return _in_blocks(block, used, ids[order], trained.num_rows, work, trained)
 
-    return _for_platform(step, trained, ids, gradient, count, rows=ids.shape[0])
+    return _for_platform(step, trained, ids, gradient, count, noise, rows=ids.shape[0])
 
 
 def step_terms(
@@ -151,6 +162,7 @@ def step_terms(
     terms: Terms,
     count: jax.Array,
     *,
+    noise: Noise | None = None,
     implementation: Implementation = None,
 ) -> TrainedKernel:
     """`step_rows` with gradients that are not summed yet: one GPU program may do both.
@@ -161,9 +173,16 @@ def step_terms(
     if terms.divided:
         num_rows = rows_per_device(trained.num_rows)
 
-        def part(trained, by_column, data, dy, count):
+        def part(trained, by_column, data, dy, count, noise):
             mine = Terms.on_device(by_column, data, dy, num_rows)
-            return step_terms(rule, trained, mine, count, implementation=implementation)
+            return step_terms(
+                rule,
+                trained,
+                mine,
+                count,
+                noise=_after(noise, _first_row(num_rows)),
+                implementation=implementation,
+            )
 
         rows = P("model")
         return call_on_each_device(
@@ -173,7 +192,8 @@ def step_terms(
             terms.data,
             terms.dy,
             count,
-            in_specs=(rows, rows, rows, P(), P()),
+            noise,
+            in_specs=(rows, rows, rows, P(), P(), P()),
             out_specs=rows,
         )
     fits = by_elements(rule, trained.w, trained.state) and not rule.drifts
@@ -183,7 +203,7 @@ def step_terms(
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
         values = terms.values(implementation)
-        return step_rows(rule, trained, terms.ids(), values, count)
+        return step_rows(rule, trained, terms.ids(), values, count, noise=noise)
     by_column = terms.by_column
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
@@ -215,6 +235,7 @@ def step_terms(
         lags,
         terms.dy,
         [jnp.asarray(count, jnp.float32), *scalars],
+        place=place_of(noise, count + 1),
     )
     return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
 
@@ -243,11 +264,41 @@ def step_of_arrays(
     return step, [jnp.asarray(number, jnp.float32) for number in numbers]
 
 
+def place_of(
+    noise: Noise | None, step: jax.Array
+) -> tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None:
+    """Key and first row, as GPU programs take noise."""
+    return None if noise is None else (noise.key(step), noise.first_row)
+
+
+def narrowed(
+    w: Float[Array, "*shape"],
+    dtype: jnp.dtype,
+    noise: Noise | None,
+    step: jax.Array,
+    ids: Int[Array, "rows"] | None = None,
+) -> Float[Array, "*shape"]:
+    """Weights as they are stored after this step.
+
+    Args:
+      w: in the dtype that rules work in.
+      dtype: that they are stored in; bfloat16 if there is noise.
+      noise: of the array; None rounds to nearest.
+      step: number of the step.
+      ids: numbers of the rows, if they are not in order.
+    """
+    if noise is None:
+        return w.astype(dtype)
+    return noise.rounded(w, step, ids)
+
+
 def step_whole(
     rule: RowRule,
     trained: TrainedKernel,
     gradient: Float[Array, "features hidden"],
     count: jax.Array,
+    *,
+    noise: Noise | None = None,
 ) -> TrainedKernel:
     """Step `count + 1` on all rows. Under a rule that drifts they must be up to date."""
     w, state = _wide(trained.w), trained.state
@@ -258,21 +309,33 @@ def step_whole(
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
     last = None if trained.last is None else jnp.full_like(trained.last, count + 1)
     state = {name: state[name].astype(trained.state[name].dtype) for name in state}
-    return TrainedKernel(w.astype(trained.w.dtype), state, last)
+    w = narrowed(w, trained.w.dtype, noise, count + 1)
+    return TrainedKernel(w, state, last)
 
 
 def settle(
-    rule: RowRule, trained: TrainedKernel, count: jax.Array, *, divided: bool = False
+    rule: RowRule,
+    trained: TrainedKernel,
+    count: jax.Array,
+    *,
+    noise: Noise | None = None,
+    divided: bool = False,
 ) -> TrainedKernel:
     """Brings all rows up to date. Takes almost no time if they are."""
     if trained.last is None:
         return trained
     if divided:
+
+        def part(trained, count, noise):
+            noise = _after(noise, _first_row(trained.num_rows))
+            return settle(rule, trained, count, noise=noise)
+
         return call_on_each_device(
-            functools.partial(settle, rule),
+            part,
             trained,
             count,
-            in_specs=(P("model"), P()),
+            noise,
+            in_specs=(P("model"), P(), P()),
             out_specs=P("model"),
         )
     if not rule.drifts:  # the weights stay, the state changes in one pass
@@ -282,7 +345,7 @@ def settle(
             trained.w, state, jnp.where(trained.last == NEVER, NEVER, count)
         )
 
-    def catch_up(trained, count, block):
+    def catch_up(trained, count, noise, block):
         every = jnp.arange(trained.num_rows, dtype=jnp.int32)
         stale = jnp.sum(trained.stale_rows(count))
         ids = lax.cond(
@@ -292,29 +355,34 @@ def settle(
         )
 
         def work(trained, block_ids, _):
-            w, state = _caught_up(rule, trained, block_ids, count)
+            w, state = _caught_up(rule, trained, block_ids, count, noise)
             return _written(trained, block_ids, w, state, count)
 
         return _in_blocks(block, stale, ids, trained.num_rows, work, trained)
 
-    return _for_platform(catch_up, trained, count, rows=trained.num_rows)
+    return _for_platform(catch_up, trained, count, noise, rows=trained.num_rows)
 
 
 def current_rows(
-    rule: RowRule, trained: TrainedKernel, ids: Int[Array, "capacity"], count: jax.Array
+    rule: RowRule,
+    trained: TrainedKernel,
+    ids: Int[Array, "capacity"],
+    count: jax.Array,
+    *,
+    noise: Noise | None = None,
 ) -> tuple[Float[Array, "capacity hidden"], Int[Array, "capacity"]]:
-    """Copies of the rows `ids` as they are after `count` steps; writes nothing.
+    """Copies of the rows `ids` as `settle` would write them; writes nothing.
 
     Returns:
       rows: the rows in another order, in `w`'s dtype; arbitrary for padding.
       places: the place in `rows` of the row of each id.
     """
 
-    def read(trained, ids, count, block):
+    def read(trained, ids, count, noise, block):
         order = _longest_lag_first(rule, trained, ids, count)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, trained, block_ids, count)
+            w, _ = _caught_up(rule, trained, block_ids, count, noise)
             return _write(rows, positions, w)
 
         used = jnp.sum(ids < trained.num_rows)
@@ -323,7 +391,7 @@ def current_rows(
         every = jnp.arange(ids.shape[0], dtype=jnp.int32)
         return rows, jnp.zeros_like(every).at[order].set(every)
 
-    return _for_platform(read, trained, ids, count, rows=ids.shape[0])
+    return _for_platform(read, trained, ids, count, noise, rows=ids.shape[0])
 
 
 def gather_current(
@@ -332,14 +400,20 @@ def gather_current(
     x: SparseRows,
     count: jax.Array,
     *,
+    noise: Noise | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` of the rows as they are after `count` steps; writes nothing."""
     if isinstance(x, ShardedCSR):
 
-        def part(trained, blocks, count):
+        def part(trained, blocks, count, noise):
             y = gather_current(
-                rule, trained, own_block(blocks), count, implementation=implementation
+                rule,
+                trained,
+                own_block(blocks),
+                count,
+                noise=_after(noise, _first_row(trained.num_rows)),
+                implementation=implementation,
             )
             return x.sum_over_columns(y)
 
@@ -348,11 +422,12 @@ def gather_current(
             trained,
             x.blocks,
             count,
-            in_specs=(P("model"), P("data", "model"), P()),
+            noise,
+            in_specs=(P("model"), P("data", "model"), P(), P()),
             out_specs=x.rows_spec,
         )
     ids, slots = touched_rows(x, trained.num_rows)
-    rows, places = current_rows(rule, trained, ids, count)
+    rows, places = current_rows(rule, trained, ids, count, noise=noise)
     capacity = ids.shape[0]
     slots = places.at[slots].get(mode="fill", fill_value=capacity)
     return gather_sum(
@@ -390,6 +465,15 @@ def touched_rows(
     return lax.platform_dependent(x, cpu=by_count, default=by_sort)
 
 
+def _first_row(num_rows):
+    """The number of the first row that this device has of a divided kernel."""
+    return lax.axis_index("model") * num_rows
+
+
+def _after(noise, rows):
+    return None if noise is None else noise.after(rows)
+
+
 def _lag(last, count):
     """How many of `count` steps each row has missed."""
     return jnp.where(last == NEVER, 0, count - last)
@@ -410,14 +494,20 @@ def _longest_lag_first(rule, trained, ids, count):
     return lax.sort_key_val(-lag, positions)[1]
 
 
-def _caught_up(rule, trained, ids, count):
-    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row."""
+def _caught_up(rule, trained, ids, count, noise):
+    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
+
+    With noise the weights are bfloat16 numbers.
+    """
     w, state, last = jax.tree.map(lambda a: _read(a, ids), trained)
     w = _wide(w)
     if last is None:
         return w, state
     lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)
-    return rule.catch_up(w, state, lag[:, None], count)
+    w, state = rule.catch_up(w, state, lag[:, None], count)
+    if noise is not None and rule.drifts:
+        w = _wide(narrowed(w, trained.w.dtype, noise, count, ids))
+    return w, state
 
 
 def _written(trained, ids, w, state, count):

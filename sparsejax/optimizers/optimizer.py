@@ -12,16 +12,19 @@ After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
 from sparsejax.mesh.xla_options import Programs
@@ -85,17 +88,30 @@ class Optimizer(nnx.Pytree):
     `nnx.OptState` variables: a checkpoint of `nnx.state((model, optimizer))`, taken at
     any step, is complete.
 
+    State is kept in float32, also that of a parameter in bfloat16. Such a parameter is
+    moved in float32, and then rounded at random so that its expectation stays. The random
+    bits depend on (seed, step, row, column) alone: not on the mesh, the implementation or
+    the order of the work. See docs/optimizers.md.
+
     Args:
       model: the parameters are those it has now.
       rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`.
       wrt: which Variables to train.
+      seed: of the random rounding of parameters in bfloat16.
 
     Attributes:
       step: `[]` int32 variable, the number of steps done.
+      rounding: for each parameter in bfloat16, by its path, a `[]` int32 variable: the seed
+        of its rounding. A parameter that is not there is rounded to nearest.
     """
 
     def __init__(
-        self, model: Any, rule: Rule, *, wrt: nnx.filterlib.Filter = nnx.Param
+        self,
+        model: Any,
+        rule: Rule,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+        seed: int = 0,
     ):
         if not isinstance(rule, Rule):
             raise TypeError(
@@ -105,7 +121,7 @@ class Optimizer(nnx.Pytree):
             )
         self.rule, self.wrt = rule, wrt
         self.step = nnx.OptState(jnp.zeros((), jnp.int32))
-        parameters = self._ordinary(model)
+        parameters = jax.tree.map(_wide, self._ordinary(model))
         self.dense = nnx.data(jax.tree.map(nnx.OptState, rule.dense().init(parameters)))
         self.rows = nnx.data(
             {
@@ -113,6 +129,18 @@ class Optimizer(nnx.Pytree):
                 for path, kernel in gradients.row_params(model, wrt).items()
             }
         )
+        self.rounding = nnx.data(
+            {
+                _key(path): nnx.OptState(_seed_of(path, seed))
+                for path, variable in nnx.to_flat_state(nnx.state(model, wrt))
+                if variable.dtype == jnp.bfloat16
+            }
+        )
+
+    def noise_of(self, path: Path) -> Noise | None:
+        """What rounds a parameter at random; None rounds it to nearest."""
+        seed = self.rounding.get(_key(path))
+        return None if seed is None else Noise(seed[...])
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
         """The parameters of a model, or their gradients, that are no `RowParam`."""
@@ -243,6 +271,7 @@ class Optimizer(nnx.Pytree):
                 self.rule,
                 self._trained(path, kernel[...]),
                 self.step[...],
+                noise=self.noise_of(path),
                 divided=gradients.is_divided(kernel),
             )
             arrays = {**trained.state, "last_step": trained.last}
@@ -281,7 +310,12 @@ class Optimizer(nnx.Pytree):
 
             def current():
                 return row_update.gather_current(
-                    self.rule, trained, x, step, implementation=implementation
+                    self.rule,
+                    trained,
+                    x,
+                    step,
+                    noise=self.noise_of(path),
+                    implementation=implementation,
                 )
 
             if x.nse == 0:
@@ -296,6 +330,7 @@ class Optimizer(nnx.Pytree):
         self, path: Path, kernel: RowParam, g: Any, step: jax.Array
     ) -> TrainedKernel:
         trained, rule = self._trained(path, kernel[...]), self.rule
+        noise = self.noise_of(path)
         if isinstance(g, RowGradient):
             if rule.drifts and not g.current:
                 raise ValueError(
@@ -304,29 +339,35 @@ class Optimizer(nnx.Pytree):
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
             if isinstance(g, RowTerms):
-                return row_update.step_terms(rule, trained, g.terms, step)
+                return row_update.step_terms(rule, trained, g.terms, step, noise=noise)
             if g.ids.shape[0] == 0:
                 return trained
             return row_update.step_rows(
-                rule, trained, g.ids, g.values, step, divided=g.divided
+                rule, trained, g.ids, g.values, step, noise=noise, divided=g.divided
             )
         if rule.drifts:
             g = _refuse_stale(path, trained, g, step)
-        return row_update.step_whole(rule, trained, g, step)
+        return row_update.step_whole(rule, trained, g, step, noise=noise)
 
     def _update_ordinary(self, model: Any, grads: Any, updated: Sequence[Path]) -> None:
         others = {_key(path) for path in updated}
-        parameters = _without(self._ordinary(model), others)
-        slopes = _without(self._ordinary(grads), others)
+        old = _without(self._ordinary(model), others)
+        parameters = jax.tree.map(_wide, old)
+        slopes = jax.tree.map(_wide, _without(self._ordinary(grads), others))
         before = nnx.as_pure(self.dense)
         updates, after = self.rule.dense().update(
             slopes, _without(before, others), parameters
         )
         moved: Any = optax.apply_updates(parameters, updates)
         paths = {_key(path): path for path, _ in nnx.to_flat_state(nnx.state(model))}
-        nnx.update(
-            model, nnx.from_flat_state({paths[key]: moved[key] for key in moved})
-        )
+        step = self.step[...] + 1
+        new = {
+            paths[key]: row_update.narrowed(
+                w, old[key].dtype, self.noise_of(paths[key]), step
+            )
+            for key, w in moved.items()
+        }
+        nnx.update(model, nnx.from_flat_state(new))
         # What was left out comes back.
         after = jax.tree.map(
             lambda b, a: {**b, **a} if isinstance(b, dict) else a,
@@ -374,6 +415,17 @@ class Optimizer(nnx.Pytree):
                 )
             found[path] = wanted, [ours[name] for name in wanted]
         return found
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    """A parameter or its gradient in the dtype that rules work in."""
+    return array.astype(accumulator(array.dtype))
+
+
+def _seed_of(path: Path, seed: int) -> jax.Array:
+    """A seed for each parameter."""
+    name = zlib.crc32(f"{seed}/{_key(path)}".encode())
+    return jnp.asarray(np.uint32(name).astype(np.int32))
 
 
 def _without(tree: Any, keys: AbstractSet[str]) -> Any:

@@ -39,7 +39,7 @@ def build(
             config, inputs=data.num_features, outputs=targets.num_features,
             rngs=nnx.Rngs(seed),
         )
-        optimizer = Optimizer(model, rule)
+        optimizer = Optimizer(model, rule, seed=seed)
 
     Under `jax.set_mesh(...)` the parameters lie on the mesh.
 
@@ -49,7 +49,8 @@ def build(
         SciPy matrix. Only its number of columns is used.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
       targets: `[rows, items]`, of the same types; `data` itself by default.
-      seed: seed of the random initial parameters and of the noise in training.
+      seed: seed of the random initial parameters, of the noise in training, and of the
+        rounding of parameters in bfloat16.
 
     Returns:
       The model and the optimizer.
@@ -89,7 +90,7 @@ def make_modules(
 ) -> tuple[FeedForward, Optimizer]:
     """`new_modules`, for `nnx.eval_shape`: on a mesh not every array is placed."""
     model = FeedForward(config, inputs=inputs, outputs=outputs, rngs=nnx.Rngs(seed))
-    return model, Optimizer(model, rule)
+    return model, Optimizer(model, rule, seed=seed)
 
 
 def _num_columns(what: str, source: Any) -> int:

@@ -269,8 +269,9 @@ class _Output(NamedTuple):
 def _output(job: Job, data: int, model: int) -> _Output:
     layer, width, batch = job.network.output, job.network.hidden[-1].size, job.batch
     items = padded_rows(job.outputs) // (data * model)
-    dtype = jnp.dtype(layer.dtype or jnp.float32)
-    operand = items * width * dtype.itemsize if dtype != jnp.float32 else 0
+    stored = jnp.dtype(job.network.param_dtype)
+    dtype = jnp.dtype(layer.dtype or stored)
+    operand = items * width * dtype.itemsize if dtype != stored else 0
     gradient = items * width * dtype.itemsize
     if layer.temperature is not None:  # factors of the scores
         operand += 4 * items
@@ -366,7 +367,7 @@ def _sent(
         if between:
             over_model["between hidden layers"] = between
     if data > 1:
-        operand = jnp.dtype(network.output.dtype or jnp.float32)
+        operand = jnp.dtype(network.output.dtype or network.param_dtype)
         of_input = network.input
         valued = job.values or of_input.normalize or of_input.corruption > 0
         over_data["entries of the batch"] = gathered(

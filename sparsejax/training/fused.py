@@ -34,7 +34,13 @@ from sparsejax.ops.chunked_loss import (
 )
 from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.precision import check_precision
-from sparsejax.ops.row_update import State, by_elements, step_of_arrays
+from sparsejax.ops.row_update import (
+    State,
+    by_elements,
+    narrowed,
+    place_of,
+    step_of_arrays,
+)
 from sparsejax.optimizers.optimizer import Optimizer
 
 
@@ -155,6 +161,7 @@ def train_step(
     itemsize = sum(array.dtype.itemsize for array in read)
     fits = by_elements(rule, before.kernel, before.kernel_state)
     fits = fits and weight_update.fits(before.kernel.shape[1], itemsize)
+    noises = [optimizer.noise_of(key) for key in keys]
 
     def operands(arrays: _Arrays) -> Layer:
         kernel = arrays.derived.operand
@@ -164,14 +171,16 @@ def train_step(
             arrays.kernel if kernel is None else kernel, bias, arrays.derived.scale
         )
 
-    def move(w, state, gradient, start, derived=lambda new: ()):
+    def move(w, state, gradient, start, noise, derived=lambda new: ()):
         """One step of a chunk of a parameter and of its state, in the whole arrays."""
         size = len(gradient)
         old = slice_rows(w, start, size)
         parts = {name: slice_rows(array, start, size) for name, array in state.items()}
         wide = accumulator(w.dtype)
         new, parts = rule.step(old.astype(wide), parts, gradient.astype(wide), numbers)
-        new = new.astype(w.dtype)
+        if noise is not None:
+            noise = noise.after(start)
+        new = narrowed(new, w.dtype, noise, count)
         # Else XLA works out the chunk once more for each array that is written, from
         # old values of the others, and copies those to have them.
         new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
@@ -179,7 +188,7 @@ def train_step(
         return write_rows(w, new, start), state, more
 
     def update_kernel(
-        start, slopes, h, arrays: _Arrays
+        noises, start, slopes, h, arrays: _Arrays
     ) -> tuple[_Arrays, jax.Array | None]:
         """The same by the GPU program that makes the gradient."""
         step, scalars = step_of_arrays(rule, arrays.kernel_state, count)
@@ -191,6 +200,7 @@ def train_step(
             arrays.derived.operand,
             start,
             scalars,
+            place=place_of(noises[0], count),
             with_sums=arrays.bias is not None,
         )
         arrays = arrays._replace(
@@ -200,15 +210,17 @@ def train_step(
         )
         return arrays, sums
 
-    def update(start, gradient: Layer, arrays: _Arrays) -> _Arrays:
+    def update(noises, start, gradient: Layer, arrays: _Arrays) -> _Arrays:
         if len(gradient.kernel):
-            arrays = update_rows(start, gradient, arrays)
+            arrays = update_rows(noises[0], start, gradient, arrays)
         if arrays.bias is None:
             return arrays
-        bias, state, _ = move(arrays.bias, arrays.bias_state, gradient.bias, start)
+        bias, state, _ = move(
+            arrays.bias, arrays.bias_state, gradient.bias, start, noises[1]
+        )
         return arrays._replace(bias=bias, bias_state=state)
 
-    def update_rows(start, gradient: Layer, arrays: _Arrays) -> _Arrays:
+    def update_rows(noise, start, gradient: Layer, arrays: _Arrays) -> _Arrays:
         slope = gradient.kernel
         if gradient.scale is not None:
             old = slice_rows(arrays.kernel, start, len(slope))
@@ -219,6 +231,7 @@ def train_step(
             arrays.kernel_state,
             slope,
             start,
+            noise,
             functools.partial(_derived, layer),
         )
         derived = jax.tree.map(
@@ -235,12 +248,16 @@ def train_step(
         chunk_scores=chunk_scores,
         precision=check_precision(layer.precision),
     )
-    updates = Updates(
-        layer=operands, update=update, update_kernel=update_kernel if fits else None
-    )
 
     def step_output(shard, batch, arrays):
         """Of a device's part of the batch and of the items."""
+        first = shard.first_item(len(arrays.kernel))
+        own = [None if noise is None else noise.after(first) for noise in noises]
+        updates = Updates(
+            layer=operands,
+            update=functools.partial(update, own),
+            update_kernel=functools.partial(update_kernel, own) if fits else None,
+        )
         return loss_and_updates(method, batch, arrays, updates, shard)
 
     def surrogate(model):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matrices import csrs
 
+from pallas_kernels.rounding import Noise
 from sparsejax import optimizers
 from sparsejax.ops import row_update
 from sparsejax.ops.row_update import TrainedKernel
@@ -125,3 +126,36 @@ def test_on_a_mesh(name):
     )
     for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_missed_steps_are_rounded_once():
+    """So a row's expectation is that of float32, however many steps it has missed."""
+    rule, count, rows = optimizers.momentum(0.1, weight_decay=0.01), jnp.int32(40), 300
+    rng = np.random.default_rng(0)
+    arrays = jnp.asarray(rng.normal(size=(2, rows, 8)), jnp.float32)
+    w, last = arrays[0].astype(jnp.bfloat16), jnp.asarray(rng.integers(0, 41, rows))
+    noise, state = Noise(jnp.int32(7)), {"trace": arrays[1]}
+    ids = jnp.asarray(np.r_[rng.permutation(rows)[:50], [rows] * 3], jnp.int32)
+
+    @jax.jit
+    def run(trained, noise):
+        settle = row_update.settle(rule, trained, count, noise=noise)
+        read = row_update.current_rows(rule, trained, ids, count, noise=noise)
+        slopes = jnp.ones((len(ids), 8))
+        step = row_update.step_rows(rule, trained, ids, slopes, count, noise=noise)
+        return settle, read, step
+
+    last = last.astype(jnp.int32)
+    wide, *_ = run(TrainedKernel(w.astype(jnp.float32), state, last), None)
+    settled, (read, places), stepped = run(TrainedKernel(w, state, last), noise)
+    *_, wide_step = run(settled._replace(w=settled.w.astype(jnp.float32)), None)
+    np.testing.assert_array_equal(settled.w, noise.rounded(wide.w, count))
+    some = np.asarray(ids[:50])
+    np.testing.assert_array_equal(read[places[:50]], settled.w[some])
+    np.testing.assert_array_equal(
+        stepped.w[some], noise.rounded(wide_step.w[some], count + 1, ids[:50])
+    )
+    trace, expected = (after.state["trace"][some] for after in (stepped, wide_step))
+    np.testing.assert_array_equal(trace, expected)
+    still = np.asarray(last) == 40
+    np.testing.assert_array_equal(settled.w[still], w[still])

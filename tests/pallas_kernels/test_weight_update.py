@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.rounding import Noise
 from pallas_kernels.weight_update import fits, weight_update
 from sparsejax import optimizers
-from sparsejax.ops.row_update import step_of_arrays
+from sparsejax.ops.row_update import place_of, step_of_arrays
 
 ITEMS, START, SIZE = 640, 128, 384
 
@@ -18,11 +19,19 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def moved(rule, slopes, h, w, state, operand, start, count):
+def moved(rule, slopes, h, w, state, operand, start, count, noise=None):
     step, scalars = step_of_arrays(rule, state, count)
     arrays = [w, *state.values()]
     return weight_update(
-        step, slopes, h, arrays, operand, start, scalars, with_sums=True
+        step,
+        slopes,
+        h,
+        arrays,
+        operand,
+        start,
+        scalars,
+        place=place_of(noise, count),
+        with_sums=True,
     )
 
 
@@ -67,6 +76,23 @@ def test_weight_update(run_program, rule, batch, hidden):
     np.testing.assert_allclose(sums, of_slopes, rtol=1e-5, atol=1e-5)
 
 
+def test_random_rounding(run_program):
+    """Products of small whole numbers are exact, so that there is one right answer."""
+    rule, hidden = optimizers.sgd(2.0**-9), 128
+    slopes, h = jnp.round(normal(0, 64, SIZE)), jnp.round(normal(1, 64, hidden))
+    w = normal(2, ITEMS, hidden).astype(jnp.bfloat16).at[START + 9, 5].set(jnp.nan)
+    noise, half = Noise(jnp.int32(7), jnp.int32(1000)), jnp.bfloat16
+    arguments = slopes.astype(half), h.astype(half), w, {}, None, jnp.int32(START)
+    function = functools.partial(moved, rule)
+    (got,), *_ = run_program(function, *arguments, jnp.int32(3), noise)
+    rows = slice(START, START + SIZE)
+    exact = np.array(w, np.float32)
+    exact[rows] -= 2.0**-9 * (np.asarray(slopes).T @ np.asarray(h))
+    want = np.asarray(noise.rounded(jnp.asarray(exact), 3), np.float32)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    assert (got != exact.astype(half))[rows].mean() > 0.1
+
+
 def test_many_arrays_of_both_widths(run_program):
     slopes = normal(0, 64, SIZE).astype(jnp.bfloat16)
     h = normal(1, 64, 128).astype(jnp.bfloat16)
@@ -99,12 +125,14 @@ def test_refuses_arrays_beyond_shared_memory():
         weight_update(lambda old, *_: old, slopes, h, arrays, None, 0)
 
 
-def test_lowers_for_cuda():
+@pytest.mark.parametrize("noise", [None, Noise(7)], ids=["float32", "bfloat16"])
+def test_lowers_for_cuda(noise):
     rule = optimizers.adadelta(1.0)
     shape = ITEMS, 256
     state = rule.init(shape)
     slopes, h = jnp.zeros((64, SIZE), jnp.bfloat16), jnp.zeros((64, 256), jnp.bfloat16)
-    arguments = slopes, h, normal(0, *shape), state, None, jnp.int32(0), jnp.int32(1)
+    w = normal(0, *shape).astype(jnp.float32 if noise is None else jnp.bfloat16)
+    arguments = slopes, h, w, state, None, jnp.int32(0), jnp.int32(1), noise
     traced = jax.jit(functools.partial(moved, rule)).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -1,0 +1,136 @@
+"""Numbers rounded at random to bfloat16, so that their expectation stays.
+
+Rounded to nearest, a weight of 1 never moves by a step of 0.001: the next bfloat16 number
+is 0.0078 away. Rounded at random it moves by 0.0078 in every eighth step, about. ::
+
+    x between its neighbours a < b:    b with probability (x - a) / (b - a), else a
+
+The 16 random bits of an element are a hash of (seed, step, row, column). So they depend
+neither on the order of the work, nor on devices or programs. The hash is MurmurHash3_x86_32
+of the words (step, row, column) with that seed, by Austin Appleby, public domain:
+https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp. It takes a dozen
+operations on 32-bit integers, which XLA and Mosaic GPU both have.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+
+class Noise(NamedTuple):
+    """The random bits of an array or of some of its rows.
+
+    Attributes:
+      seed: int32, of the array.
+      first_row: int32, number of the first of these rows in the array.
+    """
+
+    seed: jax.typing.ArrayLike
+    first_row: jax.typing.ArrayLike = 0
+
+    def after(self, rows: jax.typing.ArrayLike) -> Noise:
+        """Those of the rows from number `rows` of these on."""
+        return Noise(self.seed, self.first_row + rows)
+
+    def key(self, step: jax.typing.ArrayLike) -> Int32[Array, ""]:
+        """What `of_rows` needs to know of seed and step."""
+        seed, step = jnp.asarray(self.seed, jnp.int32), jnp.asarray(step, jnp.int32)
+        return _joined(seed, _mixed(step))
+
+    def rounded(
+        self,
+        x: Float32[Array, "*shape"],
+        step: jax.typing.ArrayLike,
+        rows: Int32[Array, "*rows"] | None = None,
+    ) -> BFloat16[Array, "*shape"]:
+        """`x` as it is after this step, in bfloat16.
+
+        Args:
+          x: rows of an array; what is one element of the first axis is a row.
+          step: number of the step.
+          rows: the number of each row; by default they are in order.
+        """
+        if rows is None:
+            rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+        rows = jnp.asarray(self.first_row, jnp.int32) + rows
+        rows = rows.reshape(-1, *[1] * (x.ndim - 1))
+        columns = jnp.zeros((1,) * x.ndim, jnp.int32)
+        for axis in range(1, x.ndim):
+            shape = [1] * x.ndim
+            shape[axis] = x.shape[axis]
+            place = lax.broadcasted_iota(jnp.int32, shape, axis)
+            columns = columns * x.shape[axis] + place
+        return rounded(x, of_rows(self.key(step), rows), of_columns(columns))
+
+
+def of_rows(
+    key: Int32[Array, "..."], rows: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+    """What the random bits need to know of rows, from `Noise.key` and their numbers."""
+    return _joined(key, _mixed(rows))
+
+
+def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """What the random bits need to know of columns, from their numbers."""
+    return _mixed(columns)
+
+
+def rounded(
+    x: Float32[Array, "*shape"],
+    rows: Int32[Array, "..."],
+    columns: Int32[Array, "..."],
+) -> BFloat16[Array, "*shape"]:
+    """`x`, rounded at random; bfloat16 numbers, infinity and NaN stay as they are.
+
+    Args:
+      x: numbers.
+      rows: `of_rows`, as they are or with the shape of `x`.
+      columns: `of_columns`, likewise.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # The neighbour nearer to zero, or the other one if this carries into the upper half.
+    carried = (bits + random_bits(rows, columns)) & _word(0xFFFF0000)
+    carried = lax.bitcast_convert_type(carried, jnp.float32)
+    # Infinity is a bfloat16 number. From NaN it might carry into the sign.
+    return jnp.where(jnp.isnan(x), x, carried).astype(jnp.bfloat16)
+
+
+def random_bits(
+    rows: Int32[Array, "..."], columns: Int32[Array, "..."]
+) -> Int32[Array, "..."]:
+    """16 bits for each element, see `rounded`."""
+    value = _joined(rows, columns)
+    value = value ^ 12  # bytes of the three words
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        value = value ^ _shifted(value, shift)
+        value = value * _word(factor)
+    # Its last step, `value ^= value >> 16`, leaves the upper half as it is.
+    return _shifted(value, 16)
+
+
+def _mixed(word):
+    """A word as it enters the hash."""
+    return _rotated(word * _word(0xCC9E2D51), 15) * _word(0x1B873593)
+
+
+def _joined(value, mixed):
+    """The hash so far, and one word more."""
+    return _rotated(value ^ mixed, 13) * 5 + _word(0xE6546B64)
+
+
+def _rotated(word, by: int):
+    return (word << by) | _shifted(word, 32 - by)
+
+
+def _shifted(word, by: int):
+    return lax.shift_right_logical(word, jnp.full_like(word, by))
+
+
+def _word(bits: int) -> int:
+    """The int32 number with these bits."""
+    return bits - 2**32 if bits >= 2**31 else bits
