@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, matmul_tiles, numbers
+from pallas_kernels.matmul_tiles import (
+    ROWS,
+    STEP,
+    call,
+    matmul_tiles,
+    numbers,
+    transforms,
+)
 
 WARPGROUPS = 2  # warpgroups that compute
 TILE = WARPGROUPS * ROWS  # rows of a tile
@@ -65,7 +72,7 @@ def weight_gradient(
                     smem.at[warpgroup, slot], gradient_gmem.at[*target]
                 )
 
-        stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=LAYOUT)
+        stored = plgpu.SMEM((2, 2, ROWS, STEP), h.dtype, transforms=transforms())
         gradient_tiles(slopes_gmem, h_gmem, summing_gmem, sums_gmem, finish, [stored])
 
     ref = jax.new_ref(gradient)
