@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
@@ -103,6 +104,10 @@ def _carry_out(
 ) -> int:
     """Does what a command says and returns the exit status."""
     with _importing():
+        # A plan may pretend to have other devices; several processes join first.
+        runs = hasattr(command, "compilation") and not isinstance(command, flags.Plan)
+        if runs and not devices.several:
+            _start_device()
         match command:
             case flags.Train() | flags.Plan():
                 from sparsejax.cli import train as module
@@ -115,6 +120,17 @@ def _carry_out(
     with _programs(command, devices):
         result = getattr(module, type(command).__name__.lower())(command)
     return 1 if result is False else 0  # a plan that does not fit
+
+
+def _start_device() -> None:
+    """Starts the device in another thread. A GPU takes .3 s, while modules are imported."""
+    import jax
+
+    def start():
+        with contextlib.suppress(Exception):  # the first computation raises it again
+            jax.devices()
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 @contextlib.contextmanager
