@@ -8,14 +8,16 @@ TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's. `train` take
 *Cold* processes find no compiled programs. *Warm* ones find those of the same command before
 them in the user's cache folder.
 
-The parts are sums over a process: `imports` until the command line is loaded; `device`
-until JAX has the device; `tracing`, `lowering` (to MLIR) and `compiling` as JAX reports
-them; `rest` is what remains of the wall time.
+The parts are sums over a process: `imports` of modules, wherever they are; `tracing`,
+`lowering` (to MLIR) and `compiling` as JAX reports them, without imports; `rest` is what
+remains of the wall time.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
+import contextlib
 import datetime
 import itertools
 import json
@@ -24,19 +26,22 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import RESULTS, emit, origin, table, write_section
 
-_PARTS = ("imports", "device", "tracing", "lowering", "compiling", "rest")
+_PARTS = ("imports", "tracing", "lowering", "compiling", "rest")
 _EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
+_SHORTEST = 1e-3  # of an import: a module that is there already is found faster
 
 
 def main() -> None:
@@ -108,29 +113,50 @@ def _timed(words: list[str], environment: dict[str, str]) -> dict:
 
 def _process(words: list[str]) -> None:
     """Runs one command, and says how long its parts took."""
-    start = time.perf_counter()
-    import jax
-
-    from sparsejax.cli.main import main as command
-
-    parts = {"imports": time.perf_counter() - start}
-    start = time.perf_counter()
-    device = jax.devices()[0].device_kind
-    parts["device"] = time.perf_counter() - start
     spans: list[tuple[float, float, str]] = []
+    with _noted_imports(spans):
+        import jax
 
-    def listen(event: str, duration_secs: float, **_: object) -> None:
-        if event in _EVENTS:
-            now = time.perf_counter()
-            spans.append((now - duration_secs, now, _EVENTS[event]))
+        from sparsejax.cli.main import main as command
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    status = command(words)
-    parts |= _exclusive(spans)
+        def listen(event: str, duration_secs: float, **_: object) -> None:
+            if event in _EVENTS:
+                now = time.perf_counter()
+                spans.append((now - duration_secs, now, _EVENTS[event]))
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        status = command(words)
     programs = sum(part == "compiling" for _, _, part in spans)
-    versions = {"jax": jax.__version__, "device": device}
-    emit({"parts": parts, "programs": programs, "versions": versions})
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    found = {"parts": _exclusive(spans), "programs": programs, "versions": versions}
+    emit(found)
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def _noted_imports(spans: list[tuple[float, float, str]]) -> Iterator[None]:
+    """Within it, adds the span of each import in this thread that is in no other import."""
+    ordinary, this, depth = builtins.__import__, threading.get_ident(), 0
+
+    def noted(*arguments, **named):
+        nonlocal depth
+        if threading.get_ident() != this:
+            return ordinary(*arguments, **named)
+        start = time.perf_counter()
+        depth += 1
+        try:
+            return ordinary(*arguments, **named)
+        finally:
+            depth -= 1
+            end = time.perf_counter()
+            if not depth and end - start > _SHORTEST:
+                spans.append((start, end, "imports"))
+
+    builtins.__import__ = noted
+    try:
+        yield
+    finally:
+        builtins.__import__ = ordinary
 
 
 def _exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
@@ -138,7 +164,7 @@ def _exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
 
     A function is traced inside others, and GPU programs are traced while they are lowered.
     """
-    seconds = dict.fromkeys(_EVENTS.values(), 0.0)
+    seconds = dict.fromkeys((*_EVENTS.values(), "imports"), 0.0)
     moments = sorted({t for begin, end, _ in spans for t in (begin, end)})
     for begin, end in itertools.pairwise(moments):
         active = {part for b, e, part in spans if b <= begin and end <= e}

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div
 
 _LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
@@ -34,13 +34,6 @@ _WAYS = 8  # each step of a search splits the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
 # at once take 6.6 us; 256 columns with 16 pieces take 10 us.
 REDUCE_CHUNK = 512
-
-PARAMS = plgpu.CompilerParams(
-    # No program reads what it or another program has written.
-    unsafe_no_auto_barriers=True,
-    # With the default semantics, inferring the layouts takes half a minute.
-    lowering_semantics=plgpu.LoweringSemantics.Lane,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +161,7 @@ def gather_matmul(
         ],
         grid=(pl.cdiv(hidden, chunk), programs + pl.cdiv(num_rows, _FILL_ROWS)),
         grid_names=("chunk", "program"),
-        compiler_params=PARAMS,
+        compiler_params=compiler_params(),
     )(indices, indptr, w, *values)
     if programs == 1:
         return out
@@ -184,9 +177,19 @@ def gather_matmul(
         out_type=[],
         grid=(pl.cdiv(hidden, chunk), programs),
         grid_names=("chunk", "program"),
-        compiler_params=PARAMS,
+        compiler_params=compiler_params(),
     )(partial, cut_rows, out_ref)
     return jax.freeze(out_ref)
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """Of programs that gather or move rows."""
+    return plgpu.CompilerParams(
+        # No program reads what it or another program has written.
+        unsafe_no_auto_barriers=True,
+        # With the default semantics, inferring the layouts takes half a minute.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
 
 
 def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:

@@ -15,15 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import rem
 
 STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
 ROWS = 64  # rows of a warpgroup, as `wgmma` needs
-
-# How operands and results of 64 two-byte columns lie in shared memory.
-LAYOUT = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP))
 
 _STAGES = 4  # steps that are copied ahead
 # Registers of a thread that computes and of one that copies, by the number of warpgroups
@@ -154,10 +151,10 @@ def matmul_tiles(
     pl.run_scoped(
         scope,
         [
-            plgpu.SMEM((stages, *extent), matrix.dtype, transforms=LAYOUT)
+            plgpu.SMEM((stages, *extent), matrix.dtype, transforms=transforms())
             for matrix, extent, _ in operands
         ],
-        [plgpu.SMEM(x.shape, x.dtype, transforms=LAYOUT) for x in constants],
+        [plgpu.SMEM(x.shape, x.dtype, transforms=transforms()) for x in constants],
         plgpu.Barrier(num_arrivals=len(operands), num_barriers=stages),
         plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         plgpu.Barrier(num_arrivals=max(1, len(constants))),
@@ -192,6 +189,11 @@ def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *argume
 def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
     """int32 operands of a GPU program, one array each: joining them needs more launches."""
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
+
+
+def transforms() -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How operands and results of 64 two-byte columns lie in shared memory."""
+    return plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
 
 
 def store(target, values: jax.Array) -> None:

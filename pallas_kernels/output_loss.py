@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, num_programs
+from pallas_kernels.matmul_tiles import ROWS, num_programs, transforms
 
 _WORDS = tiles.TILE_ITEMS // 32
 SLOPES_COLUMNS = 64  # columns of slopes that are written at once
@@ -258,7 +258,7 @@ class SlopesEpilogue:
 
 def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
     """Shared memory for what `SlopesEpilogue` writes."""
-    return plgpu.SMEM((warpgroups, ROWS, columns), dtype, transforms=LAYOUT)
+    return plgpu.SMEM((warpgroups, ROWS, columns), dtype, transforms=transforms())
 
 
 def no_scores(batch: int) -> list[Float[Array, "parts batch"]]:

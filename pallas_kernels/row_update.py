@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.gather_matmul import (
-    PARAMS,
     REDUCE_CHUNK,
     Config,
     chunk_of,
+    compiler_params,
     reduce_body,
     sum_body,
 )
@@ -173,7 +173,7 @@ def row_update(
         ],
         grid=(hidden // chunk, programs),
         grid_names=("chunk", "program"),
-        compiler_params=PARAMS,
+        compiler_params=compiler_params(),
     )(indptr, dy, *entries, *scalars, *noise, *array_refs)
     if programs > 1:
         reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
@@ -199,7 +199,7 @@ def row_update(
             out_type=[],
             grid=(hidden // reduce_chunk, programs),
             grid_names=("chunk", "program"),
-            compiler_params=PARAMS,
+            compiler_params=compiler_params(),
         )(indptr, partial, cut_rows, *extras, *scalars, *noise, *array_refs)
     return [jax.freeze(ref) for ref in array_refs]
 

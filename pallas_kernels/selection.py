@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels import mosaic as plgpu
 
 _LANES = 128  # threads of a warpgroup
 _PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, call, num_programs, numbers
+from pallas_kernels.matmul_tiles import ROWS, call, num_programs, numbers, transforms
 from pallas_kernels.output_loss import (
     SLOPES_COLUMNS,
     ItemLayer,
@@ -226,9 +226,9 @@ def slopes_product(
 
         pl.run_scoped(
             scope,
-            plgpu.SMEM((TILE_ROWS, hidden), h.dtype, transforms=LAYOUT),
+            plgpu.SMEM((TILE_ROWS, hidden), h.dtype, transforms=transforms()),
             [
-                plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=LAYOUT),
+                plgpu.SMEM((_TILES, COLUMNS, hidden), h.dtype, transforms=transforms()),
                 *(plgpu.SMEM((_TILES, COLUMNS), x.dtype) for x in layer.arrays()),
             ],
             slopes_scratch(_WARPGROUPS, COLUMNS, h.dtype),

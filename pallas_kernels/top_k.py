@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, store
+from pallas_kernels.matmul_tiles import ROWS, STEP, store, transforms
 from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_bit
 from pallas_kernels.selection import members, pick
 
@@ -25,7 +25,6 @@ GROUP = 16
 BLOCK = tiles.COLUMNS  # a warpgroup makes the maximum of this many items
 _GROUPS = BLOCK // GROUP
 _STORE = 32  # columns that are written at once: 128 bytes
-_LAYOUT = (plgpu.TilingTransform((8, _STORE)), plgpu.SwizzleTransform(4 * _STORE))
 
 
 def maxima(
@@ -113,7 +112,12 @@ def maxima(
 
     more = size if with_scores else size // BLOCK
     stored = plgpu.SMEM(
-        (tiles.WARPGROUPS, ROWS, _STORE), jnp.float32, transforms=_LAYOUT
+        (tiles.WARPGROUPS, ROWS, _STORE),
+        jnp.float32,
+        transforms=(
+            plgpu.TilingTransform((8, _STORE)),
+            plgpu.SwizzleTransform(4 * _STORE),
+        ),
     )
     return tiles.score_tiles(
         "maxima",
@@ -228,8 +232,8 @@ def scores_of_groups(
 
         pl.run_scoped(
             scope,
-            plgpu.SMEM((stages, ROWS, width), h.dtype, transforms=LAYOUT),
-            plgpu.SMEM((stages, 8, width), h.dtype, transforms=LAYOUT),
+            plgpu.SMEM((stages, ROWS, width), h.dtype, transforms=transforms()),
+            plgpu.SMEM((stages, 8, width), h.dtype, transforms=transforms()),
             plgpu.Barrier(num_arrivals=1 + across, num_barriers=stages),
         )
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 

@@ -14,9 +14,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, call, numbers
 from pallas_kernels.rounding import of_columns, of_rows, rounded

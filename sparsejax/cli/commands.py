@@ -16,10 +16,10 @@ from sparsejax import whole_files
 from sparsejax.cli import flags, run
 from sparsejax.cli import report as reports
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import read_file, read_heldout, with_times
+from sparsejax.cli.reading import meanwhile, read_file, read_heldout, with_times
 from sparsejax.data import SparseDataset, read, writers
 from sparsejax.data.files import lines_of
-from sparsejax.data.names import as_names
+from sparsejax.data.names import Names, as_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
 from sparsejax.prediction import evaluate as evaluation
@@ -33,51 +33,62 @@ def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
     if (command.test is None) == (command.fold_in is None):
         raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
+    if command.test is None and command.history:
+        raise ValueError("--history goes with TEST; leave it out with --fold-in")
     settings, names = run.load_run(command.run)
+    data = meanwhile(lambda: _data_to_evaluate(command, settings, names))
     model = run.restored_model(command.run, settings)
-    read_ = functools.partial(read_file, command=command)
-    valued = functools.partial(read_, indicator=settings.indicator)
-    heldout = candidates = None
-    popularity: Any = "inputs"
-    if command.test is None:
-        if command.history:
-            raise ValueError("--history goes with TEST; leave it out with --fold-in")
-        shown = valued(command.train)  # with its own features until it is split
-    else:
-        train = valued(command.train, features=names)
-        more = (valued(path, features=names) for path in command.history)
-        shown, popularity = train.merge(*more), train
-        files = " or ".join([command.train, *command.history])
-        heldout = read_heldout(command.test, command, shown, files)
-    if command.candidates is not None:
-        candidates = read_(command.candidates, features=names, indicator=True)
-    if command.popularity is not None:
-        popularity = read_(command.popularity, features=names, indicator=True)
     measured = evaluation.evaluate(
         model,
-        shown,
-        heldout,
+        **data(),
         k=command.k,
         fold_in=command.fold_in,
         features=None if command.fold_in is None else names,
         seed=command.seed,
         exclude=None if command.counting.keep_seen else "inputs",
         unknown=command.counting.unknown,
-        candidates=candidates,
-        popularity=popularity,
     )
     print_metrics(measured)
     print(json.dumps(measured))
+
+
+def _data_to_evaluate(
+    command: flags.Evaluate, settings: run.Run, names: Names
+) -> dict[str, Any]:
+    """What is read from files, as arguments of `evaluate`."""
+    read_ = functools.partial(read_file, command=command)
+    valued = functools.partial(read_, indicator=settings.indicator)
+    given: dict[str, Any] = {}
+    if command.test is None:
+        # With its own features until it is split.
+        given["inputs"] = valued(command.train)
+    else:
+        train = valued(command.train, features=names)
+        more = (valued(path, features=names) for path in command.history)
+        files = " or ".join([command.train, *command.history])
+        given["inputs"] = shown = train.merge(*more)
+        given["heldout"] = read_heldout(command.test, command, shown, files)
+        given["popularity"] = train
+    for name, path in (
+        ("candidates", command.candidates),
+        ("popularity", command.popularity),
+    ):
+        if path is not None:
+            given[name] = read_(path, features=names, indicator=True)
+    return given
 
 
 def predict(command: flags.Predict) -> None:
     """`sparsejax predict`."""
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
-    model = run.restored_model(command.run, settings)
-    data = read_file(
-        command.data, command, features=names, indicator=settings.indicator
+    reading = meanwhile(
+        lambda: read_file(
+            command.data, command, features=names, indicator=settings.indicator
+        )
     )
+    model = run.restored_model(command.run, settings)
+    data = reading()
     if command.users is not None:
         data = _some_rows(data, command.users)
     recommendation_files.check_recommendation_names(command.out, data.row_names, names)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
@@ -50,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.enter_context(interrupts.noted())
             stack.enter_context(_one_line_warnings(command))
             stack.enter_context(_on(devices, command))
-            stack.enter_context(_programs(command, devices))
-            status = _carry_out(command, argv)
+            status = _carry_out(command, devices, argv)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version, wrong usage
         return int(stopped.code or 0)
@@ -98,36 +99,54 @@ def _dsstne(argv: Sequence[str]) -> int:
     return 0
 
 
-def _carry_out(command: flags.Command, argv: Sequence[str]) -> int:
+def _carry_out(
+    command: flags.Command, devices: flags.Devices, argv: Sequence[str]
+) -> int:
     """Does what a command says and returns the exit status."""
-    from sparsejax.cli import commands, demo, train
+    with _importing():
+        # A plan may pretend to have other devices; several processes join first.
+        runs = hasattr(command, "compilation") and not isinstance(command, flags.Plan)
+        if runs and not devices.several:
+            _start_device()
+        match command:
+            case flags.Train() | flags.Plan():
+                from sparsejax.cli import train as module
+            case flags.Demo():
+                from sparsejax.cli import demo as module
+            case _:
+                from sparsejax.cli import commands as module
+    if isinstance(command, flags.Train | flags.Plan):
+        _check_network(command, argv)
+    with _programs(command, devices):
+        result = getattr(module, type(command).__name__.lower())(command)
+    return 1 if result is False else 0  # a plan that does not fit
 
-    match command:
-        case flags.Train():
-            _check_network(command, argv)
-            train.train(command)
-        case flags.Plan():
-            _check_network(command, argv)
-            return 0 if train.plan(command) else 1
-        case flags.Evaluate():
-            commands.evaluate(command)
-        case flags.Predict():
-            commands.predict(command)
-        case flags.Export():
-            commands.export(command)
-        case flags.Convert():
-            commands.convert(command)
-        case flags.Split():
-            commands.split(command)
-        case flags.Report():
-            commands.report(command)
-        case flags.Vectors():
-            commands.vectors(command)
-        case flags.Similar():
-            commands.similar(command)
-        case flags.Demo():
-            demo.demo(command)
-    return 0
+
+def _start_device() -> None:
+    """Starts the device in another thread. A GPU takes .3 s, while modules are imported."""
+    import jax
+
+    def start():
+        with contextlib.suppress(Exception):  # the first computation raises it again
+            jax.devices()
+
+    threading.Thread(target=start, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _importing() -> Generator[None]:
+    """Within it modules are imported, which takes two thirds of the time.
+
+    What they make lives until the end. Python's collector would look through it again
+    and again, and once more at the end.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not gc.get_freeze_count():  # once in a process: it keeps garbage, too
+            gc.freeze()
+        gc.enable()
 
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:

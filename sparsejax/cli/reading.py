@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
+import threading
 import warnings
+from collections.abc import Callable
 
 from sparsejax.cli.flags import Reading
 from sparsejax.cli.wording import in_flags
@@ -39,6 +42,23 @@ def read_file(
     account = str(data.columns or account_of(data.matrix))
     print(f"{shown(path)}: {in_flags(account, command)}", file=sys.stderr)
     return data
+
+
+def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
+    """Starts a call in another thread; returns what waits for its result.
+
+    An interrupted command does not wait for the call.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised to who asks for the result
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result
 
 
 def read_heldout(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import sparse
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -122,6 +121,8 @@ def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
 
     Two runs of cuSPARSE differ in their last bits.
     """
+    from jax.experimental import sparse  # imports much of SciPy
+
     indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
     # One row more takes the padding: every entry must be in a row.
     indptr = jnp.concatenate([indptr, jnp.full(1, x.nse, jnp.int32)])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import io
+import itertools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import TextIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sparsejax.data.names import Names
+from sparsejax.data.names import Names, as_names
 from sparsejax.data.writers import check_names, escaped
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.whole_files import (
@@ -52,7 +54,8 @@ def save_recommendations(
       rows: names of the rows.
       found: what is recommended to each.
       items: names of all items.
-      rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`.
+      rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`,
+        and are in memory as text.
 
     Raises:
       OSError: the file cannot be written.
@@ -62,16 +65,22 @@ def save_recommendations(
     check_recommendation_names(path, rows, items)
     ending = _ending(path)
     if ending == ".parquet":
-        _write_recommendation_table(path, rows, found, items, rows_at_a_time)
+        tables = _tables(rows, found, items, rows_at_a_time)
+        first = next(tables)
+        with (
+            whole_file(path) as file,
+            pq.ParquetWriter(file, first.schema, compression="zstd") as writer,
+        ):
+            for table in itertools.chain([first], tables):
+                writer.write_table(table)
         return
     with whole_text_file(path) as file:
         match ending:
             case ".csv":
-                lines = csv.writer(file, lineterminator="\n")
-                lines.writerow(("user", "item", "score", "rank"))
-                for row, names, scores in _recommended(rows, found, items):
-                    for rank, each in enumerate(zip(names, scores, strict=True), 1):
-                        lines.writerow((row, *each, rank))
+                rows, items = _quoted(rows), _quoted(items)
+                file.write("user,item,score,rank\n")
+                for table in _tables(rows, found, items, rows_at_a_time):
+                    file.write(_csv_lines(table))
             case ".jsonl":
                 for row, names, scores in _recommended(rows, found, items):
                     numbers = [
@@ -130,22 +139,31 @@ def _recommended(
         yield row, items[ids[:count]].tolist(), scores[:count]
 
 
-def _write_recommendation_table(
-    path: str | os.PathLike[str],
-    rows: Names,
-    found: Recommendations,
-    items: Names,
-    group_rows: int,
-) -> None:
-    def table(start: int) -> pa.Table:
-        part = slice(start, start + group_rows)
+def _tables(
+    rows: Names, found: Recommendations, items: Names, rows_at_a_time: int
+) -> Iterator[pa.Table]:
+    """At least one table, with the recommendations of some rows in each."""
+    for start in range(0, max(len(found), 1), rows_at_a_time):
+        part = slice(start, start + rows_at_a_time)
         some = Recommendations(found.ids[part], found.scores[part])
-        return some.to_arrow(rows[part], items)
+        yield some.to_arrow(rows[part], items)
 
-    schema = table(len(found)).schema
-    with (
-        whole_file(path) as file,
-        pq.ParquetWriter(file, schema, compression="zstd") as writer,
-    ):
-        for start in range(0, len(found), group_rows):
-            writer.write_table(table(start))
+
+def _quoted(names: Names) -> Names:
+    """The names as CSV has them."""
+    quoted = (
+        '"' + name.replace('"', '""') + '"' if re.search('[,"\r\n]', name) else name
+        for name in names.tolist()
+    )
+    return as_names(quoted)
+
+
+def _csv_lines(table: pa.Table) -> str:
+    """The rows of a table as lines of CSV, scores in the fewest digits that say all."""
+    text = pa.large_string()
+    columns = [column.cast(text) for column in table.combine_chunks().columns]
+    empty, comma, end = (pa.scalar(each, text) for each in ("", ",", "\n"))
+    rows = pc.call_function("binary_join_element_wise", [*columns, comma])
+    lines = pc.call_function("binary_join_element_wise", [rows, empty, end])
+    whole = pa.LargeListArray.from_arrays([0, len(lines)], lines.combine_chunks())
+    return pc.call_function("binary_join", [whole, empty])[0].as_py()
