@@ -90,6 +90,13 @@ def test_several_inputs(trained):
     assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
 
 
+def test_embeddings():
+    given: dict = {}
+    for code in python("embeddings.md"):
+        exec(compile(code, "embeddings.md", "exec"), given)  # noqa: S102
+    assert 0.9 < given["found"].auc < 0.95
+
+
 def test_your_data(tmp_path, monkeypatch, capsys):
     """What the page says is printed, and it lists the names that are known."""
     monkeypatch.chdir(tmp_path)
