@@ -90,6 +90,15 @@ def test_several_inputs(trained):
     assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
 
 
+def test_optimizers():
+    given: dict = {}
+    for code in python("optimizers.md"):
+        exec(compile(code, "optimizers.md", "exec"), given)  # noqa: S102
+    optimizer, kernel = given["optimizer"], given["model"].embed.kernel
+    assert optimizer.rule_of(kernel).name == "ftrl"
+    assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
+
+
 def test_embeddings():
     given: dict = {}
     for code in python("embeddings.md"):
