@@ -36,7 +36,7 @@ def guess_format(path: Path) -> Format:
       DataError: the format is not clear, so it must be named.
     """
     name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
-    if is_address(path) or os.path.isdir(path):
+    if is_parquet(path):
         return "parquet"
     if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
         return known
@@ -48,6 +48,12 @@ def guess_format(path: Path) -> Format:
         f"the format is not clear from the first line {lines[0][:60]!r}; name it with "
         "format= (on the command line --format): text, pairs or adjacency",
     )
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether this is Parquet: by its name, or as a folder or an address."""
+    named = os.fspath(path).lower().endswith(".parquet")
+    return named or is_address(path) or os.path.isdir(path)
 
 
 def _guess(lines: list[str]) -> Format | None:

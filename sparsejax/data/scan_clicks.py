@@ -1,0 +1,207 @@
+"""Examples of clicks that stay on disk and are read a part at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from sparsejax.data import parquet
+from sparsejax.data.click_columns import (
+    Counter,
+    Numbering,
+    categories_of,
+    dense_of,
+    labels_of,
+)
+from sparsejax.data.click_files import ClickBlock, Paths, as_paths, click_blocks
+from sparsejax.data.click_schema import ClickSchema, VocabularyColumn
+from sparsejax.data.clicks import (
+    ClickDataset,
+    Ids,
+    join_ids,
+    known_vocabularies,
+    num_ids,
+)
+from sparsejax.data.files import DataError
+from sparsejax.data.names import Names
+from sparsejax.data.sniff import is_parquet
+from sparsejax.sparse import CSR
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScannedClicks:
+    """Examples of clicks on disk, which are read a chunk at a time.
+
+    >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
+    >>> schema = ClickSchema("click", ids={"user": VocabularyColumn()})
+    >>> scanned = scan_clicks("clicks.csv", schema, chunk_rows=2)
+    >>> [chunk.ids["user"].tolist() for chunk in scanned.chunks()]
+    [[2, 3], [2]]
+
+    `scan_clicks` makes it.
+
+    Attributes:
+      path: the file, the files, the folder or the address.
+      schema: what the columns are.
+      vocabularies: for each `VocabularyColumn` its categories, see `ClickDataset`.
+      chunk_rows: number of examples of a chunk; the last one may have fewer.
+    """
+
+    path: Paths
+    schema: ClickSchema
+    vocabularies: Mapping[str, Names]
+    chunk_rows: int
+
+    def __repr__(self) -> str:
+        return (
+            f"ScannedClicks({self.path!r}, {len(self.schema.dense)} dense, "
+            f"{len(self.schema.ids)} features)"
+        )
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """Number of ids of each feature: the rows that its table needs."""
+        return num_ids(self.schema, self.vocabularies)
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Number of examples. Text files are read once to count them."""
+        count = 0
+        for path in as_paths(self.path):
+            if is_parquet(path):
+                for source in parquet.parquet_files(path):
+                    with source.open() as file:
+                        count += file.metadata.num_rows
+            else:
+                label = self.schema.label
+                for block in click_blocks(path, self.schema, [label]):
+                    count += len(block.columns[label])
+        return count
+
+    def chunks(self, *, first: int = 0) -> Iterator[ClickDataset]:
+        """The examples in the order of the files, `chunk_rows` at a time.
+
+        Args:
+          first: number of chunks to leave out at the beginning, to go on after an
+            interrupt.
+
+        Raises:
+          DataError: as of `read_clicks`.
+        """
+        numbering = {
+            name: Numbering(column, self.vocabularies.get(name))
+            for name, column in self.schema.ids.items()
+        }
+        skip = first * self.chunk_rows
+        waiting: list[ClickDataset] = []
+        for block in click_blocks(self.path, self.schema):
+            rows = len(block.columns[self.schema.label])
+            if rows <= skip:
+                skip -= rows
+                continue
+            waiting.append(self._of_block(block, numbering).rows(slice(skip, None)))
+            skip = 0
+            if sum(part.num_rows for part in waiting) < self.chunk_rows:
+                continue
+            all_ = self._joined(waiting)
+            last = all_.num_rows - all_.num_rows % self.chunk_rows
+            for start in range(0, last, self.chunk_rows):
+                yield all_.rows(slice(start, start + self.chunk_rows))
+            waiting = [all_.rows(slice(last, None))]
+        if any(part.num_rows for part in waiting):
+            yield self._joined(waiting)
+
+    def _of_block(
+        self, block: ClickBlock, numbering: Mapping[str, Numbering]
+    ) -> ClickDataset:
+        found = {name: categories_of(block, name) for name in numbering}
+        sizes = self.num_ids
+        ids = {
+            name: join_ids(
+                block.path,
+                name,
+                [numbering[name].ids(each.texts)],
+                [each.lengths],
+                sizes[name],
+            )
+            for name, each in found.items()
+        }
+        return ClickDataset(
+            labels_of(block, self.schema.label),
+            dense_of(block, self.schema.dense),
+            ids,
+            self.schema,
+            self.vocabularies,
+        )
+
+    def _joined(self, parts: list[ClickDataset]) -> ClickDataset:
+        if len(parts) == 1:
+            return parts[0]
+        ids: dict[str, Ids] = {}
+        for name, size in self.num_ids.items():
+            each = [part.ids[name] for part in parts]
+            flat = [x.indices if isinstance(x, CSR) else x for x in each]
+            lengths = [np.diff(x.indptr) if isinstance(x, CSR) else None for x in each]
+            ids[name] = join_ids(self.path, name, flat, lengths, size)
+        return ClickDataset(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.dense for part in parts]),
+            ids,
+            self.schema,
+            self.vocabularies,
+        )
+
+
+def scan_clicks(
+    path: Paths,
+    schema: ClickSchema,
+    *,
+    vocabulary: ClickDataset | ScannedClicks | Mapping[str, Names] | None = None,
+    chunk_rows: int = 2**20,
+) -> ScannedClicks:
+    """Scans examples of clicks without keeping them, for data larger than memory.
+
+    >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n")
+    >>> schema = ClickSchema("click", ids={"user": HashedColumn(100)})
+    >>> scan_clicks("clicks.csv", schema).num_rows
+    2
+
+    Args:
+      path: as of `read_clicks`. A list of files is read in its order.
+      schema: what the columns are.
+      vocabulary: the categories that have ids of their own, from other data. By default
+        the files are read once to count them; distinct categories are kept in memory.
+        Hashed columns need no such pass.
+      chunk_rows: number of examples of a chunk.
+
+    Raises:
+      DataError: a file cannot be read, see `read_clicks`.
+      ValueError: `chunk_rows` is not positive, or the vocabulary lacks a column.
+    """
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
+    if isinstance(vocabulary, ScannedClicks):
+        vocabulary = vocabulary.vocabularies
+    known = known_vocabularies(schema, vocabulary)
+    if known is None:
+        columns = {
+            name: column
+            for name, column in schema.ids.items()
+            if isinstance(column, VocabularyColumn)
+        }
+        counters = {name: Counter() for name in columns}
+        rows = 0
+        for block in click_blocks(path, schema, [schema.label, *columns]):
+            rows += len(labels_of(block, schema.label))
+            for name, counter in counters.items():
+                counter.add(categories_of(block, name).texts)
+        if not rows:
+            raise DataError.at(as_paths(path)[0], "holds no examples")
+        known = {
+            name: counter.finish(columns[name].min_count)
+            for name, counter in counters.items()
+        }
+    return ScannedClicks(path, schema, known, chunk_rows)
