@@ -131,22 +131,24 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
             f"column {name!r} must hold text, integers, or lists of these, but it is "
             f"{block.columns[name].type}",
         )
+    present = column.is_valid().to_numpy(zero_copy_only=False)
     if pt.is_null(column.type):
         column = column.cast(pa.large_string())
-    column, wrong, problem = tables.as_integers_or_text(column)
+    found, wrong, problem = tables.as_integers_or_text(column.drop_null())
     if wrong.any():
-        entry = int(np.argmax(wrong))
-        row = entry
+        row = entry = int(np.flatnonzero(present)[np.argmax(wrong)])
         if sizes is not None:
             row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
         raise block.error(row, f"column {name!r} {problem}")
-    texts = tables.encoded_names(column, block.path)
-    if texts.null_count:
-        known = texts.dictionary
-        codes = texts.indices.fill_null(len(known))
-        empty = pa.array([""], known.type)
-        texts = pa.DictionaryArray.from_arrays(codes, pa.concat_arrays([known, empty]))
-    return Categories(texts, sizes)
+    texts = tables.encoded_names(found, block.path)
+    # A dictionary of the file may have a null itself.
+    known = texts.dictionary.fill_null("")
+    if present.all():
+        return Categories(pa.DictionaryArray.from_arrays(texts.indices, known), sizes)
+    codes = np.full(len(present), len(known), np.int32)
+    codes[present] = texts.indices.to_numpy()
+    known = pa.concat_arrays([known, pa.array([""], known.type)])
+    return Categories(pa.DictionaryArray.from_arrays(codes, known), sizes)
 
 
 class Numbering:

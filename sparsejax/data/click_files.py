@@ -17,7 +17,7 @@ from sparsejax.data.records import parse_columns, read_records, record_blocks
 from sparsejax.data.sniff import is_parquet
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
-_BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path]
 
@@ -127,7 +127,7 @@ def _text_blocks(
             path,
             layout.delimiter,
             first_line=layout.first_line,
-            block_bytes=_BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES,
         ):
             try:
                 found = parse_columns(lines, layout.delimiter, count, types)

@@ -143,7 +143,7 @@ class ScannedClicks:
         ids: dict[str, Ids] = {}
         for name, size in self.num_ids.items():
             each = [part.ids[name] for part in parts]
-            flat = [x.indices if isinstance(x, CSR) else x for x in each]
+            flat = [np.asarray(x.indices if isinstance(x, CSR) else x) for x in each]
             lengths = [np.diff(x.indptr) if isinstance(x, CSR) else None for x in each]
             ids[name] = join_ids(self.path, name, flat, lengths, size)
         return ClickDataset(

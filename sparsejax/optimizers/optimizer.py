@@ -128,7 +128,7 @@ class Optimizer(nnx.Pytree):
             }
         )
 
-    def rule_of(self, kernel: RowParam) -> Rule:
+    def rule_of(self, kernel: nnx.Variable) -> Rule:
         """The rule that trains this kernel: its own, or that of the optimizer."""
         return kernel.get_metadata().get("rule") or self.rule
 

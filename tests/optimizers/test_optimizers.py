@@ -325,14 +325,15 @@ def test_a_rule_of_its_own_and_another_for_ordinary_parameters(own):
             self.first.kernel = RowParam(self.first.kernel[...], rule=own)
             self.out = nnx.Linear(HIDDEN, 3, rngs=nnx.Rngs(1))
 
-        __call__ = Net.__call__
+        def __call__(self, x, x2):
+            return self.out(nnx.tanh(self.first(x) + self.second(x2)))
 
     model, twin_model = Two(), Two()
     rule, dense = optimizers.rowwise_adagrad(0.1), optax.adamw(0.02, weight_decay=0.1)
     optimizer = Optimizer(model, rule, dense=dense)
     assert optimizer.rule_of(model.first.kernel) is own
     assert optimizer.rule_of(model.second.kernel) is rule
-    parts = {"first": own.dense(), "second": rule.dense(), "out": dense}
+    parts: Any = {"first": own.dense(), "second": rule.dense(), "out": dense}
     labels = {name: name for name in parts}
     split = optax.partition(parts, lambda params: nnx.State(labels))
     twin = nnx.Optimizer(twin_model, split, wrt=nnx.Param)

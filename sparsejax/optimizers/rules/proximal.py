@@ -94,4 +94,4 @@ class ftrl(Rule):
         return -beyond / self._stiffness(n), {"z": z, "n": n}
 
     def _stiffness(self, n):
-        return (self.beta + jnp.sqrt(n)) / self.learning_rate + self.l2
+        return (self.beta + jnp.sqrt(n)) / self.rate(1) + self.l2
