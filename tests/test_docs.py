@@ -99,10 +99,18 @@ def test_optimizers():
     assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
 
 
-def test_embeddings():
+def test_embeddings(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(30)]
+    for name in ("train.csv", "test.csv"):
+        pathlib.Path(name).write_text("click,price,user,item\n" + "".join(lines))
     given: dict = {}
     for code in python("embeddings.md"):
         exec(compile(code, "embeddings.md", "exec"), given)  # noqa: S102
+    assert capsys.readouterr().out == (
+        "ClickDataset(30 examples, 33.3 % clicks, 1 dense, 2 features)\n"
+    )
+    assert given["train"].num_rows == 27 and given["train"].num_ids["item"] == 6
     assert 0.9 < given["found"].auc < 0.95
 
 
