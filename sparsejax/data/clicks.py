@@ -133,7 +133,7 @@ class ClickDataset:
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """Number of ids of each feature: the rows that its table needs."""
+        """The number of ids of each feature, and so of the rows of its table."""
         return num_ids(self.schema, self.vocabularies)
 
     def rows(self, chosen: np.ndarray | slice) -> ClickDataset:

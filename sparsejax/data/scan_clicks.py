@@ -63,7 +63,7 @@ class ScannedClicks:
 
     @property
     def num_ids(self) -> dict[str, int]:
-        """Number of ids of each feature: the rows that its table needs."""
+        """The number of ids of each feature, and so of the rows of its table."""
         return num_ids(self.schema, self.vocabularies)
 
     @functools.cached_property
