@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import parquet, tables
+from sparsejax.data import parquet, scan_tables, tables
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
 from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
@@ -56,6 +57,50 @@ def click_blocks(
                 yield from _parquet_blocks(file, names, bar)
 
 
+class ClickGroup(NamedTuple):
+    """A row group of a Parquet file.
+
+    Attributes:
+      source: the file.
+      number: the number of the group in the file.
+      first: the number of its first row in the file.
+      rows: its number of rows.
+    """
+
+    source: parquet.ParquetPath
+    number: int
+    first: int
+    rows: int
+
+    def block(self, names: Sequence[str], start: int, stop: int) -> ClickBlock:
+        """Columns of its rows `start .. stop - 1`.
+
+        Raises:
+          DataError: the file is damaged, or was changed.
+        """
+        with self.source.open() as file:
+            if self.number >= file.metadata.num_row_groups or not set(names) <= set(
+                file.schema_arrow.names
+            ):
+                raise scan_tables.changed(self.source)
+            table = file.read_row_group(self.number, columns=list(names))
+        if len(table) < stop:
+            raise scan_tables.changed(self.source)
+        part = table.slice(start, stop - start)
+        columns = {name: _one_array(part.column(name)) for name in names}
+        return _parquet_block(self.source, columns, self.first + start)
+
+
+def click_groups(source: parquet.ParquetPath) -> list[ClickGroup]:
+    """The row groups of a Parquet file."""
+    with source.open() as file:
+        metadata = file.metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    ends = itertools.accumulate(sizes)
+    each = zip(range(len(sizes)), ends, sizes, strict=True)
+    return [ClickGroup(source, i, end - size, size) for i, end, size in each]
+
+
 def as_paths(paths: Paths) -> list[Path]:
     """One path or several as a list.
 
@@ -85,13 +130,24 @@ def _parquet_blocks(
         rows = max(file.metadata.num_rows, 1)
         first = 0
         for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
-
-            def error(row: int, message: str, first: int = first) -> DataError:
-                return DataError.at(path, f"row {first + row:,}: {message}")
-
-            yield ClickBlock({n: batch.column(n) for n in names}, error, path)
+            columns_ = {name: batch.column(name) for name in names}
+            yield _parquet_block(source, columns_, first)
             first += len(batch)
             bar.update(source.size * len(batch) / rows)
+
+
+def _parquet_block(
+    source: parquet.ParquetPath, columns: dict[str, pa.Array], first: int
+) -> ClickBlock:
+    def error(row: int, message: str) -> DataError:
+        return DataError.at(source.path, f"row {first + row:,}: {message}")
+
+    return ClickBlock(columns, error, source.path)
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return pa.array([], column.type) if isinstance(found, pa.ChunkedArray) else found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from sparsejax.data.names import Names
+
 # Ids of a vocabulary: of a missing value, and of one that is rare or unknown.
 MISSING, RARE, FIRST_KNOWN = 0, 1, 2
 
@@ -207,3 +209,13 @@ class ClickSchema:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a schema of clicks: {error!r}") from error
+
+
+def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
+    """Number of ids of each feature."""
+    return {
+        name: column.size
+        if isinstance(column, HashedColumn)
+        else FIRST_KNOWN + len(vocabularies[name])
+        for name, column in schema.ids.items()
+    }

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sparsejax.data import parquet
+from sparsejax.data import click_storage
 from sparsejax.data.click_columns import (
     Learner,
     Numbering,
@@ -23,23 +18,16 @@ from sparsejax.data.click_columns import (
 )
 from sparsejax.data.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.click_schema import (
-    FIRST_KNOWN,
     ClickSchema,
     HashedColumn,
     VocabularyColumn,
+    num_ids,
 )
+from sparsejax.data.click_storage import Ids, id_lists
 from sparsejax.data.files import DataError, Path
-from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.names import Names, as_names
 from sparsejax.data.split import heldout_positions
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
-from sparsejax.whole_files import whole_file
-
-_VERSION = 1
-_KEY = b"sparsejax.clicks"
-# Rows of a row group of a saved file.
-_GROUP_ROWS = 2**18
-
-Ids = np.ndarray | CSR
 
 
 class ClickSplit(NamedTuple):
@@ -179,43 +167,8 @@ class ClickDataset:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        columns: dict[str, pa.Array] = {"label": pa.array(self.labels)}
-        for i, name in enumerate(self.schema.dense):
-            columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(self.dense[:, i]))
-        for name, ids in self.ids.items():
-            columns[f"ids/{name}"] = (
-                pa.ListArray.from_arrays(pa.array(ids.indptr), pa.array(ids.indices))
-                if isinstance(ids, CSR)
-                else pa.array(ids)
-            )
-        for name, names in self.vocabularies.items():
-            columns[f"vocabulary/{name}"] = to_arrow(names)
-        # The shorter columns end in nulls, which take no room.
-        length = max(len(column) for column in columns.values())
-        table = pa.table(
-            {
-                name: pa.chunked_array([c, pa.nulls(length - len(c), c.type)])
-                for name, c in columns.items()
-            }
-        )
-        facts = {
-            "version": _VERSION,
-            "schema": self.schema.to_json(),
-            "rows": self.num_rows,
-            "vocabularies": {name: len(v) for name, v in self.vocabularies.items()},
-            "crc32": self._checksum(),
-        }
-        table = table.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
-        with whole_file(path) as file:
-            pq.write_table(
-                table,
-                file,
-                row_group_size=_GROUP_ROWS,
-                compression="zstd",
-                write_page_checksum=True,
-            )
-            file.flush()
-            os.fsync(file.fileno())
+        parts = {name: getattr(self, name) for name in click_storage.ClickParts._fields}
+        click_storage.write_clicks(path, click_storage.ClickParts(**parts))
 
     @classmethod
     def load(cls, path: Path) -> ClickDataset:
@@ -224,45 +177,11 @@ class ClickDataset:
         Raises:
           DataError: the file is missing, is no saved data set of clicks, or is damaged.
         """
-        [source, *others] = parquet.parquet_files(path)
-        if others or source.path != path:
-            raise DataError.at(path, "is a directory; expected a file")
-        with source.open() as file:
-            facts = (file.schema_arrow.metadata or {}).get(_KEY)
-            if facts is None:
-                raise DataError.at(
-                    path,
-                    "is Parquet, but no saved data set of clicks; read other tables by "
-                    "read_clicks",
-                )
-            facts = json.loads(facts)
-            if facts["version"] != _VERSION:
-                raise DataError.at(
-                    path,
-                    f"is of version {facts['version']}, but this release reads version "
-                    f"{_VERSION}; install a newer release",
-                )
-            table = file.read()
+        parts = click_storage.read_saved(path)
         try:
-            found = _of_table(table, facts)
-        except (ValueError, KeyError) as error:
+            return cls(**parts._asdict())
+        except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
-        if found._checksum() != facts["crc32"]:
-            raise DataError.at(
-                path, "is damaged: its checksum does not fit its content"
-            )
-        return found
-
-    def _checksum(self) -> int:
-        leaves = [self.labels.tobytes(), self.dense.tobytes()]
-        for ids in self.ids.values():
-            arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
-            leaves += [np.asarray(array).tobytes() for array in arrays]
-        leaves += ["\0".join(v.tolist()).encode() for v in self.vocabularies.values()]
-        checksum = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
-        for leaf in leaves:
-            checksum = zlib.crc32(leaf, checksum)
-        return checksum
 
 
 def read_clicks(
@@ -362,16 +281,6 @@ def known_vocabularies(
     return {name: as_names(vocabulary[name]) for name in wanted}
 
 
-def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
-    """Number of ids of each feature."""
-    return {
-        name: column.size
-        if isinstance(column, HashedColumn)
-        else FIRST_KNOWN + len(vocabularies[name])
-        for name, column in schema.ids.items()
-    }
-
-
 def join_ids(
     path: Paths,
     name: str,
@@ -404,51 +313,6 @@ def join_ids(
     return id_lists(flat, np.append(0, np.cumsum(np.concatenate(known))), size)
 
 
-def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
-    """Lists of ids, `[examples]`, that keep their order.
-
-    Args:
-      flat: `[entries]` int32.
-      indptr: `[examples + 1]` where each list begins.
-      size: number of ids that there are.
-    """
-    # Not the constructor, which wants ascending columns.
-    return CSR.tree_unflatten(size, (None, flat, indptr.astype(np.int32), None))
-
-
 def _rows_of(ids: CSR, at: np.ndarray) -> CSR:
     found = host_rows(ids, at)
     return id_lists(np.asarray(found.indices), np.asarray(found.indptr), ids.num_cols)
-
-
-def _of_table(table: pa.Table, facts: Mapping) -> ClickDataset:
-    """What `ClickDataset.save` made a table of."""
-    schema, rows = ClickSchema.from_json(facts["schema"]), facts["rows"]
-    vocabularies = {
-        name: as_names(table[f"vocabulary/{name}"].slice(0, length))
-        for name, length in facts["vocabularies"].items()
-    }
-    sizes = num_ids(schema, vocabularies)
-
-    def numbers(name: str) -> np.ndarray:
-        return table[name].slice(0, rows).to_numpy()
-
-    ids: dict[str, Ids] = {}
-    for name in schema.ids:
-        column = table[f"ids/{name}"].slice(0, rows)
-        if not pa.types.is_list(column.type):
-            ids[name] = column.to_numpy()
-            continue
-        parts = column.combine_chunks()
-        lengths = parts.value_lengths().to_numpy()
-        flat = parts.flatten().to_numpy()
-        ids[name] = id_lists(flat, np.append(0, np.cumsum(lengths)), sizes[name])
-    dense = [numbers(f"dense/{name}") for name in schema.dense]
-    empty = np.empty((rows, 0), np.float32)
-    return ClickDataset(
-        numbers("label"),
-        np.stack(dense, axis=1) if dense else empty,
-        ids,
-        schema,
-        vocabularies,
-    )

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax.data import parquet
 from sparsejax.data.click_columns import (
@@ -16,15 +17,23 @@ from sparsejax.data.click_columns import (
     dense_of,
     labels_of,
 )
-from sparsejax.data.click_files import ClickBlock, Paths, as_paths, click_blocks
-from sparsejax.data.click_schema import ClickSchema, VocabularyColumn
-from sparsejax.data.clicks import (
-    ClickDataset,
-    Ids,
-    join_ids,
-    known_vocabularies,
-    num_ids,
+from sparsejax.data.click_files import (
+    ClickBlock,
+    ClickGroup,
+    Paths,
+    as_paths,
+    click_blocks,
+    click_groups,
 )
+from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.click_storage import (
+    Ids,
+    facts_of,
+    stored_columns,
+    stored_examples,
+    stored_vocabularies,
+)
+from sparsejax.data.clicks import ClickDataset, join_ids, known_vocabularies
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
 from sparsejax.data.sniff import is_parquet
@@ -48,12 +57,14 @@ class ScannedClicks:
       schema: what the columns are.
       vocabularies: for each `VocabularyColumn` its categories, see `ClickDataset`.
       chunk_rows: number of examples of a chunk; the last one may have fewer.
+      is_saved: whether `ClickDataset.save` wrote the files.
     """
 
     path: Paths
     schema: ClickSchema
     vocabularies: Mapping[str, Names]
     chunk_rows: int
+    is_saved: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -69,17 +80,36 @@ class ScannedClicks:
     @functools.cached_property
     def num_rows(self) -> int:
         """Number of examples. Text files are read once to count them."""
-        count = 0
-        for path in as_paths(self.path):
-            if is_parquet(path):
-                for source in parquet.parquet_files(path):
-                    with source.open() as file:
-                        count += file.metadata.num_rows
-            else:
-                label = self.schema.label
-                for block in click_blocks(path, self.schema, [label]):
-                    count += len(block.columns[label])
-        return count
+        if self._groups is not None:
+            return sum(group.rows for group in self._groups)
+        label = [self.schema.label]
+        blocks = click_blocks(self.path, self.schema, label)
+        return sum(len(block.columns[label[0]]) for block in blocks)
+
+    def read(self, start: int, stop: int) -> ClickDataset:
+        """Examples `start .. stop - 1` of Parquet files.
+
+        Raises:
+          DataError: as of `read_clicks`, or a file was changed.
+          NotImplementedError: a file is text, which can be read in order only.
+          ValueError: there are no such examples.
+        """
+        if self._groups is None:
+            raise NotImplementedError(
+                "text files can be read in order only, by chunks(); save them as Parquet, "
+                "chunk by chunk, to read any part of them"
+            )
+        if not 0 <= start < stop <= self.num_rows:
+            raise ValueError(
+                f"expected 0 <= start < stop <= {self.num_rows:,}, got {start:,}, {stop:,}"
+            )
+        parts, first = [], 0
+        for group in self._groups:
+            low, high = max(start - first, 0), min(stop - first, group.rows)
+            if low < high:
+                parts.append(self._of_block(group.block(self._columns, low, high)))
+            first += group.rows
+        return self._joined(parts)
 
     def chunks(self, *, first: int = 0) -> Iterator[ClickDataset]:
         """The examples in the order of the files, `chunk_rows` at a time.
@@ -91,18 +121,15 @@ class ScannedClicks:
         Raises:
           DataError: as of `read_clicks`.
         """
-        numbering = {
-            name: Numbering(column, self.vocabularies.get(name))
-            for name, column in self.schema.ids.items()
-        }
         skip = first * self.chunk_rows
         waiting: list[ClickDataset] = []
-        for block in click_blocks(self.path, self.schema):
-            rows = len(block.columns[self.schema.label])
+        for block in click_blocks(self.path, self.schema, self._columns):
+            label = block.columns[self._columns[0]]
+            rows = len(label) - (label.null_count if self.is_saved else 0)
             if rows <= skip:
                 skip -= rows
                 continue
-            waiting.append(self._of_block(block, numbering).rows(slice(skip, None)))
+            waiting.append(self._of_block(block).rows(slice(skip, None)))
             skip = 0
             if sum(part.num_rows for part in waiting) < self.chunk_rows:
                 continue
@@ -114,9 +141,46 @@ class ScannedClicks:
         if any(part.num_rows for part in waiting):
             yield self._joined(waiting)
 
-    def _of_block(
-        self, block: ClickBlock, numbering: Mapping[str, Numbering]
-    ) -> ClickDataset:
+    @property
+    def _columns(self) -> list[str]:
+        """The columns of the files that are read, that of labels first."""
+        return stored_columns(self.schema) if self.is_saved else self.schema.used
+
+    @functools.cached_property
+    def _numbering(self) -> dict[str, Numbering]:
+        return {
+            name: Numbering(column, self.vocabularies.get(name))
+            for name, column in self.schema.ids.items()
+        }
+
+    @functools.cached_property
+    def _groups(self) -> list[ClickGroup] | None:
+        """The row groups of all files, or None if a file is text."""
+        found: list[ClickGroup] = []
+        for path in as_paths(self.path):
+            if not is_parquet(path):
+                return None
+            for source in parquet.parquet_files(path):
+                groups = click_groups(source)
+                if self.is_saved:
+                    with source.open() as file:
+                        rows = facts_of(source.path, file.schema_arrow).rows
+                    groups = [
+                        group._replace(rows=min(group.rows, rows - group.first))
+                        for group in groups
+                        if group.first < rows
+                    ]
+                found += groups
+        return found
+
+    def _of_block(self, block: ClickBlock) -> ClickDataset:
+        if self.is_saved:
+            try:
+                parts = stored_examples(block.columns, self.schema, self.vocabularies)
+                return ClickDataset(**parts._asdict())
+            except (ValueError, pa.ArrowException) as error:
+                raise DataError.at(block.path, f"is damaged: {error}") from error
+        numbering = self._numbering
         found = {name: categories_of(block, name) for name in numbering}
         sizes = self.num_ids
         ids = {
@@ -157,7 +221,7 @@ class ScannedClicks:
 
 def scan_clicks(
     path: Paths,
-    schema: ClickSchema,
+    schema: ClickSchema | None = None,
     *,
     vocabulary: ClickDataset | ScannedClicks | Mapping[str, Names] | None = None,
     chunk_rows: int = 2**20,
@@ -171,18 +235,25 @@ def scan_clicks(
 
     Args:
       path: as of `read_clicks`. A list of files is read in its order.
-      schema: what the columns are.
+      schema: what the columns are; None for files of `ClickDataset.save`, which know it.
+        They are the quickest to read.
       vocabulary: the categories that have ids of their own, from other data. By default
         the files are read once to count them; distinct categories are kept in memory.
         Hashed columns need no such pass.
       chunk_rows: number of examples of a chunk.
 
     Raises:
-      DataError: a file cannot be read, see `read_clicks`.
-      ValueError: `chunk_rows` is not positive, or the vocabulary lacks a column.
+      DataError: a file cannot be read, see `read_clicks`. Saved files have different
+        schemas or vocabularies.
+      ValueError: `chunk_rows` is not positive, the vocabulary lacks a column, or one is
+        given for saved files.
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
+    if schema is None:
+        if vocabulary is not None:
+            raise ValueError("saved files have a vocabulary: leave out vocabulary")
+        return _scan_saved(path, chunk_rows)
     if isinstance(vocabulary, ScannedClicks):
         vocabulary = vocabulary.vocabularies
     known = known_vocabularies(schema, vocabulary)
@@ -205,3 +276,28 @@ def scan_clicks(
             for name, counter in counters.items()
         }
     return ScannedClicks(path, schema, known, chunk_rows)
+
+
+def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
+    """Scans what `ClickDataset.save` wrote."""
+    first: ScannedClicks | None = None
+    for each in as_paths(path):
+        for source in parquet.parquet_files(each):
+            with source.open() as file:
+                facts = facts_of(source.path, file.schema_arrow)
+                vocabularies = stored_vocabularies(file, facts)
+            if first is None:
+                first = ScannedClicks(
+                    path, facts.schema, vocabularies, chunk_rows, True
+                )
+            elif facts.schema != first.schema or any(
+                not np.array_equal(vocabularies[name], known)
+                for name, known in first.vocabularies.items()
+            ):
+                raise DataError.at(
+                    source.path,
+                    "has another schema or vocabulary than the first file; read all with "
+                    "one vocabulary: read_clicks(..., vocabulary=train)",
+                )
+    assert first is not None  # there is a file
+    return first

@@ -4,10 +4,12 @@ import collections
 import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -181,6 +183,15 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
         assert_equal(chunk, part, lines + later)
     [last] = scanned.chunks(first=3)
     np.testing.assert_array_equal(last.ids["C1"], chunks[3].ids["C1"])
+    if form == "parquet":
+        part = scanned.read(30, 215)
+        assert_equal(part, (lines + later)[30:215], lines + later)
+        for wrong in ((-1, 3), (5, 5), (0, 261)):
+            with pytest.raises(ValueError, match="expected 0 <= start < stop <= 260"):
+                scanned.read(*wrong)
+    else:
+        with pytest.raises(NotImplementedError, match="read in order only, by chunks"):
+            scanned.read(0, 1)
     again = sj.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
     assert_equal(next(again.chunks()), later, lines)
 
@@ -283,13 +294,59 @@ def test_saved(tmp_path):
 
     damaged("is of version 7, but this release reads version 1", version=7)
     damaged("its checksum does not fit", crc32=1)
-    damaged("is damaged: labels must be 0 or 1", rows=2000)
+    damaged("is damaged: 3 examples, not 2,000", rows=2000)
     damaged("is damaged: .*ids/C2", table.drop_columns(["ids/C2"]))
     pq.write_table(pa.table(LISTS), tmp_path / "saved")
     with pytest.raises(sj.DataError, match="no saved data set of clicks"):
         sj.ClickDataset.load(tmp_path / "saved")
     with pytest.raises(sj.DataError, match="no such file"):
         sj.ClickDataset.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("form", ["tsv", "lists"])
+def test_saved_parts_are_scanned(tmp_path, form):
+    if form == "tsv":
+        write(tmp_path / "a.tsv", records(100), "tsv")
+        data = sj.read_clicks(tmp_path / "a.tsv", WITHOUT_HEADER)
+    else:
+        pq.write_table(pa.table(LISTS), tmp_path / "a.parquet")
+        data = sj.read_clicks(tmp_path / "a.parquet", OF_LISTS)
+    rows = data.num_rows
+    (tmp_path / "parts").mkdir()
+    cuts = [0, 2, rows // 2, rows]  # the first part has more categories than examples
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        path = tmp_path / "parts" / f"{i}.parquet"
+        data.rows(slice(start, stop)).save(path)
+        pq.write_table(pq.read_table(path), path, row_group_size=16)
+    scanned = sj.scan_clicks(tmp_path / "parts", chunk_rows=3)
+    assert scanned.schema == data.schema and scanned.num_ids == data.num_ids
+    assert scanned.num_rows == rows
+
+    def assert_rows(part, start, stop):
+        some = data.rows(slice(start, stop))
+        for name in ("labels", "dense"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(some, name))
+        jax.tree.map(np.testing.assert_array_equal, part.ids, some.ids)
+
+    for i, chunk in enumerate(scanned.chunks()):
+        assert_rows(chunk, 3 * i, min(3 * i + 3, rows))
+    for start, stop in ((0, rows), (1, 4), (rows - 2, rows)):
+        assert_rows(scanned.read(start, stop), start, stop)
+
+    other = dataclasses.replace(data, labels=1 - data.labels)
+    name = next(iter(data.vocabularies))
+    known = dict(data.vocabularies)
+    other = dataclasses.replace(other, vocabularies=known | {name: known[name][::-1]})
+    other.save(tmp_path / "parts" / "3.parquet")
+    with pytest.raises(sj.DataError, match="3.parquet: has another schema or vocabu"):
+        sj.scan_clicks(tmp_path / "parts")
+    pq.write_table(pa.table(LISTS), tmp_path / "plain")
+    with pytest.raises(
+        sj.DataError, match="no saved data set .* give their ClickSchema"
+    ):
+        sj.scan_clicks(tmp_path / "plain")
+    with pytest.raises(ValueError, match="leave out vocabulary"):
+        sj.scan_clicks(tmp_path / "parts", vocabulary=data)
 
 
 def test_split_rows(tmp_path):
