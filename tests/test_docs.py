@@ -90,30 +90,6 @@ def test_several_inputs(trained):
     assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
 
 
-def test_optimizers():
-    given: dict = {}
-    for code in python("optimizers.md"):
-        exec(compile(code, "optimizers.md", "exec"), given)  # noqa: S102
-    optimizer, kernel = given["optimizer"], given["model"].embed.kernel
-    assert optimizer.rule_of(kernel).name == "ftrl"
-    assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
-
-
-def test_embeddings(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(30)]
-    for name in ("train.csv", "test.csv"):
-        pathlib.Path(name).write_text("click,price,user,item\n" + "".join(lines))
-    given: dict = {}
-    for code in python("embeddings.md"):
-        exec(compile(code, "embeddings.md", "exec"), given)  # noqa: S102
-    assert capsys.readouterr().out == (
-        "ClickDataset(30 examples, 33.3 % clicks, 1 dense, 2 features)\n"
-    )
-    assert given["train"].num_rows == 27 and given["train"].num_ids["item"] == 6
-    assert 0.9 < given["found"].auc < 0.95
-
-
 def test_your_data(tmp_path, monkeypatch, capsys):
     """What the page says is printed, and it lists the names that are known."""
     monkeypatch.chdir(tmp_path)
@@ -131,6 +107,30 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \|$", page, flags=re.MULTILINE)
     listed = {role: tuple(names.split(", ")) for role, names in rows}
     assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
+
+
+def test_optimizers():
+    given: dict = {}
+    for code in python("optimizers.md"):
+        exec(compile(code, "optimizers.md", "exec"), given)  # noqa: S102
+    optimizer, kernel = given["optimizer"], given["model"].embed.kernel
+    assert optimizer.rule_of(kernel).name == "ftrl"
+    assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
+
+
+def test_clicks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(30)]
+    for name in ("train.csv", "test.csv"):
+        pathlib.Path(name).write_text("click,price,user,item\n" + "".join(lines))
+    given: dict = {}
+    for code in python("clicks.md"):
+        exec(compile(code, "clicks.md", "exec"), given)  # noqa: S102
+    assert capsys.readouterr().out == (
+        "ClickDataset(30 examples, 33.3 % clicks, 1 dense, 2 features)\n"
+    )
+    assert given["train"].num_rows == 27 and given["train"].num_ids["item"] == 6
+    assert 0.9 < given["found"].auc < 0.95
 
 
 def test_splits(trained, capsys):
