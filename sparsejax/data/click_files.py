@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -107,16 +108,11 @@ def as_paths(paths: Paths) -> list[Path]:
     Raises:
       ValueError: there is none.
     """
-    found = (
-        list(paths) if isinstance(paths, Sequence) and not _is_one(paths) else [paths]
-    )
+    one = isinstance(paths, str | os.PathLike)
+    found = [paths] if one else list(paths)
     if not found:
         raise ValueError("expected at least one file, got none")
-    return found  # type: ignore[return-value]
-
-
-def _is_one(paths: Paths) -> bool:
-    return isinstance(paths, str)
+    return found
 
 
 def _parquet_blocks(
