@@ -109,15 +109,6 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
 
 
-def test_optimizers():
-    given: dict = {}
-    for code in python("optimizers.md"):
-        exec(compile(code, "optimizers.md", "exec"), given)  # noqa: S102
-    optimizer, kernel = given["optimizer"], given["model"].embed.kernel
-    assert optimizer.rule_of(kernel).name == "ftrl"
-    assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
-
-
 def test_clicks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(30)]
