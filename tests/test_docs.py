@@ -109,6 +109,21 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
 
 
+def test_clicks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(30)]
+    for name in ("train.csv", "test.csv"):
+        pathlib.Path(name).write_text("click,price,user,item\n" + "".join(lines))
+    given: dict = {}
+    for code in python("clicks.md"):
+        exec(compile(code, "clicks.md", "exec"), given)  # noqa: S102
+    assert capsys.readouterr().out == (
+        "ClickDataset(30 examples, 33.3 % clicks, 1 dense, 2 features)\n"
+    )
+    assert given["train"].num_rows == 27 and given["train"].num_ids["item"] == 6
+    assert 0.9 < given["found"].auc < 0.95
+
+
 def test_splits(trained, capsys):
     """Forty users, of whom two and two items come after May."""
     dates = np.array(["2024-05-01", "2024-05-20", "2024-06-01", "2024-06-30"])

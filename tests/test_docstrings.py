@@ -23,7 +23,9 @@ OBJECTS = {
     for name in dir(module)
     if not isinstance(value := getattr(module, name), types.ModuleType)
 }
-WITH_EXAMPLES = {n for n, v in OBJECTS.items() if ">>>" in (v.__doc__ or "")}
+MEASURED = {name: getattr(sj.metrics, name) for name in dir(sj.metrics)}
+DOCUMENTED = MEASURED | OBJECTS
+WITH_EXAMPLES = {n for n, v in DOCUMENTED.items() if ">>>" in (v.__doc__ or "")}
 PURCHASES = "ann\tmilk:rye\nbob\ttea:rye\neve\tmilk:tea\n"
 
 
@@ -70,7 +72,7 @@ def test_examples_of(name, given, folder, monkeypatch):
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
     finder = doctest.DocTestFinder()
-    for test in finder.find(OBJECTS[name], name, module=False, globs=given):
+    for test in finder.find(DOCUMENTED[name], name, module=False, globs=given):
         runner.run(test, out=said.append)
     assert not runner.failures, "".join(said)
 

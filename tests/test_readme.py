@@ -79,8 +79,13 @@ def test_loss_of_the_docs():
 def test_rules_of_the_docs():
     import jax.numpy as jnp
 
-    named, own = blocks((ROOT / "docs" / "optimizers.md").read_text(), "python")
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    parts, named, own = blocks(page, "python")
     names: dict = {}
+    exec(compile(parts, "optimizers.md", "exec"), names)  # noqa: S102
+    optimizer = names["optimizer"]
+    assert optimizer.rule_of(names["model"].embed.kernel).name == "ftrl"
+    assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
     exec(compile(named, "optimizers.md", "exec"), names)  # noqa: S102
     assert names["rule"].weight_decay == 0.01
     exec(compile(own, "optimizers.md", "exec"), names)  # noqa: S102

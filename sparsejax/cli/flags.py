@@ -166,7 +166,7 @@ class Train:
       patience: Stop when the validation's ndcg@k has not risen for this many epochs.
       config: JSON file that describes the network, instead of the network options below.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
-        rowwise_adagrad, sgd, momentum and nesterov.
+        rowwise_adagrad, ftrl, sgd, momentum and nesterov.
       learning_rate: Learning rate of the optimizer.
       weight_decay: In each step, subtract from each weight this share of it, times the
         learning rate. Only for adamw, sgd, momentum and nesterov.

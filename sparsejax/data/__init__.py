@@ -6,6 +6,13 @@ public. Other wings may also import `batching`, `files`, `lines`, `names`, `sour
 """
 
 from sparsejax.data import datasets as datasets
+from sparsejax.data.click_schema import ClickSchema as ClickSchema
+from sparsejax.data.click_schema import DenseColumn as DenseColumn
+from sparsejax.data.click_schema import HashedColumn as HashedColumn
+from sparsejax.data.click_schema import VocabularyColumn as VocabularyColumn
+from sparsejax.data.clicks import ClickDataset as ClickDataset
+from sparsejax.data.clicks import ClickSplit as ClickSplit
+from sparsejax.data.clicks import read_clicks as read_clicks
 from sparsejax.data.dataset import SparseDataset as SparseDataset
 from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
@@ -19,5 +26,7 @@ from sparsejax.data.readers import read_parquet as read_parquet
 from sparsejax.data.readers import read_text as read_text
 from sparsejax.data.scan import ScannedDataset as ScannedDataset
 from sparsejax.data.scan import scan_parquet as scan_parquet
+from sparsejax.data.scan_clicks import ScannedClicks as ScannedClicks
+from sparsejax.data.scan_clicks import scan_clicks as scan_clicks
 from sparsejax.data.sniff import guess_format as guess_format
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

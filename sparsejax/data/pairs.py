@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 
 from sparsejax.data.assemble import Block
 from sparsejax.data.files import BLOCK_BYTES, ByteStream, DataError, Lines, Path
@@ -16,11 +15,9 @@ from sparsejax.data.lines import mixed_values
 from sparsejax.data.pair_layout import Layout
 from sparsejax.data.records import (
     MAX_RECORD_BYTES,
-    has_quotes,
+    parse_columns,
     read_records,
     record_blocks,
-    separator,
-    with_one_separator,
 )
 from sparsejax.data.values import (
     lengths,
@@ -107,60 +104,13 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
     Raises:
       pa.ArrowInvalid: a record has another number of columns.
     """
-    data = with_one_separator(lines, layout.delimiter)
-    try:
-        return _columns(data, layout)
-    except pa.ArrowInvalid:
-        return _columns(_without_white_space(lines, layout), layout)
-
-
-def _without_white_space(lines: Lines, layout: Layout) -> bytes:
-    """The lines without records of white space, which Arrow does not skip."""
-    data = with_one_separator(lines, layout.delimiter).split(b"\n")
-    kept = []
-    for line, end, cells in read_records(lines, layout.delimiter):
-        record = data[line - lines.first : end - lines.first]
-        if len(cells) == layout.num_columns or b"".join(record).strip():
-            kept += record
-    return b"\n".join([*kept, b""])
-
-
-def _columns(data: bytes, layout: Layout) -> dict[str, pa.Array]:
-    """`_parse` of lines with a separator of one character."""
-    names = [f"column {number}" for number in range(layout.num_columns)]
     encoded = pa.dictionary(pa.int32(), pa.string())
     types = {
-        names[at]: encoded if role in ("user", "item") else pa.string()
+        at: encoded if role in ("user", "item") else pa.string()
         for role, at in layout.places.items()
     }
-
-    if data.startswith(b"\xef\xbb\xbf"):  # part of a name, but Arrow would drop it
-        data = b"\n" + data
-    # Arrow's threads must not hold Python objects, neither these bytes nor a function. If
-    # a thread released one when the process ends, the process would abort.
-    stream = pa.BufferOutputStream()
-    stream.write(data)
-    table = pyarrow.csv.read_csv(
-        pa.BufferReader(stream.getvalue()),
-        read_options=pyarrow.csv.ReadOptions(
-            column_names=names,
-            block_size=len(data) + 1,  # so that no record is cut
-        ),
-        parse_options=pyarrow.csv.ParseOptions(
-            delimiter=separator(layout.delimiter),
-            quote_char='"' if has_quotes(layout.delimiter) else False,
-            newlines_in_values=has_quotes(layout.delimiter),
-        ),
-        convert_options=pyarrow.csv.ConvertOptions(
-            column_types=types,
-            include_columns=list(types),
-            strings_can_be_null=False,
-        ),
-    )
-    return {
-        role: table.column(names[at]).combine_chunks()
-        for role, at in layout.places.items()
-    }
+    found = parse_columns(lines, layout.delimiter, layout.num_columns, types)
+    return {role: found[at] for role, at in layout.places.items()}
 
 
 def _num_empty(columns: Mapping[str, pa.Array]) -> int:
@@ -200,7 +150,7 @@ def _explain(
         nonlocal valued, kind
         if len(cells) != layout.num_columns:
             if not "".join(cells).strip():
-                return None  # as `_without_white_space`
+                return None  # as `parse_columns`
             return (
                 f"expected {layout.num_columns} columns as on the first line, got "
                 f"{len(cells)}"

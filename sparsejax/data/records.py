@@ -1,12 +1,14 @@
-"""Records of CSV and TSV files: their begin and end, and their cells in Python."""
+"""Records of CSV and TSV files: their begin and end, their cells in Python, and columns."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
 
 from sparsejax.data.files import (
     BLOCK_BYTES,
@@ -62,6 +64,66 @@ def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[
             return
         if len(cells) > 1 or "".join(cells).strip():
             yield line, lines.first + reader.line_num, cells
+
+
+def parse_columns(
+    lines: Lines, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
+) -> dict[int, pa.Array]:
+    """The columns at some positions, as text: each of its type, from 0.
+
+    Records of white space are skipped.
+
+    Raises:
+      pa.ArrowInvalid: a record has another number of columns.
+    """
+    data = with_one_separator(lines, delimiter)
+    try:
+        return _columns(data, delimiter, num_columns, types)
+    except pa.ArrowInvalid:
+        data = _without_white_space(lines, delimiter, num_columns)
+        return _columns(data, delimiter, num_columns, types)
+
+
+def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> bytes:
+    """The lines without records of white space, which Arrow does not skip."""
+    data = with_one_separator(lines, delimiter).split(b"\n")
+    kept = []
+    for line, end, cells in read_records(lines, delimiter):
+        record = data[line - lines.first : end - lines.first]
+        if len(cells) == num_columns or b"".join(record).strip():
+            kept += record
+    return b"\n".join([*kept, b""])
+
+
+def _columns(
+    data: bytes, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
+) -> dict[int, pa.Array]:
+    """`parse_columns` of lines with a separator of one character."""
+    names = [f"column {number}" for number in range(num_columns)]
+    if data.startswith(b"\xef\xbb\xbf"):  # part of a name, but Arrow would drop it
+        data = b"\n" + data
+    # Arrow's threads must not hold Python objects, neither these bytes nor a function. If
+    # a thread released one when the process ends, the process would abort.
+    stream = pa.BufferOutputStream()
+    stream.write(data)
+    table = pyarrow.csv.read_csv(
+        pa.BufferReader(stream.getvalue()),
+        read_options=pyarrow.csv.ReadOptions(
+            column_names=names,
+            block_size=len(data) + 1,  # so that no record is cut
+        ),
+        parse_options=pyarrow.csv.ParseOptions(
+            delimiter=separator(delimiter),
+            quote_char='"' if has_quotes(delimiter) else False,
+            newlines_in_values=has_quotes(delimiter),
+        ),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types={names[at]: type_ for at, type_ in types.items()},
+            include_columns=[names[at] for at in types],
+            strings_can_be_null=False,
+        ),
+    )
+    return {at: table.column(names[at]).combine_chunks() for at in types}
 
 
 def record_blocks(

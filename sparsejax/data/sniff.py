@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import Literal
@@ -12,13 +13,15 @@ from sparsejax.data.pair_layout import DELIMITERS
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
 
+_MAGIC = b"PAR1"  # the first bytes of a Parquet file
 _BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
 
 
 def guess_format(path: Path) -> Format:
     """The format of a file, by its name or by its first lines.
 
-    A folder, an address and a name that ends in `.parquet` are parquet. A name that ends
+    A folder, an address and a name that ends in `.parquet` are parquet, and so is a file
+    that begins as one. A name that ends
     in `.csv` is pairs, also with `.gz` or `.xz` behind it. For other names the first 64
     KiB decide:
 
@@ -36,7 +39,7 @@ def guess_format(path: Path) -> Format:
       DataError: the format is not clear, so it must be named.
     """
     name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
-    if is_address(path) or os.path.isdir(path):
+    if is_parquet(path):
         return "parquet"
     if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
         return known
@@ -48,6 +51,19 @@ def guess_format(path: Path) -> Format:
         f"the format is not clear from the first line {lines[0][:60]!r}; name it with "
         "format= (on the command line --format): text, pairs or adjacency",
     )
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether this is Parquet: by its name, its first bytes, or as a folder or address."""
+    if is_address(path) or os.path.isdir(path):
+        return True
+    if os.fspath(path).lower().endswith(".parquet"):
+        return True
+    if not os.path.isfile(path):
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def _guess(lines: list[str]) -> Format | None:

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from sparsejax.data.names import Names
+from sparsejax.data.names import Names, as_names
 from sparsejax.sparse import CSR
 
 Time = float | str | datetime.date | np.datetime64 | np.number
@@ -148,6 +148,23 @@ def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
     is_held = np.zeros(len(row_names), bool)
     # Mixed, so that this choice differs from that of entries with the same seed.
     is_held[np.argsort(_mix(_hashes(row_names, seed)), kind="stable")[:count]] = True
+    return is_held
+
+
+def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
+    """`[count]` bool: the examples that `ClickDataset.split_rows` holds out.
+
+    Each position gets a 64-bit key, a hash of seed and position. The positions with the
+    smallest keys are held out.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    held = int(_num_held(np.array([count]), fraction)[0])
+    start = _hashes(as_names([""]), seed)
+    is_held = np.zeros(count, bool)
+    keys = _mix(start ^ _mix(np.arange(count, dtype=np.uint64)))
+    is_held[np.argsort(keys, kind="stable")[:held]] = True
     return is_held
 
 

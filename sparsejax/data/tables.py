@@ -84,13 +84,13 @@ def find_table_layout(
     lists = [
         i
         for i, field in enumerate(known)
-        if _is_list(field.type)
-        and _is_name(_inner(field.type))
-        and not pt.is_floating(_inner(field.type))  # embeddings are lists of floats
+        if is_list(field.type)
+        and is_name(inner_type(field.type))
+        and not pt.is_floating(inner_type(field.type))  # embeddings are lists of floats
     ]
     roles = ["item"] if indicator else ["item", "value"]
     at = find_columns(path, columns, chosen, roles=["item"], item_by_type=lists)
-    has_lists = _is_list(known[at["item"]].type)
+    has_lists = is_list(known[at["item"]].type)
     with_user = with_user or not has_lists
     if with_user or chosen.user is not None:
         roles = ["user", *roles]
@@ -102,7 +102,7 @@ def find_table_layout(
         with_time
         and "time" in at
         and chosen.time is None
-        and not _is_time(_inner(known[at["time"]].type))
+        and not _is_time(inner_type(known[at["time"]].type))
     ):
         column = columns[at.pop("time")]
         unread.append(f"{column.name} ({column.type} is not a time)")
@@ -137,14 +137,14 @@ def _check_type(
 ) -> None:
     """Raises DataError if a column cannot have a role."""
     suits, what = {
-        "user": (_is_name, "text or integers"),
-        "item": (_is_name, "text or integers"),
-        "value": (_is_number, "numbers"),
+        "user": (is_name, "text or integers"),
+        "item": (is_name, "text or integers"),
+        "value": (is_number, "numbers"),
         "time": (_is_time, "numbers, dates or text of ISO 8601"),
     }[role]
     # In a table of lists there may be one time for a whole row.
-    in_list = has_lists and role != "user" and (role != "time" or _is_list(type_))
-    if in_list != _is_list(type_) or not suits(_inner(type_)):
+    in_list = has_lists and role != "user" and (role != "time" or is_list(type_))
+    if in_list != is_list(type_) or not suits(inner_type(type_)):
         wanted = f"lists of {what}" if in_list else what
         others = ", or indicator=True" if role == "value" else ""
         raise DataError.at(
@@ -243,7 +243,7 @@ def _block(
     times, "" if they had none. Both are None if there were no earlier entries.
     """
     items = batch.column(layout.item)
-    lengths = _lengths(items) if layout.has_lists else None
+    lengths = list_lengths(items) if layout.has_lists else None
     items = _flat(items)
 
     def rows_of(wrong: np.ndarray) -> np.ndarray:
@@ -264,10 +264,10 @@ def _block(
         column = batch.column(name)
         if lengths is None:
             return column
-        if not _is_list(column.type):  # one for all entries of a row
+        if not is_list(column.type):  # one for all entries of a row
             return column.take(np.repeat(np.arange(len(lengths)), lengths))
         check(
-            _lengths(column) != lengths,
+            list_lengths(column) != lengths,
             f"the numbers of {what}s and of items differ",
         )
         return column.flatten()
@@ -329,7 +329,7 @@ def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
     right = np.zeros(len(names), bool)
     if isinstance(type_, pa.BaseExtensionType):
         return as_integers_or_text(names.storage)
-    if pt.is_dictionary(type_) and not _is_text(type_.value_type):
+    if pt.is_dictionary(type_) and not is_text(type_.value_type):
         return as_integers_or_text(names.dictionary_decode())
     if _is_uuid(type_):
         codes = names.dictionary_encode()
@@ -401,7 +401,7 @@ def _is_missing(names: pa.Array) -> np.ndarray:
         at = names.indices.fill_null(0)
         empty = _is_missing(names.dictionary)
         return missing | (empty[at.to_numpy()] if empty.any() else False)
-    if not _is_text(names.type):
+    if not is_text(names.type):
         return missing
     lengths = pc.call_function("binary_length", [_plain(names)])
     return missing | (lengths.fill_null(0).to_numpy() == 0)
@@ -415,34 +415,34 @@ def _plain(names: pa.Array) -> pa.Array:
 
 def _flat(column: pa.Array) -> pa.Array:
     """The entries of a column, which may hold lists."""
-    return column.flatten() if _is_list(column.type) else column
+    return column.flatten() if is_list(column.type) else column
 
 
-def _lengths(lists: pa.Array) -> np.ndarray:
+def list_lengths(lists: pa.Array) -> np.ndarray:
     """`[rows]` length of each list; null counts as empty."""
     lengths = pc.call_function("list_value_length", [lists])
     return lengths.fill_null(0).to_numpy().astype(np.int64)
 
 
-def _is_list(type_: pa.DataType) -> bool:
+def is_list(type_: pa.DataType) -> bool:
     kinds = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view)
     return any(kind(type_) for kind in (*kinds, pt.is_large_list_view))
 
 
-def _inner(type_: pa.DataType) -> pa.DataType:
+def inner_type(type_: pa.DataType) -> pa.DataType:
     """The type of an entry: the type of a list's values, or of the column."""
-    return type_.value_type if _is_list(type_) else type_
+    return type_.value_type if is_list(type_) else type_
 
 
-def _is_name(type_: pa.DataType) -> bool:
+def is_name(type_: pa.DataType) -> bool:
     if isinstance(type_, pa.BaseExtensionType):
-        return _is_uuid(type_.storage_type) or _is_text(type_.storage_type)
+        return _is_uuid(type_.storage_type) or is_text(type_.storage_type)
     if pt.is_dictionary(type_):
         type_ = type_.value_type
-    return _is_text(type_) or _is_uuid(type_) or _is_number(type_)
+    return is_text(type_) or _is_uuid(type_) or is_number(type_)
 
 
-def _is_text(type_: pa.DataType) -> bool:
+def is_text(type_: pa.DataType) -> bool:
     kinds = (pt.is_string, pt.is_large_string, pt.is_string_view)
     binary = (pt.is_binary, pt.is_large_binary, pt.is_binary_view)
     return any(kind(type_) for kind in (*kinds, *binary))
@@ -452,7 +452,7 @@ def _is_uuid(type_: pa.DataType) -> bool:
     return pt.is_fixed_size_binary(type_) and type_.byte_width == 16
 
 
-def _is_number(type_: pa.DataType) -> bool:
+def is_number(type_: pa.DataType) -> bool:
     kinds = (pt.is_integer, pt.is_floating, pt.is_decimal, pt.is_null)
     return any(kind(type_) for kind in kinds)
 
@@ -461,4 +461,4 @@ def _is_time(type_: pa.DataType) -> bool:
     if pt.is_dictionary(type_):
         type_ = type_.value_type
     kinds = (pt.is_timestamp, pt.is_date, pt.is_string, pt.is_large_string)
-    return _is_number(type_) or any(kind(type_) for kind in kinds)
+    return is_number(type_) or any(kind(type_) for kind in kinds)

@@ -11,6 +11,7 @@ from sparsejax.optimizers.rules import adagrad as adagrad
 from sparsejax.optimizers.rules import adam as adam
 from sparsejax.optimizers.rules import adamw as adamw
 from sparsejax.optimizers.rules import from_json as from_json
+from sparsejax.optimizers.rules import ftrl as ftrl
 from sparsejax.optimizers.rules import get as get
 from sparsejax.optimizers.rules import lazy_adam as lazy_adam
 from sparsejax.optimizers.rules import momentum as momentum

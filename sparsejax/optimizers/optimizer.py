@@ -95,8 +95,11 @@ class Optimizer(nnx.Pytree):
 
     Args:
       model: the parameters are those it has now.
-      rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`.
+      rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`. A `RowParam` that was made
+        with a rule of its own, such as a table of an `EmbeddingCollection`, keeps that.
       wrt: which Variables to train.
+      dense: an optax transformation for all other parameters, such as `optax.adam(1e-3)`;
+        by default they have `rule` too.
       seed: of the random rounding of parameters in bfloat16.
 
     Attributes:
@@ -111,6 +114,7 @@ class Optimizer(nnx.Pytree):
         rule: Rule,
         *,
         wrt: nnx.filterlib.Filter = nnx.Param,
+        dense: optax.GradientTransformation | None = None,
         seed: int = 0,
     ):
         if not isinstance(rule, Rule):
@@ -119,13 +123,19 @@ class Optimizer(nnx.Pytree):
                 f"{type(rule).__name__}; for an optax rule use nnx.Optimizer and "
                 "nnx.value_and_grad"
             )
-        self.rule, self.wrt = rule, wrt
+        if isinstance(dense, Rule):
+            raise TypeError(
+                f"dense must be an optax transformation, got the rule {dense.name}; give "
+                f"optax's {dense.name}, or {dense.name}(...).dense()"
+            )
+        self.rule, self.wrt, self.transformation = rule, wrt, dense
         self.step = nnx.OptState(jnp.zeros((), jnp.int32))
         parameters = jax.tree.map(_wide, self._ordinary(model))
-        self.dense = nnx.data(jax.tree.map(nnx.OptState, rule.dense().init(parameters)))
+        state = self._transformation().init(parameters)
+        self.dense = nnx.data(jax.tree.map(nnx.OptState, state))
         self.rows = nnx.data(
             {
-                _key(path): _init_rows(rule, kernel)
+                _key(path): _init_rows(self.rule_of(kernel), kernel)
                 for path, kernel in gradients.row_params(model, wrt).items()
             }
         )
@@ -141,6 +151,18 @@ class Optimizer(nnx.Pytree):
         """What rounds a parameter at random; None rounds it to nearest."""
         seed = self.rounding.get(_key(path))
         return None if seed is None else Noise(seed[...])
+
+    def rule_of(self, kernel: RowParam) -> Rule:
+        """The rule that trains this kernel: its own, or that of the optimizer."""
+        return kernel.get_metadata().get("rule") or self.rule
+
+    def _transformation(self) -> optax.GradientTransformation:
+        return self.rule.dense() if self.transformation is None else self.transformation
+
+    def _drifting(self, model: Any) -> dict[Path, RowParam]:
+        """The kernels whose rows also move in steps that do not touch them."""
+        kernels = gradients.row_params(model, self.wrt)
+        return {p: k for p, k in kernels.items() if self.rule_of(k).drifts}
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
         """The parameters of a model, or their gradients, that are no `RowParam`."""
@@ -213,9 +235,7 @@ class Optimizer(nnx.Pytree):
           deterministic: give the same bits in every process on the same kind of GPU. Not
             inside a program of your own, whose options hold for all of it.
         """
-        if not self.rule.drifts:  # the weights are
-            return
-        for path, kernel in gradients.row_params(model, self.wrt).items():
+        for path, kernel in self._drifting(model).items():
             self._settle(path, kernel, deterministic=deterministic)
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -230,10 +250,13 @@ class Optimizer(nnx.Pytree):
 
         Use it for results without gradients, inside the function that is compiled.
         """
-        if not self.rule.drifts:
+        kernels = self._drifting(model)
+        if not kernels:
             return contextlib.nullcontext()
-        paths = gradients.row_params(model, self.wrt)
-        readers = {path: self._reader(path, skip=True) for path in paths}
+        readers = {
+            path: self._reader(path, self.rule_of(kernel), skip=True)
+            for path, kernel in kernels.items()
+        }
         return gradients.reading(model, readers)
 
     def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
@@ -268,7 +291,7 @@ class Optimizer(nnx.Pytree):
         def settled():
             # Compiled, so that the arrays are donated where this is under no jit.
             trained = _settle[deterministic](
-                self.rule,
+                self.rule_of(kernel),
                 self._trained(path, kernel[...]),
                 self.step[...],
                 noise=self.noise_of(path),
@@ -280,21 +303,24 @@ class Optimizer(nnx.Pytree):
         inplace.overwrite([kernel, *state.values()], settled)
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
-        if not self.rule.drifts:
-            return gradients.Plan({}, frozenset())
-        kernels = gradients.row_params(model, self.wrt)
+        kernels = self._drifting(model)
+        elsewhere = elsewhere & kernels.keys()
         whole = {
             path
-            for path, capacity in capacities.items()
-            if capacity and updates_whole(kernels[path].shape[0], capacity)
+            for path, kernel in kernels.items()
+            if capacities[path] and updates_whole(kernel.shape[0], capacities[path])
         }
         for path in whole | elsewhere:
             self._settle(path, kernels[path])
         rest = kernels.keys() - whole - elsewhere
-        readers = {path: self._reader(path) for path in rest}
+        readers = {
+            path: self._reader(path, self.rule_of(kernels[path])) for path in rest
+        }
         return gradients.Plan(readers, frozenset(whole))
 
-    def _reader(self, path: Path, *, skip: bool = False) -> gradients.Reader:
+    def _reader(
+        self, path: Path, rule: Rule, *, skip: bool = False
+    ) -> gradients.Reader:
         """Reads rows up to date.
 
         Args:
@@ -310,7 +336,7 @@ class Optimizer(nnx.Pytree):
 
             def current():
                 return row_update.gather_current(
-                    self.rule,
+                    rule,
                     trained,
                     x,
                     step,
@@ -329,7 +355,7 @@ class Optimizer(nnx.Pytree):
     def _moved(
         self, path: Path, kernel: RowParam, g: Any, step: jax.Array
     ) -> TrainedKernel:
-        trained, rule = self._trained(path, kernel[...]), self.rule
+        trained, rule = self._trained(path, kernel[...]), self.rule_of(kernel)
         noise = self.noise_of(path)
         if isinstance(g, RowGradient):
             if rule.drifts and not g.current:
@@ -355,7 +381,7 @@ class Optimizer(nnx.Pytree):
         parameters = jax.tree.map(_wide, old)
         slopes = jax.tree.map(_wide, _without(self._ordinary(grads), others))
         before = nnx.as_pure(self.dense)
-        updates, after = self.rule.dense().update(
+        updates, after = self._transformation().update(
             slopes, _without(before, others), parameters
         )
         moved: Any = optax.apply_updates(parameters, updates)
@@ -381,7 +407,8 @@ class Optimizer(nnx.Pytree):
         """The state arrays of parameters that are no `RowParam`, as the rule names them.
 
         Raises:
-          NotImplementedError: the state of `rule.dense()` does not have them.
+          NotImplementedError: the state of `rule.dense()` does not have them, or the
+            optimizer was made with `dense=`.
         """
         found: dict[Path, State] = {path: {} for path in paths}
         for path, (names, variables) in self._dense_arrays(paths).items():
@@ -396,6 +423,12 @@ class Optimizer(nnx.Pytree):
 
     def _dense_arrays(self, paths: Sequence[Path]):
         """The names and variables of the state of each parameter."""
+        if self.transformation is not None:
+            raise NotImplementedError(
+                "with dense=... an optimizer cannot move "
+                f"'{_dotted(paths[0])}' within another program, as a fused update does; "
+                "leave fused out"
+            )
         leaves = jax.tree_util.tree_leaves_with_path(
             self.dense, is_leaf=lambda node: isinstance(node, nnx.Variable)
         )
@@ -468,16 +501,16 @@ def _refuse_stale(
 
 def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     lies = out_sharding(P("model")) if gradients.is_divided(kernel) else {}
-    make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0, 1, 2))
-    rows, hidden = kernel.shape
-    arrays = make(rule, (rows, hidden), kernel.dtype)
+    make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0,))
+    arrays = make(rule, kernel[...])
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
 
 
-def _first_state(rule: Rule, shape: tuple[int, int], dtype) -> dict[str, jax.Array]:
-    arrays = {n: a.astype(accumulator(dtype)) for n, a in rule.init(shape).items()}
+def _first_state(rule: Rule, w: jax.Array) -> dict[str, jax.Array]:
+    dtype = accumulator(w.dtype)
+    arrays = {n: a.astype(dtype) for n, a in rule.start(w.astype(dtype)).items()}
     if rule.decays:
         # Weight decay moves a row from the first step on, others when it is touched.
         first = 0 if rule.weight_decay else row_update.NEVER
-        arrays["last_step"] = jnp.full(shape[0], first, jnp.int32)
+        arrays["last_step"] = jnp.full(w.shape[0], first, jnp.int32)
     return arrays

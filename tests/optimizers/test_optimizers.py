@@ -1,6 +1,7 @@
 """Row-sparse optimizers against their dense twins in optax."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from sparsejax import optimizers
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.optimizers import gradients, row_gradient
 from sparsejax.optimizers import optimizer as optimizer_module
+from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.row_gradient import RowGradient, RowSums
 from sparsejax.sparse import CSR
@@ -35,6 +37,7 @@ RULES = [
     optimizers.rowwise_adagrad(0.1),
     optimizers.rmsprop(0.01),
     optimizers.adadelta(1.0, eps=1e-4),
+    optimizers.ftrl(0.5, l1=1e-3, l2=0.1),
     optimizers.adam(0.01),
     optimizers.adamw(cosine(0.01), weight_decay=0.1),
 ]
@@ -309,6 +312,61 @@ def test_clipped_and_accumulated_gradients():
     train((twin_model, twin), dense, halves)
     optimizer.flush(model)
     np.testing.assert_allclose(kernel(model), kernel(twin_model), **CLOSE)
+
+
+@pytest.mark.parametrize("own", [optimizers.ftrl(0.5), optimizers.adam(0.01)])
+def test_a_rule_of_its_own_and_another_for_ordinary_parameters(own):
+    """Against optax, with a transformation for each part. One of the rules drifts."""
+
+    class Two(nnx.Module):
+        def __init__(self):
+            make = functools.partial(SparseLinear, FEATURES, HIDDEN, rngs=nnx.Rngs(0))
+            self.first, self.second = make(use_bias=False), make(use_bias=False)
+            self.first.kernel = RowParam(self.first.kernel[...], rule=own)
+            self.out = nnx.Linear(HIDDEN, 3, rngs=nnx.Rngs(1))
+
+        def __call__(self, x, x2):
+            return self.out(nnx.tanh(self.first(x) + self.second(x2)))
+
+    model, twin_model = Two(), Two()
+    rule, dense = optimizers.rowwise_adagrad(0.1), optax.adamw(0.02, weight_decay=0.1)
+    optimizer = Optimizer(model, rule, dense=dense)
+    kernels: list[Any] = [model.first.kernel, model.second.kernel]
+    assert [optimizer.rule_of(kernel) for kernel in kernels] == [own, rule]
+    parts: Any = {"first": own.dense(), "second": rule.dense(), "out": dense}
+    labels = {name: name for name in parts}
+    split = optax.partition(parts, lambda params: nnx.State(labels))
+    twin = nnx.Optimizer(twin_model, split, wrt=nnx.Param)
+    batches = make_batches(40)
+    losses = train((model, optimizer), row_step, batches)
+    expected = train((twin_model, twin), dense_step, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+    @nnx.jit
+    def evaluate(model, optimizer, x, x2):
+        with optimizer.reading(model):
+            return model(x, x2)
+
+    x, x2, _ = jax.tree.map(lambda leaf: leaf[0], batches)
+    current = twin_model(x, x2)
+    np.testing.assert_allclose(evaluate(model, optimizer, x, x2), current, rtol=1e-4)
+    optimizer.flush(model)
+    for one, other in (
+        (model.first, twin_model.first),
+        (model.second, twin_model.second),
+    ):
+        np.testing.assert_allclose(one.kernel[...], other.kernel[...], **CLOSE)
+    np.testing.assert_allclose(model.out.kernel, twin_model.out.kernel, **CLOSE)
+    assert ("last_step" in optimizer.rows["first/kernel"]) == own.decays
+    with pytest.raises(NotImplementedError, match="with dense=.* leave fused out"):
+        optimizer.state_of([("out", "kernel")])
+
+
+@pytest.mark.usefixtures("symbolic_sizes")  # without checks of annotations
+def test_a_rule_is_no_transformation():
+    rule: Any = optimizers.adam(0.1)
+    with pytest.raises(TypeError, match=r"got the rule adam; .* or adam\(...\).dense"):
+        Optimizer(Net(), optimizers.sgd(0.1), dense=rule)
 
 
 def test_lazy_adam_leaves_untouched_rows_alone():

@@ -32,13 +32,18 @@ RULES = [
     optimizers.nesterov(0.01, weight_decay=0.1),
     optimizers.adagrad(0.01),
     optimizers.rowwise_adagrad(0.01),
+    optimizers.ftrl(0.05, 0.5, 0.2, 0.1),
     optimizers.rmsprop(0.01, 0.8),
     optimizers.adadelta(1.0, 0.95, eps=1e-2),
     optimizers.adam(0.01, b1=0.8, b2=0.99, eps=1e-3),
     # Powers of 0.999 would show how it is rounded, here as in optax.
     optimizers.adamw(0.01, b1=0.875, b2=1 - 2**-9, weight_decay=0.1),
 ]
-RULES += [dataclasses.replace(rule, learning_rate=WARMUP) for rule in RULES]
+RULES += [
+    dataclasses.replace(rule, learning_rate=WARMUP)
+    for rule in RULES
+    if rule.name != "ftrl"
+]
 
 
 def rule_id(rule):
@@ -91,15 +96,25 @@ def numpy_step(rule, w, state, g, t):
             s["nu"] = rule.b2 * s["nu"] + (1 - rule.b2) * g**2
             mean = s["mu"] / (1 - rule.b1**t)
             move = mean / (np.sqrt(s["nu"] / (1 - rule.b2**t)) + rule.eps) + decay * w
+        case "ftrl":
+            n = s["n"] + g**2
+            s["z"] = s["z"] + g - (np.sqrt(n) - np.sqrt(s["n"])) / rate * w
+            s["n"] = n
+            shrunk = np.sign(s["z"]) * np.maximum(np.abs(s["z"]) - rule.l1, 0)
+            return -shrunk / ((rule.beta + np.sqrt(n)) / rate + rule.l2), s
         case _:
             raise AssertionError(f"no oracle of {rule.name}")
     return w - rate * move, s
 
 
-def random_state(rule, shape, rng):
+def random_state(rule, w, rng):
     """State as it may be in the middle of a run."""
     state = {}
-    for name, array in rule.init(shape).items():
+    if rule.name == "ftrl":
+        n = rng.random(w.shape)
+        slope = (rule.beta + np.sqrt(n)) / rule.learning_rate + rule.l2
+        return {"z": -w * slope - np.sign(w) * rule.l1, "n": n}
+    for name, array in rule.init(w.shape).items():
         values = rng.normal(size=array.shape)
         state[name] = values if name in ("trace", "mu") else values**2 + 0.01
     return state
@@ -115,7 +130,7 @@ def test_catch_up_is_what_dense_steps_do(rule):
     lags = np.array([0, 1, 2, 5, 60, 140, 256, 257, 400, 1000])
     count = 1010
     w = rng.normal(size=(len(lags), 3))
-    state = random_state(rule, w.shape, rng)
+    state = random_state(rule, w, rng)
     lag = jnp.asarray(lags)[:, None]
     catch_up = jax.jit(rule.catch_up)
     got, after = catch_up(jnp.float32(w), float32(state), lag, jnp.asarray(count))
@@ -143,7 +158,9 @@ def test_steps_equal_numpy_and_optax(rule):
     rng = np.random.default_rng(1)
     gradients = rng.normal(size=(40, 5, 3)) * (rng.random((40, 5, 1)) < 0.5)
     first = rng.normal(size=(5, 3))
-    w, state = jnp.float32(first), rule.init((5, 3))
+    first[3] = 0
+    w = jnp.float32(first)
+    state = rule.start(w)
     expected = first, jax.tree.map(np.float64, state)
     dense = rule.dense()
     twin = jnp.float32(first)
@@ -236,6 +253,27 @@ def test_rows_of_ordinary_parameters_under_rowwise_adagrad():
         total = 0.5 + np.mean(g[name] ** 2, axis=axes, keepdims=True)
         expected = -0.1 * g[name] / (np.sqrt(total) + 1e-3)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
+
+
+def test_ftrl_keeps_initial_weights_and_makes_others_zero():
+    rule = optimizers.ftrl(0.1, l1=0.5)
+    w = jnp.float32([[0.3, -0.2, 0, 1e-3]])
+    state = rule.start(w)
+    for g, expected in ((0.0, w), (1e-6, w)):
+        moved, _ = rule.step(w, state, jnp.full_like(w, g), 0.1)
+        np.testing.assert_allclose(moved, expected, atol=1e-6)
+        assert not moved[0, 2]
+    # A weight that the penalty holds at 0 leaves it when its gradients add up to l1.
+    w, state = jnp.zeros((1, 1)), rule.init((1, 1))
+    found = []
+    for _ in range(4):
+        w, state = rule.step(w, state, jnp.full((1, 1), 0.2), 0.1)
+        found.append(float(w[0, 0]))
+    assert found[:2] == [0, 0] and found[2] < 0 and found[3] < found[2]
+    with pytest.raises(NotImplementedError, match="not a schedule"):
+        optimizers.ftrl(WARMUP)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        optimizers.ftrl(0.1, 0.0)
 
 
 def test_a_gradient_too_small_to_square():
@@ -350,7 +388,7 @@ def test_errors_of_options():
 
 @pytest.mark.parametrize(
     "name",
-    ["adagrad", "rowwise_adagrad", "rmsprop", "adadelta", "adam", "lazy_adam"],
+    ["adagrad", "rowwise_adagrad", "ftrl", "rmsprop", "adadelta", "adam", "lazy_adam"],
 )
 def test_an_l2_penalty_within_an_adaptive_rule_is_refused(name):
     with pytest.raises(NotImplementedError, match=f"weight_decay of {name} .* adamw"):

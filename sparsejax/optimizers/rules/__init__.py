@@ -3,7 +3,8 @@
 Each rule is a dense rule of optax and the same rule for single rows. In a step that does
 not touch a row, the dense rule sees a gradient of zero::
 
-    sgd, adagrad, rowwise_adagrad    changes nothing
+    sgd, adagrad, rowwise_adagrad,
+    ftrl                             changes nothing
     rmsprop, adadelta                shrinks the state
     momentum, nesterov, adam         shrinks the state and moves the weights
     adamw, and weight_decay          moves all weights, also of rows never touched
@@ -27,6 +28,7 @@ from sparsejax.optimizers.rules.adaptive import (
 from sparsejax.optimizers.rules.base import Rule
 from sparsejax.optimizers.rules.moments import adam, adamw, lazy_adam
 from sparsejax.optimizers.rules.plain import momentum, nesterov, sgd
+from sparsejax.optimizers.rules.proximal import ftrl
 from sparsejax.optimizers.schedules import Schedule
 
 _RULES: dict[str, type[Rule]] = {
@@ -37,6 +39,7 @@ _RULES: dict[str, type[Rule]] = {
         nesterov,
         adagrad,
         rowwise_adagrad,
+        ftrl,
         rmsprop,
         adadelta,
         adam,

@@ -99,6 +99,10 @@ class Rule:
         """The state arrays of a kernel of this shape: `[rows, hidden]` or `[rows, 1]`."""
         return {}
 
+    def start(self, w: Float[Array, "rows hidden"]) -> State:
+        """The state arrays of a kernel with these weights; by default those of `init`."""
+        return self.init((w.shape[0], w.shape[1]))
+
     def catch_up(
         self, w: Float[Array, "rows hidden"], state: State, lag: jax.Array, count: Any
     ) -> tuple[jax.Array, State]:

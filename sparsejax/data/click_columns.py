@@ -1,0 +1,234 @@
+"""From the columns of a block of clicks to labels, numbers and ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from sparsejax.data import tables
+from sparsejax.data.click_files import ClickBlock
+from sparsejax.data.click_schema import (
+    FIRST_KNOWN,
+    MISSING,
+    RARE,
+    DenseColumn,
+    HashedColumn,
+    IdColumn,
+)
+from sparsejax.data.files import DataError
+from sparsejax.data.names import NameEncoder, Names, as_names, to_arrow
+from sparsejax.data.values import lengths, trim, value_problem
+from sparsejax.data.xxh64 import xxh64
+
+# Counts that wait until they are added up.
+_FOLD = 2**20
+
+
+class Categories(NamedTuple):
+    """A column of categories.
+
+    Attributes:
+      texts: `[entries]` in a dictionary, which may have a text twice. Empty if missing.
+      lengths: `[examples]` number of entries of each example; None if each has one.
+    """
+
+    texts: pa.DictionaryArray
+    lengths: np.ndarray | None
+
+
+def labels_of(block: ClickBlock, name: str) -> np.ndarray:
+    """`[examples]` float32, 0 or 1.
+
+    Raises:
+      DataError: a label is missing, or is another number.
+    """
+    found, missing = _numbers(block, name)
+    wrong = missing | ((found != 0) & (found != 1))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        given = "missing" if missing[row] else f"{found[row]:g}"
+        raise block.error(row, f"the label {name!r} is {given}; expected 0 or 1")
+    return found.astype(np.float32)
+
+
+def dense_of(block: ClickBlock, columns: Mapping[str, DenseColumn]) -> np.ndarray:
+    """`[examples, columns]` float32.
+
+    Raises:
+      DataError: a value is not a finite number, or is missing and must not be.
+    """
+    parts = []
+    for name, column in columns.items():
+        values, missing = _numbers(block, name)
+        if missing.any() and column.missing is None:
+            raise block.error(
+                int(np.argmax(missing)),
+                f"column {name!r} is empty; fill it in, or say what the model gets: "
+                "DenseColumn(missing=0.0)",
+            )
+        if column.log1p:
+            values = np.log1p(np.maximum(values, 0))
+        parts.append(np.where(missing, column.missing or 0, values).astype(np.float32))
+    rows = len(next(iter(block.columns.values())))
+    return np.stack(parts, axis=1) if parts else np.empty((rows, 0), np.float32)
+
+
+def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """`[examples]` float64, 0 where missing, and bool: whether a value is missing."""
+    column = block.columns[name]
+    type_ = column.type
+    if pt.is_dictionary(type_):
+        column = column.dictionary_decode()
+        type_ = column.type
+    if tables.is_text(type_):
+        texts = trim(column.cast(pa.large_string()).fill_null(""))
+        missing = lengths(texts) == 0
+        zero = pa.scalar("0", texts.type)
+        filled = pc.call_function("if_else", [pa.array(missing), zero, texts])
+        try:
+            values = filled.cast(pa.float64())
+        except pa.ArrowInvalid as error:
+            for row, text in enumerate(texts.to_pylist()):
+                if text and (problem := value_problem(text)):
+                    raise block.error(row, f"column {name!r}: {problem}") from error
+            raise
+    elif tables.is_number(type_) or pt.is_boolean(type_):
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        if pt.is_boolean(type_):
+            column = column.cast(pa.int8())
+        values = column.cast(pa.float64(), safe=False).fill_null(0)
+    else:
+        raise DataError.at(
+            block.path, f"column {name!r} must hold numbers, but it is {type_}"
+        )
+    found = values.to_numpy()
+    with np.errstate(over="ignore"):
+        wrong = ~np.isfinite(found.astype(np.float32))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        problem = value_problem(str(found[row]))
+        raise block.error(row, f"column {name!r}: {problem}")
+    return found, missing
+
+
+def categories_of(block: ClickBlock, name: str) -> Categories:
+    """The categories of a column of text, integers, or lists of these.
+
+    Raises:
+      DataError: it holds something else.
+    """
+    column, sizes = block.columns[name], None
+    if tables.is_list(column.type):
+        sizes, column = tables.list_lengths(column), column.flatten()
+    if not (tables.is_name(column.type) or pt.is_boolean(column.type)):
+        raise DataError.at(
+            block.path,
+            f"column {name!r} must hold text, integers, or lists of these, but it is "
+            f"{block.columns[name].type}",
+        )
+    present = column.is_valid().to_numpy(zero_copy_only=False)
+    if pt.is_null(column.type):
+        column = column.cast(pa.large_string())
+    found, wrong, problem = tables.as_integers_or_text(column.drop_null())
+    if wrong.any():
+        row = entry = int(np.flatnonzero(present)[np.argmax(wrong)])
+        if sizes is not None:
+            row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
+        raise block.error(row, f"column {name!r} {problem}")
+    texts = tables.encoded_names(found, block.path)
+    # A dictionary of the file may have a null itself.
+    known = texts.dictionary.fill_null("")
+    if present.all():
+        return Categories(pa.DictionaryArray.from_arrays(texts.indices, known), sizes)
+    codes = np.full(len(present), len(known), np.int32)
+    codes[present] = texts.indices.to_numpy()
+    known = pa.concat_arrays([known, pa.array([""], known.type)])
+    return Categories(pa.DictionaryArray.from_arrays(codes, known), sizes)
+
+
+class Numbering:
+    """Gives categories their ids: by a hash, or by a vocabulary that is known."""
+
+    def __init__(self, column: IdColumn, vocabulary: Names | None):
+        self._column = column
+        self._known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
+
+    def ids(self, texts: pa.DictionaryArray) -> np.ndarray:
+        """`[entries]` int32."""
+        known = texts.dictionary
+        if isinstance(self._column, HashedColumn):
+            rest = xxh64(known) % np.uint64(self._column.size - 1)
+            found = 1 + rest.astype(np.int32)
+        else:
+            # The same as pc.index_in(...), which type checkers cannot see.
+            lookup = pc.SetLookupOptions(value_set=self._known)
+            found = pc.call_function("index_in", [known], lookup)
+            found = found.fill_null(RARE - FIRST_KNOWN).to_numpy() + FIRST_KNOWN
+        found[lengths(known) == 0] = MISSING
+        return found.astype(np.int32)[texts.indices.to_numpy()]
+
+
+class Learner:
+    """Numbers categories while they are read, and ranks them at the end."""
+
+    def __init__(self) -> None:
+        self._encoder = NameEncoder()
+
+    def add(self, texts: pa.DictionaryArray) -> None:
+        """Takes the categories of the next block."""
+        self._encoder.add(texts)
+
+    def finish(self, min_count: int) -> tuple[Names, np.ndarray]:
+        """The vocabulary, and `[entries]` int32 ids of all blocks."""
+        names, codes = self._encoder.finish()
+        counts = np.bincount(codes, minlength=len(names))
+        order = _ranked(names, counts, min_count)
+        ids = np.full(len(names), RARE, np.int32)
+        ids[names == ""] = MISSING
+        ids[order] = FIRST_KNOWN + np.arange(len(order), dtype=np.int32)
+        return names[order], ids[codes]
+
+
+class Counter:
+    """Counts categories block by block, and keeps only distinct ones."""
+
+    def __init__(self) -> None:
+        self._waiting: list[pa.Table] = []
+        self._size = self._known = 0
+
+    def add(self, texts: pa.DictionaryArray) -> None:
+        """Takes the categories of the next block."""
+        names = texts.dictionary
+        counts = np.bincount(texts.indices.to_numpy(), minlength=len(names))
+        self._waiting.append(pa.table([names, counts], ["name", "count"]))
+        self._size += len(names)
+        if self._size > max(_FOLD, 2 * self._known):
+            self._fold()
+
+    def finish(self, min_count: int) -> Names:
+        """The vocabulary."""
+        if not self._waiting:
+            return as_names([])
+        self._fold()
+        table = self._waiting[0]
+        names = as_names(table["name"])
+        return names[_ranked(names, table["count"].to_numpy(), min_count)]
+
+    def _fold(self) -> None:
+        table = pa.concat_tables(self._waiting)
+        table = table.group_by("name").aggregate([("count", "sum")])
+        self._waiting = [table.rename_columns(["name", "count"])]
+        self._size = self._known = len(table)
+
+
+def _ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:
+    """Positions of the names that have an id of their own, the most frequent one first."""
+    kept = np.flatnonzero((counts >= min_count) & (names != ""))
+    by_name = np.argsort(names[kept], kind="stable")  # by code points, as bytes are
+    kept = kept[by_name]
+    return kept[np.argsort(-counts[kept], kind="stable")]

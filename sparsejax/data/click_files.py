@@ -1,0 +1,252 @@
+"""Blocks of the columns of click files: TSV, CSV and Parquet."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from sparsejax.data import parquet, scan_tables, tables
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.columns import SourceColumn, unclear
+from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
+from sparsejax.data.records import parse_columns, read_records, record_blocks
+from sparsejax.data.sniff import is_parquet
+
+# Large, so that a large vocabulary is not searched for few examples at a time.
+BLOCK_BYTES = 32 * 2**20
+
+Paths = Path | Sequence[Path]
+
+
+class ClickBlock(NamedTuple):
+    """Some examples as they are in a file.
+
+    Attributes:
+      columns: `[examples]` values of each column, by its name.
+      error: makes the error for an example of the block, from its number and a message.
+      path: the file.
+    """
+
+    columns: dict[str, pa.Array]
+    error: Callable[[int, str], DataError]
+    path: Path
+
+
+def click_blocks(
+    paths: Paths, schema: ClickSchema, names: Sequence[str] | None = None
+) -> Iterator[ClickBlock]:
+    """The columns of the schema, or only some of them, file by file.
+
+    Raises:
+      DataError: a file cannot be read, lacks a column, or a line has another number of
+        columns.
+    """
+    names = schema.used if names is None else names
+    for path in as_paths(paths):
+        if not is_parquet(path):
+            yield from _text_blocks(path, schema, names)
+            continue
+        files = parquet.parquet_files(path)
+        with progress_bar(path, sum(file.size for file in files)) as bar:
+            for file in files:
+                yield from _parquet_blocks(file, names, bar)
+
+
+class ClickGroup(NamedTuple):
+    """A row group of a Parquet file.
+
+    Attributes:
+      source: the file.
+      number: the number of the group in the file.
+      first: the number of its first row in the file.
+      rows: its number of rows.
+    """
+
+    source: parquet.ParquetPath
+    number: int
+    first: int
+    rows: int
+
+    def block(self, names: Sequence[str], start: int, stop: int) -> ClickBlock:
+        """Columns of its rows `start .. stop - 1`.
+
+        Raises:
+          DataError: the file is damaged, or was changed.
+        """
+        with self.source.open() as file:
+            if self.number >= file.metadata.num_row_groups or not set(names) <= set(
+                file.schema_arrow.names
+            ):
+                raise scan_tables.changed(self.source)
+            table = file.read_row_group(self.number, columns=list(names))
+        if len(table) < stop:
+            raise scan_tables.changed(self.source)
+        part = table.slice(start, stop - start)
+        columns = {name: _one_array(part.column(name)) for name in names}
+        return _parquet_block(self.source, columns, self.first + start)
+
+
+def click_groups(source: parquet.ParquetPath) -> list[ClickGroup]:
+    """The row groups of a Parquet file."""
+    with source.open() as file:
+        metadata = file.metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    ends = itertools.accumulate(sizes)
+    each = zip(range(len(sizes)), ends, sizes, strict=True)
+    return [ClickGroup(source, i, end - size, size) for i, end, size in each]
+
+
+def as_paths(paths: Paths) -> list[Path]:
+    """One path or several as a list.
+
+    Raises:
+      ValueError: there is none.
+    """
+    one = isinstance(paths, str | os.PathLike)
+    found = [paths] if one else list(paths)
+    if not found:
+        raise ValueError("expected at least one file, got none")
+    return found
+
+
+def _parquet_blocks(
+    source: parquet.ParquetPath, names: Sequence[str], bar: tqdm
+) -> Iterator[ClickBlock]:
+    path = source.path
+    with source.open() as file:
+        known = file.schema_arrow
+        columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
+        _check_names(path, columns, names)
+        rows = max(file.metadata.num_rows, 1)
+        first = 0
+        for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
+            columns_ = {name: batch.column(name) for name in names}
+            yield _parquet_block(source, columns_, first)
+            first += len(batch)
+            bar.update(source.size * len(batch) / rows)
+
+
+def _parquet_block(
+    source: parquet.ParquetPath, columns: dict[str, pa.Array], first: int
+) -> ClickBlock:
+    def error(row: int, message: str) -> DataError:
+        return DataError.at(source.path, f"row {first + row:,}: {message}")
+
+    return ClickBlock(columns, error, source.path)
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return pa.array([], column.type) if isinstance(found, pa.ChunkedArray) else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextLayout:
+    """How a text file is written.
+
+    Attributes:
+      columns: the names of its columns.
+      delimiter: what separates them.
+      first_line: the line of the first record behind the header, counted from 1.
+    """
+
+    columns: tuple[str, ...]
+    delimiter: str
+    first_line: int
+
+
+def _text_blocks(
+    path: Path, schema: ClickSchema, names: Sequence[str]
+) -> Iterator[ClickBlock]:
+    layout = _layout(path, schema)
+    places = {name: layout.columns.index(name) for name in names}
+    # Categories repeat, so that a dictionary of a block is smaller than the block.
+    encoded = pa.dictionary(pa.int32(), pa.string())
+    types = {
+        at: encoded if name in schema.ids else pa.string()
+        for name, at in places.items()
+    }
+    count = len(layout.columns)
+    with open_data(path) as stream:
+        for lines in record_blocks(
+            stream,
+            path,
+            layout.delimiter,
+            first_line=layout.first_line,
+            block_bytes=BLOCK_BYTES,
+        ):
+            try:
+                found = parse_columns(lines, layout.delimiter, count, types)
+            except pa.ArrowInvalid as cause:
+                raise _wrong_record(lines, layout, cause) from cause
+
+            def error(row: int, message: str, lines: Lines = lines) -> DataError:
+                line = _line_of(lines, layout, row)
+                return DataError.at(path, message, line=line)
+
+            yield ClickBlock({n: found[at] for n, at in places.items()}, error, path)
+
+
+def _layout(path: Path, schema: ClickSchema) -> _TextLayout:
+    lines = head(path)
+    first_line = lines.data.decode().lstrip("\n").partition("\n")[0]
+    delimiter = schema.delimiter or ("\t" if "\t" in first_line else ",")
+    records = read_records(lines, delimiter)
+    line, end, cells = next(records)
+    cells = [cell.strip() for cell in cells]
+    if schema.columns is not None:
+        names, is_header = schema.columns, tuple(cells) == schema.columns
+    else:
+        names, is_header = tuple(cells), True
+        columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
+        _check_names(path, columns, schema.used, line=line)
+    return _TextLayout(names, delimiter, end if is_header else line)
+
+
+def _check_names(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    names: Sequence[str],
+    line: int | None = None,
+) -> None:
+    known = [column.name for column in columns]
+    for name in names:
+        if known.count(name) != 1:
+            problem = "there is no column" if name not in known else "there are several"
+            remedy = (
+                "the schema needs it; for a text file without a header, give "
+                "ClickSchema(columns=...)"
+            )
+            unclear(path, columns, f"{problem} {name!r}", remedy, line)
+
+
+def _records(lines: Lines, layout: _TextLayout) -> Iterator[tuple[int, list[str]]]:
+    """Line and cells of the records that `parse_columns` does not skip."""
+    for line, _, cells in read_records(lines, layout.delimiter):
+        if len(cells) == len(layout.columns) or "".join(cells).strip():
+            yield line, cells
+
+
+def _line_of(lines: Lines, layout: _TextLayout, row: int) -> int | None:
+    found = (line for i, (line, _) in enumerate(_records(lines, layout)) if i == row)
+    return next(found, None)
+
+
+def _wrong_record(lines: Lines, layout: _TextLayout, cause: Exception) -> DataError:
+    """The error for the first record with another number of columns."""
+    count = len(layout.columns)
+    for line, cells in _records(lines, layout):
+        if len(cells) != count:
+            return DataError.at(
+                lines.path,
+                f"expected {count} columns ({', '.join(layout.columns[:3])}, ...), got "
+                f"{len(cells)}: the line is cut, or another character separates columns",
+                line=line,
+            )
+    return lines.error(0, f"cannot be parsed from here on: {cause}")

@@ -1,0 +1,232 @@
+"""The Parquet form of a saved data set of clicks.
+
+A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
+(int32, or a list of int32). Beside them are the vocabularies, `vocabulary/NAME`. The shorter
+columns end in nulls, which take no room. The schema's metadata is a JSON object with the
+`ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data import parquet
+from sparsejax.data.click_schema import ClickSchema, num_ids
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.sparse import CSR
+from sparsejax.whole_files import whole_file
+
+_VERSION = 1
+_KEY = b"sparsejax.clicks"
+# Rows of a row group, which can be read without the others.
+_GROUP_ROWS = 2**18
+
+Ids = np.ndarray | CSR
+
+
+class ClickParts(NamedTuple):
+    """The parts of a `ClickDataset`."""
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: Mapping[str, Ids]
+    schema: ClickSchema
+    vocabularies: Mapping[str, Names]
+
+
+class Facts(NamedTuple):
+    """What a saved file says of itself.
+
+    Attributes:
+      schema: what the columns were.
+      rows: number of examples.
+      sizes: number of categories of each vocabulary.
+      checksum: of the whole content.
+    """
+
+    schema: ClickSchema
+    rows: int
+    sizes: Mapping[str, int]
+    checksum: int
+
+
+def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
+    """Lists of ids, `[examples]`, that keep their order.
+
+    Args:
+      flat: `[entries]` int32.
+      indptr: `[examples + 1]` where each list begins.
+      size: number of ids that there are.
+    """
+    # Not the constructor, which wants ascending columns.
+    return CSR.tree_unflatten(size, (None, flat, indptr.astype(np.int32), None))
+
+
+def write_clicks(path: Path, parts: ClickParts) -> None:
+    """Writes a data set, whole or not at all.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    columns: dict[str, pa.Array] = {"label": pa.array(parts.labels)}
+    for i, name in enumerate(parts.schema.dense):
+        columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(parts.dense[:, i]))
+    for name, ids in parts.ids.items():
+        columns[f"ids/{name}"] = (
+            pa.ListArray.from_arrays(pa.array(ids.indptr), pa.array(ids.indices))
+            if isinstance(ids, CSR)
+            else pa.array(ids)
+        )
+    for name, names in parts.vocabularies.items():
+        columns[f"vocabulary/{name}"] = to_arrow(names)
+    length = max(len(column) for column in columns.values())
+    table = pa.table(
+        {
+            name: pa.chunked_array([c, pa.nulls(length - len(c), c.type)])
+            for name, c in columns.items()
+        }
+    )
+    facts = {
+        "version": _VERSION,
+        "schema": parts.schema.to_json(),
+        "rows": len(parts.labels),
+        "vocabularies": {name: len(v) for name, v in parts.vocabularies.items()},
+        "crc32": _checksum(parts),
+    }
+    table = table.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
+    with whole_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            row_group_size=_GROUP_ROWS,
+            compression="zstd",
+            write_page_checksum=True,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_saved(path: Path) -> ClickParts:
+    """Reads a file that `write_clicks` wrote.
+
+    Raises:
+      DataError: the file is missing, is not such a file, or is damaged.
+    """
+    [source, *others] = parquet.parquet_files(path)
+    if others or source.path != path:
+        raise DataError.at(path, "is a directory; expected a file")
+    with source.open() as file:
+        facts = facts_of(path, file.schema_arrow)
+        table = file.read()
+    try:
+        vocabularies = {
+            name: as_names(table[f"vocabulary/{name}"].slice(0, size))
+            for name, size in facts.sizes.items()
+        }
+        columns = {
+            name: table[name].slice(0, facts.rows).combine_chunks()
+            for name in stored_columns(facts.schema)
+        }
+        parts = stored_examples(columns, facts.schema, vocabularies)
+        if len(parts.labels) != facts.rows:
+            raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
+    except (ValueError, KeyError) as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+    if _checksum(parts) != facts.checksum:
+        raise DataError.at(path, "is damaged: its checksum does not fit its content")
+    return parts
+
+
+def facts_of(path: Path, schema: pa.Schema) -> Facts:
+    """What a saved file says of itself.
+
+    Raises:
+      DataError: `write_clicks` did not write it, or another version did.
+    """
+    if not is_saved(schema):
+        raise DataError.at(
+            path,
+            "is no saved data set of clicks; for other tables, give their ClickSchema to "
+            "read_clicks or scan_clicks",
+        )
+    facts: dict[str, Any] = json.loads(schema.metadata[_KEY])
+    if facts["version"] != _VERSION:
+        raise DataError.at(
+            path,
+            f"is of version {facts['version']}, but this release reads version "
+            f"{_VERSION}; install a newer release",
+        )
+    return Facts(
+        ClickSchema.from_json(facts["schema"]),
+        facts["rows"],
+        facts["vocabularies"],
+        facts["crc32"],
+    )
+
+
+def is_saved(schema: pa.Schema) -> bool:
+    """Whether a file of this schema was made by `write_clicks`."""
+    return _KEY in (schema.metadata or {})
+
+
+def stored_columns(schema: ClickSchema) -> list[str]:
+    """The columns of the examples."""
+    dense = [f"dense/{name}" for name in schema.dense]
+    return ["label", *dense, *[f"ids/{name}" for name in schema.ids]]
+
+
+def stored_vocabularies(file: pq.ParquetFile, facts: Facts) -> dict[str, Names]:
+    """The vocabularies of a file."""
+    found = {}
+    for name, size in facts.sizes.items():
+        column = file.read(columns=[f"vocabulary/{name}"]).column(0)
+        found[name] = as_names(column.slice(0, size))
+    return found
+
+
+def stored_examples(
+    columns: Mapping[str, pa.Array],
+    schema: ClickSchema,
+    vocabularies: Mapping[str, Names],
+) -> ClickParts:
+    """Examples of a file, from its columns. Behind the last one labels are null."""
+    label = columns["label"]
+    rows = len(label) - label.null_count
+
+    def numbers(name: str) -> np.ndarray:
+        return columns[name].slice(0, rows).to_numpy()
+
+    ids: dict[str, Ids] = {}
+    for name, size in num_ids(schema, vocabularies).items():
+        column = columns[f"ids/{name}"].slice(0, rows)
+        if not pa.types.is_list(column.type):
+            ids[name] = column.to_numpy()
+            continue
+        indptr = np.append(0, np.cumsum(column.value_lengths().to_numpy()))
+        ids[name] = id_lists(column.flatten().to_numpy(), indptr, size)
+    dense = [numbers(f"dense/{name}") for name in schema.dense]
+    empty = np.empty((rows, 0), np.float32)
+    labels = numbers("label")
+    dense = np.stack(dense, axis=1) if dense else empty
+    return ClickParts(labels, dense, ids, schema, vocabularies)
+
+
+def _checksum(parts: ClickParts) -> int:
+    leaves = [parts.labels.tobytes(), parts.dense.tobytes()]
+    for ids in parts.ids.values():
+        arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
+        leaves += [np.asarray(array).tobytes() for array in arrays]
+    leaves += ["\0".join(v.tolist()).encode() for v in parts.vocabularies.values()]
+    checksum = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
+    for leaf in leaves:
+        checksum = zlib.crc32(leaf, checksum)
+    return checksum

@@ -1,0 +1,181 @@
+"""The AUC from histograms of scores, which add up over batches and devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int, Shaped
+
+from sparsejax.mesh.layout import call_with_auto_axes
+
+# A count is `high * 2^20 + low`. So the leaves of 1,024 devices can be added up as they are.
+_LOW_BITS = 20
+_MASK = 2**_LOW_BITS - 1
+# Float32 holds the number of each bin.
+_MOST_BINS = 2**24
+
+
+class AucBounds(NamedTuple):
+    """An AUC from histograms: the exact one is in `[auc - error, auc + error]`.
+
+    Attributes:
+      auc: a pair of a click and a non-click in the same bin counts half.
+      error: half of the share of these pairs.
+    """
+
+    auc: float
+    error: float
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["low", "high", "wrong"],
+    meta_fields=["start", "stop"],
+)
+@dataclasses.dataclass(frozen=True)
+class BinnedAuc:
+    """Two histograms of scores, of clicks and of other examples.
+
+    `update` counts a batch. It can be called under `jax.jit`, and copies nothing to the host.
+    Counts are integers: their order does not matter, and no count is lost below 2^51. The
+    histograms of several processes or devices add up: `a + b`, or `jax.lax.psum(a, "data")`
+    under `jax.shard_map` on at most 1,024 devices.
+
+    >>> update = jax.jit(metrics.BinnedAuc.update)
+    >>> binned = metrics.BinnedAuc.empty(-10, 10)
+    >>> binned = update(binned, jnp.array([-1.0, 2.0]), jnp.array([0, 1]))
+    >>> binned = update(binned, jnp.array([0.5, 0.5]), jnp.array([0, 1]))
+    >>> binned.result()
+    AucBounds(auc=0.875, error=0.125)
+
+    Attributes:
+      low: `[2, bins]` int32, the lower 20 bits of the counts: of other examples, of clicks.
+      high: `[2, bins]` int32, what is above these bits.
+      wrong: `[]` int32, number of scores that are NaN and of labels other than 0 and 1.
+      start: the lower end of the first bin.
+      stop: the upper end of the last bin.
+    """
+
+    low: Int[Array, "2 bins"]
+    high: Int[Array, "2 bins"]
+    wrong: Int[Array, ""]
+    start: float
+    stop: float
+
+    @classmethod
+    def empty(
+        cls, start: float = -16.0, stop: float = 16.0, *, bins: int = 2**16
+    ) -> BinnedAuc:
+        """Histograms without examples.
+
+        Args:
+          start: the lower end of the first bin. Smaller scores count in the first bin.
+          stop: the upper end of the last bin; larger scores count there. The default
+            range is for logits. For probabilities use 0 and 1.
+          bins: number of bins, of equal width. Each takes 16 bytes.
+
+        Raises:
+          ValueError: the range is empty or not finite, or there are no bins or above 2^24.
+        """
+        if not (np.isfinite(start) and np.isfinite(stop) and start < stop):
+            raise ValueError(
+                f"start and stop must be finite, and start below stop; got {start}, {stop}"
+            )
+        if not 1 <= bins <= _MOST_BINS:
+            raise ValueError(f"bins must be in [1, {_MOST_BINS:,}], got {bins:,}")
+        zeros = jnp.zeros((2, bins), jnp.int32)
+        none = jnp.zeros((), jnp.int32)
+        return cls(zeros, zeros, none, float(start), float(stop))
+
+    def update(
+        self,
+        scores: Shaped[Array | np.ndarray, "batch"],
+        labels: Shaped[Array | np.ndarray, "batch"],
+        *,
+        where: Bool[Array | np.ndarray, "batch"] | None = None,
+    ) -> BinnedAuc:
+        """The histograms with one batch more.
+
+        Args:
+          scores: logits, or other numbers that grow with the probability of a click.
+          labels: 1 for a click, else 0.
+          where: which examples count; all by default.
+        """
+        batch = scores.shape[0]
+        where = jnp.ones(batch, bool) if where is None else jnp.asarray(where)
+        added, wrong = call_with_auto_axes(
+            self._counts, scores, labels, where, out_specs=P()
+        )
+        # The counts of a batch may pass 20 bits by themselves.
+        low = self.low + (added & _MASK)
+        high = self.high + (added >> _LOW_BITS) + (low >> _LOW_BITS)
+        return dataclasses.replace(
+            self, low=low & _MASK, high=high, wrong=self.wrong + wrong
+        )
+
+    def _counts(self, scores, labels, where) -> tuple[jax.Array, jax.Array]:
+        scores, labels = jnp.asarray(scores, jnp.float32), jnp.asarray(labels)
+        bins = self.low.shape[1]
+        place = (scores - self.start) * (bins / (self.stop - self.start))
+        place = jnp.floor(jnp.clip(place, 0, bins - 1))
+        is_click = labels == 1
+        wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
+        # What does not count is moved out of bounds, so that it is dropped.
+        place = jnp.where(where & ~wrong, place, bins).astype(jnp.int32)
+        zeros = jnp.zeros(self.low.shape, jnp.int32)
+        added = zeros.at[is_click.astype(jnp.int32), place].add(1, mode="drop")
+        return added, jnp.sum(wrong, dtype=jnp.int32)
+
+    def __add__(self, other: BinnedAuc) -> BinnedAuc:
+        """The histograms of all examples of both.
+
+        Raises:
+          ValueError: the bins differ.
+        """
+        ours, theirs = ((b.start, b.stop, b.low.shape[1]) for b in (self, other))
+        if ours != theirs:
+            raise ValueError(
+                f"histograms with other bins: start, stop and bins are {ours} and {theirs}"
+            )
+        low = self.low + other.low
+        return dataclasses.replace(
+            self,
+            low=low & _MASK,
+            high=self.high + other.high + (low >> _LOW_BITS),
+            wrong=self.wrong + other.wrong,
+        )
+
+    def counts(self) -> np.ndarray:
+        """`[2, bins]` int64: the counts of other examples and of clicks, on the host."""
+        low, high = (
+            np.asarray(part).astype(np.int64) for part in (self.low, self.high)
+        )
+        return (high << _LOW_BITS) + low
+
+    def result(self) -> AucBounds:
+        """The AUC and its error bound, in float64 on the host.
+
+        Raises:
+          ValueError: a class has no examples, a score was NaN, or a label was neither 0
+            nor 1.
+        """
+        if wrong := int(self.wrong):
+            raise ValueError(
+                f"{wrong:,} examples have a score that is NaN, or a label other than 0 "
+                "and 1"
+            )
+        others, clicks = self.counts().astype(np.float64)
+        if not (pairs := others.sum() * clicks.sum()):
+            raise ValueError(
+                f"the AUC needs both classes, but of {int(others.sum() + clicks.sum()):,} "
+                f"examples {int(clicks.sum()):,} are clicks"
+            )
+        tied = clicks @ others / 2
+        below = np.cumsum(others) - others
+        return AucBounds(float((clicks @ below + tied) / pairs), float(tied / pairs))

@@ -1,0 +1,478 @@
+"""Readers of clicks against a plain loop in Python."""
+
+import collections
+import csv
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import sparsejax as sj
+from sparsejax.data import click_files, tables
+from sparsejax.data.xxh64 import xxh64
+
+DENSE, IDS = ["I1", "I2"], ["C1", "C2"]
+NAMES = ("label", *DENSE, *IDS)
+LOG = sj.DenseColumn(log1p=True, missing=0.0)
+SCHEMA = sj.ClickSchema(
+    "label",
+    dense={"I1": LOG, "I2": sj.DenseColumn(missing=-1.0)},
+    ids={"C1": sj.VocabularyColumn(min_count=3), "C2": sj.HashedColumn(17)},
+)
+WITHOUT_HEADER = dataclasses.replace(SCHEMA, columns=NAMES)
+
+
+def records(n=200, seed=0, first=0):
+    """Cells of lines, of which some are empty; skewed categories."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(n):
+        numbers = [str(rng.integers(-2, 99)), f"{rng.random():.3f}"]
+        words = [f"é{first + int(rng.zipf(1.5)) % 50}", f"x y{rng.integers(30)}"]
+        cells = [c if rng.random() < 0.8 else "" for c in (*numbers, *words)]
+        found.append([str(int(rng.random() < 0.3)), *cells])
+    return found
+
+
+def write(path, lines, form):
+    if form == "parquet":
+        columns = [[c or None for c in column] for column in zip(*lines, strict=True)]
+        arrays = [
+            pa.array([c and kind(c) for c in column])
+            for column, kind in zip(columns, (int, int, float, str, str), strict=True)
+        ]
+        pq.write_table(pa.table(arrays, NAMES), path, row_group_size=37)
+    elif form == "csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+            writer.writerows([NAMES, *lines])
+    else:
+        text = "".join("\t".join(line) + "\n" for line in lines).encode()
+        path.write_bytes(gzip.compress(text) if form == "tsv.gz" else text)
+
+
+def scalar_xxh64(text: str) -> int:
+    """By the specification, of one text, with Python's integers."""
+    p1, p2, p3, p4, p5 = (
+        0x9E3779B185EBCA87,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0x85EBCA77C2B2AE63,
+        0x27D4EB2F165667C5,
+    )
+    data, bits = text.encode(), 2**64
+
+    def turn(x, by):
+        return (x << by | x >> (64 - by)) % bits
+
+    def step(h, lane):
+        return turn((h + lane * p2) % bits, 31) * p1 % bits
+
+    rest, h = data, p5
+    if len(data) >= 32:
+        lanes = [(p1 + p2) % bits, p2, 0, -p1 % bits]
+        while len(rest) >= 32:
+            for i in range(4):
+                word = int.from_bytes(rest[8 * i : 8 * i + 8], "little")
+                lanes[i] = step(lanes[i], word)
+            rest = rest[32:]
+        turns = zip(lanes, (1, 7, 12, 18), strict=True)
+        h = sum(turn(v, by) for v, by in turns) % bits
+        for v in lanes:
+            h = ((h ^ step(0, v)) * p1 + p4) % bits
+    h = (h + len(data)) % bits
+    while len(rest) >= 8:
+        h = (turn(h ^ step(0, int.from_bytes(rest[:8], "little")), 27) * p1 + p4) % bits
+        rest = rest[8:]
+    if len(rest) >= 4:
+        word = int.from_bytes(rest[:4], "little")
+        h = (turn(h ^ word * p1 % bits, 23) * p2 + p3) % bits
+        rest = rest[4:]
+    for byte in rest:
+        h = turn(h ^ byte * p5 % bits, 11) * p1 % bits
+    h = (h ^ h >> 33) * p2 % bits
+    h = (h ^ h >> 29) * p3 % bits
+    return h ^ h >> 32
+
+
+def test_xxh64():
+    texts = ["", "a", "abc", "Nobody inspects the spammish repetition", "ж" * 50]
+    rng = np.random.default_rng(0)
+    texts += ["".join(map(chr, rng.integers(32, 900, n))) for n in range(70)]
+    got = xxh64(pa.array(["left out", *texts], pa.large_string())[1:])
+    assert got.tolist() == [scalar_xxh64(text) for text in texts]
+    # From the documents of other implementations.
+    assert [f"{h:x}" for h in got[:4].tolist()] == [
+        "ef46db3751d8e999",
+        "d24ec4f1a98c6e5b",
+        "44bc2cf5ad770999",
+        "fbcea83c8a378bf1",
+    ]
+
+
+def expected(lines, train=None):
+    """Labels, numbers and ids of the columns of `lines`, by their definition."""
+    labels = [float(line[0]) for line in lines]
+    dense = [
+        [
+            math.log1p(max(float(line[1] or 0), 0)),
+            float(line[2]) if line[2] else -1.0,
+        ]
+        for line in lines
+    ]
+    counts = collections.Counter(line[3] for line in (train or lines) if line[3])
+    kept = [word for word, count in counts.items() if count >= 3]
+    names = sorted(kept, key=lambda word: (-counts[word], word.encode()))
+    words = {"": 0} | {name: i + 2 for i, name in enumerate(names)}
+    ids = {
+        "C1": [words.get(line[3], 1) for line in lines],
+        "C2": [1 + scalar_xxh64(line[4]) % 16 if line[4] else 0 for line in lines],
+    }
+    return labels, dense, ids, names
+
+
+def lists_of(data: sj.ClickDataset, name: str) -> sj.CSR:
+    ids = data.ids[name]
+    assert isinstance(ids, sj.CSR)
+    return ids
+
+
+def assert_equal(data, lines, train=None):
+    labels, dense, ids, names = expected(lines, train)
+    np.testing.assert_array_equal(data.labels, labels)
+    np.testing.assert_allclose(data.dense, dense, rtol=1e-6)
+    assert data.labels.dtype == data.dense.dtype == np.float32
+    for name, want in ids.items():
+        np.testing.assert_array_equal(data.ids[name], want)
+        assert data.ids[name].dtype == np.int32
+    assert data.vocabularies["C1"].tolist() == names
+    assert data.num_ids == {"C1": len(names) + 2, "C2": 17}
+
+
+@pytest.mark.parametrize("form", ["tsv", "tsv.gz", "csv", "parquet"])
+def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
+    monkeypatch.setattr(click_files, "BLOCK_BYTES", 900)
+    lines, later = records(), records(60, 1, first=20)
+    schema = WITHOUT_HEADER if "tsv" in form else SCHEMA
+    for name, part in (("train", lines), ("test", later)):
+        write(tmp_path / f"{name}.{form}", part, form)
+    train = sj.read_clicks(tmp_path / f"train.{form}", schema)
+    assert_equal(train, lines)
+    assert (
+        min(np.bincount(np.asarray(train.ids["C1"]))[:3]) > 3
+    )  # some are missing, some rare
+    test = sj.read_clicks(tmp_path / f"test.{form}", schema, vocabulary=train)
+    assert_equal(test, later, lines)
+
+    both = [tmp_path / f"{name}.{form}" for name in ("train", "test")]
+    assert_equal(sj.read_clicks(both, schema), lines + later)
+    scanned = sj.scan_clicks(both, schema, chunk_rows=70)
+    assert scanned.num_rows == 260
+    chunks = list(scanned.chunks())
+    assert [chunk.num_rows for chunk in chunks] == [70, 70, 70, 50]
+    for i, chunk in enumerate(chunks):
+        part = (lines + later)[70 * i : 70 * (i + 1)]
+        assert_equal(chunk, part, lines + later)
+    [last] = scanned.chunks(first=3)
+    np.testing.assert_array_equal(last.ids["C1"], chunks[3].ids["C1"])
+    if form == "parquet":
+        part = scanned.read(30, 215)
+        assert_equal(part, (lines + later)[30:215], lines + later)
+        for wrong in ((-1, 3), (5, 5), (0, 261)):
+            with pytest.raises(ValueError, match="expected 0 <= start < stop <= 260"):
+                scanned.read(*wrong)
+    else:
+        with pytest.raises(NotImplementedError, match="read in order only, by chunks"):
+            scanned.read(0, 1)
+    again = sj.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
+    assert_equal(next(again.chunks()), later, lines)
+
+
+def test_a_header_may_be_there_although_columns_are_named(tmp_path):
+    lines = records(20)
+    write(tmp_path / "with.csv", lines, "csv")
+    assert_equal(sj.read_clicks(tmp_path / "with.csv", WITHOUT_HEADER), lines)
+
+
+def test_criteo(tmp_path):
+    schema = sj.ClickSchema.criteo(sj.HashedColumn(1000))
+    numbers = ["", "-3", *["7"] * 11]
+    line = "\t".join(["1", *numbers, *["68fd1e64"] * 25, ""])
+    (tmp_path / "day").write_text(f"{line}\n\n  \n{line}\n")
+    data = sj.read_clicks(tmp_path / "day", schema)
+    assert data.num_rows == 2 and data.dense.shape == (2, 13)
+    np.testing.assert_allclose(data.dense[1], [0, 0, *[math.log(8)] * 11], rtol=1e-6)
+    word = 1 + scalar_xxh64("68fd1e64") % 999
+    assert [int(np.asarray(ids)[1]) for ids in data.ids.values()] == [word] * 25 + [0]
+
+
+LISTS = {
+    "y": [1, 0, 1, 0, 1],
+    "tags": [["b", "a", "b"], None, [], ["c", None, ""], ["a"]],
+    "seen": pa.array(
+        [[9, 2, 9], [2], [], [7, 7, 7, 2], [2]], pa.large_list(pa.int16())
+    ),
+}
+OF_LISTS = sj.ClickSchema(
+    "y", ids={"tags": sj.VocabularyColumn(), "seen": sj.HashedColumn(50)}
+)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 10])
+def test_lists(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr(tables, "BATCH_ROWS", rows)
+    pq.write_table(pa.table(LISTS), tmp_path / "lists.parquet")
+    data = sj.read_clicks(tmp_path / "lists.parquet", OF_LISTS)
+    tags, seen = lists_of(data, "tags"), lists_of(data, "seen")
+    assert data.vocabularies["tags"].tolist() == ["a", "b", "c"]
+    assert tags.indices.tolist() == [3, 2, 3, 4, 0, 0, 2]
+    assert tags.indptr.tolist() == [0, 3, 3, 3, 6, 7] and tags.num_cols == 5
+    numbers = [9, 2, 9, 2, 7, 7, 7, 2, 2]
+    assert seen.indices.tolist() == [1 + scalar_xxh64(str(n)) % 49 for n in numbers]
+    some = data.rows(np.array([3, 0]))
+    picked = lists_of(some, "tags")
+    assert picked.indices.tolist() == [4, 0, 0, 3, 2, 3]
+    assert picked.indptr.tolist() == [0, 3, 6]
+    scanned = sj.scan_clicks(tmp_path / "lists.parquet", OF_LISTS, chunk_rows=3)
+    flat = [lists_of(chunk, "tags").indices.tolist() for chunk in scanned.chunks()]
+    assert flat == [[3, 2, 3], [4, 0, 0, 2]]
+    some.save(tmp_path / "saved")
+    again = lists_of(sj.ClickDataset.load(tmp_path / "saved"), "tags")
+    assert again.shape == (2, 5)
+    np.testing.assert_array_equal(again.indices, picked.indices)
+
+
+def test_types_of_parquet(tmp_path):
+    columns = {
+        "y": [True, False, True],
+        "count": pa.array([3, None, 0], pa.int8()),
+        "price": pa.array([1, 2, None], pa.decimal128(5, 2)),
+        "text": pa.array(["4.5", "", None]),
+        "city": pa.array(["x", None, "x"]).dictionary_encode(),
+        "number": [5.0, 6.0, None],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    dense = {name: sj.DenseColumn(missing=9.0) for name in ("count", "price", "text")}
+    ids = {name: sj.VocabularyColumn() for name in ("city", "number")}
+    data = sj.read_clicks(tmp_path / "a.parquet", sj.ClickSchema("y", dense, ids))
+    np.testing.assert_array_equal(data.labels, [1, 0, 1])
+    np.testing.assert_array_equal(data.dense, [[3, 1, 4.5], [9, 2, 9], [0, 9, 9]])
+    np.testing.assert_array_equal(data.ids["city"], [2, 0, 2])
+    assert data.vocabularies["number"].tolist() == ["5", "6"]
+
+
+def test_saved(tmp_path):
+    write(tmp_path / "a.tsv", records(), "tsv")
+    data = sj.read_clicks(tmp_path / "a.tsv", WITHOUT_HEADER)
+    for part in (data, data.rows(slice(0, 3))):  # a vocabulary longer than the data
+        part.save(tmp_path / "saved")
+        again = sj.ClickDataset.load(tmp_path / "saved")
+        assert again.schema == part.schema and repr(again) == repr(part)
+        assert repr(again).startswith(f"ClickDataset({part.num_rows} examples, ")
+        for name in ("labels", "dense"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(part, name))
+        for name, ids in part.ids.items():
+            np.testing.assert_array_equal(again.ids[name], ids)
+        assert again.vocabularies["C1"].tolist() == data.vocabularies["C1"].tolist()
+    table = pq.read_table(tmp_path / "saved")
+    facts = json.loads(table.schema.metadata[b"sparsejax.clicks"])
+
+    def damaged(message, table=table, **others):
+        changed = json.dumps(facts | others)
+        table = table.replace_schema_metadata({b"sparsejax.clicks": changed})
+        pq.write_table(table, tmp_path / "saved")
+        with pytest.raises(sj.DataError, match=message):
+            sj.ClickDataset.load(tmp_path / "saved")
+
+    damaged("is of version 7, but this release reads version 1", version=7)
+    damaged("its checksum does not fit", crc32=1)
+    damaged("is damaged: 3 examples, not 2,000", rows=2000)
+    damaged("is damaged: .*ids/C2", table.drop_columns(["ids/C2"]))
+    pq.write_table(pa.table(LISTS), tmp_path / "saved")
+    with pytest.raises(sj.DataError, match="no saved data set of clicks"):
+        sj.ClickDataset.load(tmp_path / "saved")
+    with pytest.raises(sj.DataError, match="no such file"):
+        sj.ClickDataset.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("form", ["tsv", "lists"])
+def test_saved_parts_are_scanned(tmp_path, form):
+    if form == "tsv":
+        write(tmp_path / "a.tsv", records(100), "tsv")
+        data = sj.read_clicks(tmp_path / "a.tsv", WITHOUT_HEADER)
+    else:
+        pq.write_table(pa.table(LISTS), tmp_path / "a.parquet")
+        data = sj.read_clicks(tmp_path / "a.parquet", OF_LISTS)
+    rows = data.num_rows
+    (tmp_path / "parts").mkdir()
+    cuts = [0, 2, rows // 2, rows]  # the first part has more categories than examples
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        path = tmp_path / "parts" / f"{i}.parquet"
+        data.rows(slice(start, stop)).save(path)
+        pq.write_table(pq.read_table(path), path, row_group_size=16)
+    scanned = sj.scan_clicks(tmp_path / "parts", chunk_rows=3)
+    assert scanned.schema == data.schema and scanned.num_ids == data.num_ids
+    assert scanned.num_rows == rows
+
+    def assert_rows(part, start, stop):
+        some = data.rows(slice(start, stop))
+        for name in ("labels", "dense"):
+            np.testing.assert_array_equal(getattr(part, name), getattr(some, name))
+        jax.tree.map(np.testing.assert_array_equal, part.ids, some.ids)
+
+    for i, chunk in enumerate(scanned.chunks()):
+        assert_rows(chunk, 3 * i, min(3 * i + 3, rows))
+    for start, stop in ((0, rows), (1, 4), (rows - 2, rows)):
+        assert_rows(scanned.read(start, stop), start, stop)
+
+    other = dataclasses.replace(data, labels=1 - data.labels)
+    name = next(iter(data.vocabularies))
+    known = dict(data.vocabularies)
+    other = dataclasses.replace(other, vocabularies=known | {name: known[name][::-1]})
+    other.save(tmp_path / "parts" / "3.parquet")
+    with pytest.raises(sj.DataError, match="3.parquet: has another schema or vocabu"):
+        sj.scan_clicks(tmp_path / "parts")
+    pq.write_table(pa.table(LISTS), tmp_path / "plain")
+    with pytest.raises(
+        sj.DataError, match="no saved data set .* give their ClickSchema"
+    ):
+        sj.scan_clicks(tmp_path / "plain")
+    with pytest.raises(ValueError, match="leave out vocabulary"):
+        sj.scan_clicks(tmp_path / "parts", vocabulary=data)
+
+
+def test_split_rows(tmp_path):
+    lines = [["1" if i % 3 else "0", str(i), "0", "a", "b"] for i in range(40)]
+    write(tmp_path / "a.tsv", lines, "tsv")
+    schema = sj.ClickSchema("label", {"I1": sj.DenseColumn()}, columns=NAMES)
+    data = sj.read_clicks(tmp_path / "a.tsv", schema)
+    train, heldout = data.split_rows(0.9, seed=0)
+    places = heldout.dense[:, 0].astype(int).tolist()
+    assert places == [9, 17, 21, 23]  # the same in every version
+    assert sorted(places + train.dense[:, 0].astype(int).tolist()) == [*range(40)]
+    assert heldout.labels.tolist() == [float(i % 3 > 0) for i in places]
+    other = data.split_rows(0.9, seed=1).heldout
+    assert other.dense[:, 0].astype(int).tolist() != places
+    with pytest.raises(ValueError, match="nothing is held out: 3 examples are too few"):
+        data.rows(slice(0, 3)).split_rows(0.9, seed=0)
+    with pytest.raises(ValueError, match=r"fraction must lie in \(0, 1\)"):
+        data.split_rows(1, seed=0)
+
+
+GOOD = "0\t1\t2\ta\tb\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("2\t1\t2\ta\tb", "the label 'label' is 2; expected 0 or 1"),
+        ("\t1\t2\ta\tb", "the label 'label' is missing"),
+        ("nan\t1\t2\ta\tb", "column 'label': value 'nan' is not finite"),
+        ("1\tNaN\t2\ta\tb", "column 'I1': value 'nan' is not finite"),
+        ("1\t1e39\t2\ta\tb", "column 'I1': value '1e\\+39' is too large for float32"),
+        ("1\tx\t2\ta\tb", "column 'I1': value 'x' is not a number"),
+        (
+            "1\t1\t2\ta",
+            r"expected 5 columns \(label, I1, I2, ...\), got 4: the line is",
+        ),
+        ("1\t1\t\ta\tb", r"column 'I2' is empty; .* DenseColumn\(missing=0.0\)"),
+    ],
+)
+def test_wrong_lines(tmp_path, line, message):
+    strict = {"I1": LOG, "I2": sj.DenseColumn()}
+    schema = dataclasses.replace(WITHOUT_HEADER, dense=strict)
+    (tmp_path / "a.tsv").write_text(GOOD + "\n  \n" + GOOD + line + "\n" + GOOD)
+    with pytest.raises(sj.DataError, match=f"a.tsv:5: {message}"):
+        sj.read_clicks(tmp_path / "a.tsv", schema)
+    with pytest.raises(sj.DataError, match=f"a.tsv:5: {message}"):
+        list(sj.scan_clicks(tmp_path / "a.tsv", schema).chunks())
+
+
+def test_wrong_files(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('label,I1,I2,C1\n1,2,3,"a\nb"\n')
+    with pytest.raises(
+        sj.DataError, match=r"a.csv:1: there is no column 'C2'; .*0 'lab"
+    ):
+        sj.read_clicks(path, SCHEMA)
+    path.write_text('label,I1,I2,C1,C2\n1,2,3,"a\nb",c\n1,x,3,a,b\n')
+    with pytest.raises(sj.DataError, match="a.csv:4: column 'I1': value 'x'"):
+        sj.read_clicks(path, SCHEMA)
+    path.write_text("label,I1,I2,C1,C2\n")
+    for reader in (sj.read_clicks, sj.scan_clicks):
+        with pytest.raises(sj.DataError, match="a.csv: holds no examples"):
+            reader(path, SCHEMA)
+    with pytest.raises(ValueError, match="at least one file"):
+        sj.read_clicks([], SCHEMA)
+    with pytest.raises(ValueError, match="chunk_rows must be positive"):
+        sj.scan_clicks(path, SCHEMA, chunk_rows=0)
+    with pytest.raises(ValueError, match=r"vocabulary lacks \['C1'\]; it has \['X'\]"):
+        sj.read_clicks(path, SCHEMA, vocabulary={"X": np.array(["a"])})
+
+    path = tmp_path / "a.parquet"
+    good = {"label": [0, 1], "I1": [1, 2], "I2": [1, 2], "C1": ["a", "b"], "C2": [3, 4]}
+    for change, message in (
+        ({"label": [0, 3]}, "row 1: the label 'label' is 3"),
+        ({"I2": [0, float("nan")]}, "row 1: column 'I2': value 'nan' is not finite"),
+        ({"I2": [[1], [2]]}, "column 'I2' must hold numbers, but it is list"),
+        ({"C2": [0.0, 0.5]}, "row 1: column 'C2' holds 0.5, which cannot be a name"),
+        ({"C2": [[1.0], [2.0, 0.5]]}, "row 1: column 'C2' holds 0.5"),
+        ({"C1": [{"a": 1}] * 2}, "column 'C1' must hold text, integers, or lists"),
+    ):
+        pq.write_table(pa.table(good | change), path)
+        with pytest.raises(sj.DataError, match=f"a.parquet: {message}"):
+            sj.read_clicks(path, SCHEMA)
+
+
+def test_schemas():
+    everything = sj.ClickSchema.criteo({"C1": sj.HashedColumn(5)})
+    for schema in (SCHEMA, WITHOUT_HEADER, everything):
+        document = json.loads(json.dumps(schema.to_json()))
+        assert sj.ClickSchema.from_json(document) == schema
+    with pytest.raises(ValueError, match="not a schema of clicks"):
+        sj.ClickSchema.from_json({"label": "y"})
+    column = sj.HashedColumn(5)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ids": {"y": column}}, r"each column has one role, but \['y'\] have two"),
+        ({}, "at least one column in dense or ids"),
+        ({"ids": {"a": column}, "columns": ("y", "b")}, r"columns lacks \['a'\]"),
+        ({"ids": {"a": column}, "columns": ("y", "a", "a")}, "has a name twice"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sj.ClickSchema("y", **arguments)
+    with pytest.raises(ValueError, match=r"size must be in \[2, 2\^31\), got 1"):
+        sj.HashedColumn(1)
+    with pytest.raises(ValueError, match=r"min_count must be in \[1, "):
+        sj.VocabularyColumn(0)
+    with pytest.raises(ValueError, match="missing must be finite"):
+        sj.DenseColumn(missing=float("nan"))
+
+
+@pytest.mark.usefixtures("symbolic_sizes")  # without checks of annotations
+def test_a_data_set_checks_its_parts(tmp_path):
+    write(tmp_path / "a.tsv", records(9), "tsv")
+    data = sj.read_clicks(tmp_path / "a.tsv", WITHOUT_HEADER)
+    ids: dict[str, Any] = dict(data.ids)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"labels": data.labels + 1}, "labels must be 0 or 1"),
+        ({"dense": data.dense[:3]}, r"dense must have shape \(9, 2\), got \(3, 2\)"),
+        ({"dense": data.dense * np.nan}, "dense must be finite"),
+        ({"ids": {"C1": ids["C1"]}}, r"ids must have the features \['C1', 'C2'\]"),
+        ({"ids": ids | {"C2": ids["C2"] + 17}}, r"'C2'\] has an id outside \[0, 17\)"),
+        (
+            {"ids": ids | {"C2": ids["C2"][:4]}},
+            r"'C2'\] has 4 examples, but there are 9",
+        ),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(data, **change)
