@@ -12,6 +12,9 @@ A row belongs to the program in whose range it starts, if it ends in that range 
 next one. Only a longer row (`e`) is cut, at the ends of the ranges. Its pieces are
 written to `partial`, and a second launch adds them in order. The same input gives the
 same bits, because there are no atomics.
+
+A program is a warpgroup with a piece of up to 2,048 bytes of the rows, or a team of a few
+lanes with whole rows (`teams`), as 4 lanes for rows of 16 float32.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.integers import div
+from pallas_kernels.teams import Team, on_teams, team_for
 
-_LANES = 128  # threads of a warpgroup: `hidden` is cut into multiples of it
+_THREADS = 128  # of a warpgroup: `hidden` is cut into multiples of it
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
 _WAYS = 8  # each step of a search splits the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
@@ -50,14 +54,17 @@ class Config:
     Attributes:
       entries: number of entries of a program, `T`.
       unroll: number of weight rows that are loaded before the first is added.
-      chunk: largest number of elements of a weight row that a program takes. Programs of
+      chunk: largest number of elements of a weight row that a warpgroup takes. Programs of
         one chunk run before those of the next, so that less of `w` has to fit in the L2
         cache.
+      threads: threads that work on a weight row: a warpgroup's 128, or a power of 2 up to
+        32, which take whole rows.
     """
 
     entries: int
     unroll: int
     chunk: int
+    threads: int = _THREADS
 
 
 def default_config(hidden: int, itemsize: int) -> Config:
@@ -68,6 +75,8 @@ def default_config(hidden: int, itemsize: int) -> Config:
     loading more float32 rows at once gains 3 %.
     """
     chunk = 2048 // itemsize  # 16 bytes a thread
+    if hidden < _THREADS and (team := team_for(hidden, itemsize)):
+        return Config(entries=64, unroll=8, chunk=chunk, threads=team.threads)
     if hidden * itemsize >= 2048:
         return Config(entries=64, unroll=8, chunk=chunk)
     return Config(entries=128, unroll=4 * itemsize, chunk=chunk)
@@ -125,15 +134,34 @@ def gather_matmul(
         # There is nothing to read. A row that has entries all the same is NaN.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(w.dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
-    padding = _LANES - w.shape[1]
-    if padding > 0:
+    config = config or default_config(w.shape[1], w.dtype.itemsize)
+    padding = _THREADS - w.shape[1]
+    if padding > 0 and config.threads == _THREADS:
         w_padded = jnp.pad(w, ((0, 0), (0, padding)))
         y = gather_matmul(data, indices, indptr, w_padded, num_cols, config=config)
         return y[:, :-padding]
 
-    hidden = w.shape[1]
-    config = config or default_config(hidden, w.dtype.itemsize)
-    chunk, vec = chunk_of(hidden, config.chunk, w.dtype.itemsize)
+    def product(team, indices, indptr, w, *data):
+        return _product(team, data, indices, indptr, w, num_cols, config)
+
+    team = _team(w.shape[1], w.dtype.itemsize, config.threads, config.chunk)
+    return on_teams(
+        product, team, indices, indptr, w, *([] if data is None else [data])
+    )
+
+
+def _team(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
+    if threads == _THREADS:
+        return Team(threads, *chunk_of(hidden, chunk, itemsize))
+    team = team_for(hidden, itemsize, threads)
+    if team is None:
+        raise ValueError(f"{threads} lanes do not take rows of {hidden} elements")
+    return team
+
+
+def _product(team, data, indices, indptr, w, num_cols, config):
+    """`gather_matmul` by such teams; `data` is empty or has one array."""
+    num_rows, nse, hidden = indptr.shape[0] - 1, indices.shape[0], w.shape[1]
     programs = pl.cdiv(nse, config.entries)
 
     def store(out_gmem, row, columns, acc):
@@ -141,9 +169,7 @@ def gather_matmul(
 
     def gather_matmul_sum(indices_gmem, indptr_gmem, w_gmem, *refs):
         *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
-        _fill_body(
-            indptr_gmem, out_gmem, nse=nse, programs=programs, chunk=chunk, vec=vec
-        )
+        _fill_body(indptr_gmem, out_gmem, nse=nse, programs=programs, team=team)
         sum_body(
             (indices_gmem, *data_gmem),
             indptr_gmem,
@@ -151,14 +177,13 @@ def gather_matmul(
             partial_gmem,
             cut_rows_gmem,
             lambda row, columns, acc, *_: store(out_gmem, row, columns, acc),
-            valued=data is not None,
+            valued=bool(data),
             num_cols=num_cols,
-            chunk=chunk,
-            vec=vec,
+            team=team,
             config=config,
         )
 
-    values = [] if data is None else [data]
+    fills = pl.cdiv(num_rows, _FILL_ROWS)
     out, partial, cut_rows = plgpu.kernel(
         gather_matmul_sum,
         out_type=[
@@ -166,27 +191,39 @@ def gather_matmul(
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
             jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
-        grid=(pl.cdiv(hidden, chunk), programs + pl.cdiv(num_rows, _FILL_ROWS)),
+        grid=grid(hidden, team, programs + fills),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
-    )(indices, indptr, w, *values)
+    )(indices, indptr, w, *data)
     if programs == 1:
         return out
     out_ref = jax.new_ref(out)  # written in place
-    chunk, vec = chunk_of(hidden, REDUCE_CHUNK, 4)
+    reducing = reducing_team(team, hidden)
 
     def gather_matmul_reduce(partial_gmem, cut_rows_gmem, out_gmem):
         put = functools.partial(store, out_gmem)
-        reduce_body(partial_gmem, cut_rows_gmem, put, chunk=chunk, vec=vec)
+        reduce_body(partial_gmem, cut_rows_gmem, put, team=reducing)
 
     plgpu.kernel(
         gather_matmul_reduce,
         out_type=[],
-        grid=(pl.cdiv(hidden, chunk), programs),
+        grid=grid(hidden, reducing, programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
     )(partial, cut_rows, out_ref)
     return jax.freeze(out_ref)
+
+
+def grid(hidden: int, team: Team, programs: int) -> tuple[int, int]:
+    """The blocks with so many programs for each chunk of the rows."""
+    return pl.cdiv(hidden, team.width), pl.cdiv(programs, team.count)
+
+
+def reducing_team(team: Team, hidden: int) -> Team:
+    """The team for the program that adds the pieces of cut rows, in float32."""
+    if team.threads < _THREADS:
+        return team
+    return Team(_THREADS, *chunk_of(hidden, REDUCE_CHUNK, 4))
 
 
 def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
@@ -195,9 +232,9 @@ def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
     The first is a multiple of 128. It is chosen so that all programs together take the
     fewest elements and, among equals, so that there are the fewest programs.
     """
-    units = range(1, min(most, hidden) // _LANES + 1)
-    unit = min(units, key=lambda u: (pl.cdiv(hidden, u * _LANES) * u, -u))
-    return unit * _LANES, min(unit & -unit, hidden & -hidden, 16 // itemsize)
+    units = range(1, min(most, hidden) // _THREADS + 1)
+    unit = min(units, key=lambda u: (pl.cdiv(hidden, u * _THREADS) * u, -u))
+    return unit * _THREADS, min(unit & -unit, hidden & -hidden, 16 // itemsize)
 
 
 def columns_of(hidden: int, chunk: int):
@@ -208,11 +245,10 @@ def columns_of(hidden: int, chunk: int):
     return pl.ds(start, chunk)
 
 
-def _fill_body(indptr_gmem, out_gmem, *, nse, programs, chunk, vec):
+def _fill_body(indptr_gmem, out_gmem, *, nse, programs, team: Team):
     """Writes 0 to rows without entries, and NaN to rows that end beyond `nse`."""
     num_rows, hidden = out_gmem.shape
-    p, columns = lax.axis_index("program"), columns_of(hidden, chunk)
-    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+    p, columns = team.number(), columns_of(hidden, team.width)
 
     @pl.when(p >= programs)
     def _():
@@ -228,9 +264,7 @@ def _fill_body(indptr_gmem, out_gmem, *, nse, programs, chunk, vec):
                 @pl.when(((start == end) | (end > nse)) & (row + u < num_rows))
                 def _(row=row + u, end=end):
                     value = jnp.where(end > nse, jnp.float32(jnp.nan), jnp.float32(0))
-                    full = jnp.full((chunk,), value, jnp.float32)
-                    full = plgpu.layout_cast(full, layout)
-                    out_gmem[row, columns] = full.astype(out_gmem.dtype)
+                    out_gmem[row, columns] = team.splat(value).astype(out_gmem.dtype)
 
 
 def sum_body(
@@ -240,12 +274,11 @@ def sum_body(
     partial_gmem,
     cut_rows_gmem,
     store,
-    read_ahead=lambda columns, layout, entry: (),
+    read_ahead=lambda columns, entry: (),
     *,
     valued,
     num_cols,
-    chunk,
-    vec,
+    team: Team,
     config: Config,
 ):
     """Sums the rows that belong to a program, and its pieces of rows that are cut.
@@ -257,20 +290,16 @@ def sum_body(
         and is cut, or -1 if no row is; and the range in which that row ends.
       store: called with a row, the columns, the row's sum, the values of its last entry,
         and what `read_ahead` returned for that entry.
-      read_ahead: called for each entry when its row of `w` is loaded, with the columns,
-        the layout and the entry's values.
+      read_ahead: called for each entry when its row of `w` is loaded, with the columns
+        and the entry's values.
+      team: the threads that this is a program of.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
     programs = cut_rows_gmem.shape[1]
     t, unroll = config.entries, config.unroll
-    p, c = lax.axis_index("program"), lax.axis_index("chunk")
-    columns = columns_of(w_gmem.shape[1], chunk)
-    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
-
-    def splat(value):
-        full = jnp.full((chunk,), value, jnp.float32)
-        return plgpu.layout_cast(full, layout)
-
+    single = nse < 2 * num_rows  # most rows may have a single entry
+    p, c = team.number(), lax.axis_index("chunk")
+    columns = columns_of(w_gmem.shape[1], team.width)
     count = jnp.minimum(indptr_gmem[num_rows], nse)
     begin = p * t
     stop = jnp.minimum(begin + t, count)
@@ -280,7 +309,23 @@ def sum_body(
         cut_rows_gmem[0, p] = -1
 
     def rows_of(entries):
-        """The rows that hold the entries. Eight parts a step: few trips to memory."""
+        """The rows that hold the entries."""
+        length = nse // num_rows
+        if length * num_rows != nse:
+            return search_rows(entries)
+        # Where all rows have the same length, the rows are known.
+        rows = [div(entry, length) for entry in entries]
+        found = functools.reduce(
+            jnp.logical_and,
+            [
+                (indptr_gmem[row] <= entry) & (entry < indptr_gmem[row + 1])
+                for row, entry in zip(rows, entries, strict=True)
+            ],
+        )
+        return lax.cond(found, lambda: tuple(rows), lambda: search_rows(entries))
+
+    def search_rows(entries):
+        """Searches them. Eight parts a step: few trips to memory."""
         width, steps = 1, 0
         while width < num_rows:
             width, steps = width * _WAYS, steps + 1
@@ -304,7 +349,7 @@ def sum_body(
             return width, *new
 
         start = jnp.int32(width), *([jnp.int32(0)] * len(entries))
-        return lax.fori_loop(0, steps, narrow, start)[1:]
+        return tuple(lax.fori_loop(0, steps, narrow, start)[1:])
 
     def row_of(entry, low, high):
         """The row in [low, high) that holds the entry. Short code for a rare case."""
@@ -368,7 +413,7 @@ def sum_body(
                 after = row + 1, following, end_of(row + 2)
                 new, end, further = lax.cond(empty, search, lambda: after)
                 end = jnp.minimum(end, last)
-                return new, end, further, jnp.float32(0), splat(0.0)
+                return new, end, further, jnp.float32(0), team.splat(0.0)
 
             same = row, end, following, bad, acc
             return lax.cond(position == end, ended, lambda: same)
@@ -390,12 +435,9 @@ def sum_body(
             position, row, end, following, bad, acc, entries = carry
             ids = [i.astype(jnp.uint32) for i in entries[0]]
             safe = [jnp.minimum(i, num_cols - 1).astype(jnp.int32) for i in ids]
-            terms = [
-                plgpu.load(w_columns.at[i], layout=layout, optimized=False)
-                for i in safe
-            ]
+            terms = [team.load(w_columns.at[i]) for i in safe]
             each = [tuple(values[u] for values in entries) for u in range(unroll)]
-            ahead = [read_ahead(columns, layout, entry) for entry in each]
+            ahead = [read_ahead(columns, entry) for entry in each]
             # Loaded ahead: an index takes as long to arrive as a row.
             upcoming = lax.cond(
                 position + unroll < last,
@@ -426,9 +468,27 @@ def sum_body(
                         state = end_row(position + u + 1, (each[u], ahead[u]), *state)
                 return state
 
+            def row_each():
+                # The last entry is left to `end_row`.
+                for u in range(unroll - 1):
+                    store(row + u, columns, term(u), each[u], ahead[u])
+                new = row + unroll - 1
+                state = new, position + unroll, end_of(new + 1), jnp.float32(0)
+                return *state, acc + term(unroll - 1)
+
+            def several_or_each():
+                ends = [end_of(row + u) for u in range(unroll)]
+                one_each = (largest < num_cols) & (indptr_gmem[row] == position)
+                for u in range(unroll):
+                    one_each &= ends[u] == position + u + 1
+                one_each &= position + unroll <= last
+                return lax.cond(one_each, row_each, several_rows)
+
             # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
             several = (position + unroll > end) | (largest >= num_cols)
-            state = lax.cond(several, several_rows, one_row)
+            state = lax.cond(
+                several, several_or_each if single else several_rows, one_row
+            )
             position = position + unroll
             return position, *end_row(position, (each[-1], ahead[-1]), *state), upcoming
 
@@ -439,30 +499,29 @@ def sum_body(
             )
             end, following = end_of(row), end_of(row + 1)
             state = first, row, jnp.minimum(end, last), following
-            zero = jnp.float32(0), splat(0.0)
+            zero = jnp.float32(0), team.splat(0.0)
             carry = *state, *zero, load_entries(first)
             lax.while_loop(lambda carry: carry[0] < last, block, carry)
 
 
-def reduce_body(partial_gmem, cut_rows_gmem, store, *, chunk, vec):
+def reduce_body(partial_gmem, cut_rows_gmem, store, *, team: Team):
     """Sums a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
 
     Calls `store` with the row, the columns and the sum.
     """
-    p = lax.axis_index("program")
-    columns = columns_of(partial_gmem.shape[-1], chunk)
-    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
+    p, programs = team.number(), cut_rows_gmem.shape[1]
+    columns = columns_of(partial_gmem.shape[-1], team.width)
 
     def load(which, q):
-        ref = partial_gmem.at[which, q, columns]
-        return plgpu.load(ref, layout=layout, optimized=False)
+        return team.load(partial_gmem.at[which, q, columns])
 
-    row, last = cut_rows_gmem[0, p], cut_rows_gmem[1, p]
+    here = jnp.minimum(p, programs - 1)
+    row, last = cut_rows_gmem[0, here], cut_rows_gmem[1, here]
 
-    @pl.when(row >= 0)
+    @pl.when((row >= 0) & (p < programs))
     def _():
         carry = p + 1, load(1, p)
-        for unroll in (32, 8, 1) if chunk <= 256 else (8, 1):
+        for unroll in (32, 8, 1) if team.width <= 256 else (8, 1):
 
             def block(carry, unroll=unroll):
                 q, acc = carry
