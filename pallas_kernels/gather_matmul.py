@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.integers import div
+from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.teams import Team, on_teams, team_for
 
 _THREADS = 128  # of a warpgroup: `hidden` is cut into multiples of it
@@ -75,11 +76,16 @@ def default_config(hidden: int, itemsize: int) -> Config:
     loading more float32 rows at once gains 3 %.
     """
     chunk = 2048 // itemsize  # 16 bytes a thread
-    if hidden < _THREADS and (team := team_for(hidden, itemsize)):
+    if takes_narrow(hidden) and (team := team_for(hidden, itemsize)):
         return Config(entries=64, unroll=8, chunk=chunk, threads=team.threads)
     if hidden * itemsize >= 2048:
         return Config(entries=64, unroll=8, chunk=chunk)
     return Config(entries=128, unroll=4 * itemsize, chunk=chunk)
+
+
+def takes_narrow(hidden: int) -> bool:
+    """Whether `gather_matmul` takes rows of so few elements without padding them."""
+    return hidden < _THREADS and hidden % 8 == 0
 
 
 def gather_matmul(
@@ -98,9 +104,9 @@ def gather_matmul(
     `nse * hidden` elements of `w` and writes `rows * hidden`. Rows longer than `T` also
     move about `2 hidden / T` float32 numbers per entry.
 
-    If `hidden` is not a multiple of 128, the last programs compute some columns a second
-    time and write the same values there. If `hidden` is below 128, `w` is padded, which
-    copies it.
+    If `hidden` is above 128 and no multiple of it, the last programs compute some columns a
+    second time and write the same values there. If it is below 128 and no multiple of 8,
+    `w` is padded, which copies it.
 
     Args:
       data: values, or None if every entry is 1. If a row has a value that is not finite,
@@ -144,13 +150,14 @@ def gather_matmul(
     def product(team, indices, indptr, w, *data):
         return _product(team, data, indices, indptr, w, num_cols, config)
 
-    team = _team(w.shape[1], w.dtype.itemsize, config.threads, config.chunk)
+    team = team_of(w.shape[1], w.dtype.itemsize, config.threads, config.chunk)
     return on_teams(
         product, team, indices, indptr, w, *([] if data is None else [data])
     )
 
 
-def _team(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
+def team_of(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
+    """The team of `threads` threads for rows, or for pieces of up to `chunk` elements."""
     if threads == _THREADS:
         return Team(threads, *chunk_of(hidden, chunk, itemsize))
     team = team_for(hidden, itemsize, threads)
@@ -165,7 +172,7 @@ def _product(team, data, indices, indptr, w, num_cols, config):
     programs = pl.cdiv(nse, config.entries)
 
     def store(out_gmem, row, columns, acc):
-        out_gmem[row, columns] = acc.astype(out_gmem.dtype)
+        store_registers(out_gmem.at[row, columns], acc.astype(out_gmem.dtype))
 
     def gather_matmul_sum(indices_gmem, indptr_gmem, w_gmem, *refs):
         *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
@@ -264,7 +271,8 @@ def _fill_body(indptr_gmem, out_gmem, *, nse, programs, team: Team):
                 @pl.when(((start == end) | (end > nse)) & (row + u < num_rows))
                 def _(row=row + u, end=end):
                     value = jnp.where(end > nse, jnp.float32(jnp.nan), jnp.float32(0))
-                    out_gmem[row, columns] = team.splat(value).astype(out_gmem.dtype)
+                    full = team.splat(value).astype(out_gmem.dtype)
+                    store_registers(out_gmem.at[row, columns], full)
 
 
 def sum_body(
@@ -389,7 +397,8 @@ def sum_body(
             is_tail = tail & (row == row_b)
 
             def is_cut():
-                partial_gmem[jnp.where(is_tail, 1, 0), p, columns] = acc
+                which = jnp.where(is_tail, 1, 0)
+                store_registers(partial_gmem.at[which, p, columns], acc)
 
             def is_whole():
                 store(row, columns, acc, entry, ahead)

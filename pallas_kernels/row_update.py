@@ -7,6 +7,7 @@ moves them, and writes them back. It does not write the gradient to memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,27 +18,49 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gather_matmul import (
     PARAMS,
-    REDUCE_CHUNK,
     Config,
-    chunk_of,
+    grid,
     reduce_body,
+    reducing_team,
     sum_body,
+    takes_narrow,
+    team_of,
 )
+from pallas_kernels.matmul_tiles import store
+from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps, scalars) -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps, scalars, the mean over a row)
+# -> its new arrays.
+Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
-    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array]], Sequence[jax.Array]
+    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
+    Sequence[jax.Array],
 ]
 
 
-def default_config(hidden: int) -> Config:
+def default_config(hidden: int, by_row: bool = False) -> Config:
     """None that was tried is faster, on an H200 with jax 0.11.2 (benchmarks/README.md)."""
-    return Config(entries=64, unroll=4, chunk=256 if hidden <= 256 else 512)
+    chunk = 256 if hidden <= 256 else 512
+    if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):
+        return Config(entries=64, unroll=4, chunk=chunk, threads=team.threads)
+    return Config(entries=64, unroll=4, chunk=chunk)
+
+
+def takes(hidden: int, by_row: bool = False) -> bool:
+    """Whether `row_update` takes rows of `hidden` elements.
+
+    Args:
+      hidden: elements of a row.
+      by_row: whether the update needs whole rows.
+    """
+    if by_row and team_for(hidden, 4) is None:
+        return False
+    return takes_narrow(hidden) or hidden % 128 == 0
 
 
 def row_update(
     update: Update,
-    arrays: Sequence[Float[Array, "num_rows hidden"]],
+    arrays: Sequence[Float[Array, "num_rows _"]],
     data: Float[Array, "nse"] | None,
     rows: Int[Array, "nse"],
     indptr: Int[Array, "capacity_plus_1"],
@@ -47,7 +70,7 @@ def row_update(
     scalars: Sequence[Float[Array, ""]] = (),
     *,
     config: Config | None = None,
-) -> list[Float[Array, "num_rows hidden"]]:
+) -> list[Float[Array, "num_rows _"]]:
     """Moves rows of a kernel and its state, in place if they are donated.
 
     ::
@@ -60,8 +83,10 @@ def row_update(
 
     Args:
       update: works element by element, in float32, on pieces of a row. Arrays that it
-        makes itself must be scalars.
-      arrays: kernel and state, float32 or bfloat16; `hidden` is a multiple of 128.
+        makes itself must be scalars. If an array has one number a row, `update` gets whole
+        rows, that number as a scalar, and a function that gives the mean over a row.
+      arrays: kernel and state, float32 or bfloat16, `[num_rows, hidden]`, as far as `takes`
+        allows; an array of the state may be `[num_rows, 1]`.
       data: values, or None if every entry is 1.
       rows: int32, each in `[0, batch)`.
       indptr: int32, where the entries of each touched row start. The last element is the
@@ -78,61 +103,56 @@ def row_update(
       ValueError: shapes or dtypes that the GPU program does not take.
     """
     hidden, nse = dy.shape[1], rows.shape[0]
+    by_row = any(array.shape[1] == 1 for array in arrays)
     for array in (dy, *arrays):
         if array.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"float32 or bfloat16 arrays only, got {array.dtype}")
-        if array.shape[1] != hidden or hidden % 128:
+        if array.shape[1] not in (hidden, 1) or not takes(hidden, by_row):
             raise ValueError(
-                f"dy and the arrays must have one width, a multiple of 128; got {hidden} "
-                f"and {array.shape[1]}"
+                "dy and the arrays must have one width that `takes` allows, as a multiple "
+                f"of 8 below 128 or of 128; got {hidden} and {array.shape[1]}"
             )
     if nse == 0 or dy.shape[0] == 0:
         return list(arrays)
-    config = config or default_config(hidden)
-    chunk, vec = chunk_of(hidden, config.chunk, 4)
-    programs = pl.cdiv(nse, config.entries)
-    extras = [targets] if lags is None else [targets, lags]
-    entries = [rows, *([] if data is None else [data]), *extras]
+    config = config or default_config(hidden, by_row)
+
+    def moved(team, *operands):
+        return _moved(
+            team, update, operands, data is not None, lags is not None, config
+        )
+
+    entries = [rows, *([] if data is None else [data]), targets]
+    entries += [] if lags is None else [lags]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
+    team = team_of(hidden, 4, config.threads, config.chunk)
+    return on_teams(moved, team, (indptr, dy), entries, scalars, list(arrays))
 
-    def read_row(arrays_gmem, target, columns, layout):
-        return [
-            plgpu.load(ref.at[target, columns], layout=layout, optimized=False)
-            for ref in arrays_gmem
-        ]
 
-    def move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra):
-        def splat(value):
-            full = jnp.full(gradient.shape, value, jnp.float32)
-            return plgpu.layout_cast(full, layout)
-
-        target, *lag = extra
-        lag = splat(lag[0].astype(jnp.float32)) if lag else None
-        old = [row.astype(jnp.float32) for row in old]
-        new = update(old, gradient, lag, [splat(ref[0]) for ref in scalars_gmem])
-        for ref, row in zip(arrays_gmem, new, strict=True):
-            ref[target, columns] = row.astype(ref.dtype)
+def _moved(team: Team, update, operands, valued, lagged, config):
+    """The arrays after `row_update` by such teams."""
+    (indptr, dy), entries, scalars, arrays = operands
+    hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)
+    extras = entries[-2:] if lagged else entries[-1:]
+    mover = _Mover(team, update, lagged, any(a.shape[1] == 1 for a in arrays))
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
         entries_gmem, scalars_gmem, arrays_gmem = _split(
             refs, len(entries), len(scalars)
         )
-        layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
-        def read_ahead(columns, layout, entry):
+        def read_ahead(columns, entry):
             """Loads the row that is to be moved, at the last entry of its gradient."""
             target = entry[-len(extras)]
-            zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
             return jax.lax.cond(
                 target >= 0,
-                lambda: read_row(arrays_gmem, target, columns, layout),
-                lambda: [zero.astype(ref.dtype) for ref in arrays_gmem],
+                lambda: mover.read(arrays_gmem, target, columns),
+                lambda: mover.nothing(arrays_gmem),
             )
 
-        def store(row, columns, gradient, entry, old):
+        def put(row, columns, gradient, entry, old):
             extra = entry[-len(extras) :]
-            move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+            mover.move(arrays_gmem, scalars_gmem, columns, old, gradient, extra)
 
         sum_body(
             entries_gmem,
@@ -140,12 +160,11 @@ def row_update(
             dy_gmem,
             partial_gmem,
             cut_rows_gmem,
-            store,
+            put,
             read_ahead,
-            valued=data is not None,
+            valued=valued,
             num_cols=dy.shape[0],
-            chunk=chunk,
-            vec=vec,
+            team=team,
             config=config,
         )
 
@@ -156,37 +175,86 @@ def row_update(
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
             jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
-        grid=(hidden // chunk, programs),
+        grid=grid(hidden, team, programs),
         grid_names=("chunk", "program"),
         compiler_params=PARAMS,
     )(indptr, dy, *entries, *scalars, *array_refs)
     if programs > 1:
-        reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
-        layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
+        reducing = dataclasses.replace(mover, team=reducing_team(team, hidden))
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
             extras_gmem, scalars_gmem, arrays_gmem = _split(
                 refs, len(extras), len(scalars)
             )
 
-            def store(row, columns, gradient):
+            def put(row, columns, gradient):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
-                old = read_row(arrays_gmem, extra[0], columns, layout)
-                move(arrays_gmem, scalars_gmem, columns, layout, old, gradient, extra)
+                old = reducing.read(arrays_gmem, extra[0], columns)
+                reducing.move(arrays_gmem, scalars_gmem, columns, old, gradient, extra)
 
-            reduce_body(
-                partial_gmem, cut_rows_gmem, store, chunk=reduce_chunk, vec=reduce_vec
-            )
+            reduce_body(partial_gmem, cut_rows_gmem, put, team=reducing.team)
 
         plgpu.kernel(
             row_update_reduce,
             out_type=[],
-            grid=(hidden // reduce_chunk, programs),
+            grid=grid(hidden, reducing.team, programs),
             grid_names=("chunk", "program"),
             compiler_params=PARAMS,
         )(indptr, partial, cut_rows, *extras, *scalars, *array_refs)
     return [jax.freeze(ref) for ref in array_refs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    """How a team moves a row.
+
+    Attributes:
+      team: has the row, or a piece of it.
+      update: see `row_update`.
+      lagged: whether rows have missed steps.
+      by_row: whether some arrays have one number a row.
+    """
+
+    team: Team
+    update: Update
+    lagged: bool
+    by_row: bool
+
+    def read(self, arrays_gmem, target, columns):
+        """Row `target` of the arrays; of an array with one number a row, that number."""
+        return [
+            ref[target, 0]
+            if ref.shape[1] == 1
+            else self.team.load(ref.at[target, columns])
+            for ref in arrays_gmem
+        ]
+
+    def nothing(self, arrays_gmem):
+        """Zeros, with the types of `read`."""
+        return [
+            (jnp.float32(0) if ref.shape[1] == 1 else self.team.splat(0)).astype(
+                ref.dtype
+            )
+            for ref in arrays_gmem
+        ]
+
+    def move(self, arrays_gmem, scalars_gmem, columns, old, gradient, extra):
+        """Writes the row that `extra` names, from what `read` gave and the gradient."""
+        target, *lag = extra
+        number = (lambda value: value) if self.by_row else self.team.splat
+        lag = number(lag[0].astype(jnp.float32)) if lag else None
+        old = [row.astype(jnp.float32) for row in old]
+        scalars = [number(ref[0]) for ref in scalars_gmem]
+        new = self.update(old, gradient, lag, scalars, self._mean)
+        for ref, row in zip(arrays_gmem, new, strict=True):
+            if ref.shape[1] == 1:
+                ref[target, 0] = row.astype(ref.dtype)
+            else:
+                store(ref.at[target, columns], row.astype(ref.dtype))
+
+    def _mean(self, row):
+        return self.team.sum(row) / self.team.width
 
 
 def _split(refs, *counts):
