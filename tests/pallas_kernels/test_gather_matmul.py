@@ -95,21 +95,22 @@ def test_equals_float64(run, hidden, dtype, valued, config):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "padding"),
+    ("lengths", "padding", "hidden"),
     [
-        ([0] * 10, 200),
-        ([1] * 30, 200),
-        ([1] * 30, 0),
-        ([2, *[1] * 19, 0, *[1] * 5, 0, 0, 3], 0),
-        ([100], 200),
-        ([0] * 200 + [70, 1] + [0] * 90, 200),
+        ([0] * 10, 200, 128),
+        ([1] * 30, 200, 128),
+        ([1] * 30, 0, 16),  # where rows of one length are expected, and found
+        ([2, *[1] * 19, 0, *[1] * 5, 0, 0, 3], 0, 16),  # and not found
+        ([100], 200, 128),
+        ([100], 200, 16),
+        ([0] * 200 + [70, 1] + [0] * 90, 200, 128),
     ],
 )
-def test_awkward_lengths(run, lengths, padding):
+def test_awkward_lengths(run, lengths, padding, hidden):
     x = make(lengths, 9, padding=padding)
-    for hidden, config in ((128, SMALL), (16, narrow(4))):
-        w = weights(9, hidden)
-        close(run(*x, w, 9, config), oracle(*x, w), np.float32, 100)
+    w = weights(9, hidden)
+    config = SMALL if hidden == 128 else narrow(4)
+    close(run(*x, w, 9, config), oracle(*x, w), np.float32, 100)
 
 
 def test_bad_entries_are_nan_in_their_row_only(run):
