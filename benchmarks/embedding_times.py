@@ -62,7 +62,7 @@ def values(rows, hidden: int, xp):
     )
 
 
-def time_kernels(call: Callable[[int], object], repeats: int) -> collections.Counter:
+def time_kernels(call: Callable[[int], object], repeats: int) -> dict[str, float]:
     """Microseconds of each kernel in a call; `call(i)` ends when they have."""
     import jax
 
@@ -72,7 +72,7 @@ def time_kernels(call: Callable[[int], object], repeats: int) -> collections.Cou
         with jax.profiler.trace(folder):
             for i in range(repeats):
                 call(i)
-        times = collections.Counter()
+        times = collections.defaultdict(float)
         for name, nanoseconds in kernels_of_trace(folder):
             times[name] += nanoseconds / 1e3 / repeats
     return times
@@ -117,7 +117,7 @@ class Case:
         unique = np.mean([len(np.unique(ids)) for ids in self.host])
         return 4 * (w.bags * w.hidden + unique * 2 * (w.hidden + 1))
 
-    def time_forward(self, w, implementation) -> tuple[collections.Counter, float]:
+    def time_forward(self, w, implementation) -> tuple[dict[str, float], float]:
         """Times, and the error of some bags."""
         import jax
 
@@ -135,7 +135,7 @@ class Case:
 
         return time_kernels(call, _REPEATS), error
 
-    def time_update(self, w, implementation) -> tuple[collections.Counter, float]:
+    def time_update(self, w, implementation) -> tuple[dict[str, float], float]:
         """Times, and the error of what moves some rows. `w` is given away."""
         import jax
         import jax.numpy as jnp
@@ -213,10 +213,10 @@ def measure_jax(workload: Embeddings, skew: float) -> Iterator[dict]:
         w = case.fill()
         with reported(workload.name, "forward", label):
             times, error = case.time_forward(w, name)
-            yield _result(case, "forward", label, times.total(), error, versions)
+            yield _result(case, "forward", label, sum(times.values()), error, versions)
         with reported(workload.name, "update", label):
             times, error = case.time_update(w, name)
-            yield _result(case, "update", label, times.total(), error, versions)
+            yield _result(case, "update", label, sum(times.values()), error, versions)
         del w
 
 

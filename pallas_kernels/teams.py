@@ -15,6 +15,7 @@ teams of a warp branch each for itself, and no barrier may stand in their code.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 _BLOCK = 128  # threads of a block: a warpgroup
@@ -29,8 +31,10 @@ _WARP = 32
 _MOST = 16  # elements of a row that a lane may have: they are its registers
 _BYTES = 16  # that a lane accesses at once
 
-_NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-_SUM = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
+_NUMBER, _SUM = (
+    plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=plgpu.Layout.WG_SPLAT(()))
+    for dtype in (jnp.int32, jnp.float32)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +136,8 @@ def _thread_over(threads: int) -> jax.Array:
 
     @plgpu.inline_mgpu(return_type=_NUMBER)
     def number(_):
-        index = mgpu.thread_idx()
-        bits = mgpu.c(threads.bit_length() - 1, index.type)
-        number = arith.shrui(index, bits)
+        bits = threads.bit_length() - 1
+        number = arith.shrui(mgpu.thread_idx(), _constant(bits))
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
     return number()
@@ -148,25 +151,27 @@ def _sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=_SUM)
     def total(_, row):
-        parts = row.registers.flat
-        sums = parts[0]
-        for part in parts[1:]:
-            sums = arith.addf(sums, part)
-        total = None
-        for i in range(sums.type.shape[0]):
-            element = vector.extract(sums, dynamic_position=[], static_position=[i])
-            total = element if total is None else arith.addf(total, element)
-        thread = mgpu.thread_idx()
-        i32 = thread.type
-        first = arith.andi(thread, mgpu.c(_WARP - threads, i32))
-        mask = arith.shli(mgpu.c((1 << threads) - 1, i32), first)
-        clamp, kind = mgpu.c(_WARP - 1, i32), nvvm.ShflKind.bfly
+        total = functools.reduce(arith.addf, row.registers.flat)
+        total = functools.reduce(
+            arith.addf,
+            [
+                vector.extract(total, dynamic_position=[], static_position=[i])
+                for i in range(total.type.shape[0])
+            ],
+        )
+        first = arith.andi(mgpu.thread_idx(), _constant(_WARP - threads))
+        team = arith.shli(arith.shrui(_constant(-1), _constant(_WARP - threads)), first)
+        last, kind = _constant(_WARP - 1), nvvm.ShflKind.bfly
         distance = 1
         while distance < threads:
-            bits = arith.bitcast(i32, total)
-            other = nvvm.shfl_sync(mask, bits, mgpu.c(distance, i32), clamp, kind)
-            total = arith.addf(total, arith.bitcast(total.type, other))
+            bits = arith.bitcast(last.type, total)
+            bits = nvvm.shfl_sync(team, bits, _constant(distance), last, kind)
+            total = arith.addf(total, arith.bitcast(total.type, bits))
             distance *= 2
         return mgpu.FragmentedArray.splat(total, (), is_signed=None)
 
     return total
+
+
+def _constant(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(32), value)
