@@ -192,3 +192,39 @@ def test_same_bits_again_at_real_size(monkeypatch, hidden):
     for _ in range(3):
         again = run(trained, "mosaic_gpu")
         np.testing.assert_array_equal(again.w, expected.w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("hidden", [16, 128])
+def test_stack_of_2_33_elements(monkeypatch, hidden, implementation):
+    """Its last row and others are read and moved, and nothing else is."""
+    monkeypatch.undo()
+    rows = 2**33 // hidden
+    ids = np.array([0, 1 - 2**31 // hidden, 2**32 // hidden + 5, -1]) % rows
+    x = CSR(None, jnp.asarray(ids, jnp.int32), jnp.arange(5), num_cols=rows)
+    w = jax.jit(
+        lambda: jnp.broadcast_to(
+            (jnp.arange(rows) % 1021).astype(jnp.float32)[:, None], (rows, hidden)
+        )
+    )()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w):
+        y = gather_sum.gather_sum(x, w, implementation)
+        terms = row_terms([x], [jnp.ones_like(y)], rows)
+        trained = row_update.step_terms(
+            optimizers.sgd(1.0),
+            TrainedKernel(w, {}, None),
+            terms,
+            jnp.int32(0),
+            implementation=implementation,
+        )
+        return y, trained.w
+
+    y, w = step(w)
+    np.testing.assert_array_equal(y, np.repeat(ids[:, None] % 1021, hidden, 1))
+    moved = jax.jit(lambda w: jnp.sum(w[:, 0] != jnp.arange(rows) % 1021))(w)
+    assert moved == len(ids)
+    expected = np.repeat(ids[:, None] % 1021 - 1.0, hidden, 1)
+    np.testing.assert_array_equal(w[jnp.asarray(ids)], expected)
