@@ -77,7 +77,8 @@ def default_config(hidden: int, itemsize: int) -> Config:
     """
     chunk = 2048 // itemsize  # 16 bytes a thread
     if takes_narrow(hidden) and (team := team_for(hidden, itemsize)):
-        return Config(entries=64, unroll=8, chunk=chunk, threads=team.threads)
+        unroll = 16 if hidden * itemsize <= 64 else 8
+        return Config(entries=64, unroll=unroll, chunk=chunk, threads=team.threads)
     if hidden * itemsize >= 2048:
         return Config(entries=64, unroll=8, chunk=chunk)
     return Config(entries=128, unroll=4 * itemsize, chunk=chunk)

@@ -188,7 +188,7 @@ def test_same_bits_again_at_real_size(monkeypatch, hidden):
     expected = run(trained, "mosaic_gpu")
     for a, b in zip(expected[:2], run(trained, "xla")[:2], strict=True):
         a, b = jax.tree.map(np.asarray, (a, b))
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), a, b)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), a, b)
     for _ in range(3):
         again = run(trained, "mosaic_gpu")
         np.testing.assert_array_equal(again.w, expected.w)
