@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gather_matmul import (
+from pallas_kernels.matmul_tiles import store
+from pallas_kernels.row_sums import (
     PARAMS,
     Config,
     grid,
@@ -26,7 +27,6 @@ from pallas_kernels.gather_matmul import (
     takes_narrow,
     team_of,
 )
-from pallas_kernels.matmul_tiles import store
 from pallas_kernels.teams import Team, on_teams, team_for
 
 # Moves a row: (its arrays, its gradient, missed steps, scalars, the mean over a row)

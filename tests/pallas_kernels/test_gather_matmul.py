@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tolerances import tolerance
 
-from pallas_kernels.gather_matmul import Config, default_config, gather_matmul
+from pallas_kernels.gather_matmul import default_config, gather_matmul
+from pallas_kernels.row_sums import Config
 
 SMALL = Config(entries=8, unroll=4, chunk=128)  # many programs from few entries
 

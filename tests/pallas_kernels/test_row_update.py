@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import row_update as mosaic
-from pallas_kernels.gather_matmul import Config
+from pallas_kernels.row_sums import Config
 from sparsejax import optimizers
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.ops import gather_sum, row_update
