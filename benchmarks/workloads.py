@@ -170,6 +170,62 @@ OUTPUTS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Embeddings:
+    """Tables of one width below each other, and a batch with a bag of ids for each table.
+
+    Attributes:
+      name: how tables and results call it.
+      tables: rows of each table.
+      hidden: their width.
+      batch: examples.
+      ids: ids of a bag.
+    """
+
+    name: str
+    tables: tuple[int, ...]
+    hidden: int
+    batch: int
+    ids: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.tables)
+
+    @property
+    def bags(self) -> int:
+        """Bags of a batch; those of an example follow each other."""
+        return self.batch * len(self.tables)
+
+    def columns(self, seed: int, skew: float) -> np.ndarray:
+        """`[bags, ids]` int32: rows of the tables below each other, skewed as `zipf_ids`."""
+        rng = np.random.default_rng(seed)
+        shape, first, parts = (self.batch, self.ids), 0, []
+        for rows in self.tables:
+            parts.append(first + zipf_ids(rng, shape, rows, skew))
+            first += rows
+        return np.stack(parts, 1).reshape(self.bags, self.ids).astype(np.int32)
+
+
+# The rows of MLPerf's DLRM-DCNv2, Criteo's days with at most 40 M rows a table:
+# https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm
+CRITEO_ROWS = (
+    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000),
+    *(3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000),
+    *(40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
+)
+EMBEDDINGS = (
+    *(
+        Embeddings(f"narrow {hidden}", (1_000_000,) * 26, hidden, 65_536)
+        for hidden in (16, 32, 64)
+    ),
+    # FBGEMM's benchmark of its table-batched embedding.
+    Embeddings("tbe", (4_000_000,) * 32, 128, 8_192, 20),
+    Embeddings("criteo", CRITEO_ROWS, 128, 65_536),
+)
+
+
 def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """A fresh random batch.
 
@@ -196,9 +252,11 @@ def zipf_ids(
 ) -> np.ndarray:
     """Ids of which the popular ones lie anywhere; int32, for more features than
     `make_rows` can rank."""
-    # Where u is uniform, N u^(1 / (1 - s)) has about the zipf law with exponent s.
-    places = rng.random(shape, np.float32) ** (1 / (1 - skew)) * features
-    return (places.astype(np.int64) * 3_000_017 % features).astype(np.int32)
+    # Where u is uniform, (1 + u (N^(1 - s) - 1))^(1 / (1 - s)) has about the zipf law with
+    # exponent s.
+    places = 1 + rng.random(shape) * (features ** (1 - skew) - 1)
+    places = np.minimum(places ** (1 / (1 - skew)), features).astype(np.int64) - 1
+    return (places * 3_000_017 % features).astype(np.int32)
 
 
 def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):

@@ -197,7 +197,7 @@ def transforms() -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
 
 
 def store(target, values: jax.Array) -> None:
-    """Writes results of `wgmma` from registers to a reference into global memory."""
+    """Writes an array from registers to a reference into global memory."""
     if hasattr(plgpu, "store"):  # JAX 0.12 requires it; JAX 0.11 lacks it
         plgpu.store(target, values, optimized=False)
     else:

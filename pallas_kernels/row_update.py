@@ -7,6 +7,7 @@ moves them, and writes them back. It does not write the gradient to memory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,31 +16,53 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
-from pallas_kernels.gather_matmul import (
-    REDUCE_CHUNK,
-    Config,
-    chunk_of,
-    compiler_params,
-    reduce_body,
-    sum_body,
-)
-from pallas_kernels.matmul_tiles import numbers
+from pallas_kernels.matmul_tiles import numbers, store
 from pallas_kernels.rounding import of_columns, of_rows, rounded
+from pallas_kernels.row_sums import (
+    Config,
+    compiler_params,
+    grid,
+    reduce_body,
+    reducing_team,
+    sum_body,
+    takes_narrow,
+    team_of,
+)
+from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps, scalars) -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps, scalars, the mean over a row)
+# -> its new arrays.
+Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
-    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array]], Sequence[jax.Array]
+    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
+    Sequence[jax.Array],
 ]
 
 
-def default_config(hidden: int) -> Config:
+def default_config(hidden: int, by_row: bool = False) -> Config:
     """None that was tried is faster, on an H200 with jax 0.11.2 (benchmarks/README.md)."""
-    return Config(entries=64, unroll=4, chunk=256 if hidden <= 256 else 512)
+    chunk = 256 if hidden <= 256 else 512
+    if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):
+        unroll = 8 if hidden <= 16 else 4
+        return Config(entries=64, unroll=unroll, chunk=chunk, threads=team.threads)
+    return Config(entries=64, unroll=4, chunk=chunk)
+
+
+def takes(hidden: int, by_row: bool = False) -> bool:
+    """Whether `row_update` takes rows of `hidden` elements.
+
+    Args:
+      hidden: elements of a row.
+      by_row: whether the update needs whole rows.
+    """
+    if by_row and team_for(hidden, 4) is None:
+        return False
+    return takes_narrow(hidden) or hidden % 128 == 0
 
 
 def row_update(
     update: Update,
-    arrays: Sequence[Float[Array, "num_rows hidden"]],
+    arrays: Sequence[Float[Array, "num_rows _"]],
     data: Float[Array, "nse"] | None,
     rows: Int[Array, "nse"],
     indptr: Int[Array, "capacity_plus_1"],
@@ -50,7 +73,7 @@ def row_update(
     *,
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
-) -> list[Float[Array, "num_rows hidden"]]:
+) -> list[Float[Array, "num_rows _"]]:
     """Moves rows of a kernel and its state, in place if they are donated.
 
     ::
@@ -63,8 +86,10 @@ def row_update(
 
     Args:
       update: works element by element, in float32, on pieces of a row. Arrays that it
-        makes itself must be scalars.
-      arrays: kernel and state, float32 or bfloat16; `hidden` is a multiple of 128.
+        makes itself must be scalars. If an array has one number a row, `update` gets whole
+        rows, that number as a scalar, and a function that gives the mean over a row.
+      arrays: kernel and state, float32 or bfloat16, `[num_rows, hidden]`, as far as `takes`
+        allows; an array of the state may be `[num_rows, 1]`.
       data: values, or None if every entry is 1.
       rows: int32, each in `[0, batch)`.
       indptr: int32, where the entries of each touched row start. The last element is the
@@ -83,71 +108,59 @@ def row_update(
       ValueError: shapes or dtypes that the GPU program does not take.
     """
     hidden, nse = dy.shape[1], rows.shape[0]
+    by_row = any(array.shape[1] == 1 for array in arrays)
     for array in (dy, *arrays):
         if array.dtype not in (jnp.float32, jnp.bfloat16):
             raise ValueError(f"float32 or bfloat16 arrays only, got {array.dtype}")
-        if array.shape[1] != hidden or hidden % 128:
+        if array.shape[1] not in (hidden, 1) or not takes(hidden, by_row):
             raise ValueError(
-                f"dy and the arrays must have one width, a multiple of 128; got {hidden} "
-                f"and {array.shape[1]}"
+                "dy and the arrays must have one width that `takes` allows, as a multiple "
+                f"of 8 below 128 or of 128; got {hidden} and {array.shape[1]}"
             )
     if nse == 0 or dy.shape[0] == 0:
         return list(arrays)
-    config = config or default_config(hidden)
-    chunk, vec = chunk_of(hidden, config.chunk, 4)
-    programs = pl.cdiv(nse, config.entries)
-    extras = [targets] if lags is None else [targets, lags]
-    entries = [rows, *([] if data is None else [data]), *extras]
-    scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
+    config = config or default_config(hidden, by_row)
+
     noise = [] if place is None else numbers(*place)
 
-    def read_row(arrays_gmem, target, columns, layout):
-        return [
-            plgpu.load(ref.at[target, columns], layout=layout, optimized=False)
-            for ref in arrays_gmem
-        ]
+    def moved(team, *operands):
+        return _moved(
+            team, update, operands, data is not None, lags is not None, config
+        )
 
-    def move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra):
-        scalars_gmem, noise_gmem = _split(numbers_gmem, len(scalars))
+    entries = [rows, *([] if data is None else [data]), targets]
+    entries += [] if lags is None else [lags]
+    scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
+    team = team_of(hidden, 4, config.threads, config.chunk)
+    return on_teams(moved, team, (indptr, dy), entries, scalars, noise, list(arrays))
 
-        def splat(value):
-            full = jnp.full(gradient.shape, value, jnp.float32)
-            return plgpu.layout_cast(full, layout)
 
-        target, *lag = extra
-        lag = splat(lag[0].astype(jnp.float32)) if lag else None
-        old = [row.astype(jnp.float32) for row in old]
-        new = update(old, gradient, lag, [splat(ref[0]) for ref in scalars_gmem])
-        for ref, row in zip(arrays_gmem, new, strict=True):
-            if noise_gmem and ref.dtype == jnp.bfloat16:
-                key, first_row = (ref[0] for ref in noise_gmem)
-                column = plgpu.broadcasted_iota(jnp.int32, row.shape, 0, layout=layout)
-                column = of_columns(columns.start + column)
-                of_row = of_rows(key, first_row + target)
-                ref[target, columns] = rounded(row, of_row, column)
-            else:
-                ref[target, columns] = row.astype(ref.dtype)
+def _moved(team: Team, update, operands, valued, lagged, config):
+    """The arrays after `row_update` by such teams."""
+    (indptr, dy), entries, scalars, noise, arrays = operands
+    hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)
+    extras = entries[-2:] if lagged else entries[-1:]
+    by_row = any(array.shape[1] == 1 for array in arrays)
+    mover = _Mover(team, update, lagged, by_row, len(scalars))
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
         entries_gmem, numbers_gmem, arrays_gmem = _split(
             refs, len(entries), len(scalars) + len(noise)
         )
-        layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vec)
 
-        def read_ahead(columns, layout, entry):
+        def read_ahead(columns, entry):
             """Loads the row that is to be moved, at the last entry of its gradient."""
             target = entry[-len(extras)]
-            zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
             return jax.lax.cond(
                 target >= 0,
-                lambda: read_row(arrays_gmem, target, columns, layout),
-                lambda: [zero.astype(ref.dtype) for ref in arrays_gmem],
+                lambda: mover.read(arrays_gmem, target, columns),
+                lambda: mover.nothing(arrays_gmem),
             )
 
-        def store(row, columns, gradient, entry, old):
+        def put(row, columns, gradient, entry, old):
             extra = entry[-len(extras) :]
-            move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra)
+            mover.move(arrays_gmem, numbers_gmem, columns, old, gradient, extra)
 
         sum_body(
             entries_gmem,
@@ -155,12 +168,11 @@ def row_update(
             dy_gmem,
             partial_gmem,
             cut_rows_gmem,
-            store,
+            put,
             read_ahead,
-            valued=data is not None,
+            valued=valued,
             num_cols=dy.shape[0],
-            chunk=chunk,
-            vec=vec,
+            team=team,
             config=config,
         )
 
@@ -171,37 +183,94 @@ def row_update(
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
             jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],
-        grid=(hidden // chunk, programs),
+        grid=grid(hidden, team, programs),
         grid_names=("chunk", "program"),
         compiler_params=compiler_params(),
     )(indptr, dy, *entries, *scalars, *noise, *array_refs)
     if programs > 1:
-        reduce_chunk, reduce_vec = chunk_of(hidden, REDUCE_CHUNK, 4)
-        layout = plgpu.Layout.WG_STRIDED((reduce_chunk,), vec_size=reduce_vec)
+        reducing = dataclasses.replace(mover, team=reducing_team(team, hidden))
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
             extras_gmem, numbers_gmem, arrays_gmem = _split(
                 refs, len(extras), len(scalars) + len(noise)
             )
 
-            def store(row, columns, gradient):
+            def put(row, columns, gradient):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
-                old = read_row(arrays_gmem, extra[0], columns, layout)
-                move(arrays_gmem, numbers_gmem, columns, layout, old, gradient, extra)
+                old = reducing.read(arrays_gmem, extra[0], columns)
+                reducing.move(arrays_gmem, numbers_gmem, columns, old, gradient, extra)
 
-            reduce_body(
-                partial_gmem, cut_rows_gmem, store, chunk=reduce_chunk, vec=reduce_vec
-            )
+            reduce_body(partial_gmem, cut_rows_gmem, put, team=reducing.team)
 
         plgpu.kernel(
             row_update_reduce,
             out_type=[],
-            grid=(hidden // reduce_chunk, programs),
+            grid=grid(hidden, reducing.team, programs),
             grid_names=("chunk", "program"),
             compiler_params=compiler_params(),
         )(indptr, partial, cut_rows, *extras, *scalars, *noise, *array_refs)
     return [jax.freeze(ref) for ref in array_refs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mover:
+    """How a team moves a row.
+
+    Attributes:
+      team: has the row, or a piece of it.
+      update: see `row_update`.
+      lagged: whether rows have missed steps.
+      by_row: whether some arrays have one number a row.
+      num_scalars: how many numbers `update` gets, before those that round at random.
+    """
+
+    team: Team
+    update: Update
+    lagged: bool
+    by_row: bool
+    num_scalars: int
+
+    def read(self, arrays_gmem, target, columns):
+        """Row `target` of the arrays; of an array with one number a row, that number."""
+        return [
+            ref[target, 0]
+            if ref.shape[1] == 1
+            else self.team.load(ref.at[target, columns])
+            for ref in arrays_gmem
+        ]
+
+    def nothing(self, arrays_gmem):
+        """Zeros, with the types of `read`."""
+        return [
+            (jnp.float32(0) if ref.shape[1] == 1 else self.team.splat(0)).astype(
+                ref.dtype
+            )
+            for ref in arrays_gmem
+        ]
+
+    def move(self, arrays_gmem, numbers_gmem, columns, old, gradient, extra):
+        """Writes the row that `extra` names, from what `read` gave and the gradient."""
+        scalars_gmem, noise_gmem = _split(numbers_gmem, self.num_scalars)
+        target, *lag = extra
+        number = (lambda value: value) if self.by_row else self.team.splat
+        lag = number(lag[0].astype(jnp.float32)) if lag else None
+        old = [row.astype(jnp.float32) for row in old]
+        scalars = [number(ref[0]) for ref in scalars_gmem]
+        new = self.update(old, gradient, lag, scalars, self._mean)
+        for ref, row in zip(arrays_gmem, new, strict=True):
+            if ref.shape[1] == 1:
+                ref[target, 0] = row.astype(ref.dtype)
+                continue
+            if noise_gmem and ref.dtype == jnp.bfloat16:
+                key, first_row = (ref[0] for ref in noise_gmem)
+                of_row = of_rows(key, first_row + target)
+                column = of_columns(columns.start + self.team.columns())
+                row = rounded(row, of_row, column)
+            store(ref.at[target, columns], row.astype(ref.dtype))
+
+    def _mean(self, row):
+        return self.team.sum(row) / self.team.width
 
 
 def _split(refs, *counts):

@@ -47,6 +47,9 @@ class RowRule(Protocol):
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
     # with operations that Pallas has on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
+    # Whether they do so but for means over a row. Then `step` takes a function as a further
+    # argument, `mean`, which gives them. It may keep one number a row.
+    by_row: ClassVar[bool]
 
     @property
     def drifts(self) -> bool:
@@ -167,8 +170,8 @@ def step_terms(
 ) -> TrainedKernel:
     """`step_rows` with gradients that are not summed yet: one GPU program may do both.
 
-    It takes rules that work element by element under which weights do not drift, and
-    kernels whose width is a multiple of 128. Then gradients never get to memory.
+    It takes rules that work element by element or by row, under which weights do not
+    drift. Widths are as in `takes_rows`. Then gradients never get to memory.
     """
     if terms.divided:
         num_rows = rows_per_device(trained.num_rows)
@@ -196,9 +199,10 @@ def step_terms(
             in_specs=(rows, rows, rows, P(), P(), P()),
             out_specs=rows,
         )
-    fits = by_elements(rule, trained.w, trained.state) and not rule.drifts
+    fits = _by_rows(rule, trained.w, trained.state) and not rule.drifts
     column, dy = terms.by_column.columns, terms.dy
-    fits &= dy.shape[1] % 128 == 0 and mosaic_is_fastest(dy, column.shape[0])
+    fits &= takes_rows(dy.shape[1], by_row=rule.by_row)
+    fits &= mosaic_is_fastest(dy, column.shape[0])
     if implementation is None and fits:
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
@@ -217,13 +221,14 @@ def step_terms(
 
     step, scalars = step_of_arrays(rule, trained.state, count + 1)
 
-    def update(arrays, gradient, lag, scalars):
+    def update(arrays, gradient, lag, scalars, mean):
         done, *scalars = scalars
         if lag is not None:
             state = dict(zip(trained.state, arrays[1:], strict=True))
             w, state = rule.catch_up(arrays[0], state, lag, done)
             arrays = [w, *state.values()]
-        return step(arrays, gradient, scalars)
+        means = {"mean": mean} if rule.by_row else {}
+        return step(arrays, gradient, scalars, **means)
 
     w, *state = mosaic.row_update(
         update,
@@ -245,20 +250,36 @@ def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
     return rule.elementwise and all(x.shape == w.shape for x in state.values())
 
 
+def _by_rows(rule: RowRule, w: jax.Array, state: State) -> bool:
+    """Whether a GPU program can do the rule's step, with whole rows."""
+    shapes = (w.shape, (w.shape[0], 1))
+    in_shape = all(x.shape in shapes for x in state.values())
+    return by_elements(rule, w, state) or (rule.by_row and in_shape)
+
+
+def takes_rows(hidden: int, *, by_row: bool = False) -> bool:
+    """Whether the GPU program that sums gradients and moves rows takes this width.
+
+    It takes multiples of 8 below 128, and multiples of 128, for rules that work by row up
+    to 512.
+    """
+    return mosaic.takes(hidden, by_row)
+
+
 def step_of_arrays(
     rule: RowRule, state: State, count: jax.Array
 ) -> tuple[Callable, list[Float[Array, ""]]]:
     """Step `count` as a GPU program does it.
 
     Returns:
-      A function of `[w, *state.values()]`, gradient and scalars, to such a list; and the
-      scalars.
+      A function of `[w, *state.values()]`, gradient and scalars, to such a list, which
+      passes what else it gets on to the rule; and the scalars.
     """
     numbers, tree = jax.tree.flatten(rule.numbers(count))
 
-    def step(arrays, gradient, scalars):
+    def step(arrays, gradient, scalars, **means):
         old = dict(zip(state, arrays[1:], strict=True))
-        w, new = rule.step(arrays[0], old, gradient, tree.unflatten(scalars))
+        w, new = rule.step(arrays[0], old, gradient, tree.unflatten(scalars), **means)
         return [w, *(new[name] for name in state)]
 
     return step, [jnp.asarray(number, jnp.float32) for number in numbers]

@@ -37,6 +37,7 @@ from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.row_update import takes_rows
 from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
 from sparsejax.sparse import CSR
 
@@ -275,7 +276,7 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
     if nse == 0:
         ids = jnp.zeros(0, jnp.int32)
         values = jnp.zeros((0, hidden), accumulator(kernel.dtype))
-    elif hidden % 128 == 0 and mosaic_is_fastest(
+    elif takes_rows(hidden) and mosaic_is_fastest(
         dys[0], nse, divided=is_divided(kernel)
     ):
         terms = scatter_gradient.row_terms(xs, dys, num_rows)

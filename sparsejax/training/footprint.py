@@ -19,7 +19,7 @@ from sparsejax.data.batching import bucket
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.ops import chunked_loss, gather_sum, item_chunks
+from sparsejax.ops import chunked_loss, gather_sum, item_chunks, row_update
 from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
@@ -312,13 +312,15 @@ def _input_gradient(job: Job, entries: int, model: int) -> int:
     touched = 4 * min(entries, rows) * width
     if not gather_sum.mosaic_fits(rows, width, entries):
         touched = 8 * entries * width  # XLA's gather, and what is summed
-    elif width < 128:
+    elif width < 128 and width % 8:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows
     if job.network.output.tied is not None:
         return touched + 4 * rows * width
     if rule.drifts and optimizer.updates_whole(rows, entries):
         return touched + 4 * rows * width
-    if job.steps_by_elements(width) and not rule.drifts and width % 128 == 0:
+    in_program = job.steps_by_elements(width) or rule.by_row
+    in_program &= row_update.takes_rows(width, by_row=rule.by_row)
+    if in_program and not rule.drifts:
         return int(_PIECES * entries * width)  # one GPU program sums and moves
     return touched
 

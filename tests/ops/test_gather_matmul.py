@@ -269,12 +269,12 @@ def test_lowers_for_cuda():
     assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("valued", [False, True])
-def test_kernel_with_its_gradients(valued):
+@pytest.mark.parametrize(("valued", "hidden"), [(False, 16), (True, 128)])
+def test_kernel_with_its_gradients(valued, hidden):
     """The same function and gradients from the GPU kernel, interpreted."""
     x = random_csr(5, 7, 0.4, valued=valued)
-    w = jnp.asarray(weights(9, 128))
-    dy = jnp.asarray(weights(5, 128, seed=2))
+    w = jnp.asarray(weights(9, hidden))
+    dy = jnp.asarray(weights(5, hidden, seed=2))
 
     def run(implementation):
         def loss(x, w):

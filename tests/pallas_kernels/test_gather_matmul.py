@@ -1,14 +1,24 @@
 """The GPU program of gather_matmul against float64: interpreted on a CPU, and on a GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tolerances import tolerance
 
-from pallas_kernels.gather_matmul import Config, default_config, gather_matmul
+from pallas_kernels.gather_matmul import default_config, gather_matmul
+from pallas_kernels.row_sums import Config
 
 SMALL = Config(entries=8, unroll=4, chunk=128)  # many programs from few entries
+
+
+def narrow(threads: int) -> Config:
+    """The same for rows of `threads` lanes."""
+    return dataclasses.replace(SMALL, threads=threads)
+
+
 # Rows within a program, over one end of a range and over several, empty rows of all
 # places, single entries.
 LENGTHS = [0, 3, 0, 20, 1, 1, 0, 0, 0, 9, 40, 2, 8, 0]
@@ -20,7 +30,7 @@ def run(running):
 
     def call(data, indices, indptr, w, num_cols, config=SMALL):
         # Programs that share columns write the same there, which counts as a race.
-        shared = w.shape[1] > 128 and w.shape[1] % 128 > 0
+        shared = w.shape[1] > 128 and w.shape[1] % 128 > 0 and config == SMALL
         with running(detect_races=not shared):
             jitted = jax.jit(gather_matmul, static_argnums=4, static_argnames="config")
             y = jitted(data, indices, indptr, w, num_cols, config=config)
@@ -64,28 +74,44 @@ def oracle(data, indices, indptr, w):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "dtype", "valued"),
+    ("hidden", "dtype", "valued", "config"),
     [
-        (256, np.float32, False),
-        (40, jnp.bfloat16, True),
-        (200, jnp.bfloat16, False),
-        (333, np.float32, True),
+        (256, np.float32, False, SMALL),
+        (40, jnp.bfloat16, True, SMALL),
+        (200, jnp.bfloat16, False, SMALL),
+        (333, np.float32, True, SMALL),
+        (24, np.float32, True, narrow(2)),
+        (8, jnp.bfloat16, False, narrow(1)),
+        *[
+            pytest.param(hidden, np.float32, True, narrow(n), marks=pytest.mark.gpu)
+            for hidden, n in ((8, 2), (16, 4), (64, 16), (64, 4), (88, 8), (128, 32))
+        ],
     ],
 )
-def test_equals_float64(run, hidden, dtype, valued):
+def test_equals_float64(run, hidden, dtype, valued, config):
     x = make(LENGTHS, 17, valued=valued)
     w = weights(20, hidden, dtype).at[17:].set(np.nan)  # rows that are never read
-    y = run(*x, w, 17)
+    y = run(*x, w, 17, config)
     close(y, oracle(*x, w), dtype, max(LENGTHS))
 
 
 @pytest.mark.parametrize(
-    "lengths", [[0] * 10, [1] * 30, [100], [0] * 200 + [70, 1] + [0] * 90]
+    ("lengths", "padding", "hidden"),
+    [
+        ([0] * 10, 200, 128),
+        ([1] * 30, 200, 128),
+        ([1] * 30, 0, 16),  # where rows of one length are expected, and found
+        ([2, *[1] * 19, 0, *[1] * 5, 0, 0, 3], 0, 16),  # and not found
+        ([100], 200, 128),
+        ([100], 200, 16),
+        ([0] * 200 + [70, 1] + [0] * 90, 200, 128),
+    ],
 )
-def test_awkward_lengths(run, lengths):
-    x = make(lengths, 9, padding=200)
-    w = weights(9, 128)
-    close(run(*x, w, 9), oracle(*x, w), np.float32, 100)
+def test_awkward_lengths(run, lengths, padding, hidden):
+    x = make(lengths, 9, padding=padding)
+    w = weights(9, hidden)
+    config = SMALL if hidden == 128 else narrow(4)
+    close(run(*x, w, 9, config), oracle(*x, w), np.float32, 100)
 
 
 def test_bad_entries_are_nan_in_their_row_only(run):
@@ -127,6 +153,9 @@ def test_nothing_to_read(run):
         (100, jnp.bfloat16, True),
         (130, jnp.bfloat16, False),
         (201, jnp.float32, True),
+        (8, jnp.float32, False),
+        (24, jnp.bfloat16, True),
+        (64, jnp.float32, True),
     ],
 )
 def test_lowers_for_cuda(hidden, dtype, valued):
@@ -151,7 +180,7 @@ def test_errors():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden", [128, 256, 1000, 1024])
+@pytest.mark.parametrize("hidden", [8, 16, 64, 88, 128, 256, 1000, 1024])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_real_sizes_and_the_same_bits_again(hidden, dtype):
     rng = np.random.default_rng(3)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from pallas_kernels import row_update as mosaic
-from pallas_kernels.gather_matmul import Config
 from pallas_kernels.rounding import Noise
+from pallas_kernels.row_sums import Config
 from sparsejax import optimizers
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.ops import gather_sum, row_update
@@ -18,7 +18,8 @@ from sparsejax.ops.row_update import TrainedKernel
 from sparsejax.ops.scatter_gradient import row_terms
 from sparsejax.sparse import CSR
 
-ROWS, HIDDEN = 20, 256
+ROWS, HIDDEN = 20, 256  # a width for warpgroups
+NARROW = (8, 24, 64, 88)  # for 2, 2, 16 and 8 lanes
 # In its first step rmsprop divides a gradient by its own root. So where the terms of a
 # gradient cancel, the weight moves by up to rate / sqrt(eps) of the sum's rounding error,
 # which depends on the order of the terms. At the default eps of 1e-8 that is a factor of
@@ -31,14 +32,21 @@ RULES = [
     optimizers.adadelta(50.0),
     optimizers.rmsprop(lambda count: 0.1 / (1 + count), eps=EPS),
     optimizers.lazy_adam(0.1),
+    optimizers.rowwise_adagrad(0.1),
+    optimizers.ftrl(0.1, l1=0.01),
 ]
 
 
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch):
     """Many programs from few entries."""
-    config = Config(entries=8, unroll=4, chunk=128)
-    monkeypatch.setattr(mosaic, "default_config", lambda hidden: config)
+    default = mosaic.default_config
+
+    def small(hidden, by_row=False):
+        threads = default(hidden, by_row).threads
+        return Config(entries=8, unroll=4, chunk=128, threads=threads)
+
+    monkeypatch.setattr(mosaic, "default_config", small)
 
 
 def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
@@ -56,18 +64,20 @@ def batch(seed, *, rows=ROWS, valued=True, padding=9) -> CSR:
     return jax.tree.map(jnp.asarray, CSR(data, indices, indptr, num_cols=rows))
 
 
-def trained_kernel(rule, *, rows=ROWS, dtype=jnp.float32) -> TrainedKernel:
+def trained_kernel(
+    rule, *, rows=ROWS, hidden=HIDDEN, dtype=jnp.float32
+) -> TrainedKernel:
     rng = np.random.default_rng(1)
-    w = jnp.asarray(rng.standard_normal((rows + 8, HIDDEN)), dtype)
+    w = jnp.asarray(rng.standard_normal((rows + 8, hidden)), dtype)
     last = jnp.full(rows + 8, row_update.NEVER) if rule.decays else None
-    return TrainedKernel(w, rule.init(w.shape), last)
+    return TrainedKernel(w, rule.start(w.astype(jnp.float32)), last)
 
 
 def steps(rule, trained, xs, implementation, noise=None, *, whole=False):
     """Some steps, rows of most of which rest in between."""
     rng = np.random.default_rng(2)
     for count, x in zip((0, 5), xs, strict=False):
-        dy = rng.standard_normal((x.num_rows, HIDDEN))
+        dy = rng.standard_normal((x.num_rows, trained.w.shape[1]))
         dy = jnp.asarray(np.round(dy) if whole else dy, jnp.float32)
         terms = row_terms([x], [dy], trained.num_rows)
         trained = row_update.step_terms(
@@ -82,27 +92,32 @@ def steps(rule, trained, xs, implementation, noise=None, *, whole=False):
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"),
+    ("rule", "dtype", "hidden"),
     [
-        *[pytest.param(rule, jnp.float32, marks=pytest.mark.gpu) for rule in RULES],
-        (RULES[3], jnp.float32),  # the others take long to interpret
-        (RULES[4], jnp.bfloat16),
+        *[
+            pytest.param(rule, jnp.float32, hidden, marks=pytest.mark.gpu)
+            for rule in RULES
+            for hidden in (HIDDEN, *NARROW)
+        ],
+        (RULES[3], jnp.float32, HIDDEN),  # the others take long to interpret
+        (RULES[4], jnp.bfloat16, HIDDEN),
+        (RULES[4], jnp.bfloat16, 8),
+        (RULES[6], jnp.float32, 24),
     ],
 )
-def test_equals_summing_first(running, rule, dtype):
+def test_equals_summing_first(running, rule, dtype, hidden):
     xs = [batch(seed, valued=seed != 2) for seed in (1, 2)]
+    before = trained_kernel(rule, hidden=hidden, dtype=dtype)
     run = jax.jit(functools.partial(steps, rule), static_argnums=2)
-    expected = run(trained_kernel(rule, dtype=dtype), xs, "xla")
+    expected = run(before, xs, "xla")
     with running():
-        actual = run(trained_kernel(rule, dtype=dtype), xs, "mosaic_gpu")
+        actual = run(before, xs, "mosaic_gpu")
     np.testing.assert_array_equal(actual.last, expected.last)
     rtol = 1e-5 if dtype == jnp.float32 else 2e-2
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-    assert (
-        np.abs(np.asarray(actual.w - trained_kernel(rule, dtype=dtype).w)).max() > 0.01
-    )
+    assert np.abs(np.asarray(actual.w - before.w)).max() > 0.01
 
 
 def test_same_random_rounding(running):
@@ -144,12 +159,20 @@ def test_nothing_touched(running):
     np.testing.assert_array_equal(after.w, trained.w)
 
 
-@pytest.mark.parametrize("noise", [None, Noise(7)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_lowers_for_cuda(rule, noise):
+@pytest.mark.parametrize(
+    ("rule", "hidden", "noise"),
+    [
+        *[(rule, HIDDEN, None) for rule in RULES],
+        *[(RULES[6], width, None) for width in NARROW],
+        (RULES[1], HIDDEN, Noise(7)),
+        *[(RULES[6], width, Noise(7)) for width in NARROW[1:3]],
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_lowers_for_cuda(rule, hidden, noise):
     dtype = jnp.float32 if noise is None else jnp.bfloat16
     traced = jax.jit(lambda t, x: steps(rule, t, [x], "mosaic_gpu", noise)).trace(
-        trained_kernel(rule, dtype=dtype), batch(0)
+        trained_kernel(rule, hidden=hidden, dtype=dtype), batch(0)
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -158,7 +181,7 @@ def test_lowers_for_cuda(rule, noise):
 def test_errors():
     indices, w = jnp.zeros(3, jnp.int32), jnp.zeros((4, 100))
     arguments = (None, indices, jnp.zeros(2, jnp.int32), indices, None)
-    with pytest.raises(ValueError, match="a multiple of 128; got 100 and 100"):
+    with pytest.raises(ValueError, match="below 128 or of 128; got 100 and 100"):
         mosaic.row_update(lambda *_: [], [w], *arguments, jnp.zeros((2, 100)))
     with pytest.raises(
         ValueError, match="float32 or bfloat16 arrays only, got float16"
@@ -166,10 +189,13 @@ def test_errors():
         mosaic.row_update(lambda *_: [], [w], *arguments, w.astype(jnp.float16))
 
 
-def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "hidden"), [(RULES[2], HIDDEN), (RULES[6], HIDDEN), (RULES[2], 16)]
+)
+def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch, rule, hidden):
     monkeypatch.setattr(gather_sum, "custom_call_can_run", lambda *_, **__: True)
-    layer = SparseLinear(ROWS, HIDDEN, rngs=nnx.Rngs(0))
-    optimizer = optimizers.Optimizer(layer, optimizers.rmsprop(0.1))
+    layer = SparseLinear(ROWS, hidden, rngs=nnx.Rngs(0))
+    optimizer = optimizers.Optimizer(layer, rule)
 
     @nnx.jit
     def step(layer, optimizer, x):
@@ -183,11 +209,56 @@ def test_fit_for_a_gpu_sums_where_it_updates(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_same_bits_again_at_real_size(monkeypatch):
+@pytest.mark.parametrize("hidden", [HIDDEN, 64, 16])
+def test_same_bits_again_at_real_size(monkeypatch, hidden):
     monkeypatch.undo()
-    rule, x = optimizers.rmsprop(0.1), batch(0, rows=20_000)
-    trained = trained_kernel(rule, rows=20_000)
-    run = jax.jit(lambda t: steps(rule, t, [x], "mosaic_gpu"))
-    expected = run(trained)
+    rule, rng = optimizers.rowwise_adagrad(0.1), np.random.default_rng(0)
+    # One id has many entries, most others one or two.
+    ids = np.where(rng.random(100_000) < 0.1, 7, rng.integers(0, 90_000, 100_000))
+    ends = np.arange(100_001, dtype=np.int32)
+    x = CSR(None, jnp.asarray(ids, jnp.int32), jnp.asarray(ends), num_cols=90_000)
+    trained = trained_kernel(rule, rows=90_000, hidden=hidden)
+    run = jax.jit(lambda t, how: steps(rule, t, [x], how), static_argnums=1)
+    expected = run(trained, "mosaic_gpu")
+    for a, b in zip(expected[:2], run(trained, "xla")[:2], strict=True):
+        a, b = jax.tree.map(np.asarray, (a, b))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), a, b)
     for _ in range(3):
-        np.testing.assert_array_equal(run(trained).w, expected.w)
+        again = run(trained, "mosaic_gpu")
+        np.testing.assert_array_equal(again.w, expected.w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+@pytest.mark.parametrize("hidden", [16, 128])
+def test_stack_of_2_33_elements(monkeypatch, hidden, implementation):
+    """Its last row and others are read and moved, and nothing else is."""
+    monkeypatch.undo()
+    rows = 2**33 // hidden
+    ids = np.array([0, 1 - 2**31 // hidden, 2**32 // hidden + 5, -1]) % rows
+    x = CSR(None, jnp.asarray(ids, jnp.int32), jnp.arange(5), num_cols=rows)
+    w = jax.jit(
+        lambda: jnp.broadcast_to(
+            (jnp.arange(rows) % 1021).astype(jnp.float32)[:, None], (rows, hidden)
+        )
+    )()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w):
+        y = gather_sum.gather_sum(x, w, implementation)
+        terms = row_terms([x], [jnp.ones_like(y)], rows)
+        trained = row_update.step_terms(
+            optimizers.sgd(1.0),
+            TrainedKernel(w, {}, None),
+            terms,
+            jnp.int32(0),
+            implementation=implementation,
+        )
+        return y, trained.w
+
+    y, w = step(w)
+    np.testing.assert_array_equal(y, np.repeat(ids[:, None] % 1021, hidden, 1))
+    moved = jax.jit(lambda w: jnp.sum(w[:, 0] != jnp.arange(rows) % 1021))(w)
+    assert moved == len(ids)
+    expected = np.repeat(ids[:, None] % 1021 - 1.0, hidden, 1)
+    np.testing.assert_array_equal(w[jnp.asarray(ids)], expected)

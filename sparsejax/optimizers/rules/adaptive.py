@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.optimizers.rules.base import Rule, check_below_one, check_positive, power
+from sparsejax.optimizers.rules.base import (
+    Rule,
+    check_below_one,
+    check_positive,
+    mean_of_rows,
+    power,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class rowwise_adagrad(Rule):
     has plain Adagrad.
     """
 
+    by_row = True
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
 
@@ -83,13 +90,12 @@ class rowwise_adagrad(Rule):
         first = self.initial_accumulator_value
         return {"sum_of_squares": jnp.full((shape[0], 1), first, jnp.float32)}
 
-    def step(self, w, state, gradient, rate):
-        total = self._total(gradient, state["sum_of_squares"])
+    def step(self, w, state, gradient, rate, mean=mean_of_rows):
+        total = self._total(gradient, state["sum_of_squares"], mean)
         return w - rate * self._scaled(gradient, total), {"sum_of_squares": total}
 
-    def _total(self, gradient, total):
-        axes = tuple(range(1, gradient.ndim))
-        return jnp.mean(jnp.square(gradient), axes, keepdims=True) + total
+    def _total(self, gradient, total, mean=mean_of_rows):
+        return mean(jnp.square(gradient)) + total
 
     def _scaled(self, gradient, total):
         return gradient / (jnp.sqrt(total) + self.eps)

@@ -39,6 +39,9 @@ class Rule:
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
     # operations that Pallas has on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
+    # Whether they do so but for means over a row, by the function `mean`, a further argument
+    # of `step`. There, state of one number a row is a number.
+    by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
 
@@ -145,6 +148,11 @@ class Rule:
                 lambda number: self.missed(self.rate(number)), lag, count
             )
         return missed_steps.constant(self.missed(self.learning_rate), lag)
+
+
+def mean_of_rows(x: jax.Array) -> jax.Array:
+    """The mean over each row; a row is what one index of the first axis selects."""
+    return jnp.mean(x, tuple(range(1, x.ndim)), keepdims=True)
 
 
 def penalised(update, w, weight_decay: float):

@@ -1,0 +1,66 @@
+"""What teams of lanes need of Mosaic GPU's own operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
+
+from pallas_kernels.teams import WARP
+
+_NUMBER, _SUM = (
+    plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=plgpu.Layout.WG_SPLAT(()))
+    for dtype in (jnp.int32, jnp.float32)
+)
+
+
+def thread_over(threads: int) -> jax.Array:
+    """The number of the thread in its block, divided by a power of 2."""
+
+    @plgpu.inline_mgpu(return_type=_NUMBER)
+    def number(_):
+        bits = threads.bit_length() - 1
+        number = arith.shrui(mgpu.thread_idx(), _constant(bits))
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return number()
+
+
+def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
+    """The sum over the elements of a team's row.
+
+    `jnp.sum` would wait for all lanes of the warp, but other teams may be elsewhere.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=_SUM)
+    def total(_, row):
+        total = functools.reduce(arith.addf, row.registers.flat)
+        total = functools.reduce(
+            arith.addf,
+            [
+                vector.extract(total, dynamic_position=[], static_position=[i])
+                for i in range(total.type.shape[0])
+            ],
+        )
+        first = arith.andi(mgpu.thread_idx(), _constant(WARP - threads))
+        team = arith.shli(arith.shrui(_constant(-1), _constant(WARP - threads)), first)
+        last, kind = _constant(WARP - 1), nvvm.ShflKind.bfly
+        distance = 1
+        while distance < threads:
+            bits = arith.bitcast(last.type, total)
+            bits = nvvm.shfl_sync(team, bits, _constant(distance), last, kind)
+            total = arith.addf(total, arith.bitcast(total.type, bits))
+            distance *= 2
+        return mgpu.FragmentedArray.splat(total, (), is_signed=None)
+
+    return total
+
+
+def _constant(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(32), value)

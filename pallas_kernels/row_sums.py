@@ -1,0 +1,384 @@
+"""Sums of gathered rows for GPU programs, of rows of any length.
+
+::
+
+    entries    0          T          2T         3T         4T         nse
+               |----------|----------|----------|----------|----------|
+    rows       [a ][b][  c  ][ d ][           e             ][ f  ]  padding
+    programs   0: a b c   1: d e'    2: e'      3: e'  (e'' in 4)    4: e'' f
+
+A program has a range of `T` consecutive entries, so rows of any length make equal work.
+A row belongs to the program in whose range it starts, if it ends in that range or in the
+next one. Only a longer row (`e`) is cut, at the ends of the ranges. Its pieces are
+written to `partial`, and a second launch adds them in order. The same input gives the
+same bits, because there are no atomics.
+
+A program is a warpgroup with a piece of up to 2,048 bytes of the rows, or a team of a few
+lanes with whole rows (`teams`), as 4 lanes for rows of 16 float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import mosaic as plgpu
+from pallas_kernels.integers import div
+from pallas_kernels.matmul_tiles import store as store_registers
+from pallas_kernels.teams import Team, team_for
+
+_THREADS = 128  # of a warpgroup: rows are cut into multiples of it
+_WAYS = 8  # each step of a search splits the rows into this many parts
+# Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
+# at once take 6.6 us; 256 columns with 16 pieces take 10 us.
+REDUCE_CHUNK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut; `default_config` picks one.
+
+    Attributes:
+      entries: number of entries of a program, `T`.
+      unroll: number of weight rows that are loaded before the first is added.
+      chunk: largest number of elements of a weight row that a warpgroup takes. Programs of
+        one chunk run before those of the next, so that less of `w` has to fit in the L2
+        cache.
+      threads: threads that work on a weight row: a warpgroup's 128, or a power of 2 up to
+        32, which take whole rows.
+    """
+
+    entries: int
+    unroll: int
+    chunk: int
+    threads: int = _THREADS
+
+
+def takes_narrow(hidden: int) -> bool:
+    """Whether teams of lanes take rows of so few elements."""
+    return hidden < _THREADS and hidden % 8 == 0
+
+
+def team_of(hidden: int, itemsize: int, threads: int, chunk: int) -> Team:
+    """The team of `threads` threads for rows, or for pieces of up to `chunk` elements."""
+    if threads == _THREADS:
+        return Team(threads, *chunk_of(hidden, chunk, itemsize))
+    team = team_for(hidden, itemsize, threads)
+    if team is None:
+        raise ValueError(f"{threads} lanes do not take rows of {hidden} elements")
+    return team
+
+
+def grid(hidden: int, team: Team, programs: int) -> tuple[int, int]:
+    """The blocks with so many programs for each chunk of the rows."""
+    return pl.cdiv(hidden, team.width), pl.cdiv(programs, team.count)
+
+
+def reducing_team(team: Team, hidden: int) -> Team:
+    """The team for the program that adds the pieces of cut rows, in float32."""
+    if team.threads < _THREADS:
+        return team
+    return Team(_THREADS, *chunk_of(hidden, REDUCE_CHUNK, 4))
+
+
+def chunk_of(hidden: int, most: int, itemsize: int) -> tuple[int, int]:
+    """Elements of a row that a program takes, and that a thread accesses at once.
+
+    The first is a multiple of 128. It is chosen so that all programs together take the
+    fewest elements and, among equals, so that there are the fewest programs.
+    """
+    units = range(1, min(most, hidden) // _THREADS + 1)
+    unit = min(units, key=lambda u: (pl.cdiv(hidden, u * _THREADS) * u, -u))
+    return unit * _THREADS, min(unit & -unit, hidden & -hidden, 16 // itemsize)
+
+
+def columns_of(hidden: int, chunk: int):
+    """The columns of a program: always a whole chunk, so the last two may overlap."""
+    start = lax.axis_index("chunk") * chunk
+    if hidden % chunk:
+        start = jnp.minimum(start, hidden - chunk)
+    return pl.ds(start, chunk)
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """Of programs that gather or move rows."""
+    return plgpu.CompilerParams(
+        # No program reads what it or another program has written.
+        unsafe_no_auto_barriers=True,
+        # With the default semantics, inferring the layouts takes half a minute.
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+
+
+def sum_body(
+    entries_gmem,
+    indptr_gmem,
+    w_gmem,
+    partial_gmem,
+    cut_rows_gmem,
+    store,
+    read_ahead=lambda columns, entry: (),
+    *,
+    valued,
+    num_cols,
+    team: Team,
+    config: Config,
+):
+    """Sums the rows that belong to a program, and its pieces of rows that are cut.
+
+    Args:
+      entries_gmem: arrays `[nse]` with one value for each entry: the index of its row of
+        `w`; its factor, if `valued`; then any others.
+      cut_rows_gmem: `[2, programs]`, written: for each range, the row that begins in it
+        and is cut, or -1 if no row is; and the range in which that row ends.
+      store: called with a row, the columns, the row's sum, the values of its last entry,
+        and what `read_ahead` returned for that entry.
+      read_ahead: called for each entry when its row of `w` is loaded, with the columns
+        and the entry's values.
+      team: the threads that this is a program of.
+    """
+    nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
+    programs = cut_rows_gmem.shape[1]
+    t, unroll = config.entries, config.unroll
+    single = nse < 2 * num_rows  # most rows may have a single entry
+    p, c = team.number(), lax.axis_index("chunk")
+    columns = columns_of(w_gmem.shape[1], team.width)
+    count = jnp.minimum(indptr_gmem[num_rows], nse)
+    begin = p * t
+    stop = jnp.minimum(begin + t, count)
+
+    @pl.when((p < programs) & (stop <= begin) & (c == 0))
+    def _no_entries():
+        cut_rows_gmem[0, p] = -1
+
+    def rows_of(entries):
+        """The rows that hold the entries."""
+        length = nse // num_rows
+        if length * num_rows != nse:
+            return search_rows(entries)
+        # Where all rows have the same length, the rows are known.
+        rows = [div(entry, length) for entry in entries]
+        found = functools.reduce(
+            jnp.logical_and,
+            [
+                (indptr_gmem[row] <= entry) & (entry < indptr_gmem[row + 1])
+                for row, entry in zip(rows, entries, strict=True)
+            ],
+        )
+        return lax.cond(found, lambda: tuple(rows), lambda: search_rows(entries))
+
+    def search_rows(entries):
+        """Searches them. Eight parts a step: few trips to memory."""
+        width, steps = 1, 0
+        while width < num_rows:
+            width, steps = width * _WAYS, steps + 1
+
+        def narrow(_, carry):
+            width, *lows = carry
+            width = width // _WAYS
+            new = []
+            probes = [
+                [
+                    indptr_gmem[jnp.minimum(low + width * k, num_rows)]
+                    for k in range(1, _WAYS)
+                ]
+                for low in lows
+            ]
+            for low, entry, probe in zip(lows, entries, probes, strict=True):
+                right = jnp.int32(0)
+                for value in probe:
+                    right = right + jnp.where(value <= entry, 1, 0)
+                new.append(low + width * right)
+            return width, *new
+
+        start = jnp.int32(width), *([jnp.int32(0)] * len(entries))
+        return tuple(lax.fori_loop(0, steps, narrow, start)[1:])
+
+    def row_of(entry, low, high):
+        """The row in [low, high) that holds the entry. Short code for a rare case."""
+
+        def halve(bounds):
+            low, high = bounds
+            middle = div(low + high, 2)
+            right = indptr_gmem[middle] <= entry
+            return jnp.where(right, middle, low), jnp.where(right, high, middle)
+
+        return lax.while_loop(lambda b: b[1] - b[0] > 1, halve, (low, high))[0]
+
+    @pl.when((p < programs) & (begin < stop))
+    def _entries():
+        # Row a holds the first entry of the range, row b the last one. This program sums
+        # the entries [first, last).
+        row_a, row_b = rows_of([begin, stop - 1])
+        start_a, end_a = indptr_gmem[row_a], indptr_gmem[row_a + 1]
+        start_b, end_b = indptr_gmem[row_b], indptr_gmem[row_b + 1]
+        earlier = start_a < begin
+        theirs = earlier & (end_a <= (div(start_a, t) + 2) * t)
+        head = earlier & ~theirs
+        first = jnp.where(theirs, end_a, begin)
+        mine = (start_b >= begin) & (end_b <= begin + 2 * t)
+        tail = (start_b >= begin) & ~mine & (end_b <= nse)
+        last = jnp.where(mine, end_b, stop)
+        last = jnp.where(end_b > nse, jnp.maximum(start_b, begin), last)
+
+        @pl.when(c == 0)
+        def _():
+            cut_rows_gmem[0, p] = jnp.where(tail, row_b, -1)
+            cut_rows_gmem[1, p] = div(end_b - 1, t)
+
+        def flush(row, acc, bad, entry, ahead):
+            acc = acc + bad
+            is_head = head & (row == row_a)
+            is_tail = tail & (row == row_b)
+
+            def is_cut():
+                which = jnp.where(is_tail, 1, 0)
+                store_registers(partial_gmem.at[which, p, columns], acc)
+
+            def is_whole():
+                store(row, columns, acc, entry, ahead)
+
+            lax.cond(~(is_head | is_tail), is_whole, is_cut)
+
+        def end_of(row):
+            return indptr_gmem[jnp.minimum(row + 1, num_rows)]
+
+        # `end` is where the row ends, or its piece in this program. `following` is where
+        # the next row ends, loaded ahead. `bad` is NaN if an index of the row is out of
+        # bounds, else 0.
+        def end_row(position, last_entry, row, end, following, bad, acc):
+            def search():
+                found = row_of(position, row, row_b + 1)
+                return found, end_of(found), end_of(found + 1)
+
+            def ended():
+                flush(row, acc, bad, *last_entry)
+                empty = (following <= position) & (position < last)
+                after = row + 1, following, end_of(row + 2)
+                new, end, further = lax.cond(empty, search, lambda: after)
+                end = jnp.minimum(end, last)
+                return new, end, further, jnp.float32(0), team.splat(0.0)
+
+            same = row, end, following, bad, acc
+            return lax.cond(position == end, ended, lambda: same)
+
+        def load_entries(position):
+            def whole():
+                blocks = [ref.at[pl.ds(position, unroll)] for ref in entries_gmem]
+                return [[ref[u] for u in range(unroll)] for ref in blocks]
+
+            def clipped():
+                places = [jnp.minimum(position + u, last - 1) for u in range(unroll)]
+                return [[ref[i] for i in places] for ref in entries_gmem]
+
+            return lax.cond(position + unroll <= last, whole, clipped)
+
+        w_columns = w_gmem.at[:, columns]
+
+        def block(carry):
+            position, row, end, following, bad, acc, entries = carry
+            ids = [i.astype(jnp.uint32) for i in entries[0]]
+            safe = [jnp.minimum(i, num_cols - 1).astype(jnp.int32) for i in ids]
+            terms = [team.load(w_columns.at[i]) for i in safe]
+            each = [tuple(values[u] for values in entries) for u in range(unroll)]
+            ahead = [read_ahead(columns, entry) for entry in each]
+            # Loaded ahead: an index takes as long to arrive as a row.
+            upcoming = lax.cond(
+                position + unroll < last,
+                lambda: load_entries(position + unroll),
+                lambda: entries,
+            )
+            largest = functools.reduce(jnp.maximum, ids)
+
+            def term(u):
+                term = terms[u].astype(jnp.float32)
+                return term * entries[1][u].astype(jnp.float32) if valued else term
+
+            def one_row():
+                total = acc
+                for u in range(unroll):
+                    total = total + term(u)
+                return row, end, following, bad, total
+
+            def several_rows():
+                # Entries past the last one are copies of it. They are added after the
+                # last row has ended, so they reach no result.
+                state = row, end, following, bad, acc
+                for u in range(unroll):
+                    *place, worst, total = state
+                    worst = jnp.where(ids[u] < num_cols, worst, jnp.float32(jnp.nan))
+                    state = *place, worst, total + term(u)
+                    if u < unroll - 1:
+                        state = end_row(position + u + 1, (each[u], ahead[u]), *state)
+                return state
+
+            def row_each():
+                # The last entry is left to `end_row`.
+                for u in range(unroll - 1):
+                    store(row + u, columns, term(u), each[u], ahead[u])
+                new = row + unroll - 1
+                state = new, position + unroll, end_of(new + 1), jnp.float32(0)
+                return *state, acc + term(unroll - 1)
+
+            def several_or_each():
+                ends = [end_of(row + u) for u in range(unroll)]
+                one_each = (largest < num_cols) & (indptr_gmem[row] == position)
+                for u in range(unroll):
+                    one_each &= ends[u] == position + u + 1
+                one_each &= position + unroll <= last
+                return lax.cond(one_each, row_each, several_rows)
+
+            # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
+            several = (position + unroll > end) | (largest >= num_cols)
+            state = lax.cond(
+                several, several_or_each if single else several_rows, one_row
+            )
+            position = position + unroll
+            return position, *end_row(position, (each[-1], ahead[-1]), *state), upcoming
+
+        @pl.when(first < last)
+        def _():
+            row = lax.cond(
+                theirs, lambda: row_of(first, row_a, row_b + 1), lambda: row_a
+            )
+            end, following = end_of(row), end_of(row + 1)
+            state = first, row, jnp.minimum(end, last), following
+            zero = jnp.float32(0), team.splat(0.0)
+            carry = *state, *zero, load_entries(first)
+            lax.while_loop(lambda carry: carry[0] < last, block, carry)
+
+
+def reduce_body(partial_gmem, cut_rows_gmem, store, *, team: Team):
+    """Sums a cut row: partial[1, p] + sum of partial[0, q] over the ranges q after p.
+
+    Calls `store` with the row, the columns and the sum.
+    """
+    p, programs = team.number(), cut_rows_gmem.shape[1]
+    columns = columns_of(partial_gmem.shape[-1], team.width)
+
+    def load(which, q):
+        return team.load(partial_gmem.at[which, q, columns])
+
+    here = jnp.minimum(p, programs - 1)
+    row, last = cut_rows_gmem[0, here], cut_rows_gmem[1, here]
+
+    @pl.when((row >= 0) & (p < programs))
+    def _():
+        carry = p + 1, load(1, p)
+        for unroll in (32, 8, 1) if team.width <= 256 else (8, 1):
+
+            def block(carry, unroll=unroll):
+                q, acc = carry
+                for term in [load(0, q + u) for u in range(unroll)]:
+                    acc = acc + term
+                return q + unroll, acc
+
+            def more(carry, unroll=unroll):
+                return carry[0] + unroll <= last + 1
+
+            carry = lax.while_loop(more, block, carry)
+        store(row, columns, carry[1])
