@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -77,12 +77,15 @@ class Method:
       implementation: see `output_loss`.
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
         picks what is fastest here.
+      form: whether scores are computed, a chunk of items at a time, or Gram matrices
+        replace them (see `gram_loss`). None picks what is fastest here.
     """
 
     rule: losses.LossRule
     kernel_spec: P | None = None
     implementation: Implementation = None
     chunk_scores: int | None = None
+    form: Literal["chunks", "gram"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from sparsejax.ops.chunked_loss import (
     Layer,
     Method,
     Updates,
-    loss_and_updates,
     over_items,
     weighted_sum,
 )
+from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.implementations import Implementation, check_implementation
 
 
@@ -130,16 +130,19 @@ def output_loss_in_chunks(
     kernel_spec: P | None = None,
     implementation: Implementation = None,
     chunk_scores: int | None = None,
+    form: Literal["chunks", "gram"] | None = None,
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
+    for `form`, see `Method`.
     """
     how = Method(
         rule=loss,
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        form=form,
     )
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
@@ -192,16 +195,19 @@ def output_loss_per_example_in_chunks(
     kernel_spec: P | None = None,
     implementation: Implementation = None,
     chunk_scores: int | None = None,
+    form: Literal["chunks", "gram"] | None = None,
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
+    for `form`, see `Method`.
     """
     how = Method(
         rule=loss,
         kernel_spec=kernel_spec,
         implementation=implementation,
         chunk_scores=chunk_scores,
+        form=form,
     )
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():
@@ -320,6 +326,7 @@ def _compiled(
                 gradient_dtype=kernel.dtype,
             ),
             shard,
+            at_once=how.chunk_scores is None,
         )
         return per_example, None if dh is None else dh.astype(h.dtype), gradients
 

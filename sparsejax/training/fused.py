@@ -28,10 +28,10 @@ from sparsejax.ops.chunked_loss import (
     Layer,
     Method,
     Updates,
-    loss_and_updates,
     over_items,
     weighted_sum,
 )
+from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.row_update import State, by_elements, step_of_arrays
 from sparsejax.optimizers.optimizer import Optimizer

@@ -1,0 +1,456 @@
+"""The squared loss over all items by Gram matrices: no score is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.row_update import row_update
+from sparsejax import losses
+from sparsejax.mesh.blocks import ShardedCSR
+from sparsejax.ops import chunked_loss, item_chunks
+from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates
+from sparsejax.ops.gather_sum import by_loop, gather_sum, mosaic_is_fastest
+from sparsejax.ops.implementations import Implementation, xla_is_for_gpu
+from sparsejax.ops.item_chunks import Shard, accumulator, dot
+from sparsejax.ops.piece_sum import by_pieces
+from sparsejax.ops.scatter_gradient import Terms
+from sparsejax.sparse import CSR, Transposed
+
+# Fewest items in a block of the Gram matrix. The sums of blocks are added, so that no sum
+# has too many terms: tensor cores round towards zero with every addition. Smaller blocks
+# write more `[hidden, hidden]` arrays.
+_BLOCK_ITEMS = 4096
+_MOST_BLOCKS = 256  # the rows of a layer's kernel are a multiple of it
+# Elements of the gradient of a chunk of items, where the gradient of all does not exist.
+_CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
+# Rows with labels that are changed together, where a chunk has some of them.
+_CHANGED_ROWS = 8192
+# What an entry of the labels costs, in scores that the other form computes. Measured with
+# bfloat16 operands on a GPU and float32 operands on a CPU, see benchmarks/README.md.
+_SCORES_OF_A_LABEL = 512
+
+
+def loss_and_updates[Carry](
+    method: Method,
+    batch: Batch,
+    carry: Carry,
+    updates: Updates[Carry],
+    shard: Shard | None = None,
+    *,
+    at_once: bool = False,
+) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
+    """`chunked_loss.loss_and_updates`; the squared loss by Gram matrices where it is faster.
+
+    With weights w_b, and y the labels, 0 where there is none, the squared loss is::
+
+        loss_b     = sum_i (h_b . W_i + b_i - y_bi)^2 / 2
+                   = (h_b G h_b + b . b) / 2 + h_b . g - h_b . z_b
+                     + sum over the labels i of row b of  y_bi (y_bi / 2 - b_i)
+        G = W^T W     g = W^T b     z_b = sum over the labels of  y_bi W_i
+
+        dh_b = w_b (h_b G + g - z_b)
+        dW_i = W_i A + b_i a  - sum over the labels of i of  y_bi w_b h_b
+        db_i = W_i . a + b_i sum_b w_b  - sum over the labels of i of  y_bi w_b
+        A = sum_b w_b h_b h_b^T     a = sum_b w_b h_b
+
+    `G` and `A` are `[hidden, hidden]`, and the labels are few. So there are two products
+    of `items hidden^2` multiplications, where the other form has three of
+    `batch items hidden`. The kernel is read twice and its gradient written once.
+
+    Sums are made in float32, those of `G` in blocks of items, and `A` is rounded to
+    the operands' dtype before its product with the kernel. So the error of a loss is a
+    small multiple of float32's eps times `loss of scores of 0 + sum_i score_bi^2`: the loss
+    of a model that fits nearly exactly is a small difference of such numbers. The error of
+    a gradient's row is at most the operands' eps times `sum_k |W_ik| |A_k|`.
+
+    Args:
+      method: how the loss is computed. Its `form` picks a form; None the fastest.
+      batch: see `chunked_loss.loss_and_updates`.
+      carry: see there.
+      updates: see there. Here `update` also gets the kernel's gradient.
+      shard: see there.
+      at_once: whether the gradient of all items may exist.
+
+    Raises:
+      ValueError: Gram matrices are asked for, and the loss is another or has a `scale`.
+    """
+    layer = updates.layer(carry)
+    form = method.form
+    if form == "gram" and not _is_squared(method.rule, layer):
+        raise ValueError(
+            f"Gram matrices make l2_loss without a scale, not {method.rule}"
+        )
+    if form is None and _is_faster(method.rule, batch, layer, shard or Shard()):
+        form = "gram"
+    if form != "gram":
+        return chunked_loss.loss_and_updates(method, batch, carry, updates, shard)
+    return _by_gram(method, batch, carry, updates, shard or Shard(), at_once)
+
+
+# The form in XLA's operations
+
+
+class _Labels(NamedTuple):
+    """The labels of a device's items.
+
+    Attributes:
+      by_row: `[batch, items]`.
+      by_item: the same entries by item.
+      of_item: values in the order of `by_item`, or None if all are 1.
+    """
+
+    by_row: CSR
+    by_item: Transposed
+    of_item: jax.Array | None
+
+
+def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_once):
+    implementation, update = method.implementation, updates.update
+    whole = updates.layer(carry)
+    kernel, rows, hidden = whole.kernel, *whole.kernel.shape
+    dtype = accumulator(batch.h.dtype)
+    labels = batch.labels
+    limit = labels.num_cols - shard.first_item(rows)
+    parts = math.prod(lax.axis_size(axis) for axis in shard.items)
+    padding = min(rows, rows * parts - labels.num_cols)  # at most, of a device
+    weights = jnp.ones(len(batch.h), dtype)
+    if batch.weights is not None:
+        weights = batch.weights.astype(dtype)
+    entries, broken = item_chunks.entries_of(labels, shard, rows)
+    weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
+    h, weights = shard.all_rows((batch.h, weights))
+    wide = h.astype(dtype)
+
+    bias = denied = None
+    if whole.bias is not None:
+        inside = jnp.arange(rows, dtype=jnp.int32) < limit
+        denied = whole.bias == -jnp.inf
+        bias = jnp.where(inside & ~denied, whole.bias, 0).astype(dtype)
+    own = _labels(labels, entries, shard, len(h), rows, denied)
+
+    gram = _gram_of(
+        kernel, limit, padding, denied, for_gpu=xla_is_for_gpu(implementation)
+    )
+    z = gather_sum(own.by_row, kernel, implementation, wide=True)
+    slopes = dot(wide, gram, (1, 0))
+    total = jnp.sum(wide * (slopes / 2 - z), axis=1) + _loss_of_labels(
+        own.by_row, None if bias is None else whole.bias.astype(dtype), dtype
+    )
+    slopes -= z
+    if bias is not None:
+        linear = _times_columns(bias, kernel, xla_is_for_gpu(implementation))
+        total += dot(wide, linear[:, None], (1, 0))[:, 0] + jnp.sum(bias * bias) / 2
+        slopes += linear
+    total = shard.sum_over_items(total)
+    # Only rounding makes it negative. NaN stays NaN.
+    per_example = jnp.where(broken, jnp.nan, shard.own_rows(jnp.maximum(total, 0)))
+    if update is None:
+        return per_example, None, carry
+
+    used = (weights != 0)[:, None]  # 0 * inf would be NaN
+    dh = shard.own_sums(jnp.where(used, weights[:, None] * slopes, 0))
+    live = jnp.where(used, wide, 0)
+    weighted = weights[:, None] * live
+    of_batch = dot(weighted, live, (0, 0)), jnp.sum(weighted, axis=0), jnp.sum(weights)
+    out = updates.gradient_dtype or dtype
+    exact = batch.weights is None
+    terms = Terms(own.by_item, own.of_item, h if exact else weighted, rows)
+    num_items = (
+        rows if shard.items else item_chunks.rounded_items(labels.num_cols, rows)
+    )
+    size = num_items
+    if not at_once:
+        size = _chunk(method, len(h), hidden, num_items)
+    change = _changes(terms, implementation, whole_size=size == num_items)
+    of_labels = None
+    if bias is not None:
+        of_labels = _sums_by_item(terms, weights)
+    # The carry is updated in place only after all rows have been read.
+    carry, per_example, dh, of_batch = lax.optimization_barrier(
+        (carry, per_example, dh, of_batch)
+    )
+    outer, first, sum_of_weights = of_batch
+
+    def step(start, size, carry):
+        def part(array):
+            return item_chunks.slice_rows(array, start, size)
+
+        current = updates.layer(carry)
+        chunk = part(current.kernel)
+        dkernel = dot(chunk, outer.astype(chunk.dtype), (1, 0), out)
+        dkernel = _without_padding(dkernel, limit - start, min(size, padding))
+        dkernel = change(dkernel, start)
+        dbias = None
+        if bias is not None:
+            own_bias, stopped = part(bias), part(denied)
+            dbias = _times_rows(chunk, first, xla_is_for_gpu(implementation))
+            dbias += own_bias * sum_of_weights
+            inside = start + jnp.arange(size, dtype=jnp.int32) < limit
+            dbias = jnp.where(inside & ~stopped, dbias, 0) - part(of_labels)
+            more = dkernel.astype(dtype) + own_bias[:, None] * first
+            # A label of a denied item has made its row infinite.
+            more = jnp.where(stopped[:, None] & jnp.isfinite(more), 0, more)
+            dkernel = more.astype(out)
+        made = lax.optimization_barrier(Layer(dkernel, dbias, None))
+        return update(start, made, carry)
+
+    return per_example, dh, item_chunks.fold(step, carry, num_items, size)
+
+
+def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _Labels:
+    """Of the device's items; an index outside the items of all devices is left out."""
+
+    def values(data, columns):
+        if denied is None:
+            return data
+        # The loss and the gradient of a label of a denied item are infinite.
+        y = jnp.ones(columns.shape, jnp.float32) if data is None else data
+        hit = denied.at[columns].get(mode="clip") & (y != 0)
+        return jnp.where(hit, jnp.inf, y)
+
+    if isinstance(labels, CSR) and not shard.items:
+        by_item = labels.by_column()
+        data = None if labels.data is None else jnp.asarray(labels.data)
+        of_item = None if data is None else data[by_item.order]
+        of_item = values(of_item, by_item.columns)
+        return _Labels(dataclasses.replace(labels, transposed=None), by_item, of_item)
+    inside = (entries.rows >= 0) & (entries.columns >= 0) & (entries.columns < rows)
+    columns = jnp.where(inside, entries.columns, rows)
+    by_item = Transposed.of(columns, entries.rows, rows)
+    row = jnp.where(inside, entries.rows, batch)
+    data, order = entries.data, by_item.order
+    of_item = values(None if data is None else data[order], by_item.columns)
+    row, place = lax.sort_key_val(row, jnp.arange(row.shape[0], dtype=jnp.int32))
+    counts = jnp.searchsorted(row, jnp.arange(batch + 1, dtype=jnp.int32))
+    by_row = CSR(
+        None if data is None else data[place],
+        columns[place],
+        counts.astype(jnp.int32),
+        num_cols=rows,
+    )
+    return _Labels(by_row, by_item, of_item)
+
+
+def _loss_of_labels(x: CSR, bias, dtype) -> Float[Array, "batch"]:
+    """`sum over the labels of  y (y / 2 - b)`"""
+    y = jnp.ones(x.nse, dtype) if x.data is None else jnp.asarray(x.data, dtype)
+    term = y * y / 2
+    if bias is not None:
+        term = jnp.where(y == 0, 0, term - y * bias.at[x.indices].get(mode="clip"))
+    return _sums(dataclasses.replace(x, data=term), jnp.ones(1, dtype))
+
+
+def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
+    """The product of a matrix and a column."""
+    if column.shape[0] == 1:  # every entry counts with it
+        x = dataclasses.replace(x, indices=jnp.zeros_like(x.indices), num_cols=1)
+    return lax.platform_dependent(x, column[:, None], cpu=by_loop, default=by_pieces)[
+        :, 0
+    ]
+
+
+def _sums_by_item(terms: Terms, weights: Float[Array, "batch"]) -> Float[Array, "rows"]:
+    """`sum over the labels of i of  y_bi w_b`, for all items."""
+    by_item = terms.by_column
+    x = CSR(terms.data, by_item.rows, by_item.indptr, num_cols=weights.shape[0])
+    zeros = jnp.zeros(terms.num_rows, weights.dtype)
+    return zeros.at[terms.ids()].set(
+        _sums(x, weights), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
+
+
+def _gram_of(kernel, limit, padding: int, denied, *, for_gpu: bool):
+    """`W^T W` of the rows below `limit` that are not `denied`."""
+
+    def gram(kernel):
+        return _gram(kernel, limit, padding, for_gpu)
+
+    if denied is None:
+        return gram(kernel)
+    return lax.cond(
+        jnp.any(denied),
+        lambda kernel, denied: gram(jnp.where(denied[:, None], 0, kernel)),
+        lambda kernel, denied: gram(kernel),
+        kernel,
+        denied,
+    )
+
+
+def _gram(kernel, limit, padding: int, for_gpu: bool):
+    rows, hidden = kernel.shape
+    blocks = math.gcd(rows, _MOST_BLOCKS)
+    blocks &= -blocks
+    while blocks > 1 and rows // blocks < _BLOCK_ITEMS:
+        blocks //= 2
+    size = rows // blocks
+    dtype = accumulator(kernel.dtype)
+
+    def block(i, masked=False):
+        part = item_chunks.slice_rows(kernel, i * size, size)
+        if masked:
+            inside = i * size + jnp.arange(size, dtype=jnp.int32) < limit
+            part = jnp.where(inside[:, None], part, 0)
+        return dot(part, part, (0, 0))
+
+    place = jnp.clip(limit // size, 0, blocks - 1)  # of the block that is not whole
+    if not for_gpu:
+
+        def add(i, total):
+            return total + lax.cond(
+                (i + 1) * size <= limit,
+                block,
+                lambda i: block(i, masked=True),
+                i,
+            )
+
+        return lax.fori_loop(0, place + 1, add, jnp.zeros((hidden, hidden), dtype))
+    stack = kernel.reshape(blocks, size, hidden)
+    products = lax.dot_general(
+        stack,
+        stack,
+        (((1,), (1,)), ((0,), (0,))),
+        precision=None if kernel.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
+    if not padding:
+        return jnp.sum(products, axis=0)
+    whole = (jnp.arange(blocks, dtype=jnp.int32) + 1) * size <= limit
+    total = jnp.sum(jnp.where(whole[:, None, None], products, 0), axis=0)
+    return total + jnp.where(whole[place], 0, block(place, masked=True))
+
+
+def _times_columns(bias, kernel, for_gpu: bool):
+    """`sum_i b_i W_i`; a padding row may be anything."""
+    if not for_gpu:
+        return dot(
+            bias[None],
+            jnp.where(bias[:, None] != 0, kernel, 0).astype(bias.dtype),
+            (1, 0),
+        )[0]
+    terms = jnp.where(bias[:, None] == 0, 0, kernel.astype(bias.dtype) * bias[:, None])
+    return jnp.sum(terms, axis=0)
+
+
+def _times_rows(chunk, vector, for_gpu: bool):
+    """`W_i . v` for each row."""
+    chunk = chunk.astype(vector.dtype)
+    if not for_gpu:
+        return dot(chunk, vector[:, None], (1, 0))[:, 0]
+    return jnp.sum(chunk * vector, axis=1)
+
+
+def _without_padding(gradient, limit, most: int):
+    """`gradient` with zeros in the rows from `limit` on, which are at most `most`."""
+    if not most:
+        return gradient
+    first = len(gradient) - most
+    inside = first + jnp.arange(most, dtype=jnp.int32) < limit
+    last = jnp.where(inside[:, None], gradient[first:], 0)
+    return lax.dynamic_update_slice_in_dim(gradient, last, first, 0)
+
+
+def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
+    """A function that subtracts the terms' sums from rows, in place.
+
+    It takes a chunk of the gradient and the chunk's first row.
+    """
+    if _with_mosaic(terms, implementation):
+
+        def change(gradient, start):
+            return _change_by_mosaic(gradient, terms, start)
+
+        return change
+    ids, sums = terms.ids(), terms.values(implementation)
+
+    def subtract(gradient, places, sums):
+        old = gradient.at[places].get(mode="clip")
+        new = (old.astype(sums.dtype) - sums).astype(gradient.dtype)
+        # Else XLA reads the rows while it writes them, and copies the array for that.
+        gradient, new = lax.optimization_barrier((gradient, new))
+        return gradient.at[places].set(
+            new, mode="drop", unique_indices=True, indices_are_sorted=True
+        )
+
+    def change(gradient, start):
+        if whole_size:
+            return subtract(gradient, ids, sums)
+        # The rows of a chunk are a range of all.
+        first, end = jnp.searchsorted(ids, jnp.stack([start, start + len(gradient)]))
+        size = min(_CHANGED_ROWS, ids.shape[0])
+
+        def block(i, gradient):
+            place = first + i * size + jnp.arange(size, dtype=jnp.int32)
+            target = ids.at[place].get(mode="clip") - start
+            beyond = len(gradient) + jnp.arange(size, dtype=jnp.int32)
+            target = jnp.where(place < end, target, beyond)
+            return subtract(gradient, target, sums.at[place].get(mode="clip"))
+
+        return lax.fori_loop(0, -(-(end - first) // size), block, gradient)
+
+    return change
+
+
+def _change_by_mosaic(gradient, terms: Terms, start):
+    """The same by the GPU program that updates rows."""
+    by_item = terms.by_column
+    column = by_item.columns
+    following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
+    position = jnp.arange(column.shape[0], dtype=jnp.int32)
+    is_last = (position < by_item.indptr[-1]) & (column != following)
+    place = column - start
+    inside = is_last & (place >= 0) & (place < len(gradient))
+    (gradient,) = row_update(
+        lambda arrays, sums, lag, scalars: [arrays[0] - sums],
+        [gradient],
+        terms.data,
+        by_item.rows,
+        by_item.indptr,
+        jnp.where(inside, place, -1),
+        None,
+        terms.dy,
+    )
+    return gradient
+
+
+# The choice of the form
+
+
+def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
+    return rule == losses.L2Loss() and layer.scale is None
+
+
+def _is_faster(rule: losses.LossRule, batch: Batch, layer: Layer, shard: Shard) -> bool:
+    """Whether Gram matrices take less time than the scores of all items."""
+    if not _is_squared(rule, layer):
+        return False
+    rows, hidden = layer.kernel.shape
+    parts = lax.axis_size(shard.batch) if shard.batch else 1
+    size, labels = parts * len(batch.h), batch.labels
+    nse = labels.nse
+    if isinstance(labels, ShardedCSR):
+        nse = parts * labels.blocks.nse
+    return rows * (size - 2 * hidden) > _SCORES_OF_A_LABEL * nse
+
+
+def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
+    """Items in a chunk."""
+    if method.chunk_scores is not None:
+        return item_chunks.chunk_size(batch, num_items, method.chunk_scores)
+    for_gpu = xla_is_for_gpu(method.implementation)
+    budget = _GPU_CHUNK if for_gpu else _CPU_CHUNK
+    return item_chunks.chunk_size(hidden, num_items, budget)
+
+
+def _with_mosaic(terms: Terms, implementation: Implementation) -> bool:
+    """Whether the GPU program changes the rows."""
+    nse, hidden = terms.by_column.columns.shape[0], terms.dy.shape[1]
+    if implementation is None:
+        return hidden % 128 == 0 and mosaic_is_fastest(terms.dy, nse)
+    return implementation == "mosaic_gpu" and hidden % 128 == 0
