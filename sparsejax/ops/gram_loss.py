@@ -11,13 +11,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import gram_loss as mosaic
 from pallas_kernels.row_update import row_update
 from sparsejax import losses
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.ops import chunked_loss, item_chunks
 from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates
 from sparsejax.ops.gather_sum import by_loop, gather_sum, mosaic_is_fastest
-from sparsejax.ops.implementations import Implementation, xla_is_for_gpu
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    custom_call_can_run,
+    xla_is_for_gpu,
+)
 from sparsejax.ops.item_chunks import Shard, accumulator, dot
 from sparsejax.ops.piece_sum import by_pieces
 from sparsejax.ops.scatter_gradient import Terms
@@ -128,11 +134,15 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     h, weights = shard.all_rows((batch.h, weights))
     wide = h.astype(dtype)
 
+    inside = jnp.arange(rows, dtype=jnp.int32) < limit
     bias = denied = None
+    offsets = jnp.zeros(rows, dtype)
     if whole.bias is not None:
-        inside = jnp.arange(rows, dtype=jnp.int32) < limit
+        offsets = whole.bias.astype(dtype)
         denied = whole.bias == -jnp.inf
-        bias = jnp.where(inside & ~denied, whole.bias, 0).astype(dtype)
+        bias = jnp.where(inside & ~denied, offsets, 0)
+    # -inf where there is neither loss nor gradient.
+    offsets = jnp.where(inside, offsets, -jnp.inf)
     own = _labels(labels, entries, shard, len(h), rows, denied)
 
     gram = _gram_of(
@@ -156,12 +166,9 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
 
     used = (weights != 0)[:, None]  # 0 * inf would be NaN
     dh = shard.own_sums(jnp.where(used, weights[:, None] * slopes, 0))
-    live = jnp.where(used, wide, 0)
-    weighted = weights[:, None] * live
-    of_batch = dot(weighted, live, (0, 0)), jnp.sum(weighted, axis=0), jnp.sum(weights)
-    out = updates.gradient_dtype or dtype
-    exact = batch.weights is None
-    terms = Terms(own.by_item, own.of_item, h if exact else weighted, rows)
+    moments = _moments(jnp.where(used, wide, 0), weights)
+    terms = Terms(own.by_item, own.of_item, moments.centred, rows)
+    of_labels = _sums_by_item(terms, weights)
     num_items = (
         rows if shard.items else item_chunks.rounded_items(labels.num_cols, rows)
     )
@@ -169,37 +176,28 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     if not at_once:
         size = _chunk(method, len(h), hidden, num_items)
     change = _changes(terms, implementation, whole_size=size == num_items)
-    of_labels = None
-    if bias is not None:
-        of_labels = _sums_by_item(terms, weights)
     # The carry is updated in place only after all rows have been read.
-    carry, per_example, dh, of_batch = lax.optimization_barrier(
-        (carry, per_example, dh, of_batch)
+    carry, per_example, dh, moments = lax.optimization_barrier(
+        (carry, per_example, dh, moments)
     )
-    outer, first, sum_of_weights = of_batch
+    out = updates.gradient_dtype or dtype
 
     def step(start, size, carry):
-        def part(array):
-            return item_chunks.slice_rows(array, start, size)
-
         current = updates.layer(carry)
-        chunk = part(current.kernel)
-        dkernel = dot(chunk, outer.astype(chunk.dtype), (1, 0), out)
-        dkernel = _without_padding(dkernel, limit - start, min(size, padding))
-        dkernel = change(dkernel, start)
-        dbias = None
-        if bias is not None:
-            own_bias, stopped = part(bias), part(denied)
-            dbias = _times_rows(chunk, first, xla_is_for_gpu(implementation))
-            dbias += own_bias * sum_of_weights
-            inside = start + jnp.arange(size, dtype=jnp.int32) < limit
-            dbias = jnp.where(inside & ~stopped, dbias, 0) - part(of_labels)
-            more = dkernel.astype(dtype) + own_bias[:, None] * first
-            # A label of a denied item has made its row infinite.
-            more = jnp.where(stopped[:, None] & jnp.isfinite(more), 0, more)
-            dkernel = more.astype(out)
-        made = lax.optimization_barrier(Layer(dkernel, dbias, None))
-        return update(start, made, carry)
+        dkernel, dbias = _gradients(
+            current.kernel,
+            moments,
+            offsets,
+            of_labels,
+            start,
+            size,
+            out,
+            implementation,
+        )
+        # Read before anything is written.
+        dkernel, dbias = lax.optimization_barrier((change(dkernel, start), dbias))
+        dbias = None if bias is None else dbias
+        return update(start, Layer(dkernel, dbias, None), carry)
 
     return per_example, dh, item_chunks.fold(step, carry, num_items, size)
 
@@ -338,22 +336,96 @@ def _times_columns(bias, kernel, for_gpu: bool):
     return jnp.sum(terms, axis=0)
 
 
-def _times_rows(chunk, vector, for_gpu: bool):
-    """`W_i . v` for each row."""
-    chunk = chunk.astype(vector.dtype)
-    if not for_gpu:
-        return dot(chunk, vector[:, None], (1, 0))[:, 0]
-    return jnp.sum(chunk * vector, axis=1)
+class _Moments(NamedTuple):
+    """What the gradient of the kernel needs to know of the batch, in float32.
+
+    With m the mean of the rows (or anything near to it), and w_b the weights::
+
+        centred = w_b (h_b - m)        outer = sum_b w_b (h_b - m) (h_b - m)^T
+        rest    = sum_b centred_b      total = sum_b w_b h_b      weight = sum_b w_b
+
+    If rows have a large mean, `outer` has no large elements that cancel in its products.
+    """
+
+    centred: Float[Array, "batch hidden"]
+    centre: Float[Array, "hidden"]
+    outer: Float[Array, "hidden hidden"]
+    rest: Float[Array, "hidden"]
+    total: Float[Array, "hidden"]
+    weight: Float[Array, ""]
 
 
-def _without_padding(gradient, limit, most: int):
-    """`gradient` with zeros in the rows from `limit` on, which are at most `most`."""
-    if not most:
-        return gradient
-    first = len(gradient) - most
-    inside = first + jnp.arange(most, dtype=jnp.int32) < limit
-    last = jnp.where(inside[:, None], gradient[first:], 0)
-    return lax.dynamic_update_slice_in_dim(gradient, last, first, 0)
+def _moments(
+    h: Float[Array, "batch hidden"], weights: Float[Array, "batch"]
+) -> _Moments:
+    sizes = jnp.abs(weights)  # cotangents may be negative
+    centre = sizes @ h / jnp.maximum(jnp.sum(sizes), jnp.finfo(h.dtype).tiny)
+    moved = jnp.where((weights != 0)[:, None], h - centre, 0)
+    centred = weights[:, None] * moved
+    return _Moments(
+        centred,
+        centre,
+        dot(moved, centred, (0, 0)),
+        jnp.sum(centred, axis=0),
+        jnp.sum(weights[:, None] * h, axis=0),
+        jnp.sum(weights),
+    )
+
+
+def _gradients(
+    kernel,
+    moments: _Moments,
+    offsets: Float[Array, "items"],
+    of_labels: Float[Array, "items"],
+    start: jax.typing.ArrayLike,
+    size: int,
+    dtype: jnp.dtype,
+    implementation: Implementation,
+) -> tuple[Float[Array, "size hidden"], Float[Array, "size"]]:
+    """The gradients of a chunk, but for the labels' part of the kernel's.
+
+    ::
+
+        mean_i     = W_i . centre + b_i
+        dbias_i    = W_i . total + weight b_i - sum over the labels of i of  y_bi w_b
+        gradient_i = W_i outer + mean_i rest + dbias_i centre
+    """
+    if _product_with_mosaic(kernel, implementation):
+        return mosaic.squared_gradient(
+            kernel,
+            moments.outer.astype(kernel.dtype),
+            moments.centre,
+            moments.total,
+            moments.rest,
+            offsets,
+            of_labels,
+            moments.weight,
+            start=start,
+            size=size,
+            dtype=dtype,
+        )
+    chunk, offsets, of_labels = (
+        item_chunks.slice_rows(x, start, size) for x in (kernel, offsets, of_labels)
+    )
+    nothing = (offsets == -jnp.inf) & (of_labels < jnp.inf)
+    offsets = jnp.where(offsets == -jnp.inf, 0, offsets)
+    pair = jnp.stack([moments.centre, moments.total])
+    means, totals = _times_vectors(chunk, pair, implementation)
+    dbias = totals + moments.weight * offsets - of_labels
+    dbias = jnp.where(nothing, 0, dbias)
+    gradient = dot(chunk, moments.outer.astype(chunk.dtype), (1, 0), dtype)
+    gradient = gradient.astype(dbias.dtype)
+    gradient += (means + offsets)[:, None] * moments.rest
+    gradient += dbias[:, None] * moments.centre
+    return jnp.where(nothing[:, None], 0, gradient).astype(dtype), dbias
+
+
+def _times_vectors(chunk, vectors: Float[Array, "n hidden"], implementation):
+    """`W_i . v` for each vector and row."""
+    chunk = chunk.astype(vectors.dtype)
+    if xla_is_for_gpu(implementation):  # without writing the rows in float32
+        return [jnp.sum(chunk * vector, axis=1) for vector in vectors]
+    return dot(vectors, chunk, (1, 1))
 
 
 def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
@@ -446,6 +518,13 @@ def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
     for_gpu = xla_is_for_gpu(method.implementation)
     budget = _GPU_CHUNK if for_gpu else _CPU_CHUNK
     return item_chunks.chunk_size(hidden, num_items, budget)
+
+
+def _product_with_mosaic(kernel, implementation: Implementation) -> bool:
+    """Whether the GPU program makes the gradients."""
+    if implementation not in (None, "mosaic_gpu") or mosaic.unsupported(kernel):
+        return False
+    return implementation is not None or custom_call_can_run(HOPPER)
 
 
 def _with_mosaic(terms: Terms, implementation: Implementation) -> bool:
