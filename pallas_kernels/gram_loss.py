@@ -146,7 +146,8 @@ def squared_gradient(
     operands = *numbers(start), weight, kernel, outer
     operands = *operands, _in_parts(centre), _in_parts(total)
     operands = *operands, centre, rest, bias, of_labels
-    return call("squared_gradient", body, out_type, _WARPGROUPS, *operands)
+    gradient, dbias = call("squared_gradient", body, out_type, _WARPGROUPS, *operands)
+    return gradient, dbias
 
 
 def _in_parts(vector: Float[Array, "hidden"]) -> Float[Array, "columns hidden"]:
