@@ -157,7 +157,7 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     if bias is not None:
         linear = _times_columns(bias, kernel, xla_is_for_gpu(implementation))
         total += dot(wide, linear[:, None], (1, 0))[:, 0] + jnp.sum(bias * bias) / 2
-        slopes += linear
+        slopes += linear[None]
     total = shard.sum_over_items(total)
     # Only rounding makes it negative. NaN stays NaN.
     per_example = jnp.where(broken, jnp.nan, shard.own_rows(jnp.maximum(total, 0)))
@@ -360,7 +360,7 @@ def _moments(
 ) -> _Moments:
     sizes = jnp.abs(weights)  # cotangents may be negative
     centre = sizes @ h / jnp.maximum(jnp.sum(sizes), jnp.finfo(h.dtype).tiny)
-    moved = jnp.where((weights != 0)[:, None], h - centre, 0)
+    moved = jnp.where((weights != 0)[:, None], h - centre[None], 0)
     centred = weights[:, None] * moved
     return _Moments(
         centred,
@@ -415,8 +415,8 @@ def _gradients(
     dbias = jnp.where(nothing, 0, dbias)
     gradient = dot(chunk, moments.outer.astype(chunk.dtype), (1, 0), dtype)
     gradient = gradient.astype(dbias.dtype)
-    gradient += (means + offsets)[:, None] * moments.rest
-    gradient += dbias[:, None] * moments.centre
+    gradient += (means + offsets)[:, None] * moments.rest[None]
+    gradient += dbias[:, None] * moments.centre[None]
     return jnp.where(nothing[:, None], 0, gradient).astype(dtype), dbias
 
 
@@ -424,7 +424,7 @@ def _times_vectors(chunk, vectors: Float[Array, "n hidden"], implementation):
     """`W_i . v` for each vector and row."""
     chunk = chunk.astype(vectors.dtype)
     if xla_is_for_gpu(implementation):  # without writing the rows in float32
-        return [jnp.sum(chunk * vector, axis=1) for vector in vectors]
+        return [jnp.sum(chunk * vector[None], axis=1) for vector in vectors]
     return dot(vectors, chunk, (1, 1))
 
 

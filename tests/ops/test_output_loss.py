@@ -20,7 +20,8 @@ from memory import temporary_bytes
 from tolerances import assert_close
 
 from sparsejax import losses
-from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates, loss_and_updates
+from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates
+from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.output_loss import (
     output_loss,
     output_loss_in_chunks,
@@ -39,11 +40,14 @@ RULES = [
     losses.L2HingeLoss(),
     losses.SigmoidBinaryCrossEntropy(ignore_zeros=True),
 ]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+# The squared loss without scores. It has no scale.
+GRAM = "l2_loss by Gram matrices"
+every_rule = pytest.mark.parametrize("rule", [*RULES, GRAM], ids=str)
 # Without those whose form is that of another.
-main_rules = pytest.mark.parametrize("rule", RULES[:4], ids=str)
-# One that takes a single pass and the one that takes two, for what no rule changes.
-both_kinds = pytest.mark.parametrize("rule", [RULES[0], RULES[3]], ids=str)
+main_rules = pytest.mark.parametrize("rule", [*RULES[:4], GRAM], ids=str)
+# One that takes a single pass, the one that takes two, and the form without scores, for
+# what no rule changes.
+both_kinds = pytest.mark.parametrize("rule", [RULES[0], RULES[3], GRAM], ids=str)
 OPERANDS = ("h", "kernel", "bias", "scale", "weights")
 
 
@@ -56,6 +60,7 @@ def sigmoid(s):
 
 def loss_and_slopes(rule, s, t, listed):
     """Losses `[batch]` and their derivatives in the scores, `[batch, items]`."""
+    rule = losses.L2Loss() if rule == GRAM else rule
     if getattr(rule, "ignore_zeros", False):
         all_items = dataclasses.replace(rule, ignore_zeros=False)
         value, slopes = values_and_slopes(all_items, s, t, listed)
@@ -101,8 +106,8 @@ def oracle(rule, problem):
     listed = matrices.oracle(dataclasses.replace(labels, data=None)) != 0
     x = {
         name: np.asarray(value, np.float64)
-        for name in OPERANDS
-        if (value := getattr(problem, name)) is not None
+        for name, value in operands_of(rule, problem).items()
+        if value is not None
     }
     h, kernel = x["h"], x["kernel"][:n]
     bias, scale = x.get("bias", np.zeros(n))[:n], x.get("scale", np.ones(n))[:n]
@@ -162,10 +167,36 @@ def make_problem(
     return SimpleNamespace(**kept, labels=labels)
 
 
+def operands_of(rule, problem):
+    kept = [name for name in OPERANDS if rule != GRAM or name != "scale"]
+    return {name: getattr(problem, name) if name in kept else None for name in OPERANDS}
+
+
+def form_of(rule):
+    """The rule, and how its loss is computed."""
+    return (losses.L2Loss(), {"form": "gram"}) if rule == GRAM else (rule, {})
+
+
+def per_example_of(rule, problem, **options):
+    rule, form = form_of(rule)
+    return output_loss_per_example_in_chunks(
+        problem.h,
+        problem.kernel,
+        problem.bias,
+        problem.labels,
+        loss=rule,
+        scale=None if form else problem.scale,
+        **form,
+        **options,
+    )
+
+
 def loss_of(rule, operands, labels, *, chunk_scores=None, **options):
+    rule, form = form_of(rule)
     function = output_loss
-    if chunk_scores is not None:
-        function = functools.partial(output_loss_in_chunks, chunk_scores=chunk_scores)
+    if chunk_scores is not None or form:
+        options |= {"chunk_scores": chunk_scores, **form}
+        function = output_loss_in_chunks
     return function(
         operands["h"],
         operands["kernel"],
@@ -186,7 +217,7 @@ def compiled(rule, **options):
 
 def run(rule, problem, **options) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Loss and gradients by name."""
-    operands = {name: getattr(problem, name) for name in OPERANDS}
+    operands = operands_of(rule, problem)
     loss, gradients = compiled(rule, **options)(operands, problem.labels)
     return loss, {name: g for name, g in gradients.items() if g is not None}
 
@@ -231,15 +262,7 @@ def check(rule, problem, **options):
 def test_equals_the_oracle(rule, valued, chunk_scores):
     problem = make_problem(matrices.random_csr(6, 300, valued=valued))
     check(rule, problem, chunk_scores=chunk_scores)
-    got = output_loss_per_example_in_chunks(
-        problem.h,
-        problem.kernel,
-        problem.bias,
-        problem.labels,
-        loss=rule,
-        scale=problem.scale,
-        chunk_scores=chunk_scores,
-    )
+    got = per_example_of(rule, problem, chunk_scores=chunk_scores)
     want = oracle(rule, problem)
     assert_close(got, want.per_example, terms=1500, magnitude=want.per_example_size)
 
@@ -272,7 +295,7 @@ def test_bfloat16(rule):
     check(rule, problem, chunk_scores=128)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_oracle_gradients_are_finite_differences(rule):
     labels = matrices.random_csr(3, 8, valued=True)
     problem = make_problem(labels, hidden=2, extra_rows=1)
@@ -297,7 +320,7 @@ def test_oracle_gradients_are_finite_differences(rule):
             )
 
 
-@main_rules
+@pytest.mark.parametrize("rule", RULES[:4], ids=str)
 def test_equals_optax_on_dense_labels(rule):
     name = getattr(rule, "name", "")
     if not hasattr(optax, name):
@@ -392,7 +415,7 @@ def test_kernel_lowers_for_cuda_on_a_mesh(rule):
     mesh = mesh_of((2, 2))
     labels = matrices.random_csr(4, 1000)
     problem = make_problem(labels, hidden=64, extra_rows=24, dtype=jnp.bfloat16)
-    operands = {name: getattr(problem, name) for name in OPERANDS}
+    operands = operands_of(rule, problem)
     options = {"implementation": "mosaic_gpu", "kernel_spec": P("model")}
     function = functools.partial(loss_of, rule, **options)
     with jax.set_mesh(mesh):
@@ -510,9 +533,7 @@ def broken_labels(kind):
 def test_broken_labels_are_nan(rule, kind, ahead):
     labels = broken_labels(kind)
     problem = make_problem(labels.with_transposed() if ahead else labels)
-    got = output_loss_per_example(
-        problem.h, problem.kernel, problem.bias, problem.labels, loss=rule
-    )
+    got = per_example_of(rule, problem)
     # In the overfull CSR the row after the broken one does not fit either.
     assert list(jnp.isnan(got)) == [False, True, kind == "overfull"]
     loss, gradients = run(rule, problem)
@@ -540,7 +561,7 @@ def test_weight_zero_silences_a_row_whatever_is_in_it(rule):
         setattr(without, name, value[jnp.array([0, 2])] if rows else value)
     want, want_gradients = run(rule, without)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
-    for name in ("kernel", "bias", "scale"):
+    for name in set(gradients) - {"h", "weights"}:
         np.testing.assert_allclose(
             gradients[name], want_gradients[name], rtol=1e-5, atol=1e-6
         )
@@ -554,7 +575,7 @@ def test_weights_have_a_gradient_where_they_are_zero(rule):
 
 
 @pytest.mark.parametrize(
-    "rule", [RULES[0], RULES[2], RULES[3], losses.L1Loss(), losses.L2Loss()]
+    "rule", [RULES[0], RULES[2], RULES[3], losses.L1Loss(), losses.L2Loss(), GRAM]
 )
 def test_denied_items_have_no_part_in_loss_and_gradients(rule):
     labels = CSR(None, jnp.int32([0, 3, 1]), jnp.int32([0, 2, 3]), num_cols=6)
@@ -568,8 +589,7 @@ def test_denied_items_have_no_part_in_loss_and_gradients(rule):
         setattr(few, name, value if name in ("h", "weights") else value[:4])
     want, want_gradients = run(rule, few)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
-    for name in OPERANDS:
-        gradient = gradients[name]
+    for name, gradient in gradients.items():
         if name in ("kernel", "bias", "scale"):
             assert (gradient[4:] == 0).all()
             gradient = gradient[:4]
@@ -609,7 +629,7 @@ def test_softmax_with_all_items_denied():
 
 def test_nan_operands_are_not_hidden():
     labels = matrices.random_csr(3, 9)
-    for rule in RULES:
+    for rule in (*RULES, GRAM):
         problem = make_problem(labels)
         problem.h = problem.h.at[1, 0].set(jnp.nan)
         loss, gradients = run(rule, problem)
@@ -622,7 +642,7 @@ def test_nan_operands_are_not_hidden():
 @both_kinds
 def test_the_cotangent_scales(rule):
     problem = make_problem(matrices.random_csr(4, 30), dtype=jnp.bfloat16)
-    operands = {name: getattr(problem, name) for name in OPERANDS}
+    operands = operands_of(rule, problem)
     plain = jax.grad(functools.partial(loss_of, rule))(operands, problem.labels)
     scaled = jax.grad(lambda x: -0.5 * loss_of(rule, x, problem.labels))(operands)
     jax.tree.map(
@@ -636,17 +656,16 @@ def test_the_cotangent_scales(rule):
 def test_per_example_is_differentiable(rule):
     problem = make_problem(matrices.random_csr(4, 30))
 
-    def weighted(h, kernel, bias, scale):
-        losses_ = output_loss_per_example(
-            h, kernel, bias, problem.labels, loss=rule, scale=scale
-        )
-        return jnp.sum(problem.weights * losses_)
+    def weighted(operands):
+        of_operands = per_example_of(rule, SimpleNamespace(**vars(problem) | operands))
+        return jnp.sum(problem.weights * of_operands)
 
-    operands = [getattr(problem, name) for name in OPERANDS[:4]]
-    got = jax.grad(weighted, range(4))(*operands)
+    operands = operands_of(rule, problem)
+    del operands["weights"]
+    got = jax.grad(weighted)(operands)
     _, want = run(rule, problem)
-    for name, gradient in zip(OPERANDS, got, strict=False):
-        np.testing.assert_allclose(gradient, want[name], rtol=1e-6, atol=1e-6)
+    for name in set(want) - {"weights"}:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6, atol=1e-6)
 
 
 def test_labels_are_constants():
@@ -760,18 +779,20 @@ def test_sharded_by_items_equals_unsharded(rule, with_spec):
 
     placed = {
         name: jax.device_put(
-            getattr(problem, name),
+            value,
             NamedSharding(mesh, P("data" if name in ("h", "weights") else "model")),
         )
-        for name in OPERANDS
+        for name, value in operands_of(rule, problem).items()
+        if value is not None
     }
+    placed = dict.fromkeys(OPERANDS) | placed
     options = {"kernel_spec": spec, "chunk_scores": 8 * 128}
     function = jax.value_and_grad(functools.partial(loss_of, rule, **options))
     with jax.set_mesh(mesh):
         value, gradients = jax.jit(function)(placed, problem.labels)
     np.testing.assert_allclose(value, want[0], rtol=1e-6)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, want[1][name], rtol=1e-5, atol=1e-4)
+    for name, wanted in want[1].items():
+        np.testing.assert_allclose(gradients[name], wanted, rtol=1e-5, atol=1e-4)
     if with_spec:
         assert gradients["kernel"].sharding.spec == P(("model", "data"))
         assert gradients["h"].sharding.spec == P("data")
@@ -829,10 +850,11 @@ def fused_sgd(rule, problem, rate, chunk_scores):
 
         return jax.tree.map(descend, layer, gradients)
 
+    rule, form = form_of(rule)
     return loss_and_updates(
-        Method(rule=rule, chunk_scores=chunk_scores),
+        Method(rule=rule, chunk_scores=chunk_scores, **form),
         Batch(problem.h, problem.labels, problem.weights),
-        Layer(problem.kernel, problem.bias, problem.scale),
+        Layer(problem.kernel, problem.bias, None if form else problem.scale),
         Updates(layer=lambda layer: layer, update=update),
     )
 
@@ -845,6 +867,8 @@ def test_updates_in_chunks_equal_a_step_with_the_gradient(rule):
     np.testing.assert_allclose(losses_, gradients["weights"], rtol=1e-6)
     np.testing.assert_allclose(dh, gradients["h"], rtol=1e-5, atol=1e-5)
     for name, new in layer._asdict().items():
+        if name not in gradients:
+            continue
         want = getattr(problem, name) - 0.1 * gradients[name]
         np.testing.assert_allclose(new, want, rtol=1e-5, atol=1e-5)
 
