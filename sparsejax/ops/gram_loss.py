@@ -145,8 +145,10 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     offsets = jnp.where(inside, offsets, -jnp.inf)
     own = _labels(labels, entries, shard, len(h), rows, denied)
 
-    gram = _gram_of(
-        kernel, limit, padding, denied, for_gpu=xla_is_for_gpu(implementation)
+    kept = offsets > -jnp.inf
+    some = None if denied is None else jnp.any(denied)
+    gram = _gram(
+        kernel, kept, limit, padding, some, for_gpu=xla_is_for_gpu(implementation)
     )
     z = gather_sum(own.by_row, kernel, implementation, wide=True)
     slopes = dot(wide, gram, (1, 0))
@@ -264,74 +266,66 @@ def _sums_by_item(terms: Terms, weights: Float[Array, "batch"]) -> Float[Array, 
     )
 
 
-def _gram_of(kernel, limit, padding: int, denied, *, for_gpu: bool):
-    """`W^T W` of the rows below `limit` that are not `denied`."""
-
-    def gram(kernel):
-        return _gram(kernel, limit, padding, for_gpu)
-
-    if denied is None:
-        return gram(kernel)
-    return lax.cond(
-        jnp.any(denied),
-        lambda kernel, denied: gram(jnp.where(denied[:, None], 0, kernel)),
-        lambda kernel, denied: gram(kernel),
-        kernel,
-        denied,
-    )
-
-
-def _gram(kernel, limit, padding: int, for_gpu: bool):
+def _gram(kernel, kept, limit, padding: int, denied, *, for_gpu: bool):
+    """`W^T W` of the rows that are `kept`: those below `limit` that are not `denied`."""
     rows, hidden = kernel.shape
     blocks = math.gcd(rows, _MOST_BLOCKS)
-    blocks &= -blocks
     while blocks > 1 and rows // blocks < _BLOCK_ITEMS:
         blocks //= 2
-    size = rows // blocks
-    dtype = accumulator(kernel.dtype)
 
-    def block(i, masked=False):
-        part = item_chunks.slice_rows(kernel, i * size, size)
-        if masked:
-            inside = i * size + jnp.arange(size, dtype=jnp.int32) < limit
-            part = jnp.where(inside[:, None], part, 0)
-        return dot(part, part, (0, 0))
+    def in_turn():
+        """One block after the other."""
 
-    place = jnp.clip(limit // size, 0, blocks - 1)  # of the block that is not whole
-    if not for_gpu:
-
-        def add(i, total):
-            return total + lax.cond(
-                (i + 1) * size <= limit,
-                block,
-                lambda i: block(i, masked=True),
-                i,
+        def add(start, size, total):
+            part, mask = (
+                item_chunks.slice_rows(x, start, size) for x in (kernel, kept)
             )
+            part = jnp.where(mask[:, None], part, 0)
+            return total + dot(part, part, (0, 0))
 
-        return lax.fori_loop(0, place + 1, add, jnp.zeros((hidden, hidden), dtype))
-    stack = kernel.reshape(blocks, size, hidden)
-    products = lax.dot_general(
-        stack,
-        stack,
-        (((1,), (1,)), ((0,), (0,))),
-        precision=None if kernel.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
-        preferred_element_type=dtype,
-    )
-    if not padding:
-        return jnp.sum(products, axis=0)
-    whole = (jnp.arange(blocks, dtype=jnp.int32) + 1) * size <= limit
-    total = jnp.sum(jnp.where(whole[:, None, None], products, 0), axis=0)
-    return total + jnp.where(whole[place], 0, block(place, masked=True))
+        zeros = jnp.zeros((hidden, hidden), accumulator(kernel.dtype))
+        return item_chunks.fold(add, zeros, rows, min(rows, _BLOCK_ITEMS))
+
+    def at_once():
+        """All blocks; then the one with the last rows again, without the padding."""
+        size = rows // blocks
+        stack = kernel.reshape(blocks, size, hidden)
+        products = lax.dot_general(
+            stack,
+            stack,
+            (((1,), (1,)), ((0,), (0,))),
+            precision=None if kernel.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+            preferred_element_type=accumulator(kernel.dtype),
+        )
+        if not padding:
+            return jnp.sum(products, axis=0)
+        whole = (jnp.arange(blocks, dtype=jnp.int32) + 1) * size <= limit
+        place = jnp.clip(limit // size, 0, blocks - 1)
+        part, mask = (
+            item_chunks.slice_rows(x, place * size, size) for x in (kernel, kept)
+        )
+        part = jnp.where(mask[:, None], part, 0)
+        last = jnp.where(whole[place], 0, dot(part, part, (0, 0)))
+        return jnp.sum(jnp.where(whole[:, None, None], products, 0), axis=0) + last
+
+    if not for_gpu or rows // blocks > 4 * _BLOCK_ITEMS:
+        return in_turn()
+    return at_once() if denied is None else lax.cond(denied, in_turn, at_once)
 
 
 def _times_columns(bias, kernel, for_gpu: bool):
     """`sum_i b_i W_i`; a padding row may be anything."""
     if not for_gpu:
-        return dot(
-            bias[None],
-            jnp.where(bias[:, None] != 0, kernel, 0).astype(bias.dtype),
-            (1, 0),
-        )[0]
+
+        def add(start, size, total):
+            part, factors = (
+                item_chunks.slice_rows(x, start, size) for x in (kernel, bias)
+            )
+            part = jnp.where(factors[:, None] != 0, part, 0).astype(bias.dtype)
+            return total + dot(factors[None], part, (1, 0))[0]
+
+        zeros = jnp.zeros(kernel.shape[1], bias.dtype)
+        return item_chunks.fold(add, zeros, len(kernel), min(len(kernel), _BLOCK_ITEMS))
     terms = jnp.where(bias[:, None] == 0, 0, kernel.astype(bias.dtype) * bias[:, None])
     return jnp.sum(terms, axis=0)
 
