@@ -40,7 +40,7 @@ _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
 _CHANGED_ROWS = 8192
 # What an entry of the labels costs, in scores that the other form computes. Measured with
 # bfloat16 operands on a GPU and float32 operands on a CPU, see benchmarks/README.md.
-_SCORES_OF_A_LABEL = 512
+_CPU_LABEL, _GPU_LABEL = 32, 512
 
 
 def loss_and_updates[Carry](
@@ -93,7 +93,7 @@ def loss_and_updates[Carry](
         raise ValueError(
             f"Gram matrices make l2_loss without a scale, not {method.rule}"
         )
-    if form is None and _is_faster(method.rule, batch, layer, shard or Shard()):
+    if form is None and _is_faster(method, batch, layer, shard or Shard()):
         form = "gram"
     if form != "gram":
         return chunked_loss.loss_and_updates(method, batch, carry, updates, shard)
@@ -492,9 +492,9 @@ def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
     return rule == losses.L2Loss() and layer.scale is None
 
 
-def _is_faster(rule: losses.LossRule, batch: Batch, layer: Layer, shard: Shard) -> bool:
+def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool:
     """Whether Gram matrices take less time than the scores of all items."""
-    if not _is_squared(rule, layer):
+    if not _is_squared(method.rule, layer):
         return False
     rows, hidden = layer.kernel.shape
     parts = lax.axis_size(shard.batch) if shard.batch else 1
@@ -502,7 +502,9 @@ def _is_faster(rule: losses.LossRule, batch: Batch, layer: Layer, shard: Shard) 
     nse = labels.nse
     if isinstance(labels, ShardedCSR):
         nse = parts * labels.blocks.nse
-    return rows * (size - 2 * hidden) > _SCORES_OF_A_LABEL * nse
+    if xla_is_for_gpu(method.implementation):
+        return rows * (size - 2 * hidden) > _GPU_LABEL * nse
+    return rows * (size - hidden) > _CPU_LABEL * nse
 
 
 def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
