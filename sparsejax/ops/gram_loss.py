@@ -94,7 +94,9 @@ def loss_and_updates[Carry](
             f"Gram matrices make l2_loss without a scale, not {method.rule}"
         )
     if form is None and _is_faster(method, batch, layer, shard or Shard()):
-        form = "gram"
+        # A GPU program may update the kernel where it makes the gradient from slopes. That
+        # saves as much as Gram matrices do.
+        form = "gram" if at_once or not _can_update(method, layer) else "chunks"
     if form != "gram":
         return chunked_loss.loss_and_updates(method, batch, carry, updates, shard)
     return _by_gram(method, batch, carry, updates, shard or Shard(), at_once)
@@ -170,7 +172,7 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     dh = shard.own_sums(jnp.where(used, weights[:, None] * slopes, 0))
     moments = _moments(jnp.where(used, wide, 0), weights)
     terms = Terms(own.by_item, own.of_item, moments.centred, rows)
-    of_labels = _sums_by_item(terms, weights)
+    of_labels = _sums_by_item(terms, None if batch.weights is None else weights)
     num_items = (
         rows if shard.items else item_chunks.rounded_items(labels.num_cols, rows)
     )
@@ -240,6 +242,8 @@ def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _La
 
 def _loss_of_labels(x: CSR, bias, dtype) -> Float[Array, "batch"]:
     """`sum over the labels of  y (y / 2 - b)`"""
+    if x.data is None and bias is None:
+        return x.row_lengths().astype(dtype) / 2
     y = jnp.ones(x.nse, dtype) if x.data is None else jnp.asarray(x.data, dtype)
     term = y * y / 2
     if bias is not None:
@@ -256,13 +260,20 @@ def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
     ]
 
 
-def _sums_by_item(terms: Terms, weights: Float[Array, "batch"]) -> Float[Array, "rows"]:
-    """`sum over the labels of i of  y_bi w_b`, for all items."""
-    by_item = terms.by_column
-    x = CSR(terms.data, by_item.rows, by_item.indptr, num_cols=weights.shape[0])
-    zeros = jnp.zeros(terms.num_rows, weights.dtype)
+def _sums_by_item(
+    terms: Terms, weights: Float[Array, "batch"] | None
+) -> Float[Array, "rows"]:
+    """`sum over the labels of i of  y_bi w_b`, for all items; no weights are weights of 1."""
+    by_item, dtype = terms.by_column, terms.dy.dtype
+    if terms.data is None and weights is None:
+        sums = jnp.diff(by_item.indptr).astype(dtype)
+    else:
+        ones = jnp.ones(len(terms.dy), dtype)
+        x = CSR(terms.data, by_item.rows, by_item.indptr, num_cols=len(ones))
+        sums = _sums(x, ones if weights is None else weights)
+    zeros = jnp.zeros(terms.num_rows, dtype)
     return zeros.at[terms.ids()].set(
-        _sums(x, weights), mode="drop", unique_indices=True, indices_are_sorted=True
+        sums, mode="drop", unique_indices=True, indices_are_sorted=True
     )
 
 
@@ -384,7 +395,7 @@ def _gradients(
         dbias_i    = W_i . total + weight b_i - sum over the labels of i of  y_bi w_b
         gradient_i = W_i outer + mean_i rest + dbias_i centre
     """
-    if _product_with_mosaic(kernel, implementation):
+    if _product_with_mosaic(kernel, size, implementation):
         return mosaic.squared_gradient(
             kernel,
             moments.outer.astype(kernel.dtype),
@@ -507,6 +518,14 @@ def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool
     return rows * (size - hidden) > _CPU_LABEL * nse
 
 
+def _can_update(method: Method, layer: Layer) -> bool:
+    """Whether a GPU program can update the kernel where it makes the gradient."""
+    if method.implementation == "mosaic_gpu":
+        return True
+    half = layer.kernel.dtype == jnp.bfloat16
+    return method.implementation is None and half and custom_call_can_run(HOPPER)
+
+
 def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
     """Items in a chunk."""
     if method.chunk_scores is not None:
@@ -516,9 +535,9 @@ def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
     return item_chunks.chunk_size(hidden, num_items, budget)
 
 
-def _product_with_mosaic(kernel, implementation: Implementation) -> bool:
-    """Whether the GPU program makes the gradients."""
-    if implementation not in (None, "mosaic_gpu") or mosaic.unsupported(kernel):
+def _product_with_mosaic(kernel, size: int, implementation: Implementation) -> bool:
+    """Whether the GPU program makes the gradients of a chunk."""
+    if implementation not in (None, "mosaic_gpu") or mosaic.unsupported(kernel, size):
         return False
     return implementation is not None or custom_call_can_run(HOPPER)
 
