@@ -493,13 +493,14 @@ def test_kernel_equals_xla_at_real_sizes(rule, in_place):
 @pytest.mark.parametrize("implementation", ["xla", "xla_gpu", "mosaic_gpu"])
 @pytest.mark.parametrize("options", [(), ("bias", "weights")], ids=["plain", "biased"])
 def test_gram_matrices_in_every_implementation(implementation, options):
-    # The padding is poisonous, and several blocks of rows are in the Gram matrix.
-    labels = matrices.random_csr(5, 12_200, 0.01, valued=bool(options))
+    # On GPUs several blocks of rows are in the Gram matrix.
+    items = 12_200 if implementation == "xla_gpu" else 680
+    labels = matrices.random_csr(5, items, 100 / items, valued=bool(options))
     problem = make_problem(
         labels, hidden=128, extra_rows=88, options=options, dtype=jnp.bfloat16
     )
     problem.h = problem.h + 1  # a mean that does not cancel
-    problem.kernel = problem.kernel.at[12_200:].set(jnp.nan)
+    problem.kernel = problem.kernel.at[items:].set(jnp.nan)  # padding
     with kernel_can_run():
         check(GRAM, problem, implementation=implementation)
 
@@ -538,23 +539,18 @@ def test_gram_matrices_cancel_at_a_good_fit(dtype, bound):
     [(1024, 2**14, "gram"), (1024, 2**22, "chunks"), (64, 2**14, "chunks")],
 )
 def test_the_form_is_chosen_by_the_sizes(batch, nse, form):
-    def floats(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def ints(size):
-        return jax.ShapeDtypeStruct((size,), jnp.int32)
-
-    labels = CSR(None, ints(nse), ints(batch + 1), num_cols=2**17)
-
-    def traced(form):
-        def loss(h, kernel, labels):
+    def lowered(form):
+        def loss(h, kernel, indices, indptr):
+            labels = CSR(None, indices, indptr, num_cols=len(kernel))
             options = {"loss": losses.L2Loss(), "form": form}
             return output_loss_in_chunks(h, kernel, None, labels, **options)
 
-        operands = floats(batch, 64), floats(2**17, 64), labels
-        return str(jax.make_jaxpr(loss)(*operands))
+        shapes = (batch, 64), (2**17, 64), (nse,), (batch + 1,)
+        dtypes = 2 * [jnp.float32] + 2 * [jnp.int32]
+        operands = map(jax.ShapeDtypeStruct, shapes, dtypes)
+        return jax.jit(loss).lower(*operands).as_text()
 
-    assert traced(None) == traced(form)
+    assert lowered(None) == lowered(form)
 
 
 def test_gram_matrices_of_another_loss_are_refused():
