@@ -66,6 +66,11 @@ def output_loss(
     bfloat16 operands the derivative in the scores is rounded to bfloat16 before its two
     products. Each gradient has the dtype of its operand.
 
+    For large batches with few labels, "l2_loss" over all items makes no scores: Gram
+    matrices give the same loss and gradients (see `gram_loss`). The rounding error of the
+    loss is then relative to the loss of scores of 0, and the gradients are not
+    differentiable in reverse mode.
+
     An example with weight 0 contributes nothing, whatever is in it. The gradient of its
     weight is still its loss. A row of labels that does not fit in
     an overfull CSR, or has an index outside the items, makes the result NaN.

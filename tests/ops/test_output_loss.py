@@ -506,16 +506,17 @@ def test_gram_matrices_in_every_implementation(implementation, options):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.02)], ids=str
+    ("dtype", "bound"), [(jnp.float32, 1e-4), (jnp.bfloat16, 5e-3)], ids=str
 )
 def test_gram_matrices_cancel_at_a_good_fit(dtype, bound):
-    # Hidden units with a mean, and the kernel that fits other rows best: large numbers in
-    # the products cancel. Without a centre, a gradient in bfloat16 would be off by .3.
+    # Hidden units with a large mean, and the kernel that fits them best: large numbers in
+    # the products cancel. Scores give a gradient in bfloat16 that is off by 2.4e-3. With
+    # Gram matrices of rows that are not centred it would be .14.
     rng = np.random.default_rng(0)
     dense = rng.random((256, 600)) < 0.05
-    h = 1 / (1 + np.exp(-0.5 * rng.standard_normal((256, 16))))
+    h = 1 / (1 + np.exp(-0.1 * rng.standard_normal((256, 16))))
     labels = CSR.from_scipy(scipy.sparse.csr_array(dense[:128]))
-    kernel = np.linalg.lstsq(h[128:], dense[128:].astype(float), rcond=None)[0].T
+    kernel = np.linalg.lstsq(h, dense.astype(float), rcond=None)[0].T
     problem = SimpleNamespace(
         h=jnp.asarray(h[:128], dtype),
         kernel=jnp.asarray(kernel, dtype),
