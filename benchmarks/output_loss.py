@@ -103,7 +103,7 @@ def _ours(
     from sparsejax.ops.output_loss import output_loss_in_chunks
 
     def loss(h, kernel, bias, labels):
-        options = {"implementation": implementation, "form": form}
+        options: dict[str, Any] = {"implementation": implementation, "form": form}
         return output_loss_in_chunks(
             h, kernel, bias, labels, loss=losses.get(rule), **options
         )

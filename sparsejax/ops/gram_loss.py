@@ -141,29 +141,27 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     wide = h.astype(dtype)
 
     inside = jnp.arange(rows, dtype=jnp.int32) < limit
-    bias = denied = None
-    offsets = jnp.zeros(rows, dtype)
-    if whole.bias is not None:
-        offsets = whole.bias.astype(dtype)
-        denied = whole.bias == -jnp.inf
-        bias = jnp.where(inside & ~denied, offsets, 0)
+    bias = denied = some = None
     # -inf where there is neither loss nor gradient.
-    offsets = jnp.where(inside, offsets, -jnp.inf)
+    offsets = jnp.where(inside, jnp.zeros(rows, dtype), -jnp.inf)
+    if whole.bias is not None:
+        bias = whole.bias.astype(dtype)
+        denied = bias == -jnp.inf
+        some = jnp.any(denied)
+        offsets = jnp.where(inside, bias, -jnp.inf)
+    kept = offsets > -jnp.inf
     own = _labels(labels, entries, shard, len(h), rows, denied)
 
-    kept = offsets > -jnp.inf
-    some = None if denied is None else jnp.any(denied)
-    gram = _gram(
-        kernel, kept, limit, padding, some, for_gpu=xla_is_for_gpu(implementation)
-    )
+    for_gpu = xla_is_for_gpu(implementation)
+    gram = _gram(kernel, kept, limit, padding, some, for_gpu=for_gpu)
     z = gather_sum(own.by_row, kernel, implementation, wide=True)
     slopes = dot(wide, gram, (1, 0))
-    total = jnp.sum(wide * (slopes / 2 - z), axis=1) + _loss_of_labels(
-        own.by_row, None if bias is None else whole.bias.astype(dtype), dtype
-    )
+    total = jnp.sum(wide * (slopes / 2 - z), axis=1)
+    total += _loss_of_labels(own.by_row, bias, dtype)
     slopes -= z
     if bias is not None:
-        linear = _times_columns(bias, kernel, xla_is_for_gpu(implementation))
+        bias = jnp.where(kept, bias, 0)
+        linear = _times_columns(bias, kernel, for_gpu)
         total += dot(wide, linear[:, None], (1, 0))[:, 0] + jnp.sum(bias * bias) / 2
         slopes += linear[None]
     total = shard.sum_over_items(total)

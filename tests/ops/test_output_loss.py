@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,7 @@ def operands_of(rule, problem):
     return {name: getattr(problem, name) if name in kept else None for name in OPERANDS}
 
 
-def form_of(rule):
+def form_of(rule) -> tuple[Any, dict[str, Any]]:
     """The rule, and how its loss is computed."""
     return (losses.L2Loss(), {"form": "gram"}) if rule == GRAM else (rule, {})
 

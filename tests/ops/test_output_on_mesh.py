@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def blocks_of(matrix, mesh):
     return ShardedCSR.from_host(host, rows, mesh)
 
 
-def how(rule):
+def how(rule) -> dict[str, Any]:
     if rule == GRAM:
         rule = losses.L2Loss()
         return {"loss": rule, "form": "gram", "chunk_scores": CHUNK_SCORES}
