@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.integers import rem
-from pallas_kernels.matmul_tiles import LAYOUT, ROWS, STEP, call, numbers
+from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
 from pallas_kernels.score_tiles import (
     column_numbers,
     row_vector,
@@ -24,9 +23,8 @@ from pallas_kernels.score_tiles import (
 
 MAX_HIDDEN = 256
 _WARPGROUPS = 2
-_REGISTERS = 232, 40  # of a thread that computes and of one that copies
-_MOST_STAGES = 4
-_SHARED = 225 * 1024  # bytes of an SM's shared memory, but for the barriers
+_TILE = _WARPGROUPS * ROWS  # rows of a tile
+_STAGES = 3  # more do not fit in shared memory
 # Columns of the product with two vectors: the fewest that `wgmma` makes. Three of them hold
 # the parts of a vector in bfloat16 whose sum has the precision of float32.
 _COLUMNS, _PARTS = 8, 3
@@ -39,8 +37,8 @@ def unsupported(kernel: jax.Array, size: int) -> str | None:
         return f"takes bfloat16 operands, not {kernel.dtype}"
     if hidden % STEP or not 0 < hidden <= MAX_HIDDEN:
         return f"takes hidden sizes of {STEP} to {MAX_HIDDEN}, multiples of {STEP}"
-    if size % (_WARPGROUPS * ROWS):
-        return f"takes a multiple of {_WARPGROUPS * ROWS} rows, not {size:,}"
+    if size % _TILE:
+        return f"takes a multiple of {_TILE} rows, not {size:,}"
     return None
 
 
@@ -84,120 +82,67 @@ def squared_gradient(
     """
     hidden = kernel.shape[1]
     width = 128 // jnp.dtype(dtype).itemsize  # of a piece that is stored
-    stages = _stages(hidden)
-    pairs = size // (_WARPGROUPS * ROWS)
 
     def body(start_gmem, weight_gmem, kernel_gmem, *refs):
         outer_gmem, parts_gmem, centre_gmem, rest_gmem, *refs = refs
         bias_gmem, labels_gmem, gradient_gmem, dbias_gmem = refs
         first, weight = start_gmem[0], weight_gmem[0]
-        warpgroup = lax.axis_index("warpgroup")
 
-        def each_row(function):
-            """Calls `function` with the first row of a pair of tiles, and the pairs before."""
+        def factors(k, rows_smem, outer_smem, parts_smem, warpgroup):
+            mine = rows_smem.at[pl.ds(warpgroup * ROWS, ROWS)]
+            step = pl.ds(k * STEP, STEP)
+            parts = parts_smem.at[:, step].transpose((1, 0))
+            return [(mine, outer_smem.at[step]), (mine, parts)]
 
-            @plgpu.nd_loop((pairs,), collective_axes="program")
-            def _(info):
-                function(info.index[0] * _WARPGROUPS * ROWS, info.local_index)
-
-        def copy(outer_smem, parts_smem, rows_smem, stored_smem, ready, full, free):
-            plgpu.copy_gmem_to_smem(outer_gmem, outer_smem, ready)
-            plgpu.copy_gmem_to_smem(parts_gmem, parts_smem, ready)
-
-            @each_row
-            def _(row, done):
-                for i in range(_WARPGROUPS):
-                    slot = i * stages + rem(done, stages)
-
-                    @pl.when(done >= stages)
-                    def _(slot=slot):
-                        plgpu.barrier_wait(free.at[slot])
-
-                    rows = pl.ds(first + row + i * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(
-                        kernel_gmem.at[rows], rows_smem.at[slot], full.at[slot]
-                    )
-
-        def compute(outer_smem, parts_smem, rows_smem, stored_smem, ready, full, free):
-            plgpu.barrier_wait(ready)
-
-            @each_row
-            def _(row, done):
-                row = row + warpgroup * ROWS
-                slot = warpgroup * stages + rem(done, stages)
-                own_bias = row_vector(bias_gmem, first + row)
-                labels = row_vector(labels_gmem, first + row)
-
-                def multiply(sums, of_vectors):
-                    plgpu.barrier_wait(full.at[slot])
-                    rows = rows_smem.at[slot]
-                    plgpu.wgmma(of_vectors, rows, parts_smem.transpose((1, 0)))
-                    plgpu.wgmma(sums, rows, outer_smem)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot])
-                    return sums[...], of_vectors[...]
-
-                # One warpgroup multiplies while the other works on its sums.
-                sums, of_vectors = pl.run_scoped(
-                    multiply, plgpu.ACC((ROWS, hidden)), plgpu.ACC((ROWS, _COLUMNS))
+        def finish(tile, warpgroup, make, smem):
+            row = tile + warpgroup * ROWS
+            own_bias = row_vector(bias_gmem, first + row)
+            labels = row_vector(labels_gmem, first + row)
+            sums, of_vectors = make()
+            of_centre = column_numbers(_COLUMNS) < _PARTS
+            mean, total = (
+                jnp.sum(jnp.where(mask, of_vectors, 0.0), axis=1)
+                for mask in (of_centre, ~of_centre)
+            )
+            stopped = own_bias == -jnp.inf
+            own_bias = jnp.where(stopped, 0.0, own_bias)
+            mean = mean + own_bias
+            dbias = total + weight * own_bias - labels
+            nothing = stopped & (labels < jnp.inf)
+            dbias = jnp.where(nothing, 0.0, dbias)
+            dbias_gmem[pl.ds(row, ROWS)] = dbias
+            live = jnp.where(nothing, 0.0, 1.0)
+            spread = [spread_rows(x, width) for x in (mean, dbias, live)]
+            for c in range(0, hidden, width):
+                slot = c // width % 2
+                part = sums[:, c : c + width]
+                part = part + spread[0] * spread_columns(rest_gmem, c, width)
+                part = part + spread[1] * spread_columns(centre_gmem, c, width)
+                part = jnp.where(spread[2] != 0.0, part, 0.0)
+                # An earlier copy must have read the slot. If a tile has an odd number of
+                # pieces, that may be the last copy.
+                plgpu.wait_smem_to_gmem(1 - hidden // width % 2, wait_read_only=True)
+                smem[warpgroup, slot] = part.astype(smem.dtype)
+                plgpu.commit_smem()
+                target = pl.ds(row, ROWS), pl.ds(c, width)
+                plgpu.copy_smem_to_gmem(
+                    smem.at[warpgroup, slot], gradient_gmem.at[*target]
                 )
-                of_centre = column_numbers(_COLUMNS) < _PARTS
-                mean, total = (
-                    jnp.sum(jnp.where(mask, of_vectors, 0.0), axis=1)
-                    for mask in (of_centre, ~of_centre)
-                )
-                stopped = own_bias == -jnp.inf
-                own_bias = jnp.where(stopped, 0.0, own_bias)
-                dbias = total + weight * own_bias - labels
-                nothing = stopped & (labels < jnp.inf)
-                dbias = jnp.where(nothing, 0.0, dbias)
-                dbias_gmem[pl.ds(row, ROWS)] = dbias
-                live = jnp.where(nothing, 0.0, 1.0)
-                mean, dbias, live = (
-                    spread_rows(x, width) for x in (mean + own_bias, dbias, live)
-                )
-                for c in range(0, hidden, width):
-                    part = sums[:, c : c + width]
-                    part = part + mean * spread_columns(rest_gmem, c, width)
-                    part = part + dbias * spread_columns(centre_gmem, c, width)
-                    part = jnp.where(live != 0.0, part, 0.0)
-                    # The copy of the piece before must have read what is there.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    stored_smem[warpgroup] = part.astype(dtype)
-                    plgpu.commit_smem()
-                    target = pl.ds(row, ROWS), pl.ds(c, width)
-                    plgpu.copy_smem_to_gmem(
-                        stored_smem.at[warpgroup], gradient_gmem.at[*target]
-                    )
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def scope(*scratch):
-            @pl.when(warpgroup == _WARPGROUPS)
-            def _():
-                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-                copy(*scratch)
-
-            @pl.when(warpgroup < _WARPGROUPS)
-            def _():
-                plgpu.set_max_registers(_REGISTERS[0], action="increase")
-                compute(*scratch)
-
-        def shared(*shape):
-            return plgpu.SMEM(shape, jnp.bfloat16, transforms=LAYOUT)
-
-        pieces = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
-        slots = _WARPGROUPS * stages
-        pl.run_scoped(
-            scope,
-            shared(hidden, hidden),
-            shared(_COLUMNS, hidden),
-            shared(slots, ROWS, hidden),
-            plgpu.SMEM((_WARPGROUPS, ROWS, width), dtype, transforms=pieces),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=slots),
-            plgpu.Barrier(num_barriers=slots),
-            collective_axes="warpgroup",
+        swizzle = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)
+        stored = plgpu.SMEM((_WARPGROUPS, 2, ROWS, width), dtype, transforms=swizzle)
+        matmul_tiles(
+            size // _TILE,
+            lambda i: i * _TILE,
+            [(kernel_gmem, (_TILE, STEP), lambda tile, k: (first + tile, k * STEP))],
+            factors,
+            finish,
+            columns=[hidden, _COLUMNS],
+            steps=hidden // STEP,
+            warpgroups=_WARPGROUPS,
+            constants=[outer_gmem, parts_gmem],
+            scratch=[stored],
+            stages=_STAGES,
         )
 
     out_type = [
@@ -213,18 +158,12 @@ def squared_gradient(
     return gradient, dbias
 
 
-def _stages(hidden: int) -> int:
-    """How many tiles of a warpgroup are in shared memory."""
-    kept = 2 * hidden * (hidden + _COLUMNS) + _WARPGROUPS * ROWS * 128
-    return min(_MOST_STAGES, (_SHARED - kept) // (2 * _WARPGROUPS * ROWS * hidden))
-
-
 def _in_parts(vector: Float[Array, "hidden"]) -> Float[Array, "parts hidden"]:
     """Rows of bfloat16 whose sum is the vector."""
     rows = []
     for _ in range(_PARTS):
         # Not a plain cast: XLA may keep the precision that a cast there and back loses.
-        row = jax.lax.reduce_precision(vector, 8, 7)
+        row = lax.reduce_precision(vector, 8, 7)
         rows.append(row)
         vector = vector - row
     return jnp.stack(rows).astype(jnp.bfloat16)

@@ -39,7 +39,7 @@ _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
 # Rows with labels that are changed together, where a chunk has some of them.
 _CHANGED_ROWS = 8192
 # What an entry of the labels costs, in scores that the other form computes. Measured with
-# bfloat16 operands on a GPU and float32 operands on a CPU, see benchmarks/README.md.
+# bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/README.md.
 _CPU_LABEL, _GPU_LABEL = 32, 512
 
 
@@ -515,9 +515,11 @@ def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool
     nse = labels.nse
     if isinstance(labels, ShardedCSR):
         nse = parts * labels.blocks.nse
+    # What does not depend on the sizes costs about as much as a chunk of scores.
+    label, fixed = _CPU_LABEL, chunked_loss.CPU_CHUNK_SCORES
     if xla_is_for_gpu(method.implementation):
-        return rows * (size - 2 * hidden) > _GPU_LABEL * nse
-    return rows * (size - hidden) > _CPU_LABEL * nse
+        label, fixed = _GPU_LABEL, chunked_loss.GPU_CHUNK_SCORES
+    return rows * (size - hidden) > label * nse + fixed
 
 
 def _can_update(method: Method, layer: Layer) -> bool:
