@@ -440,12 +440,11 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
 
     It takes a chunk of the gradient and the chunk's first row.
     """
-    if _with_mosaic(terms, implementation):
-
-        def change(gradient, start):
-            return _change_by_mosaic(gradient, terms, start)
-
-        return change
+    if terms.by_column.columns.shape[0] == 0:
+        return lambda gradient, start: gradient
+    # The GPU program changes the rows of all terms, whether they are in the chunk or not.
+    if whole_size and _with_mosaic(terms, implementation):
+        return lambda gradient, start: _change_by_mosaic(gradient, terms)
     ids, sums = terms.ids(), terms.values(implementation)
 
     def subtract(gradient, places, sums):
@@ -476,22 +475,20 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
     return change
 
 
-def _change_by_mosaic(gradient, terms: Terms, start):
-    """The same by the GPU program that updates rows."""
+def _change_by_mosaic(gradient, terms: Terms):
+    """The same by the GPU program that updates rows, for all items."""
     by_item = terms.by_column
     column = by_item.columns
     following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
     position = jnp.arange(column.shape[0], dtype=jnp.int32)
     is_last = (position < by_item.indptr[-1]) & (column != following)
-    place = column - start
-    inside = is_last & (place >= 0) & (place < len(gradient))
     (gradient,) = row_update(
         lambda arrays, sums, lag, scalars: [arrays[0] - sums],
         [gradient],
         terms.data,
         by_item.rows,
         by_item.indptr,
-        jnp.where(inside, place, -1),
+        jnp.where(is_last, column, -1),
         None,
         terms.dy,
     )
