@@ -57,12 +57,13 @@ def gather_matmul(
     w: Float[Array, "features hidden"],
     num_cols: int,
     *,
+    dtype: jnp.dtype | None = None,
     config: Config | None = None,
 ) -> Float[Array, "rows hidden"]:
     """`y[b] = sum_j data_j w[indices_j]` over the entries j of CSR row b.
 
-    Sums are made in float32, in the order of the entries, and rounded once to `w`'s
-    dtype. Pieces of a row longer than `T` are summed first, each by itself. Reads
+    Sums are made in float32, in the order of the entries, and rounded once to `dtype`.
+    Pieces of a row longer than `T` are summed first, each by itself. Reads
     `nse * hidden` elements of `w` and writes `rows * hidden`. Rows longer than `T` also
     move about `2 hidden / T` float32 numbers per entry.
 
@@ -79,12 +80,14 @@ def gather_matmul(
         that ends beyond `nse` is NaN.
       w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
+      dtype: of the result, float32 or bfloat16; that of `w` by default.
       config: how the work is cut; by default `default_config` for the shape.
 
     Raises:
       ValueError: shapes or dtypes that the GPU program does not take.
     """
     num_rows, nse = indptr.shape[0] - 1, indices.shape[0]
+    dtype = jnp.dtype(w.dtype if dtype is None else dtype)
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"w must be float32 or bfloat16, got {w.dtype}")
     if indices.dtype != jnp.int32 or indptr.dtype != jnp.int32:
@@ -100,25 +103,29 @@ def gather_matmul(
         )
     if nse == 0 or num_rows == 0 or num_cols == 0 or w.shape[1] == 0:
         # There is nothing to read. A row that has entries all the same is NaN.
-        filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(w.dtype)
+        filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
     config = config or default_config(w.shape[1], w.dtype.itemsize)
     padding = _THREADS - w.shape[1]
     if padding > 0 and config.threads == _THREADS:
         w_padded = jnp.pad(w, ((0, 0), (0, padding)))
-        y = gather_matmul(data, indices, indptr, w_padded, num_cols, config=config)
+        y = gather_matmul(
+            data, indices, indptr, w_padded, num_cols, dtype=dtype, config=config
+        )
         return y[:, :-padding]
 
     def product(team, indices, indptr, w, *data):
-        return _product(team, data, indices, indptr, w, num_cols, config)
+        return _product(team, data, indices, indptr, w, num_cols, dtype, config)
 
-    team = team_of(w.shape[1], w.dtype.itemsize, config.threads, config.chunk)
+    # A thread stores no more than 16 bytes at once either.
+    itemsize = max(w.dtype.itemsize, dtype.itemsize)
+    team = team_of(w.shape[1], itemsize, config.threads, config.chunk)
     return on_teams(
         product, team, indices, indptr, w, *([] if data is None else [data])
     )
 
 
-def _product(team, data, indices, indptr, w, num_cols, config):
+def _product(team, data, indices, indptr, w, num_cols, dtype, config):
     """`gather_matmul` by such teams; `data` is empty or has one array."""
     num_rows, nse, hidden = indptr.shape[0] - 1, indices.shape[0], w.shape[1]
     programs = pl.cdiv(nse, config.entries)
@@ -146,7 +153,7 @@ def _product(team, data, indices, indptr, w, num_cols, config):
     out, partial, cut_rows = plgpu.kernel(
         gather_matmul_sum,
         out_type=[
-            jax.ShapeDtypeStruct((num_rows, hidden), w.dtype),
+            jax.ShapeDtypeStruct((num_rows, hidden), dtype),
             jax.ShapeDtypeStruct((2, programs, hidden), jnp.float32),
             jax.ShapeDtypeStruct((2, programs), jnp.int32),
         ],

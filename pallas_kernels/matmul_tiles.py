@@ -52,7 +52,7 @@ def matmul_tiles(
       tile_of: maps a tile's number to what the other functions get as `tile`.
       operands: (matrix, shape of a step's block, place), where `place(tile, k)` is the
         first row and column of the block of step k.
-      factors: maps the blocks of a step, the constants and a warpgroup's number to the
+      factors: maps a step's number, its blocks, the constants and a warpgroup's number to the
         two operands of `wgmma`, for each `[64, columns]` part of the tile that the
         warpgroup has.
       finish: called with the tile, the warpgroup, a function that makes the float32 sums
@@ -132,7 +132,7 @@ def matmul_tiles(
                             plgpu.barrier_wait(full.at[slot])
                             here = [block.at[slot] for block in blocks]
                             for part, of_part in zip(
-                                sums, factors(*here, *kept, warpgroup), strict=True
+                                sums, factors(k, *here, *kept, warpgroup), strict=True
                             ):
                                 plgpu.wgmma(part, *of_part)
                             plgpu.wgmma_wait(0)

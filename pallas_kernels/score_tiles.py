@@ -86,7 +86,8 @@ def score_tiles(
             m, n = plgpu.planar_snake(i, (down, across), 0, _WIDTH)
             return m * TILE_ROWS, n * TILE_ITEMS
 
-        def factors(h_smem, kernel_smem, warpgroup):
+        def factors(k, h_smem, kernel_smem, warpgroup):
+            del k
             i, j = rem(warpgroup, 2) * ROWS, div(warpgroup, 2) * COLUMNS
             items = kernel_smem.at[pl.ds(j, COLUMNS)]
             return [(h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0)))]

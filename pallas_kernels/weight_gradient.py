@@ -123,7 +123,8 @@ def gradient_tiles(
         before = div(i, lax.axis_size("program"))
         return div(i, across) * TILE, rem(i, across) * columns, before
 
-    def factors(slopes_smem, h_smem, *more):
+    def factors(k, slopes_smem, h_smem, *more):
+        del k
         *summing_smem, warpgroup = more
         mine = slopes_smem.at[:, pl.ds(warpgroup * ROWS, ROWS)].transpose((1, 0))
         return [(mine, h_smem), *((mine, x.transpose((1, 0))) for x in summing_smem)]

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,8 @@ class Method:
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
         picks what is fastest here.
       precision: see `output_loss`.
+      form: whether scores are computed, a chunk of items at a time, or Gram matrices
+        replace them (see `gram_loss`). None picks what is fastest here.
     """
 
     rule: losses.LossRule
@@ -90,6 +92,7 @@ class Method:
     implementation: Implementation = None
     chunk_scores: int | None = None
     precision: Word = "default"
+    form: Literal["chunks", "gram"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

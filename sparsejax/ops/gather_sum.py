@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,12 +42,20 @@ def gather_sum(
     x: SparseRows,
     w: Float[Array, "features hidden"],
     implementation: Implementation,
+    *,
+    wide: bool = False,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_matmul` with the combiner "sum", without a derivative."""
+    """`gather_matmul` with the combiner "sum", without a derivative.
+
+    With `wide` the sums are returned in the dtype in which they are made, not rounded to
+    that of `w`.
+    """
+    dtype = accumulator(w.dtype) if wide else w.dtype
     if isinstance(x, ShardedCSR):
 
         def part(blocks, w):
-            return x.sum_over_columns(gather_sum(own_block(blocks), w, implementation))
+            y = gather_sum(own_block(blocks), w, implementation, wide=wide)
+            return x.sum_over_columns(y)
 
         return call_on_each_device(
             part,
@@ -54,23 +64,30 @@ def gather_sum(
             in_specs=(P("data", "model"), P("model")),
             out_specs=x.rows_spec,
         )
-    return _sum_on_device(*vary_alike(x, w), implementation)
+    return _sum_on_device(*vary_alike(x, w), implementation, dtype)
 
 
-def _sum_on_device(x: CSR, w: jax.Array, implementation: Implementation) -> jax.Array:
+def _sum_on_device(
+    x: CSR, w: jax.Array, implementation: Implementation, dtype: jnp.dtype
+) -> jax.Array:
     if implementation is None and mosaic_is_fastest(w, x.nse):
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
         data = None if x.data is None else jnp.asarray(x.data)
-        return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols)
+        return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols, dtype=dtype)
     if implementation is None and _cusparse_is_fastest(x, w):
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):
         return by_cusparse(x, w)
     if implementation in ("xla_gpu", "cusparse"):
-        return by_pieces(x, w)
-    return lax.platform_dependent(x, w, cpu=by_loop, default=by_pieces)
+        return by_pieces(x, w, dtype)
+    return lax.platform_dependent(
+        x,
+        w,
+        cpu=functools.partial(by_loop, dtype=dtype),
+        default=functools.partial(by_pieces, dtype=dtype),
+    )
 
 
 def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
@@ -135,7 +152,7 @@ def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
     return jnp.where(x.overfull_rows()[:, None], jnp.nan, y)
 
 
-def by_loop(x: CSR, w: jax.Array) -> jax.Array:
+def by_loop(x: CSR, w: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
     """XLA's form that is fast on a CPU: a sequential loop over rows and entries."""
     hidden, sums, axes = w.shape[1], accumulator(w.dtype), varying_axes(w)
     indices = jnp.pad(jnp.asarray(x.indices), (0, _UNROLL))
@@ -167,5 +184,5 @@ def by_loop(x: CSR, w: jax.Array) -> jax.Array:
         total = jnp.where(end > x.nse, jnp.nan, total)
         return lax.dynamic_update_index_in_dim(y, total.astype(y.dtype), b, 0)
 
-    y = vary_over(jnp.zeros((x.num_rows, hidden), w.dtype), axes)
+    y = vary_over(jnp.zeros((x.num_rows, hidden), dtype or w.dtype), axes)
     return lax.fori_loop(0, x.num_rows, row, y) if x.num_rows else y

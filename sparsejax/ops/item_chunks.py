@@ -216,7 +216,8 @@ def dot(
 ) -> jax.Array:
     """Matrix product over the two named axes: sums in float32.
 
-    `precision` is that of float32 operands; others are used as given. The result is rounded to `dtype`, if one is given: on a GPU by the product itself.
+    `precision` is that of float32 operands; others are used as given. The result is
+    rounded to `dtype`, if one is given: on a GPU by the product itself.
     """
 
     sums = accumulator(a.dtype)

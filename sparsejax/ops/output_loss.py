@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from sparsejax.ops.chunked_loss import (
     Layer,
     Method,
     Updates,
-    loss_and_updates,
     over_items,
     weighted_sum,
 )
+from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.precision import Precision, check_precision
 
@@ -67,6 +67,11 @@ def output_loss(
     float32. Operands are used as they are, except for float32 on a GPU, see `precision`.
     With bfloat16 operands the derivative in the scores is rounded to bfloat16 before its
     two products. Each gradient has the dtype of its operand.
+
+    For large batches with few labels, "l2_loss" over all items makes no scores: Gram
+    matrices give the same loss and gradients (see `gram_loss`). The rounding error of the
+    loss is then relative to the loss of scores of 0, and the gradients are not
+    differentiable in reverse mode.
 
     An example with weight 0 contributes nothing, whatever is in it. The gradient of its
     weight is still its loss. A row of labels that does not fit in
@@ -140,10 +145,12 @@ def output_loss_in_chunks(
     implementation: Implementation = None,
     precision: Precision = None,
     chunk_scores: int | None = None,
+    form: Literal["chunks", "gram"] | None = None,
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
+    for `form`, see `Method`.
     """
     how = Method(
         rule=loss,
@@ -151,6 +158,7 @@ def output_loss_in_chunks(
         implementation=implementation,
         chunk_scores=chunk_scores,
         precision=check_precision(precision),
+        form=form,
     )
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
@@ -206,10 +214,12 @@ def output_loss_per_example_in_chunks(
     implementation: Implementation = None,
     precision: Precision = None,
     chunk_scores: int | None = None,
+    form: Literal["chunks", "gram"] | None = None,
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
 
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here.
+    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
+    for `form`, see `Method`.
     """
     how = Method(
         rule=loss,
@@ -217,6 +227,7 @@ def output_loss_per_example_in_chunks(
         implementation=implementation,
         chunk_scores=chunk_scores,
         precision=check_precision(precision),
+        form=form,
     )
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():
@@ -335,6 +346,7 @@ def _compiled(
                 gradient_dtype=kernel.dtype,
             ),
             shard,
+            at_once=how.chunk_scores is None,
         )
         return per_example, None if dh is None else dh.astype(h.dtype), gradients
 

@@ -86,7 +86,7 @@ class _Entries(NamedTuple):
 
 
 def by_pieces(
-    x: CSR, w: Float[Array, "features hidden"]
+    x: CSR, w: Float[Array, "features hidden"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` with the combiner "sum", without a derivative.
 
@@ -94,10 +94,10 @@ def by_pieces(
     entries, memory is `nse / p + nse / 2 p` rows of `hidden` numbers, and little more. `p`
     is the average length of a row, but at least 4 and at most 32.
     """
-    num_rows, nse = x.num_rows, x.nse
+    num_rows, nse, dtype = x.num_rows, x.nse, dtype or w.dtype
     if 0 in (num_rows, nse, w.shape[0]):
         # There is nothing to read. A row that has entries all the same is NaN.
-        y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(w.dtype)
+        y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(dtype)
         return jnp.broadcast_to(y[:, None], (num_rows, w.shape[1]))
     # Here and below: XLA may compute integers again for each of the `hidden` sums that it
     # fuses them with, and in a row gradient they come from a cumulative sum.
@@ -110,7 +110,7 @@ def by_pieces(
     y = first.sum(w)
     if levels:
         y = y + _rest(x, w, starts, lengths, piece, levels)
-    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(w.dtype)
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(dtype)
 
 
 def _rest(x, w, starts, lengths, piece, levels):

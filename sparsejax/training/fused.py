@@ -28,10 +28,10 @@ from sparsejax.ops.chunked_loss import (
     Layer,
     Method,
     Updates,
-    loss_and_updates,
     over_items,
     weighted_sum,
 )
+from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
 from sparsejax.ops.precision import check_precision
 from sparsejax.ops.row_update import (

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,9 @@ every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 # The items are divided over all devices.
 BY_ITEMS = P(("model", "data"))
 BCE, SOFTMAX = losses.SigmoidBinaryCrossEntropy(), losses.SoftmaxCrossEntropy()
+GRAM = "l2_loss by Gram matrices"  # without a scale
 both_kinds = pytest.mark.parametrize("rule", [BCE, SOFTMAX], ids=str)
+every_kind = pytest.mark.parametrize("rule", [BCE, SOFTMAX, GRAM], ids=str)
 BATCH, ITEMS, ROWS, HIDDEN = 16, 700, 768, 5
 # A device with 96 items has one chunk, one with 768 has six.
 CHUNK_SCORES = 128
@@ -93,16 +96,22 @@ def blocks_of(matrix, mesh):
     return ShardedCSR.from_host(host, rows, mesh)
 
 
+def how(rule) -> dict[str, Any]:
+    if rule == GRAM:
+        rule = losses.L2Loss()
+        return {"loss": rule, "form": "gram", "chunk_scores": CHUNK_SCORES}
+    return {"loss": rule, "chunk_scores": CHUNK_SCORES}
+
+
 def loss_of(rule, arrays, labels):
     h, kernel, bias = (arrays[name] for name in ("h", "kernel", "bias"))
-    options = {name: arrays[name] for name in ("scale", "weights")}
-    options |= {"loss": rule, "chunk_scores": CHUNK_SCORES}
+    options = {name: arrays.get(name) for name in ("scale", "weights")}
+    options |= how(rule)
     return output_loss_in_chunks(h, kernel, bias, labels, **options)
 
 
 def per_example(rule, h, kernel, labels):
-    options = {"loss": rule, "chunk_scores": CHUNK_SCORES}
-    return output_loss_per_example_in_chunks(h, kernel, None, labels, **options)
+    return output_loss_per_example_in_chunks(h, kernel, None, labels, **how(rule))
 
 
 loss_and_gradients = jax.jit(jax.value_and_grad(loss_of, 1), static_argnums=0)
@@ -110,14 +119,19 @@ loss_and_gradients = jax.jit(jax.value_and_grad(loss_of, 1), static_argnums=0)
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [((2, 4), BCE), ((2, 4), SOFTMAX), ((8, 1), BCE), ((1, 8), SOFTMAX)],
+    [
+        *(((2, 4), rule) for rule in (BCE, SOFTMAX, GRAM)),
+        *(((8, 1), BCE), ((1, 8), SOFTMAX), ((8, 1), GRAM), ((1, 8), GRAM)),
+    ],
     ids=str,
 )
 def test_loss_and_gradients(shape, rule):
     labels = some_labels(valued=shape == (2, 4))
     arrays, mesh = operands(), mesh_of(shape)
-    if rule is BCE:
+    if rule is not SOFTMAX:
         arrays["bias"] = arrays["bias"].at[3].set(0)  # of a denied label it is infinite
+    if rule == GRAM:
+        del arrays["scale"]
     want = loss_and_gradients(rule, arrays, labels)
     with jax.set_mesh(mesh):
         inputs = rule, placed(arrays, mesh), blocks_of(labels, mesh)
@@ -132,7 +146,7 @@ def test_loss_and_gradients(shape, rule):
         assert spec == P("data") or not np.asarray(gradient)[ITEMS:].any()
 
 
-@both_kinds
+@every_kind
 def test_loss_per_example(rule):
     labels, arrays, mesh = some_labels(), operands(), mesh_of((2, 4))
 
@@ -159,7 +173,7 @@ def broken():
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)], ids=str)
-@both_kinds
+@every_kind
 def test_rows_that_are_broken_in_a_block_are_nan(shape, rule):
     # Rows after the overfull one do not fit either.
     expected = [False] + [True] * 7
