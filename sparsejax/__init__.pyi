@@ -23,6 +23,10 @@ from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
 from .data import read_text as read_text
 from .data import scan_parquet as scan_parquet
+from .embeddings.collection import EmbeddingCollection as EmbeddingCollection
+from .embeddings.config import FeatureConfig as FeatureConfig
+from .embeddings.config import TableConfig as TableConfig
+from .embeddings.feature_batch import FeatureBatch as FeatureBatch
 from .mesh.blocks import ShardedCSR as ShardedCSR
 from .mesh.layout import hidden_layout as hidden_layout
 from .mesh.layout import make_mesh as make_mesh

@@ -87,15 +87,23 @@ class Optimizer(nnx.Pytree):
 
     Args:
       model: the parameters are those it has now.
-      rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`.
+      rule: one of `sparsejax.optimizers`, such as `adam(1e-3)`. A `RowParam` that was made
+        with a rule of its own, such as a table of an `EmbeddingCollection`, keeps that.
       wrt: which Variables to train.
+      dense: an optax transformation for all other parameters, such as `optax.adam(1e-3)`;
+        by default they have `rule` too.
 
     Attributes:
       step: `[]` int32 variable, the number of steps done.
     """
 
     def __init__(
-        self, model: Any, rule: Rule, *, wrt: nnx.filterlib.Filter = nnx.Param
+        self,
+        model: Any,
+        rule: Rule,
+        *,
+        wrt: nnx.filterlib.Filter = nnx.Param,
+        dense: optax.GradientTransformation | None = None,
     ):
         if not isinstance(rule, Rule):
             raise TypeError(
@@ -103,16 +111,29 @@ class Optimizer(nnx.Pytree):
                 f"{type(rule).__name__}; for an optax rule use nnx.Optimizer and "
                 "nnx.value_and_grad"
             )
-        self.rule, self.wrt = rule, wrt
+        self.rule, self.wrt, self.transformation = rule, wrt, dense
         self.step = nnx.OptState(jnp.zeros((), jnp.int32))
         parameters = self._ordinary(model)
-        self.dense = nnx.data(jax.tree.map(nnx.OptState, rule.dense().init(parameters)))
+        state = self._transformation().init(parameters)
+        self.dense = nnx.data(jax.tree.map(nnx.OptState, state))
         self.rows = nnx.data(
             {
-                _key(path): _init_rows(rule, kernel)
+                _key(path): _init_rows(self.rule_of(kernel), kernel)
                 for path, kernel in gradients.row_params(model, wrt).items()
             }
         )
+
+    def rule_of(self, kernel: RowParam) -> Rule:
+        """The rule that trains this kernel: its own, or that of the optimizer."""
+        return kernel.get_metadata().get("rule") or self.rule
+
+    def _transformation(self) -> optax.GradientTransformation:
+        return self.rule.dense() if self.transformation is None else self.transformation
+
+    def _drifting(self, model: Any) -> dict[Path, RowParam]:
+        """The kernels whose rows also move in steps that do not touch them."""
+        kernels = gradients.row_params(model, self.wrt)
+        return {p: k for p, k in kernels.items() if self.rule_of(k).drifts}
 
     def _ordinary(self, tree: Any) -> dict[str, jax.Array]:
         """The parameters of a model, or their gradients, that are no `RowParam`."""
@@ -185,9 +206,7 @@ class Optimizer(nnx.Pytree):
           deterministic: give the same bits in every process on the same kind of GPU. Not
             inside a program of your own, whose options hold for all of it.
         """
-        if not self.rule.drifts:  # the weights are
-            return
-        for path, kernel in gradients.row_params(model, self.wrt).items():
+        for path, kernel in self._drifting(model).items():
             self._settle(path, kernel, deterministic=deterministic)
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -202,10 +221,13 @@ class Optimizer(nnx.Pytree):
 
         Use it for results without gradients, inside the function that is compiled.
         """
-        if not self.rule.drifts:
+        kernels = self._drifting(model)
+        if not kernels:
             return contextlib.nullcontext()
-        paths = gradients.row_params(model, self.wrt)
-        readers = {path: self._reader(path, skip=True) for path in paths}
+        readers = {
+            path: self._reader(path, self.rule_of(kernel), skip=True)
+            for path, kernel in kernels.items()
+        }
         return gradients.reading(model, readers)
 
     def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
@@ -240,7 +262,7 @@ class Optimizer(nnx.Pytree):
         def settled():
             # Compiled, so that the arrays are donated where this is under no jit.
             trained = _settle[deterministic](
-                self.rule,
+                self.rule_of(kernel),
                 self._trained(path, kernel[...]),
                 self.step[...],
                 divided=gradients.is_divided(kernel),
@@ -251,21 +273,22 @@ class Optimizer(nnx.Pytree):
         inplace.overwrite([kernel, *state.values()], settled)
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
-        if not self.rule.drifts:
-            return gradients.Plan({}, frozenset())
-        kernels = gradients.row_params(model, self.wrt)
+        kernels = self._drifting(model)
+        elsewhere = elsewhere & kernels.keys()
         whole = {
             path
-            for path, capacity in capacities.items()
-            if capacity and updates_whole(kernels[path].shape[0], capacity)
+            for path, kernel in kernels.items()
+            if capacities[path] and updates_whole(kernel.shape[0], capacities[path])
         }
         for path in whole | elsewhere:
             self._settle(path, kernels[path])
         rest = kernels.keys() - whole - elsewhere
-        readers = {path: self._reader(path) for path in rest}
+        readers = {path: self._reader(path, self.rule_of(kernels[path])) for path in rest}
         return gradients.Plan(readers, frozenset(whole))
 
-    def _reader(self, path: Path, *, skip: bool = False) -> gradients.Reader:
+    def _reader(
+        self, path: Path, rule: Rule, *, skip: bool = False
+    ) -> gradients.Reader:
         """Reads rows up to date.
 
         Args:
@@ -281,7 +304,7 @@ class Optimizer(nnx.Pytree):
 
             def current():
                 return row_update.gather_current(
-                    self.rule, trained, x, step, implementation=implementation
+                    rule, trained, x, step, implementation=implementation
                 )
 
             if x.nse == 0:
@@ -295,7 +318,7 @@ class Optimizer(nnx.Pytree):
     def _moved(
         self, path: Path, kernel: RowParam, g: Any, step: jax.Array
     ) -> TrainedKernel:
-        trained, rule = self._trained(path, kernel[...]), self.rule
+        trained, rule = self._trained(path, kernel[...]), self.rule_of(kernel)
         if isinstance(g, RowGradient):
             if rule.drifts and not g.current:
                 raise ValueError(
@@ -319,7 +342,7 @@ class Optimizer(nnx.Pytree):
         parameters = _without(self._ordinary(model), others)
         slopes = _without(self._ordinary(grads), others)
         before = nnx.as_pure(self.dense)
-        updates, after = self.rule.dense().update(
+        updates, after = self._transformation().update(
             slopes, _without(before, others), parameters
         )
         moved: Any = optax.apply_updates(parameters, updates)
@@ -340,7 +363,8 @@ class Optimizer(nnx.Pytree):
         """The state arrays of parameters that are no `RowParam`, as the rule names them.
 
         Raises:
-          NotImplementedError: the state of `rule.dense()` does not have them.
+          NotImplementedError: the state of `rule.dense()` does not have them, or the
+            optimizer was made with `dense=`.
         """
         found: dict[Path, State] = {path: {} for path in paths}
         for path, (names, variables) in self._dense_arrays(paths).items():
@@ -355,6 +379,12 @@ class Optimizer(nnx.Pytree):
 
     def _dense_arrays(self, paths: Sequence[Path]):
         """The names and variables of the state of each parameter."""
+        if self.transformation is not None:
+            raise NotImplementedError(
+                "with dense=... an optimizer cannot move "
+                f"'{_dotted(paths[0])}' within another program, as a fused update does; "
+                "leave fused out"
+            )
         leaves = jax.tree_util.tree_leaves_with_path(
             self.dense, is_leaf=lambda node: isinstance(node, nnx.Variable)
         )

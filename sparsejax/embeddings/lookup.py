@@ -1,0 +1,64 @@
+"""The lookup of a stack of tables: one gather-matmul, however many tables and features.
+
+This is the only place where rows are read in training. On a mesh it takes the way of
+`gather_matmul`: each device sums the rows that it has, and the sums are added.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from sparsejax.embeddings.placement import Stack
+from sparsejax.mesh.layout import call_with_auto_axes
+from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops.implementations import Implementation
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.optimizers import gradients
+from sparsejax.sparse import CSR
+
+
+def look_up(
+    stack: Stack,
+    kernel: gradients.RowParam,
+    x: CSR,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "batch bags dim"]:
+    """What all features of a stack make of a batch.
+
+    Args:
+      stack: which features these are.
+      kernel: its tables.
+      x: its matrix of a `FeatureBatch`.
+      implementation: see `gather_matmul`.
+    """
+    x = call_with_auto_axes(lambda x: combined(stack, x), x, out_specs=P())
+    y = gradients.lookup(kernel, x, implementation=implementation)
+    shape = (x.num_rows // stack.bags, stack.bags, stack.dim)
+    return call_with_auto_axes(
+        lambda y: y.reshape(shape), y, out_specs=P("data" if stack.divided else None)
+    )
+
+
+def combined(stack: Stack, x: CSR) -> CSR:
+    """`x` with each row times the factor of its feature's combiner."""
+    of_bag = np.concatenate(
+        [[f.config.combiner or "sum"] * f.config.bags for f in stack.features]
+    )
+    kinds: list[gather.Combiner] = ["mean", "sqrtn"]
+    kinds = [kind for kind in kinds if kind in of_bag]
+    if len(kinds) == 1 and (of_bag == kinds[0]).all():
+        return gather.combined(x, kinds[0])
+    if not kinds:
+        return x
+    bag = x.row_ids() % stack.bags
+    values = jnp.ones(x.nse) if x.data is None else jnp.asarray(x.data)
+    values = values.astype(accumulator(values.dtype))
+    for kind in kinds:
+        data: jax.Array = gather.combined(x, kind).data
+        values = jnp.where(jnp.asarray(of_bag == kind)[bag], data, values)
+    return x.with_data(values)
