@@ -178,7 +178,8 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
 
     features = [feature for feature, _ in lists]
     bag = [
-        feature.first_bag + (np.arange(width) if feature.config.length else np.zeros(width))
+        feature.first_bag
+        + (np.arange(width) if feature.config.length else np.zeros(width))
         for feature, width in zip(features, widths, strict=True)
     ]
     bag = np.concatenate(bag).astype(np.int32)
@@ -248,10 +249,11 @@ def _of_matrices(
             for _, x in matrices
         ]
         weight = xp.concatenate(weights)
-    cut = xp.arange(batch, dtype=np.int32)[None] * stack.bags
-    cut = cut + np.asarray([f.first_bag for f in features], np.int32)[:, None]
-    cut = xp.min(xp.where(ptr[:, 1:] > room, cut, batch * stack.bags), initial=batch * stack.bags)
-    return _Entries(row, column, kept & used, first, weight), cut
+    rows = xp.arange(batch, dtype=np.int32)[None] * stack.bags
+    rows = rows + np.asarray([f.first_bag for f in features], np.int32)[:, None]
+    last = batch * stack.bags
+    cut = xp.min(xp.where(ptr[:, 1:] > room, rows, last), initial=last)
+    return _Entries(row, column, kept & used, first, weight), xp.asarray(cut)
 
 
 def _columns(stack: Stack, xp, ids, *, num_rows, first_row, drop):
@@ -317,7 +319,9 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
                 f"{feature.table.name!r} has {rows:,} rows; make it with num_cols={rows}"
             )
         if value.indptr.ndim != 1:
-            raise ValueError(f"feature {name!r} is a stack of matrices; pass one of them")
+            raise ValueError(
+                f"feature {name!r} is a stack of matrices; pass one of them"
+            )
         return value.num_rows
     if not isinstance(value, Array):
         raise TypeError(

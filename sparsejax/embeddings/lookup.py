@@ -36,12 +36,11 @@ def look_up(
       x: its matrix of a `FeatureBatch`.
       implementation: see `gather_matmul`.
     """
+    x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
     x = call_with_auto_axes(lambda x: combined(stack, x), x, out_specs=P())
     y = gradients.lookup(kernel, x, implementation=implementation)
     shape = (x.num_rows // stack.bags, stack.bags, stack.dim)
-    return call_with_auto_axes(
-        lambda y: y.reshape(shape), y, out_specs=P("data" if stack.divided else None)
-    )
+    return call_with_auto_axes(lambda y: y.reshape(shape), y, out_specs=P("data"))
 
 
 def combined(stack: Stack, x: CSR) -> CSR:
@@ -51,10 +50,10 @@ def combined(stack: Stack, x: CSR) -> CSR:
     )
     kinds: list[gather.Combiner] = ["mean", "sqrtn"]
     kinds = [kind for kind in kinds if kind in of_bag]
-    if len(kinds) == 1 and (of_bag == kinds[0]).all():
-        return gather.combined(x, kinds[0])
-    if not kinds:
+    if not kinds or x.num_rows == 0:
         return x
+    if (of_bag == kinds[0]).all():
+        return gather.combined(x, kinds[0])
     bag = x.row_ids() % stack.bags
     values = jnp.ones(x.nse) if x.data is None else jnp.asarray(x.data)
     values = values.astype(accumulator(values.dtype))

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.config import (
     FeatureConfig,
@@ -227,7 +228,7 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
     those of the tables are zero.
     """
 
-    def made(first: jax.Array, count: int) -> jax.Array:
+    def made(key: jax.Array, first: jax.Array, count: int) -> jax.Array:
         block = math.gcd(count, _BLOCK)
         starts = first + jnp.arange(0, count, block, dtype=jnp.int32)
 
@@ -239,11 +240,12 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
         return lax.map(rows, starts).reshape(count, stack.dim)
 
     if not (stack.divided and mesh_is_set()):
-        return made(jnp.int32(0), stack.num_rows)
+        return made(key, jnp.int32(0), stack.num_rows)
     count = rows_per_device(stack.num_rows)
     return call_on_each_device(
-        lambda: made(lax.axis_index("model") * count, count),
-        in_specs=(),
+        lambda key: made(key, lax.axis_index("model") * count, count),
+        key,
+        in_specs=(P(),),
         out_specs=BY_ROWS,
     )
 
@@ -260,7 +262,9 @@ def _rows_at(stack: Stack, key: jax.Array, places: jax.Array) -> jax.Array:
     rows = jnp.zeros((len(places), stack.dim), stack.dtype)
     for init in dict.fromkeys(t.config.init for t in stack.tables):
         mine = np.array([t.config.init is init for t in stack.tables])
-        rows = jnp.where(jnp.asarray(mine)[table][:, None], _drawn(init, stack, keys, table), rows)
+        rows = jnp.where(
+            jnp.asarray(mine)[table][:, None], _drawn(init, stack, keys, table), rows
+        )
     return jnp.where((stacked < stack.used_rows)[:, None], rows, 0)
 
 

@@ -283,7 +283,9 @@ class Optimizer(nnx.Pytree):
         for path in whole | elsewhere:
             self._settle(path, kernels[path])
         rest = kernels.keys() - whole - elsewhere
-        readers = {path: self._reader(path, self.rule_of(kernels[path])) for path in rest}
+        readers = {
+            path: self._reader(path, self.rule_of(kernels[path])) for path in rest
+        }
         return gradients.Plan(readers, frozenset(whole))
 
     def _reader(
