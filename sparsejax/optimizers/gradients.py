@@ -49,6 +49,9 @@ Reader = Callable[[SparseRows, jax.Array, Implementation], jax.Array]
 class RowParam(nnx.Param):
     """A `[rows, hidden]` parameter. A step reads few of its rows, through `lookup`.
 
+    `RowParam(array, rule=adagrad(0.1))` has a rule of its own. Without, that of the
+    `Optimizer` trains it.
+
     >>> isinstance(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, RowParam)
     True
     """

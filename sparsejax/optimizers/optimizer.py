@@ -111,6 +111,11 @@ class Optimizer(nnx.Pytree):
                 f"{type(rule).__name__}; for an optax rule use nnx.Optimizer and "
                 "nnx.value_and_grad"
             )
+        if isinstance(dense, Rule):
+            raise TypeError(
+                f"dense must be an optax transformation, got the rule {dense.name}; give "
+                f"optax's {dense.name}, or {dense.name}(...).dense()"
+            )
         self.rule, self.wrt, self.transformation = rule, wrt, dense
         self.step = nnx.OptState(jnp.zeros((), jnp.int32))
         parameters = self._ordinary(model)
