@@ -347,7 +347,7 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
     return value.shape[0]
 
 
-def _check_on_host(feature: StackedFeature, value: np.ndarray | CSR) -> None:
+def _check_on_host(feature: StackedFeature, value: Ids) -> None:
     """Raises ValueError for an id that the table does not have, or a list that is too long."""
     name, config, table = feature.name, feature.config, feature.table
     if isinstance(value, CSR):
@@ -363,20 +363,17 @@ def _check_on_host(feature: StackedFeature, value: np.ndarray | CSR) -> None:
                 f"feature {name!r}, example {example}: {lengths[example]} ids, but "
                 f"length={config.length}; cut the list, or make the feature longer"
             )
-        ids, examples = np.asarray(value.indices)[:count], None
+        ids = np.asarray(value.indices)[:count]
+        examples = np.repeat(np.arange(len(lengths)), lengths)
         wrong = (ids < 0) | (ids >= table.config.num_rows)
     else:
-        ids = value
+        ids, examples = np.asarray(value), np.arange(len(value))
         wrong = (ids < -1) | (ids >= table.config.num_rows)
-        examples = np.arange(len(ids))
     if config.outside == "drop" or not wrong.any():
         return
-    at = np.argwhere(wrong)[0]
-    example = at[0]
-    if examples is None:
-        example = np.searchsorted(value.indptr, at[0], side="right") - 1
+    at = tuple(np.argwhere(wrong)[0])
     raise ValueError(
-        f"feature {name!r}, example {example}: id {ids[tuple(at)]} is outside the table "
-        f"{table.name!r}, which has {table.config.num_rows:,} rows; make the table larger, "
-        'or leave such ids out with outside="drop"'
+        f"feature {name!r}, example {examples[at[0]]}: id {ids[at]} is outside the table "
+        f"{table.name!r}, which has {table.config.num_rows:,} rows; make the table "
+        'larger, or leave such ids out with outside="drop"'
     )

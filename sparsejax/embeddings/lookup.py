@@ -58,6 +58,7 @@ def combined(stack: Stack, x: CSR) -> CSR:
     values = jnp.ones(x.nse) if x.data is None else jnp.asarray(x.data)
     values = values.astype(accumulator(values.dtype))
     for kind in kinds:
-        data: jax.Array = gather.combined(x, kind).data
+        data = gather.combined(x, kind).data
+        assert data is not None
         values = jnp.where(jnp.asarray(of_bag == kind)[bag], data, values)
     return x.with_data(values)

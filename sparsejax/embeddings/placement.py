@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,8 +136,8 @@ class Stack:
         """Whether its rows are divided over "model"."""
         return self.placement == "rows"
 
-    def place[Rows: (np.ndarray, jax.Array)](self, stacked: Rows) -> Rows:
-        """Where stacked rows lie in the parameter; of NumPy or JAX."""
+    def place(self, stacked: Any) -> Any:
+        """Where stacked rows lie in the parameter; arrays of NumPy or JAX."""
         if not self.divided:
             return stacked
         hand_size = self.num_rows // ROW_MULTIPLE

@@ -36,8 +36,8 @@ def padded_rows(rows: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def bit_reversed[Numbers: (np.ndarray, jax.Array)](hands: Numbers) -> Numbers:
-    """Numbers of 8 bits with their bits in reverse order: 1 becomes 128, 2 becomes 64.
+def bit_reversed(hands: Any) -> Any:
+    """Numbers of 8 bits with their bits in reverse order: 1 becomes 128. NumPy's or JAX's.
 
     Rows that are dealt out like cards go to 256 hands, of which a device has neighbours.
     With the hands in this order, neighbours in rank are far apart, even on few devices.
