@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -79,6 +80,10 @@ class EmbeddingCollection(nnx.Module):
       implementation: see `sparsejax.gather_matmul`.
       rngs: random streams.
 
+    Attributes:
+      overflows: `[]` int32 variable: how often the devices of a mesh had too little room to
+        exchange only the sums that are needed, and exchanged all. Results are the same.
+
     Raises:
       ValueError: there is no feature, or a feature or `plan` names an unknown table.
     """
@@ -111,6 +116,7 @@ class EmbeddingCollection(nnx.Module):
         self.stacks = stack_tables(tables, configs, {} if plan is None else plan)
         self.names = tuple(configs)
         key = rngs.params()
+        self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
         self.kernels = nnx.data({s.name: _kernel(s, key) for s in self.stacks})
 
     def __call__(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
@@ -222,20 +228,23 @@ class EmbeddingCollection(nnx.Module):
     def _rows(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack."""
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
-        rows = {
-            stack.name: look_up(
+        rows, crowded = {}, []
+        for stack in self.stacks:
+            if not stack.features:
+                continue
+            found, flag = look_up(
                 stack,
                 self.kernels[stack.name],
                 batch.stacks[stack.name],
                 implementation=self.implementation,
             )
-            for stack in self.stacks
-            if stack.features
-        }
-        dtype = self.dtype
-        if dtype is None:
-            return rows
-        return {name: array.astype(dtype) for name, array in rows.items()}
+            rows[stack.name] = found if self.dtype is None else found.astype(self.dtype)
+            crowded += [] if flag is None else [flag]
+        if crowded:
+            # In a program that Flax does not know, such as jax.jit, state cannot change.
+            with contextlib.suppress(errors.TraceContextError):
+                self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
+        return rows
 
 
 def _spec(stack: Stack) -> P:

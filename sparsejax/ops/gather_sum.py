@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.exchange import Slots
 from sparsejax.mesh.layout import (
     call_on_each_device,
     vary_alike,
@@ -46,7 +47,20 @@ def gather_sum(
     if isinstance(x, ShardedCSR):
 
         def part(blocks, w):
-            return x.sum_over_columns(gather_sum(own_block(blocks), w, implementation))
+            block = own_block(blocks)
+
+            def everything():
+                return x.sum_over_columns(gather_sum(block, w, implementation))
+
+            if x.room is None:
+                return everything()
+            slots = Slots.of(block, x.room)
+
+            def in_slots():
+                sums = gather_sum(slots.compact(block), w, implementation)
+                return gather_sum(*slots.deliver(sums), implementation)
+
+            return lax.cond(slots.crowded, everything, in_slots)
 
         return call_on_each_device(
             part,

@@ -173,7 +173,7 @@ def step_terms(
             terms.data,
             terms.dy,
             count,
-            in_specs=(rows, rows, rows, P(), P()),
+            in_specs=(rows, rows, rows, terms.dy_spec, P()),
             out_specs=rows,
         )
     fits = by_elements(rule, trained.w, trained.state) and not rule.drifts

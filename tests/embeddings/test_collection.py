@@ -483,7 +483,9 @@ def test_results_have_the_dtype():
 
 
 def lowered_step(count):
-    tables = {f"t{i}": sj.TableConfig(7000, 8, placement="rows") for i in range(count)}
+    tables = {
+        f"t{i}": sj.TableConfig(15_000, 8, placement="rows") for i in range(count)
+    }
     features = {f"f{i}": f"t{i}" for i in range(count)}
     collection = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(collection, sj.optimizers.rowwise_adagrad(0.1))
@@ -497,15 +499,90 @@ def lowered_step(count):
         optimizer.update(collection, grads)
         return nnx.state((collection, optimizer))
 
-    ids = {name: jnp.zeros(416 // count, jnp.int32) for name in features}
+    ids = {name: jnp.zeros(832 // count, jnp.int32) for name in features}
     lowered = jax.jit(step).trace(state, ids).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    return {
-        name: text.count(f"stablehlo.{name}")
-        for name in ("gather", "scatter", "sort", "while", "custom_call", "case")
+    here = ("gather", "scatter", "sort", "while", "case")
+    between = ("all_to_all", "all_gather", "all_reduce", "reduce_scatter")
+    return {name: text.count(f'"stablehlo.{name}"') for name in (*here, *between)}
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 8)])
+def test_a_step_has_no_more_operations_with_more_tables(mesh):
+    with mesh_or_none(mesh):
+        one, many = lowered_step(1), lowered_step(26)
+    assert one["gather"] and one["sort"] and one == many
+    assert bool(one["all_to_all"]) == (mesh is not None)
+
+
+class Counted(nnx.Module):
+    """A collection, and how often its steps were traced."""
+
+    times_traced = 0
+
+    def __init__(self):
+        tables = {
+            "a": sj.TableConfig(3000, 6, placement="rows"),
+            "b": sj.TableConfig(40, 6, placement="rows"),
+        }
+        features = {
+            "a": "a",
+            "b": sj.FeatureConfig("b", combiner="mean"),
+            "c": sj.FeatureConfig("a", combiner=None, length=2),
+            "d": "b",
+        }
+        self.embeddings = collection_of(tables, features)
+
+    def __call__(self, ids, weights):
+        ids = ids | {"d": ids["d"].with_data(weights)}
+        return jnp.sum(jnp.square(self.embeddings.concat(ids) - 1))
+
+
+@nnx.jit
+def exchanging_step(model, optimizer, ids):
+    Counted.times_traced += 1
+    weights = jnp.asarray(ids["d"].data)
+    slopes = nnx.grad(lambda weights, model: model(ids, weights))(weights, model)
+    loss, grads = optimizer.value_and_grad(lambda m: m(ids, weights))(model)
+    optimizer.update(model, grads)
+    return loss, slopes
+
+
+def exchanging_run(rule):
+    """Losses, gradients and tables after spread ids, and ids that one device owns."""
+    rng = np.random.default_rng(0)
+    spread = {
+        "a": rng.integers(-1, 3000, 64).astype(np.int32),
+        "b": rng.integers(-1, 40, (64, 2)).astype(np.int32),
+        "c": rng.integers(-1, 3000, (64, 2)).astype(np.int32),
+        "d": ragged([[b % 40] for b in range(64)], 40, rng.random((64, 1))),
     }
+    one = {name: np.zeros_like(spread[name]) for name in "abc"} | {"d": spread["d"]}
+    model = Counted()
+    optimizer = sj.Optimizer(model, rule)
+    found, overflows = [], []
+    for ids in (spread, spread, one, spread):
+        before = int(model.embeddings.overflows[...])
+        found.append(exchanging_step(model, optimizer, on_device(ids)))
+        overflows.append(int(model.embeddings.overflows[...]) > before)
+    optimizer.flush(model)
+    found.append(model.embeddings.table("a"))
+    return jax.tree.map(np.asarray, found), overflows
 
 
-def test_a_step_has_no_more_operations_with_more_tables():
-    one = lowered_step(1)
-    assert one["gather"] and one["sort"] and one == lowered_step(26)
+@pytest.mark.parametrize(
+    ("rule", "mesh"),
+    [(sj.optimizers.adagrad(0.1), (1, 8)), (sj.optimizers.adamw(0.1), (2, 4))],
+)
+def test_exchange(rule, mesh):
+    """A mesh gives what one device gives, also if there is too little room."""
+    want, overflows = exchanging_run(rule)
+    assert not any(overflows)
+    before = Counted.times_traced
+    with mesh_or_none(mesh):
+        got, overflows = exchanging_run(rule)
+    assert overflows == [False, False, True, False]
+    assert Counted.times_traced == before + 1  # one program for both ways
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want
+    )
