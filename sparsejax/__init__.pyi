@@ -27,6 +27,16 @@ from .embeddings.collection import EmbeddingCollection as EmbeddingCollection
 from .embeddings.config import FeatureConfig as FeatureConfig
 from .embeddings.config import TableConfig as TableConfig
 from .embeddings.feature_batch import FeatureBatch as FeatureBatch
+from .embeddings.model_config import ClickModelConfig as ClickModelConfig
+from .embeddings.model_config import DCNConfig as DCNConfig
+from .embeddings.model_config import DeepFMConfig as DeepFMConfig
+from .embeddings.model_config import DLRMConfig as DLRMConfig
+from .embeddings.model_config import WideDeepConfig as WideDeepConfig
+from .embeddings.models import DCN as DCN
+from .embeddings.models import DLRM as DLRM
+from .embeddings.models import DeepFM as DeepFM
+from .embeddings.models import WideDeep as WideDeep
+from .embeddings.models import build_click_model as build_click_model
 from .mesh.blocks import ShardedCSR as ShardedCSR
 from .mesh.layout import hidden_layout as hidden_layout
 from .mesh.layout import make_mesh as make_mesh
