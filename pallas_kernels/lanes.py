@@ -8,11 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import WARP_SIZE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
-
-from pallas_kernels.teams import WARP
 
 _NUMBER, _SUM = (
     plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=plgpu.Layout.WG_SPLAT(()))
@@ -48,9 +47,11 @@ def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
                 for i in range(total.type.shape[0])
             ],
         )
-        first = arith.andi(mgpu.thread_idx(), _constant(WARP - threads))
-        team = arith.shli(arith.shrui(_constant(-1), _constant(WARP - threads)), first)
-        last, kind = _constant(WARP - 1), nvvm.ShflKind.bfly
+        first = arith.andi(mgpu.thread_idx(), _constant(WARP_SIZE - threads))
+        team = arith.shli(
+            arith.shrui(_constant(-1), _constant(WARP_SIZE - threads)), first
+        )
+        last, kind = _constant(WARP_SIZE - 1), nvvm.ShflKind.bfly
         distance = 1
         while distance < threads:
             bits = arith.bitcast(last.type, total)

@@ -90,6 +90,29 @@ def test_several_inputs(trained):
     assert "recall@20" in trained["measured"] and len(trained["found"]) == 60
 
 
+def test_embedding_collections():
+    """With smaller tables, on a mesh."""
+    page = (DOCS / "embeddings.md").read_text(encoding="utf-8")
+    section = page.partition("## Embedding collections")[2].partition("\n## ")[0]
+    section = section.replace("10_000_000", "2_000").replace("40_000_000", "500")
+    rng, batch = np.random.default_rng(0), 8
+    given: dict[str, typing.Any] = {
+        "dense": rng.normal(size=(batch, 13)).astype(np.float32),
+        "click": rng.integers(0, 2, batch).astype(np.float32),
+        "user": rng.integers(-1, 500, batch).astype(np.int32),
+        "item": rng.integers(-1, 2000, (batch, 1)).astype(np.int32),
+        "recent": rng.integers(-1, 2000, (batch, 20)).astype(np.int32),
+        "liked": sj.CSR.from_scipy(
+            scipy.sparse.random_array((batch, 2000), density=0.001, rng=rng)
+        ),
+    }
+    for code in blocks(section, "python"):
+        exec(compile(code, "embeddings.md", "exec"), given)  # noqa: S102
+    assert int(given["optimizer"].step[...]) == 1
+    rows = given["model"].embeddings(given["ids"])
+    assert rows["recent"].shape == (batch, 20, 64)
+
+
 def test_your_data(tmp_path, monkeypatch, capsys):
     """What the page says is printed, and it lists the names that are known."""
     monkeypatch.chdir(tmp_path)

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.names import Names, to_arrow
+from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 
 # The size of a mesh axis divides 256, and kernels are allocated in multiples of 256 rows on
 # every mesh. So 256 hands serve all meshes.
-_HANDS = 256
-_BIT_REVERSED = np.array([int(f"{hand:08b}"[::-1], 2) for hand in range(_HANDS)])
+_HANDS = ROW_MULTIPLE
 
 # Above this, the fullest device of a mesh decides how long a step takes.
 MAX_IMBALANCE = 1.3
@@ -53,7 +53,7 @@ def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarr
 def popularity_ranks(count: int) -> np.ndarray:
     """`[count]` the rank of the feature in each column of the balanced order."""
     rank = np.arange(count)
-    return np.lexsort((rank, _BIT_REVERSED[rank % _HANDS]))
+    return np.lexsort((rank, bit_reversed(rank % _HANDS)))
 
 
 def imbalance(counts: np.ndarray, ways: int) -> float:

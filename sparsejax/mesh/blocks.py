@@ -60,12 +60,15 @@ class ShardedCSR:
         they were sorted ahead of time. Its leaves are `[model, ...]`.
       spread: whether a result with one row for each row of the matrix is divided over both
         axes; if not, over "data" alone (static). See `of_rows`.
+      room: for a spread matrix, how many rows each pair of devices exchanges, see
+        `exchange`; None to add up all rows (static).
     """
 
     blocks: CSR
     num_cols: int = dataclasses.field(kw_only=True)
     transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
     spread: bool = dataclasses.field(kw_only=True, default=False)
+    room: int | None = dataclasses.field(kw_only=True, default=None)
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
@@ -73,12 +76,12 @@ class ShardedCSR:
             (key("blocks"), self.blocks),
             (key("transposed"), self.transposed),
         ]
-        return leaves, (self.num_cols, self.spread)
+        return leaves, (self.num_cols, self.spread, self.room)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> ShardedCSR:
         self = object.__new__(cls)
-        names = ("blocks", "transposed", "num_cols", "spread")
+        names = ("blocks", "transposed", "num_cols", "spread", "room")
         for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(self, name, value)
         return self

@@ -212,7 +212,8 @@ def _backward(implementation, residuals, dy):
     # silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
-        dx = ShardedCSR.tree_unflatten((x.num_cols, x.spread), (dx, None))
+        static = (x.num_cols, x.spread, x.room)
+        dx = ShardedCSR.tree_unflatten(static, (dx, None))
     return dx, dw
 
 

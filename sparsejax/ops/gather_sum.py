@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.exchange import Slots
 from sparsejax.mesh.layout import (
     call_on_each_device,
     vary_alike,
@@ -53,9 +54,24 @@ def gather_sum(
     dtype = accumulator(w.dtype) if wide else w.dtype
     if isinstance(x, ShardedCSR):
 
+        def summed(x, w):
+            return gather_sum(x, w, implementation, wide=wide)
+
         def part(blocks, w):
-            y = gather_sum(own_block(blocks), w, implementation, wide=wide)
-            return x.sum_over_columns(y)
+            block = own_block(blocks)
+
+            def everything():
+                return x.sum_over_columns(summed(block, w))
+
+            if x.room is None:
+                return everything()
+            slots = Slots.of(block, x.room)
+
+            def in_slots():
+                sums = summed(slots.compact(block), w)
+                return summed(*slots.deliver(sums))
+
+            return lax.cond(slots.crowded, everything, in_slots)
 
         return call_on_each_device(
             part,

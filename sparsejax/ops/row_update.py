@@ -196,7 +196,7 @@ def step_terms(
             terms.dy,
             count,
             noise,
-            in_specs=(rows, rows, rows, P(), P(), P()),
+            in_specs=(rows, rows, rows, terms.dy_spec, P(), P()),
             out_specs=rows,
         )
     fits = _by_rows(rule, trained.w, trained.state) and not rule.drifts

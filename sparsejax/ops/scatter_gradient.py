@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.exchange import slopes_of_block
 from sparsejax.mesh.layout import (
     call_on_each_device,
     rows_per_device,
@@ -101,7 +102,8 @@ class Terms(NamedTuple):
     Attributes:
       by_column: rows and order of the entries.
       data: `[nse]` values in that order, or None if they are all 1.
-      dy: `[batch, hidden]`.
+      dy: `[batch, hidden]`. After an exchange `[model, batch, hidden]`: for each device along
+        "model" the rows that it needs.
       num_rows: rows of the kernel.
       divided: whether `by_column` and `data` have a leading axis, over "model".
     """
@@ -116,7 +118,13 @@ class Terms(NamedTuple):
     def on_device(cls, by_column: Transposed, data, dy, num_rows: int) -> Terms:
         """A device's part, with `num_rows` kernel rows, from its parts of the arrays."""
         by_column, data = jax.tree.map(lambda a: a[0], (by_column, data))
+        dy = dy[0] if dy.ndim == 3 else dy
         return cls(by_column, data, dy, num_rows)
+
+    @property
+    def dy_spec(self) -> P:
+        """How `dy` is divided, if the terms are."""
+        return P("model") if self.dy.ndim == 3 else P()
 
     def per_device(self, f, *, out_specs):
         """`f(terms)` of each device's part."""
@@ -128,7 +136,7 @@ class Terms(NamedTuple):
             self.by_column,
             self.data,
             self.dy,
-            in_specs=(P("model"), P("model"), P()),
+            in_specs=(P("model"), P("model"), self.dy_spec),
             out_specs=out_specs,
         )
 
@@ -206,7 +214,12 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
         in_specs=(P("data", "model"), P("model")),
         out_specs=P("model"),
     )
-    return Terms(by_column, data, jnp.concatenate(dys), num_rows, divided=True)
+    if all(x.room is not None for x in xs):
+        parts = [slopes_of_block(x, dy) for x, dy in zip(xs, dys, strict=True)]
+        dy = jnp.concatenate(parts, axis=1)
+    else:
+        dy = jnp.concatenate(dys)
+    return Terms(by_column, data, dy, num_rows, divided=True)
 
 
 def dense_gradient(

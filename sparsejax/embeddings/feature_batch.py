@@ -1,0 +1,379 @@
+"""The ids of a batch as one sparse matrix for each stack of tables.
+
+A row of the matrix is a *bag*, whose table rows are summed. An example has the same number of
+bags in every batch: one for a feature that is summed, `length` for one that stays in order::
+
+    row      example * bags + bag
+    column   where the row of the id lies in the stack
+
+The number of operations does not grow with the number of features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.embeddings.placement import Stack, StackedFeature
+from sparsejax.mesh.layout import call_with_auto_axes
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids
+
+Array = jax.Array | np.ndarray
+Ids = Array | CSR
+
+# In place of a column: the row of the matrix is NaN.
+_WRONG = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class FeatureBatch:
+    """The ids of a batch, as `EmbeddingCollection.pack` makes them.
+
+    >>> tables = {"item": TableConfig(100, 8)}
+    >>> embeddings = EmbeddingCollection(tables, {"item": "item"}, rngs=nnx.Rngs(0))
+    >>> batch = embeddings.pack({"item": np.array([3, 99, -1], np.int32)})
+    >>> [x.indptr.tolist() for x in batch.stacks.values()]
+    [[0, 1, 2, 2]]
+
+    Attributes:
+      stacks: for each stack of tables a matrix with a row for each bag. Combiners are not
+        applied yet. Columns need not ascend within a row.
+    """
+
+    stacks: dict[str, CSR]
+
+
+def pack(
+    stacks: Sequence[Stack],
+    ids: Mapping[str, Ids],
+    *,
+    nse: Mapping[str, int] | None = None,
+) -> FeatureBatch:
+    """See `EmbeddingCollection.pack`."""
+    nse = {} if nse is None else nse
+    features = {f.name: f for stack in stacks for f in stack.features}
+    if ids.keys() != features.keys():
+        missing, unknown = features.keys() - ids.keys(), ids.keys() - features.keys()
+        what = f"lack {sorted(missing)}" if missing else f"have {sorted(unknown)}"
+        raise ValueError(f"the features are {sorted(features)}, but the ids {what}")
+    if unknown := nse.keys() - {stack.name for stack in stacks}:
+        raise ValueError(
+            f"nse has {sorted(unknown)}; the stacks are {[s.name for s in stacks]}"
+        )
+    sizes = {name: _batch_size(features[name], value) for name, value in ids.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"features differ in their numbers of examples: {sizes}")
+    batch = next(iter(sizes.values()))
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(dict(ids)))
+    packed = {}
+    for stack in stacks:
+        if not stack.features:
+            continue
+        values = [ids[feature.name] for feature in stack.features]
+        room = sum(v.nse if isinstance(v, CSR) else v.size for v in values)
+        room = nse.get(stack.name, room)
+        if max(room, batch * stack.bags) > MAX_ENTRIES:
+            raise ValueError(
+                f"{batch:,} examples have {room:,} ids in {batch * stack.bags:,} bags, "
+                "more than int32 can number (2^31 - 1); make batches smaller"
+            )
+        if on_host:
+            for feature, value in zip(stack.features, values, strict=True):
+                _check_on_host(feature, value)
+            packed[stack.name] = _packed(np, stack, batch, room, values)
+        else:
+            make = functools.partial(_packed, jnp, stack, batch, room)
+            packed[stack.name] = call_with_auto_axes(make, values, out_specs=P())
+    return FeatureBatch(packed)
+
+
+class _Entries(NamedTuple):
+    """Ids of some features, `[entries]` each.
+
+    Attributes:
+      row: the bag of each id.
+      column: where its row lies; `_WRONG` for an id that the table does not have.
+      kept: whether it counts. Others are left out.
+      first: the first entry of this bag. Entries of a bag lie behind each other.
+      weight: its weight, or None if all are 1.
+    """
+
+    row: Array
+    column: Array
+    kept: Array
+    first: Array
+    weight: Array | None
+
+
+def _packed(
+    xp: ModuleType, stack: Stack, batch: int, nse: int, values: Sequence[Ids]
+) -> CSR:
+    """The matrix of a stack. `xp` is the module of the arrays, NumPy or jax.numpy."""
+    pairs = list(zip(stack.features, values, strict=True))
+    lists = [(f, v) for f, v in pairs if not isinstance(v, CSR)]
+    matrices = [(f, v) for f, v in pairs if isinstance(v, CSR)]
+    parts, cut = [], None
+    if lists:
+        parts.append(_of_lists(xp, stack, batch, lists))
+    if matrices:
+        entries, cut = _of_matrices(xp, stack, batch, matrices)
+        parts.append(entries)
+    entries = parts[0] if len(parts) == 1 else _joined(xp, *parts)
+    rows, size = batch * stack.bags, len(entries.row)
+    zero = xp.zeros(1, np.int32)
+    kept = entries.kept.astype(np.int32)
+    # Kept entries before each entry, and behind the last one.
+    before = xp.concatenate([zero, xp.cumsum(kept, dtype=np.int32)])
+    if matrices:
+        counts = _added(xp, rows, xp.where(entries.kept, entries.row, rows), kept)
+        indptr = xp.concatenate([zero, xp.cumsum(counts, dtype=np.int32)])
+        place = indptr[entries.row] + before[:-1] - before[entries.first]
+    else:  # lists lie in the order of the bags
+        ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
+        examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
+        indptr = xp.concatenate([zero, before[(examples + ends[None]).reshape(-1)]])
+        place = before[:-1]
+    if cut is not None:
+        # The first row that lacks ids, and all rows after it, are marked as overfull.
+        over = xp.arange(1, rows + 1, dtype=np.int32) > cut
+        ends = xp.where(over, xp.maximum(indptr[1:], nse + 1), indptr[1:])
+        indptr = xp.concatenate([zero, ends])
+    if xp is np and indptr[-1] > nse:
+        raise ValueError(
+            f"the batch has {indptr[-1]:,} ids for the stack {stack.name!r}, but there is "
+            f"room for nse={nse:,}"
+        )
+    # Places that are left out are outside, and all differ.
+    left_out = size + nse + xp.arange(size, dtype=np.int32)
+    place = xp.where(entries.kept, place, left_out)
+    indices = _written(xp, nse, place, entries.column)
+    data = entries.weight
+    if data is not None:
+        data = _written(xp, nse, place, data)
+    # Not the constructor: columns do not ascend within a row, and are checked already.
+    return CSR.tree_unflatten(stack.num_rows, (data, indices, indptr, None))
+
+
+def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
+    """Entries of arrays `[batch]` and `[batch, n]`, in the order of the bags."""
+    widths = [_width(value) for _, value in lists]
+    columns = [
+        value.reshape(batch, width)
+        for (_, value), width in zip(lists, widths, strict=True)
+    ]
+    ids = xp.concatenate(columns, axis=1)
+
+    def of_each(values):  # [1, ids of an example]
+        return np.repeat(np.asarray(values), widths)[None]
+
+    features = [feature for feature, _ in lists]
+    bag = [
+        feature.first_bag
+        + (np.arange(width) if feature.config.length else np.zeros(width))
+        for feature, width in zip(features, widths, strict=True)
+    ]
+    bag = np.concatenate(bag).astype(np.int32)
+    first = np.searchsorted(bag, bag).astype(np.int32)[None]
+    column, kept = _columns(
+        stack,
+        xp,
+        ids,
+        num_rows=of_each([f.table.config.num_rows for f in features]),
+        first_row=of_each([f.table.first for f in features]),
+        drop=of_each([f.config.outside == "drop" for f in features]),
+    )
+    example = xp.arange(batch, dtype=np.int32)[:, None]
+    row, first = example * stack.bags + bag[None], example * ids.shape[1] + first
+    flat = (array.reshape(-1) for array in (row, column, kept & (ids != -1), first))
+    return _Entries(*flat, weight=None)
+
+
+def _of_matrices(
+    xp, stack: Stack, batch: int, matrices: Sequence[tuple[StackedFeature, CSR]]
+) -> tuple[_Entries, Array]:
+    """Entries of CSR matrices, and the first row that lacks some."""
+    features = [feature for feature, _ in matrices]
+    sizes = [x.nse for _, x in matrices]
+    starts_of = np.cumsum([0, *sizes], dtype=np.int32)[:-1]
+    ptr = xp.stack([xp.asarray(x.indptr) for _, x in matrices])
+    room = np.asarray(sizes, np.int32)[:, None]
+    # A group is a row of a matrix, or the padding behind its last row.
+    ends = xp.concatenate([xp.minimum(ptr[:, 1:], room), xp.asarray(room)], axis=1)
+    starts = xp.concatenate([xp.zeros_like(ends[:, :1]), ends[:, :-1]], axis=1)
+    ends, starts = ((a + starts_of[:, None]).reshape(-1) for a in (ends, starts))
+    total = int(sum(sizes))
+    if xp is np:
+        group = np.repeat(np.arange(len(ends), dtype=np.int32), ends - starts)
+    else:
+        group = segment_ids(jnp.concatenate([starts[:1], ends]), total)
+    feature, example = group // (batch + 1), group % (batch + 1)
+
+    def of_each(values, dtype=np.int32):
+        return xp.asarray(np.asarray(values, dtype))[feature]
+
+    ids = xp.concatenate([xp.asarray(x.indices) for _, x in matrices])
+    column, kept = _columns(
+        stack,
+        xp,
+        ids,
+        num_rows=of_each([f.table.config.num_rows for f in features]),
+        first_row=of_each([f.table.first for f in features]),
+        drop=of_each([f.config.outside == "drop" for f in features], bool),
+    )
+    entry = xp.arange(total, dtype=np.int32)
+    position = entry - starts[group]
+    length = of_each([f.config.length or 0 for f in features])
+    bag = xp.clip(position, 0, xp.maximum(length - 1, 0))
+    column = xp.where((length > 0) & (position >= length), _WRONG, column)
+    first_bag = of_each([f.first_bag for f in features])
+    used = example < batch
+    row = xp.where(used, example, 0) * stack.bags + first_bag + bag
+    first = xp.minimum(starts[group] + bag, entry)
+    weight = None
+    if any(x.data is not None for _, x in matrices):
+        dtype = np.result_type(
+            *(accumulator(x.data.dtype) for _, x in matrices if x.data is not None)
+        )
+        weights = [
+            xp.ones(x.nse, dtype) if x.data is None else xp.asarray(x.data, dtype)
+            for _, x in matrices
+        ]
+        weight = xp.concatenate(weights)
+    rows = xp.arange(batch, dtype=np.int32)[None] * stack.bags
+    rows = rows + np.asarray([f.first_bag for f in features], np.int32)[:, None]
+    last = batch * stack.bags
+    cut = xp.min(xp.where(ptr[:, 1:] > room, rows, last), initial=last)
+    return _Entries(row, column, kept & used, first, weight), xp.asarray(cut)
+
+
+def _columns(stack: Stack, xp, ids, *, num_rows, first_row, drop):
+    """Where the row of each id lies, and whether the id counts."""
+    inside = (ids >= 0) & (ids < num_rows)
+    column = xp.where(inside, stack.place(ids + first_row), _WRONG)
+    return column.astype(np.int32), inside | ~drop
+
+
+def _joined(xp, a: _Entries, b: _Entries) -> _Entries:
+    """The entries of both."""
+    b = b._replace(first=b.first + len(a.row))
+    weight = b.weight
+    if weight is not None:
+        weight = xp.concatenate([xp.ones(len(a.row), weight.dtype), weight])
+    arrays = (xp.concatenate([x, y]) for x, y in zip(a[:-1], b[:-1], strict=True))
+    return _Entries(*arrays, weight=weight)
+
+
+def _lengths_of_bags(stack: Stack, lists) -> np.ndarray:
+    """`[bags]`: how many ids of an example are in each bag."""
+    lengths = np.zeros(stack.bags, np.int32)
+    for feature, value in lists:
+        width = _width(value)
+        if feature.config.length is None:
+            lengths[feature.first_bag] = width
+        else:
+            lengths[feature.first_bag : feature.first_bag + width] = 1
+    return lengths
+
+
+def _width(ids: Array) -> int:
+    """Ids of an example."""
+    return 1 if ids.ndim == 1 else ids.shape[1]
+
+
+def _written(xp, size: int, place: Array, values: Array) -> Array:
+    """`[size]`: each value at its place; values of places outside are left out."""
+    if xp is np:
+        found = np.zeros(size, values.dtype)
+        inside = place < size
+        found[place[inside]] = values[inside]
+        return found
+    zeros = jnp.zeros(size, values.dtype)
+    return zeros.at[place].set(values, mode="drop", unique_indices=True)
+
+
+def _added(xp, size: int, place: Array, values: Array) -> Array:
+    """`[size]`: the sum of the values at each place; `size` is left out."""
+    if xp is np:
+        return np.bincount(place, values, size + 1)[:size].astype(np.int32)
+    return jnp.zeros(size, np.int32).at[place].add(values, mode="drop")
+
+
+def _batch_size(feature: StackedFeature, value: Any) -> int:
+    """Number of examples; raises if the shape or dtype is wrong."""
+    name, config = feature.name, feature.config
+    if isinstance(value, CSR):
+        rows = feature.table.config.num_rows
+        if value.num_cols != rows:
+            raise ValueError(
+                f"the CSR of feature {name!r} has {value.num_cols:,} columns, but its table "
+                f"{feature.table.name!r} has {rows:,} rows; make it with num_cols={rows}"
+            )
+        if value.indptr.ndim != 1:
+            raise ValueError(
+                f"feature {name!r} is a stack of matrices; pass one of them"
+            )
+        return value.num_rows
+    if not isinstance(value, Array):
+        raise TypeError(
+            f"ids of feature {name!r} must be an array of int32 or a CSR, got "
+            f"{type(value).__name__}"
+        )
+    if value.dtype != np.int32:
+        raise TypeError(
+            f"ids of feature {name!r} must be int32, got {value.dtype}; cast them with "
+            ".astype(np.int32)"
+        )
+    if value.ndim not in (1, 2):
+        raise ValueError(
+            f"ids of feature {name!r} must be [batch] or [batch, n], got the shape "
+            f"{value.shape}"
+        )
+    width = _width(value)
+    if config.length is not None and width > config.length:
+        raise ValueError(
+            f"feature {name!r} has lists of {width} ids, but length={config.length}; cut "
+            "them, or make the feature longer"
+        )
+    return value.shape[0]
+
+
+def _check_on_host(feature: StackedFeature, value: Ids) -> None:
+    """Raises ValueError for an id that the table does not have, or a list that is too long."""
+    name, config, table = feature.name, feature.config, feature.table
+    if isinstance(value, CSR):
+        count = int(value.indptr[-1])
+        if count > value.nse:
+            raise ValueError(
+                f"feature {name!r} is overfull: {count:,} ids, room for {value.nse:,}"
+            )
+        lengths = np.diff(value.indptr)
+        if config.length is not None and (lengths > config.length).any():
+            example = int(np.argmax(lengths > config.length))
+            raise ValueError(
+                f"feature {name!r}, example {example}: {lengths[example]} ids, but "
+                f"length={config.length}; cut the list, or make the feature longer"
+            )
+        ids = np.asarray(value.indices)[:count]
+        examples = np.repeat(np.arange(len(lengths)), lengths)
+        wrong = (ids < 0) | (ids >= table.config.num_rows)
+    else:
+        ids, examples = np.asarray(value), np.arange(len(value))
+        wrong = (ids < -1) | (ids >= table.config.num_rows)
+    if config.outside == "drop" or not wrong.any():
+        return
+    at = tuple(np.argwhere(wrong)[0])
+    raise ValueError(
+        f"feature {name!r}, example {examples[at[0]]}: id {ids[at]} is outside the table "
+        f"{table.name!r}, which has {table.config.num_rows:,} rows; make the table "
+        'larger, or leave such ids out with outside="drop"'
+    )

@@ -1,0 +1,163 @@
+"""Click models as data: frozen dataclasses, written to and read from versioned JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, get_args
+
+from sparsejax.ops.gather_matmul import Combiner
+
+VERSION = 1
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickModelConfig:
+    """What all click models have. `DLRMConfig` and the others say what makes them differ.
+
+    >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
+    WideDeepConfig(dim=16, combiner='sum', dtype='float32', hidden=(64,))
+
+    Attributes:
+      dim: numbers in a row of each table.
+      combiner: "sum", "mean" or "sqrtn", of features with several ids.
+      dtype: "float32" or "bfloat16", in which layers compute. Parameters and scores are
+        float32.
+    """
+
+    model: ClassVar[str]
+    dim: int = 16
+    combiner: Combiner = "sum"
+    dtype: Dtype = "float32"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field.name, getattr(self, field.name))
+
+    def _check(self, name: str, value: Any) -> None:
+        if name in ("combiner", "dtype"):
+            known = get_args(Combiner if name == "combiner" else Dtype)
+            if value not in known:
+                raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+            return
+        sizes = value if isinstance(value, tuple) else (value,)
+        if value is None and name == "rank":
+            return
+        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+            raise TypeError(f"{name} must be of integers, got {value!r}")
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"{name} must be positive, got {value!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object; defaults are left out."""
+        values = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {"version": VERSION, "model": self.model, **lists}
+
+    @classmethod
+    def from_json(cls, document: object) -> ClickModelConfig:
+        """The configuration of a JSON object, which `to_json` or a person has made.
+
+        Raises:
+          ValueError: not an object, an unknown version, model or key, or a wrong value.
+          TypeError: a value is of a wrong type.
+        """
+        if not isinstance(document, dict):
+            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+        given = dict(document)
+        if type(version := given.pop("version", None)) is not int or version != VERSION:
+            raise ValueError(
+                f'"version" is {version!r}; this release reads version {VERSION}'
+            )
+        kinds = {kind.model: kind for kind in _all_kinds(cls)}
+        if not isinstance(name := given.pop("model", None), str) or name not in kinds:
+            raise ValueError(f'"model" is {name!r}, not one of {", ".join(kinds)}')
+        kind = kinds[name]
+        known = [field.name for field in dataclasses.fields(kind)]
+        for key in given:
+            if key not in known:
+                raise ValueError(f'unknown key "{key}"; known: {", ".join(known)}')
+        for key, value in given.items():
+            is_list = isinstance(kind.__dataclass_fields__[key].default, tuple)
+            if is_list != isinstance(value, list):
+                what = "a list" if is_list else "no list"
+                raise TypeError(f'"{key}" must be {what}, got {value!r}')
+            given[key] = tuple(value) if is_list else value
+        return kind(**given)
+
+
+def _all_kinds(cls: type[ClickModelConfig]) -> list[type[Any]]:
+    """The class itself, if it is a model, and its subclasses."""
+    return [kind for kind in (cls, *cls.__subclasses__()) if hasattr(kind, "model")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DLRMConfig(ClickModelConfig):
+    """Layers of a `DLRM`.
+
+    >>> DLRMConfig(dim=32, bottom=(32,)).to_json()
+    {'version': 1, 'model': 'dlrm', 'dim': 32, 'bottom': [32]}
+
+    Attributes:
+      bottom: sizes of the layers that dense columns go through; a last one of size `dim`
+        follows.
+      top: sizes of the layers behind the dot products; a last one of size 1 follows.
+    """
+
+    model = "dlrm"
+    bottom: tuple[int, ...] = (64,)
+    top: tuple[int, ...] = (64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DCNConfig(ClickModelConfig):
+    """Layers of a `DCN`.
+
+    >>> DCNConfig(cross=2, rank=64).to_json()
+    {'version': 1, 'model': 'dcn', 'cross': 2, 'rank': 64}
+
+    Attributes:
+      cross: number of cross layers.
+      rank: of the matrix of a cross layer; None is full.
+      hidden: sizes of the layers behind them; a last one of size 1 follows.
+    """
+
+    model = "dcn"
+    cross: int = 3
+    rank: int | None = None
+    hidden: tuple[int, ...] = (64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepFMConfig(ClickModelConfig):
+    """Layers of a `DeepFM`.
+
+    >>> DeepFMConfig(hidden=(32,)).to_json()
+    {'version': 1, 'model': 'deepfm', 'hidden': [32]}
+
+    Attributes:
+      hidden: sizes of the layers of the deep part; a last one of size 1 follows.
+    """
+
+    model = "deepfm"
+    hidden: tuple[int, ...] = (64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideDeepConfig(ClickModelConfig):
+    """Layers of a `WideDeep`.
+
+    >>> WideDeepConfig(dtype="bfloat16").to_json()
+    {'version': 1, 'model': 'wide_deep', 'dtype': 'bfloat16'}
+
+    Attributes:
+      hidden: sizes of the layers of the deep part; a last one of size 1 follows.
+    """
+
+    model = "wide_deep"
+    hidden: tuple[int, ...] = (64, 32)

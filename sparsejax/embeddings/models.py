@@ -1,0 +1,380 @@
+"""Click models: a logit for each example, from dense columns and from ids.
+
+All have the form `model(dense, ids)`. Tables are an `EmbeddingCollection`; the rest are ordinary
+Flax layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
+from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
+from sparsejax.embeddings.model_config import (
+    ClickModelConfig,
+    DCNConfig,
+    DeepFMConfig,
+    DLRMConfig,
+    WideDeepConfig,
+)
+
+# The factors of second order start small: they are multiplied with each other.
+_factor_init = nnx.initializers.normal(0.01)
+_PLAN: Mapping[str, Placement] = {}
+
+Dense = Float[Array | np.ndarray, "batch columns"]
+
+
+class _ClickModel(nnx.Module):
+    """What click models share: the sizes of their inputs, and tables of one width."""
+
+    def __init__(
+        self,
+        config: ClickModelConfig,
+        num_dense: int,
+        features: Mapping[str, int],
+        plan: Mapping[str, Placement],
+        rngs: nnx.Rngs,
+    ):
+        if not features:
+            raise ValueError("a click model needs at least one feature")
+        self.config, self.num_dense = config, num_dense
+        self.dtype = jnp.dtype(config.dtype)
+        self.names = tuple(features)
+        self.embeddings = _tables(config, features, config.dim, plan, rngs)
+
+    @property
+    def num_inputs(self) -> int:
+        """Dense columns and all numbers of embeddings."""
+        return self.num_dense + self.embeddings.num_outputs
+
+    def _inputs(self, dense, ids) -> jax.Array:
+        """`[batch, num_inputs]`."""
+        dense = self._dense(dense)
+        rows = self.embeddings.concat(ids).astype(self.dtype)
+        return jnp.concatenate([dense, rows], axis=1)
+
+    def _dense(self, dense) -> jax.Array:
+        if dense.ndim != 2 or dense.shape[1] != self.num_dense:
+            raise ValueError(
+                f"dense must be [batch, {self.num_dense}], as num_dense says, got the "
+                f"shape {dense.shape}"
+            )
+        return jnp.asarray(dense, self.dtype)
+
+
+class _Layers(nnx.Module):
+    """Linear layers with ReLU between them, and behind the last one if asked for."""
+
+    def __init__(
+        self,
+        inputs: int,
+        sizes: Sequence[int],
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        end: bool = False,
+    ):
+        self.end = end
+        self.layers = nnx.List(
+            nnx.Linear(a, b, dtype=dtype, rngs=rngs)
+            for a, b in zip((inputs, *sizes), sizes, strict=False)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            x = x if i == last and not self.end else nnx.relu(x)
+        return x
+
+
+class DLRM(_ClickModel):
+    """Dot products between all pairs of embeddings (Naumov et al. 2019).
+
+    ::
+
+        z_0 = bottom(dense);  z_1 ... z_F = the embeddings
+        logit = top(z_0, z_i . z_j for all i < j)
+
+    >>> model = DLRM(DLRMConfig(), num_dense=3, features={"user": 50, "item": 90}, rngs=nnx.Rngs(0))
+    >>> ids = {"user": jnp.array([3, 4]), "item": jnp.array([[1, 2], [5, -1]])}
+    >>> model(jnp.ones((2, 3)), ids).shape
+    (2,)
+
+    Args:
+      config: widths, and the dtype of the layers.
+      num_dense: number of dense columns; may be 0.
+      features: by name, the number of ids of each. Each has a table of its own.
+      plan: see `EmbeddingCollection`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        config: DLRMConfig,
+        *,
+        num_dense: int,
+        features: Mapping[str, int],
+        plan: Mapping[str, Placement] = _PLAN,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, num_dense, features, plan, rngs)
+        bottom, vectors, inputs = None, len(features), 0
+        if num_dense:
+            sizes = (*config.bottom, config.dim)
+            bottom = _Layers(num_dense, sizes, self.dtype, rngs, end=True)
+            vectors, inputs = vectors + 1, config.dim
+        self.bottom: _Layers | None = nnx.data(bottom)
+        inputs += vectors * (vectors - 1) // 2
+        if not inputs:
+            raise ValueError(
+                "one feature alone has no pairs; give it dense columns too"
+            )
+        self.top = _Layers(inputs, (*config.top, 1), self.dtype, rngs)
+
+    def __call__(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit of each example, in float32."""
+        dense = self._dense(dense)
+        rows = _vectors(self.embeddings.concat(ids), self.config.dim).astype(self.dtype)
+        given = []
+        if self.bottom is not None:
+            given = [self.bottom(dense)]
+            rows = jnp.concatenate([given[0][:, None], rows], axis=1)
+        products = jnp.einsum("bid,bjd->bij", rows, rows)
+        pairs = products[:, *np.triu_indices(rows.shape[1], 1)]
+        return _logit(self.top(jnp.concatenate([*given, pairs], axis=1)))
+
+
+class DCN(_ClickModel):
+    """Cross layers, then ordinary ones (DCN-V2, Wang et al. 2021).
+
+    ::
+
+        x_0 = dense columns and embeddings
+        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l      W_l = U_l V_l with a rank
+        logit = hidden(x_L)
+
+    >>> model = DCN(DCNConfig(rank=4), num_dense=0, features={"user": 50}, rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((2, 0)), {"user": jnp.array([3, 4])}).shape
+    (2,)
+
+    Args:
+      config: widths, and the dtype of the layers.
+      num_dense: number of dense columns; may be 0.
+      features: by name, the number of ids of each. Each has a table of its own.
+      plan: see `EmbeddingCollection`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        config: DCNConfig,
+        *,
+        num_dense: int,
+        features: Mapping[str, int],
+        plan: Mapping[str, Placement] = _PLAN,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, num_dense, features, plan, rngs)
+        size, dtype = self.num_inputs, self.dtype
+
+        def cross():
+            if config.rank is None:
+                return nnx.Linear(size, size, dtype=dtype, rngs=rngs)
+            down = nnx.Linear(size, config.rank, use_bias=False, dtype=dtype, rngs=rngs)
+            up = nnx.Linear(config.rank, size, dtype=dtype, rngs=rngs)
+            return nnx.Sequential(down, up)
+
+        self.cross = nnx.List(cross() for _ in range(config.cross))
+        self.hidden = _Layers(size, (*config.hidden, 1), dtype, rngs)
+
+    def __call__(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit of each example, in float32."""
+        first = x = self._inputs(dense, ids)
+        for layer in self.cross:
+            x = first * layer(x) + x
+        return _logit(self.hidden(x))
+
+
+class DeepFM(_ClickModel):
+    """A factorization machine and layers on the same embeddings (Guo et al. 2017).
+
+    ::
+
+        v_i = the embedding of feature i, or of dense column i times its value
+        logit = linear + sum over i < j of v_i . v_j + hidden(dense, embeddings)
+
+    The linear part has a number for each id, and one for each dense column.
+
+    >>> model = DeepFM(DeepFMConfig(), num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 3)), {"user": jnp.array([3, 4])}).shape
+    (2,)
+
+    Args:
+      config: widths, and the dtype of the layers.
+      num_dense: number of dense columns; may be 0.
+      features: by name, the number of ids of each. Each has two tables of its own.
+      plan: see `EmbeddingCollection`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        config: DeepFMConfig,
+        *,
+        num_dense: int,
+        features: Mapping[str, int],
+        plan: Mapping[str, Placement] = _PLAN,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, num_dense, features, plan, rngs)
+        self.linear = _Linear(config, num_dense, features, plan, rngs)
+        self.factors = nnx.Param(_factor_init(rngs.params(), (num_dense, config.dim)))
+        self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
+
+    def __call__(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit of each example, in float32."""
+        x = self._inputs(dense, ids)
+        rows = _vectors(x[:, self.num_dense :], self.config.dim)
+        factors = self.factors[...].astype(x.dtype)
+        columns = x[:, : self.num_dense, None] * factors[None]
+        vectors = jnp.concatenate([columns, rows], axis=1).astype(jnp.float32)
+        # The sum over pairs, by the square of the sum.
+        square, squares = jnp.square(vectors.sum(1)), jnp.square(vectors).sum(1)
+        pairs = 0.5 * jnp.sum(square - squares, axis=1)
+        return self.linear(dense, ids) + pairs + _logit(self.hidden(x))
+
+
+class WideDeep(_ClickModel):
+    """A linear model beside layers on embeddings (Cheng et al. 2016).
+
+    ::
+
+        logit = linear + hidden(dense, embeddings)
+
+    The linear part has a number for each id, and one for each dense column. For products of
+    columns, give a feature whose ids are pairs.
+
+    >>> config = WideDeepConfig(hidden=(8,))
+    >>> model = WideDeep(config, num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 3)), {"user": jnp.array([3, 4])}).shape
+    (2,)
+
+    Args:
+      config: widths, and the dtype of the layers.
+      num_dense: number of dense columns; may be 0.
+      features: by name, the number of ids of each. Each has two tables of its own.
+      plan: see `EmbeddingCollection`.
+      rngs: random streams.
+    """
+
+    def __init__(
+        self,
+        config: WideDeepConfig,
+        *,
+        num_dense: int,
+        features: Mapping[str, int],
+        plan: Mapping[str, Placement] = _PLAN,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, num_dense, features, plan, rngs)
+        self.linear = _Linear(config, num_dense, features, plan, rngs)
+        self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
+
+    def __call__(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit of each example, in float32."""
+        return self.linear(dense, ids) + _logit(self.hidden(self._inputs(dense, ids)))
+
+
+class _Linear(nnx.Module):
+    """A number for each id and each dense column, and a bias. All begin at 0."""
+
+    def __init__(self, config, num_dense, features, plan, rngs):
+        zeros = nnx.initializers.zeros
+        self.embeddings = _tables(config, features, 1, plan, rngs, init=zeros)
+        self.weights = nnx.Param(jnp.zeros(num_dense))
+        self.bias = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, dense, ids) -> jax.Array:
+        rows = self.embeddings.concat(ids).sum(axis=1)
+        dense = jnp.asarray(dense, jnp.float32)
+        return rows + dense @ self.weights[...] + self.bias[...]
+
+
+def build_click_model(
+    config: ClickModelConfig,
+    *,
+    num_dense: int,
+    features: Mapping[str, int],
+    plan: Mapping[str, Placement] = _PLAN,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
+    """The model of a configuration.
+
+    >>> config = ClickModelConfig.from_json({"version": 1, "model": "dcn"})
+    >>> model = build_click_model(config, num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
+    >>> type(model).__name__
+    'DCN'
+
+    Args:
+      config: of one of the models.
+      num_dense: number of dense columns; may be 0.
+      features: by name, the number of ids of each.
+      plan: see `EmbeddingCollection`.
+      rngs: random streams.
+    """
+    match config:
+        case DLRMConfig():
+            make = functools.partial(DLRM, config)
+        case DCNConfig():
+            make = functools.partial(DCN, config)
+        case DeepFMConfig():
+            make = functools.partial(DeepFM, config)
+        case WideDeepConfig():
+            make = functools.partial(WideDeep, config)
+        case _:
+            raise TypeError(
+                "expected a DLRMConfig, DCNConfig, DeepFMConfig or WideDeepConfig, got "
+                f"{type(config).__name__}"
+            )
+    return make(num_dense=num_dense, features=features, plan=plan, rngs=rngs)
+
+
+def _tables(config, features, dim, plan, rngs, *, init=None) -> EmbeddingCollection:
+    tables = {n: TableConfig(rows, dim, init=init) for n, rows in features.items()}
+    read = {name: FeatureConfig(name, combiner=config.combiner) for name in features}
+    return EmbeddingCollection(tables, read, plan=plan, rngs=rngs)
+
+
+def _vectors(rows: jax.Array, dim: int) -> jax.Array:
+    """`[batch, features, dim]` of `[batch, features * dim]`."""
+    return rows.reshape(len(rows), rows.shape[1] // dim, dim)
+
+
+def _logit(x: jax.Array) -> jax.Array:
+    return x[:, 0].astype(jnp.float32)
