@@ -75,8 +75,8 @@ def loss_and_updates[Carry](
     The kernel is read twice and its gradient written once. A denied item counts as an item
     with a kernel row and a bias of 0.
 
-    Sums are made in float32. The loss is a difference of sums: its error is relative to
-    `sum_i score_bi^2 + sum_i y_bi^2`, not to the loss. Tensor cores round sums towards
+    Sums are made in float32. The loss is a difference of sums: its error is a few float32
+    eps of the sum of the sizes of its terms, `|h_b| . |W|^T |W| |h_b|`, not of the loss. Tensor cores round sums towards
     zero, so with bfloat16 operands on a GPU `G` is too small by 2e-5; `G` is summed in
     blocks, as it would be more without them. `C` is rounded to the operands' dtype before
     its product. With m the mean of the rows this costs no more than what scores cost,

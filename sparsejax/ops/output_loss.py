@@ -70,8 +70,8 @@ def output_loss(
 
     For large batches with few labels, "l2_loss" over all items makes no scores: Gram
     matrices give the same loss and gradients (see `gram_loss`). The rounding error of the
-    loss is then relative to the loss of scores of 0, and the gradients are not
-    differentiable in reverse mode.
+    loss is then relative to the terms of its sums, which may be larger than the loss, and
+    the gradients are not differentiable in reverse mode.
 
     An example with weight 0 contributes nothing, whatever is in it. The gradient of its
     weight is still its loss. A row of labels that does not fit in

@@ -92,7 +92,8 @@ def by_pieces(
 
     The terms of a piece are added in order, and so are the pieces. With pieces of `p`
     entries, memory is `nse / p + nse / 2 p` rows of `hidden` numbers, and little more. `p`
-    is the average length of a row, but at least 4 and at most 32.
+    is the average length of a row, but at least 4 and at most 32. The result has `w`'s dtype,
+    or `dtype`.
     """
     num_rows, nse, dtype = x.num_rows, x.nse, dtype or w.dtype
     if 0 in (num_rows, nse, w.shape[0]):
