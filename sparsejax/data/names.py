@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparsejax.data import arrow
+
 Names = np.ndarray
 
 
@@ -26,7 +28,8 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
     if isinstance(names, str):
         raise TypeError(f"expected a sequence of names, got the string {names!r}")
     if isinstance(names, pa.Array | pa.ChunkedArray):
-        names = names.to_numpy(zero_copy_only=False)
+        plain = arrow.is_text(names)
+        names = arrow.texts(names) if plain else names.to_numpy(zero_copy_only=False)
     elif not isinstance(names, np.ndarray):
         names = list(names)
     array = np.asarray(names, dtype=np.dtypes.StringDType())
@@ -52,7 +55,17 @@ def of_rows(rows: RowNames | Iterable[object]) -> Names:
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
     """The same names as an Arrow array. Its offsets have 64 bits: names may pass 2 GiB."""
-    return pa.array(names.tolist(), pa.large_string())
+    texts = names.tolist()
+    whole = "".join(texts)
+    encoded = whole.encode()
+    lengths = map(len, texts)
+    if len(encoded) != len(whole):
+        lengths = (len(text.encode()) for text in texts)
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum(np.fromiter(lengths, np.int64, len(texts)), out=offsets[1:])
+    return pa.LargeStringArray.from_buffers(
+        len(texts), pa.py_buffer(offsets), pa.py_buffer(encoded)
+    )
 
 
 def find_names(names: Names, among: Names) -> np.ndarray:
@@ -60,16 +73,17 @@ def find_names(names: Names, among: Names) -> np.ndarray:
     # The same as pc.index_in(...), which type checkers cannot see.
     lookup = pc.SetLookupOptions(value_set=to_arrow(among))
     found = pc.call_function("index_in", [to_arrow(names)], lookup)
-    return found.fill_null(-1).to_numpy()
+    absent = arrow.from_numbers(np.full(len(names), -1, np.int32))
+    return arrow.numbers(pc.call_function("coalesce", [found, absent]))
 
 
 def check_unique(names: Names, what: str) -> None:
     """Raises ValueError if a name occurs twice; `what` is "row" or "feature"."""
-    arrow = to_arrow(names)
-    if len(arrow.unique()) == len(arrow):
+    encoded = to_arrow(names)
+    if len(encoded.unique()) == len(encoded):
         return
-    seen = arrow.value_counts()
-    repeated = as_names(seen.field("values"))[seen.field("counts").to_numpy() > 1]
+    seen = encoded.value_counts()
+    repeated = as_names(seen.field("values"))[arrow.numbers(seen.field("counts")) > 1]
     raise ValueError(
         f"{what} names must be unique, but these occur more than once: "
         f"{quoted(repeated)}"
@@ -97,7 +111,7 @@ class NameEncoder:
 
     def __init__(self, waiting: int = 2**20) -> None:
         self._may_wait = waiting
-        self._known = pa.array([], pa.large_string())
+        self._known = to_arrow(as_names([]))
         self._waiting: list[pa.LargeStringArray] = []
         self._num_waiting = 0
         self._settled: list[np.ndarray] = []
@@ -107,7 +121,7 @@ class NameEncoder:
         """Takes the next block: strings, which may be dictionary-encoded."""
         if not isinstance(names, pa.DictionaryArray):
             names = names.dictionary_encode()
-        codes = names.indices.to_numpy()
+        codes = arrow.numbers(names.indices)
         offset = np.int32(len(self._known) + self._num_waiting)
         self._provisional.append(codes + offset)
         self._waiting.append(names.dictionary.cast(pa.large_string()))
@@ -123,7 +137,9 @@ class NameEncoder:
 
     def _fold(self) -> None:
         merged = pa.concat_arrays([self._known, *self._waiting]).dictionary_encode()
-        final = merged.indices.to_numpy()  # known names come first and keep their codes
+        final = arrow.numbers(
+            merged.indices
+        )  # known names come first and keep their codes
         self._known = merged.dictionary
         self._settled += [final[codes] for codes in self._provisional]
         self._waiting, self._num_waiting, self._provisional = [], 0, []

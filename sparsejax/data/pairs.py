@@ -9,6 +9,7 @@ from typing import NoReturn
 import numpy as np
 import pyarrow as pa
 
+from sparsejax.data import arrow
 from sparsejax.data.assemble import Block
 from sparsejax.data.files import BLOCK_BYTES, ByteStream, DataError, Lines, Path
 from sparsejax.data.lines import mixed_values
@@ -120,7 +121,7 @@ def _num_empty(columns: Mapping[str, pa.Array]) -> int:
         names = columns[role]
         at = names.dictionary.index("").as_py()
         if at >= 0:
-            count += int(np.sum(names.indices.to_numpy() == at))
+            count += int(np.sum(arrow.numbers(names.indices) == at))
     return count
 
 

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
+from sparsejax.data import arrow
 from sparsejax.data.files import DataError, Path, check_regular, is_address
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
@@ -72,10 +73,10 @@ def write_parquet(path: Path, parts: Parts) -> None:
       OSError: the file cannot be written.
     """
     matrix = parts.matrix
-    offsets = pa.array(np.asarray(matrix.indptr), pa.int32())
+    offsets = arrow.from_numbers(np.asarray(matrix.indptr, np.int32))
     leaves = (matrix.indices, matrix.data, parts.times, parts.order)
     lists = {
-        name: pa.ListArray.from_arrays(offsets, pa.array(np.asarray(leaf)))
+        name: pa.ListArray.from_arrays(offsets, arrow.from_numbers(np.asarray(leaf)))
         for name, leaf in zip(
             ("indices", "values", "times", "order"), leaves, strict=True
         )
@@ -83,7 +84,7 @@ def write_parquet(path: Path, parts: Parts) -> None:
     }
     columns = {"row": to_arrow(parts.row_names), **lists}
     if parts.left_out is not None:
-        columns["left_out"] = pa.array(parts.left_out)
+        columns["left_out"] = arrow.from_numbers(parts.left_out)
     columns["feature"] = to_arrow(parts.feature_names)
     length = max(len(parts.row_names), len(parts.feature_names))
     table = pa.table(
@@ -256,12 +257,14 @@ def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
             name: batch.column(name).cast(type_).drop_null()
             for name, type_ in types.items()
         }
-        lengths.append(columns["indices"].value_lengths().to_numpy())
+        lengths.append(arrow.numbers(columns["indices"].value_lengths()))
         for name, column in columns.items():
             if name != "feature" and len(column) != len(columns["row"]):
                 raise _disagree(path, types)
             if pa.types.is_list(column.type):
-                if not np.array_equal(column.value_lengths().to_numpy(), lengths[-1]):
+                if not np.array_equal(
+                    arrow.numbers(column.value_lengths()), lengths[-1]
+                ):
                     raise _disagree(path, types)
                 column = column.flatten()
             found[name].append(column)
@@ -271,7 +274,7 @@ def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
     )
     leaves = {
         name: np.concatenate(
-            [_empty(types[name]), *(each.to_numpy() for each in parts)]
+            [_empty(types[name]), *(arrow.numbers(each) for each in parts)]
         )
         for name, parts in found.items()
     }
@@ -302,7 +305,7 @@ def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
 def _empty(type_: pa.DataType) -> np.ndarray:
     """An empty array of the type of an entry."""
     inner = type_.value_type if pa.types.is_list(type_) else type_
-    return pa.array([], inner).to_numpy()
+    return arrow.numbers(pa.nulls(0, inner))
 
 
 def _disagree(path: Path, types: Iterable[str]) -> DataError:

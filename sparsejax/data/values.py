@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from sparsejax.data import arrow
+
 # The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _COMMA = r"[+-]?\d+,\d+"
@@ -27,7 +29,7 @@ def trim(texts: pa.Array) -> pa.Array:
 
 def lengths(texts: pa.Array) -> np.ndarray:
     """`[n]` number of bytes of each text."""
-    return pc.call_function("binary_length", [texts]).to_numpy()
+    return arrow.numbers(pc.call_function("binary_length", [texts]))
 
 
 def parse_values(texts: pa.Array) -> np.ndarray | None:
@@ -36,7 +38,7 @@ def parse_values(texts: pa.Array) -> np.ndarray | None:
     `value_problem` says what is wrong with a value.
     """
     try:
-        values = trim(texts).cast(pa.float64()).to_numpy()
+        values = arrow.numbers(trim(texts).cast(pa.float64()))
     except pa.ArrowInvalid:
         return None
     with np.errstate(over="ignore"):

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sparsejax.data.names import Names, as_names
+from sparsejax.data import arrow
+from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.writers import check_names, escaped
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.whole_files import (
@@ -162,8 +163,9 @@ def _csv_lines(table: pa.Table) -> str:
     """The rows of a table as lines of CSV, scores in the fewest digits that say all."""
     text = pa.large_string()
     columns = [column.cast(text) for column in table.combine_chunks().columns]
-    empty, comma, end = (pa.scalar(each, text) for each in ("", ",", "\n"))
+    empty, comma, end = to_arrow(as_names(["", ",", "\n"]))
     rows = pc.call_function("binary_join_element_wise", [*columns, comma])
     lines = pc.call_function("binary_join_element_wise", [rows, empty, end])
-    whole = pa.LargeListArray.from_arrays([0, len(lines)], lines.combine_chunks())
+    ends = arrow.from_numbers(np.array([0, len(lines)]))
+    whole = pa.LargeListArray.from_arrays(ends, lines.combine_chunks())
     return pc.call_function("binary_join", [whole, empty])[0].as_py()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import SparseDataset
+from sparsejax.data import SparseDataset, arrow
 from sparsejax.data.names import Names, as_names, to_arrow
 
 
@@ -77,12 +77,12 @@ class Recommendations:
                 "rows"
             )
         rows, ranks = np.nonzero(self.ids >= 0)
-        ids = self.ids[rows, ranks]
+        ids, scores = self.ids[rows, ranks], self.scores[rows, ranks]
         columns = {
-            "user": to_arrow(known).take(pa.array(rows)),
-            "item": to_arrow(self._item_names(items)).take(pa.array(ids)),
-            "score": pa.array(self.scores[rows, ranks], pa.float32()),
-            "rank": pa.array(ranks + 1, pa.int32()),
+            "user": to_arrow(known).take(arrow.from_numbers(rows)),
+            "item": to_arrow(self._item_names(items)).take(arrow.from_numbers(ids)),
+            "score": arrow.from_numbers(scores.astype(np.float32)),
+            "rank": arrow.from_numbers((ranks + 1).astype(np.int32)),
         }
         return pa.table(columns)
 
