@@ -269,22 +269,22 @@ def _write_table(report: dict) -> None:
     for form in dict.fromkeys(r["form"] for r in quality["results"]):
         ours = [r for r in quality["results"] if r["form"] == form]
         values = [r[_METRIC] for r in ours]
-        mean, spread = statistics.mean(values), statistics.stdev(values)
+        spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
         rows.append(
             [
                 form,
-                f"{mean:.4f} ± {spread:.4f}",
+                f"{statistics.mean(values):.4f}{spread}",
+                len(values),
                 f"{statistics.mean(r['loss'] for r in ours):.4f}",
                 f"{ours[0]['weights_bytes'] / 1e6:.1f}",
                 f"{ours[0]['state_bytes'] / 1e6:.1f}",
             ]
         )
-    columns = ["parameters", "nDCG@20", "loss", "weights, MB", "state, MB"]
-    seeds = len(quality["results"]) // max(len(rows), 1)
+    columns = ["parameters", "nDCG@20", "seeds", "loss", "weights, MB", "state, MB"]
     lines = [
         *table(columns, rows),
         "",
-        f"{seeds} seeds: mean ± standard deviation. {origin(quality)}",
+        f"Mean ± standard deviation of the seeds. {origin(quality)}",
         "",
     ]
     rows = [

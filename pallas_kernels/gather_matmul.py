@@ -40,7 +40,7 @@ def default_config(hidden: int, itemsize: int) -> Config:
     warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one.
     """
     chunk = 2048 // itemsize  # 16 bytes a thread
-    if hidden == _THREADS:
+    if hidden == _THREADS and itemsize == 4:
         return Config(entries=64, unroll=8, chunk=chunk, threads=16)
     if takes_narrow(hidden) and (team := team_for(hidden, itemsize)):
         unroll = 16 if hidden * itemsize <= 64 else 8
