@@ -73,6 +73,14 @@ class Transposed(NamedTuple):
         indptr = indptr.at[each, slot].set(positions, mode="drop", unique_indices=True)
         return cls(columns, rows.astype(jnp.int32), order, indptr)
 
+    def ends(self) -> jax.Array:
+        """`[nse]`: at the last entry of each column the column, -1 at all other entries."""
+        column = self.columns
+        following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
+        position = jnp.arange(column.shape[0], dtype=jnp.int32)
+        is_last = (position < self.indptr[-1]) & (column != following)
+        return jnp.where(is_last, column, -1)
+
     def distinct(self, padding: int) -> jax.Array:
         """`[capacity]`: the columns that occur, ascending, padded with `padding`."""
         starts = self.indptr[:-1]

@@ -9,7 +9,6 @@ columns end in nulls, which take no room. The schema's metadata is a JSON object
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from sparsejax.data.click_schema import ClickSchema, num_ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
-from sparsejax.whole_files import whole_file
 
 _VERSION = 1
 _KEY = b"sparsejax.clicks"
@@ -103,16 +101,7 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
         "crc32": _checksum(parts),
     }
     table = table.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
-    with whole_file(path) as file:
-        pq.write_table(
-            table,
-            file,
-            row_group_size=_GROUP_ROWS,
-            compression="zstd",
-            write_page_checksum=True,
-        )
-        file.flush()
-        os.fsync(file.fileno())
+    parquet.write_whole(path, table, group_rows=_GROUP_ROWS)
 
 
 def read_saved(path: Path) -> ClickParts:

@@ -98,11 +98,16 @@ def write_parquet(path: Path, parts: Parts) -> None:
     metadata = {_VERSION_KEY: str(VERSION).encode(), _CHECKSUM_KEY: _checksum(parts)}
     table = table.replace_schema_metadata(metadata)
 
+    write_whole(path, table, group_rows=_GROUP_ROWS)
+
+
+def write_whole(path: Path, table: pa.Table, *, group_rows: int) -> None:
+    """Writes a table to a file with checksums, whole or not at all."""
     with whole_file(path) as file:
         pq.write_table(
             table,
             file,
-            row_group_size=_GROUP_ROWS,
+            row_group_size=group_rows,
             compression="zstd",
             write_page_checksum=True,
         )

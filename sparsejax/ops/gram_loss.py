@@ -490,17 +490,13 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
 def _change_by_mosaic(gradient, terms: Terms):
     """The same by the GPU program that updates rows, for all items."""
     by_item = terms.by_column
-    column = by_item.columns
-    following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
-    position = jnp.arange(column.shape[0], dtype=jnp.int32)
-    is_last = (position < by_item.indptr[-1]) & (column != following)
     (gradient,) = row_update(
         lambda arrays, sums, lag, scalars, mean: [arrays[0] - sums],
         [gradient],
         terms.data,
         by_item.rows,
         by_item.indptr,
-        jnp.where(is_last, column, -1),
+        by_item.ends(),
         None,
         terms.dy,
     )

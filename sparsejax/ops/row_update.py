@@ -209,13 +209,11 @@ def step_terms(
         values = terms.values(implementation)
         return step_rows(rule, trained, terms.ids(), values, count, noise=noise)
     by_column = terms.by_column
-    position = jnp.arange(column.shape[0], dtype=jnp.int32)
-    following = jnp.concatenate([column[1:], jnp.full(1, -1, jnp.int32)])
-    is_last = (position < by_column.indptr[-1]) & (column != following)
+    targets = by_column.ends()
     lags, last = None, trained.last
     if last is not None:
         lags = _lag(_read(last, column), count)
-        done = jnp.where(is_last, column, trained.num_rows)
+        done = jnp.where(targets >= 0, targets, trained.num_rows)
         # Not `unique_indices`: entries that are not the last of a row have the same index.
         last = last.at[done].set(count + 1, mode="drop")
 
@@ -236,7 +234,7 @@ def step_terms(
         terms.data,
         by_column.rows,
         by_column.indptr,
-        jnp.where(is_last, column, -1),
+        targets,
         lags,
         terms.dy,
         [jnp.asarray(count, jnp.float32), *scalars],
