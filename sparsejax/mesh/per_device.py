@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsejax.mesh.layout import axis_sizes
 from sparsejax.sparse import CSR, Transposed, segment_ids
 
 
@@ -44,7 +45,9 @@ def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_over_data(arrays: Any) -> Any:
-    """The arrays `[n]` of all devices along "data", one after the other."""
+    """The arrays `[n, ...]` of all devices along "data", one after the other."""
+    if axis_sizes()[0] == 1:  # XLA would copy them
+        return arrays
     return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 
 
@@ -98,3 +101,15 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     indices = compact(jnp.where(wrong, -1, columns - part * width))
     data = None if x.data is None else compact(jnp.asarray(x.data))
     return CSR(data, indices, indptr, num_cols=width)
+
+
+def gathered_columns(part: CSR, width: int) -> CSR:
+    """This device's columns, `width` each, of the rows of all devices along "model".
+
+    The capacity is the sum of theirs.
+    """
+    parts = jax.tree.map(lambda leaf: lax.all_gather(leaf, "model"), part)
+    cut = jax.vmap(CSR.overfull_rows)(parts)
+    where = lax.axis_index("model")
+    found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))(parts, cut)
+    return concatenate_rows(found, cut)
