@@ -192,3 +192,97 @@ def slopes_of_block(x: ShardedCSR, dy: jax.Array) -> Float[Array, "model rows hi
         in_specs=(P("data", "model"), x.rows_spec),
         out_specs=P("model"),
     )
+
+
+# Places by default, as a multiple of an even share, and in deviations of a random share. From
+# 64 ids on the first is more.
+_ROOM, _DEVIATIONS = 1.5, 4
+
+
+def places(even: float, room: float | None) -> int:
+    """Places for a share of ids: `room` times an even one.
+
+    None is 1.5 times, or four deviations of a random share if that is more.
+    """
+    if room is not None:
+        return max(1, math.ceil(room * even))
+    return max(1, math.ceil(max(_ROOM * even, even + _DEVIATIONS * math.sqrt(even))))
+
+
+class Sent(NamedTuple):
+    """Bytes that each device sends in a step.
+
+    Attributes:
+      ids: columns, slots and weights.
+      sums: forward.
+      gradients: backward.
+    """
+
+    ids: int
+    sums: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+def bytes_sent(
+    rows: int,
+    entries: int,
+    dim: int,
+    *,
+    data: int,
+    model: int,
+    wire_dtype: jax.typing.DTypeLike = jnp.float32,
+    room: float | None = None,
+    weighted: bool = False,
+    replicated_rows: int | None = None,
+) -> Sent:
+    """Bytes that each device sends in a training step for a stack of tables.
+
+    >>> bytes_sent(8 * 4096, 8 * 4096, 16, data=1, model=8)
+    Sent(ids=43008, sums=344064, gradients=344064)
+
+    They are those of a step in which all ids have places. A ring is assumed: of G devices, a
+    gather of b bytes of each sends (G - 1) b, an all-to-all of b bytes (G - 1) / G b, and an
+    all-reduce 2 (G - 1) / G b.
+
+    Args:
+      rows: bags of the batch: examples times the bags of an example.
+      entries: ids of the batch that there is room for.
+      dim: width of a row.
+      data: size of the axis.
+      model: size of the axis.
+      wire_dtype: in which sums and gradients cross.
+      room: see `places`.
+      weighted: whether ids have weights (as those of a mean).
+      replicated_rows: rows of the kernel, if every device has them all.
+    """
+    devices, size = data * model, jnp.dtype(wire_dtype).itemsize
+    mine, of_id = -(-entries // devices), 8 + 4 * weighted
+    if replicated_rows is not None:
+        if adds_all(replicated_rows, entries):
+            # A sum over devices is in float32.
+            reduced = 2 * (devices - 1) * replicated_rows * dim * 4 // devices
+            return Sent(0, 0, reduced)
+        others = devices - 1
+        bags = rows // devices
+        ids = others * (mine * (of_id - 4) + 4 * (bags + 1))
+        return Sent(ids, 0, others * bags * dim * 4)
+    room_for, slots = mine, rows // devices
+    if model > 1:
+        room_for = min(mine, places(mine / model, room))
+        slots = min(room_for, slots)
+    ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
+    sums = (model - 1) * slots * dim * size
+    return Sent(ids, sums, sums + (data - 1) * model * slots * dim * size)
+
+
+def adds_all(num_rows: int, entries: int) -> bool:
+    """Whether the gradient of a replicated kernel is cheaper to add as a whole.
+
+    If not, every device gathers the ids and gradients of all others.
+    """
+    return 2 * num_rows <= entries
