@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,6 +124,12 @@ class StackedTable:
     first_column: int
     place: Place
 
+    def owners(self, model: int) -> slice:
+        """Which of the devices have its rows."""
+        hands = ROW_MULTIPLE // model
+        first = self.place.hand // hands
+        return slice(first, first + max(1, (1 << self.place.bits) // hands))
+
 
 @dataclasses.dataclass(frozen=True)
 class StackedFeature:
@@ -133,12 +140,14 @@ class StackedFeature:
       first_bag: its first bag among the bags of an example.
       table: its table.
       config: of the feature.
+      hotness: ids of an example.
     """
 
     name: str
     first_bag: int
     table: StackedTable
     config: FeatureConfig
+    hotness: float
 
     @property
     def bag_range(self) -> slice:
@@ -213,6 +222,21 @@ class Stack:
     def _places(self) -> list[Place]:
         return [table.place for table in self.tables]
 
+    def ids_of_owners(self, model: int) -> np.ndarray:
+        """`[model]`: how many ids of an example belong to each device."""
+        owned = np.zeros(model)
+        for feature in self.features:
+            owners = feature.table.owners(model)
+            owned[owners] += feature.hotness / len(owned[owners])
+        return owned
+
+    def bags_of_owner(self, model: int) -> int:
+        """The most bags of an example for which a device may have ids."""
+        owned = np.zeros(model, np.int64)
+        for feature in self.features:
+            owned[feature.table.owners(model)] += feature.config.bags
+        return int(owned.max(initial=0))
+
 
 def column(values: Iterable[int]) -> jax.Array:
     """`[values, 1]` int32."""
@@ -223,6 +247,7 @@ def stack_tables(
     tables: Mapping[str, TableConfig],
     features: Mapping[str, FeatureConfig],
     plan: Mapping[str, Placement | TablePlacement],
+    hotness: Mapping[str, float] = types.MappingProxyType({}),
 ) -> tuple[Stack, ...]:
     """The stacks of a collection.
 
@@ -230,6 +255,7 @@ def stack_tables(
       tables: by name.
       features: by name; their tables exist.
       plan: placements of tables whose configuration has none, and ranges of hands.
+      hotness: ids of an example, by feature. By default one for each of its bags.
 
     Raises:
       ValueError: `plan` names an unknown table or placement, pieces do not divide a width, or
@@ -269,7 +295,8 @@ def stack_tables(
         reading, bags = [], 0
         for name, config in features.items():
             for piece in stacked.get(config.table, ()):
-                reading.append(StackedFeature(name, bags, piece, config))
+                hot = hotness.get(name, config.bags)
+                reading.append(StackedFeature(name, bags, piece, config, hot))
                 bags += config.bags
         name = f"{dim}_{dtype}_{'rows' if divided else 'replicated'}"
         name += f"_{rule.name}" if rule else ""
