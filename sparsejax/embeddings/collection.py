@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from sparsejax.embeddings import feature_batch
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
-from sparsejax.embeddings.lookup import look_up
+from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Stack,
     StackedFeature,
@@ -78,15 +78,22 @@ class EmbeddingCollection(nnx.Module):
       plan: the placement of tables whose configuration has none. By default tables of one
         width, dtype and rule are replicated if they have up to 2^20 numbers together, and
         else divided by rows.
+      wire_dtype: in which sums and gradients cross between devices, such as bfloat16; they are
+        added in float32. By default the dtype of the table.
+      exchange_room: for how many ids there are places between each pair of devices, as a
+        multiple of an even share. By default 1.5, and more for few ids.
       implementation: see `sparsejax.gather_matmul`.
       rngs: random streams.
 
     Attributes:
-      overflows: `[]` int32 variable: how often the devices of a mesh had too little room to
-        exchange only the sums that are needed, and exchanged all. Results are the same.
+      overflows: `[]` int32 variable: in how many lookups the devices of a mesh had too few
+        places for the ids that they exchange, and all gathered all of them. Results are the
+        same.
 
     Raises:
-      ValueError: there is no feature, or a feature or `plan` names an unknown table.
+      ValueError: there is no feature, a feature or `plan` names an unknown table, or
+        `exchange_room` is not positive.
+      TypeError: `wire_dtype` is not floating.
     """
 
     def __init__(
@@ -96,6 +103,8 @@ class EmbeddingCollection(nnx.Module):
         *,
         dtype: jax.typing.DTypeLike | None = None,
         plan: Mapping[str, Placement] | None = None,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
@@ -113,6 +122,7 @@ class EmbeddingCollection(nnx.Module):
                     f"are {sorted(tables)}"
                 )
         self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.wire = _wire(wire_dtype, exchange_room)
         self.implementation: Implementation = implementation
         self.stacks = stack_tables(tables, configs, {} if plan is None else plan)
         self.names = tuple(configs)
@@ -253,6 +263,7 @@ class EmbeddingCollection(nnx.Module):
                 stack,
                 self.kernels[stack.name],
                 batch.stacks[stack.name],
+                wire=self.wire,
                 implementation=self.implementation,
             )
             rows[stack.name] = found if self.dtype is None else found.astype(self.dtype)
@@ -262,6 +273,15 @@ class EmbeddingCollection(nnx.Module):
             with contextlib.suppress(errors.TraceContextError):
                 self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
         return rows
+
+
+def _wire(dtype: jax.typing.DTypeLike | None, room: float | None) -> Wire:
+    kind = None if dtype is None else jnp.dtype(dtype)
+    if kind is not None and not jnp.issubdtype(kind, jnp.floating):
+        raise TypeError(f"wire_dtype must be floating, got {kind}")
+    if room is not None and not room > 0:
+        raise ValueError(f"exchange_room must be positive, got {room}")
+    return Wire(kind, room)
 
 
 def _spec(stack: Stack) -> P:

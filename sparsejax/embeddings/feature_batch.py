@@ -23,7 +23,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.placement import Place, Stack, StackedFeature
-from sparsejax.mesh.layout import call_with_auto_axes
+from sparsejax.mesh.layout import (
+    axes_are_explicit,
+    axis_sizes,
+    call_on_each_device,
+    call_with_auto_axes,
+    mesh_is_set,
+)
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids
 
@@ -47,7 +53,8 @@ class FeatureBatch:
 
     Attributes:
       stacks: for each stack of tables a matrix with a row for each bag. Combiners are not
-        applied yet. Columns need not ascend within a row.
+        applied yet. Columns need not ascend within a row. On a mesh it may be one matrix for
+        each device, of its own examples: leaves are then `[data, model, n]`.
     """
 
     stacks: dict[str, CSR]
@@ -91,10 +98,44 @@ def pack(
             for feature, value in zip(stack.features, values, strict=True):
                 _check_on_host(feature, value)
             packed[stack.name] = _packed(np, stack, batch, room, values)
+        elif stack.name not in nse and room and _are_divided(batch, values):
+            packed[stack.name] = _packed_on_devices(stack, values)
         else:
             make = functools.partial(_packed, jnp, stack, batch, room)
             packed[stack.name] = call_with_auto_axes(make, values, out_specs=P())
     return FeatureBatch(packed)
+
+
+def divides_batch(batch: int) -> bool:
+    """Whether all devices of the mesh that is set get equal parts of a batch."""
+    if batch == 0 or not mesh_is_set() or axes_are_explicit():
+        return False
+    data, model = axis_sizes()
+    return batch % (data * model) == 0
+
+
+def _are_divided(batch: int, values: Sequence[Ids]) -> bool:
+    """Whether each device packs its own examples.
+
+    The entries of a CSR are not divided by examples, so all devices have all of them.
+    """
+    return divides_batch(batch) and not any(isinstance(v, CSR) for v in values)
+
+
+def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
+    """The matrix of each device, from arrays of ids."""
+
+    def part(values):
+        batch, room = len(values[0]), sum(v.size for v in values)
+        mine = _packed(jnp, stack, batch, room, values)
+        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+
+    return call_on_each_device(
+        part,
+        list(values),
+        in_specs=(P(("data", "model")),),
+        out_specs=P("data", "model"),
+    )
 
 
 class _Entries(NamedTuple):

@@ -1,7 +1,8 @@
 """The lookup of a stack of tables: one gather-matmul, however many tables and features.
 
-This is the only place where rows are read in training. On a mesh each device sums the rows that
-it has, and sends each sum to the device of the example, see `sparsejax.mesh.exchange`.
+This is the only place where rows are read in training. On a mesh each device has the ids of its
+own examples. It reads the rows of replicated tables itself, and asks their owners for the sums of
+others, see `sparsejax.mesh.exchange`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from sparsejax.embeddings.feature_batch import divides_batch
 from sparsejax.embeddings.placement import Stack
 from sparsejax.mesh import exchange
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import axes_are_explicit, axis_sizes, call_with_auto_axes
+from sparsejax.mesh.exchange import DividedRows
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, call_with_auto_axes
+from sparsejax.mesh.per_device import own_block
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -25,11 +28,26 @@ from sparsejax.optimizers import gradients
 from sparsejax.sparse import CSR
 
 
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How a collection exchanges ids, sums and gradients over a mesh.
+
+    Attributes:
+      dtype: of sums and gradients that cross; None for that of the table.
+      room: places for ids of each pair of devices, as a multiple of an even share; None for
+        the default of `exchange.places`.
+    """
+
+    dtype: np.dtype | None
+    room: float | None
+
+
 def look_up(
     stack: Stack,
     kernel: gradients.RowParam,
     x: CSR,
     *,
+    wire: Wire,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """What all features of a stack make of a batch.
@@ -38,6 +56,7 @@ def look_up(
       stack: which features these are.
       kernel: its tables.
       x: its matrix of a `FeatureBatch`.
+      wire: how devices exchange.
       implementation: see `gather_matmul`.
 
     Returns:
@@ -46,26 +65,46 @@ def look_up(
       had too little room, or None if there was none.
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
-    x = call_with_auto_axes(lambda x: combined(stack, x), x, out_specs=P())
-    rows, crowded = _blocks(kernel, x, stack.bags), None
-    if isinstance(rows, ShardedCSR) and rows.room is not None:
-        crowded = exchange.is_crowded(rows)
+    rows = _rows(stack, kernel, x, wire)
     y = gradients.lookup(kernel, rows, implementation=implementation)
-    shape = (x.num_rows // stack.bags, stack.bags, stack.dim)
+    shape = (rows.num_rows // stack.bags, stack.bags, stack.dim)
     y = call_with_auto_axes(lambda y: y.reshape(shape), y, out_specs=P("data"))
-    return y, crowded
+    return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
 
-def _blocks(kernel: gradients.RowParam, x: CSR, bags: int) -> SparseRows:
-    """The matrix as the kernel is divided."""
-    if not gradients.is_divided(kernel):
-        return x
-    blocks = ShardedCSR.of(x)
-    data, model = axis_sizes()
-    if axes_are_explicit() or model == 1 or x.num_rows % (data * model * bags):
-        return blocks
-    room = exchange.default_room(x.num_rows, x.nse)
-    return dataclasses.replace(blocks, spread=True, room=room)
+def _rows(
+    stack: Stack, kernel: gradients.RowParam, x: CSR, wire: Wire
+) -> CSR | DividedRows:
+    """The matrix with its combiners, as the kernel is divided."""
+    if x.indptr.ndim == 1:
+        x = call_with_auto_axes(lambda x: combined(stack, x), x, out_specs=P())
+        if x.nse == 0 or not divides_batch(x.num_rows // stack.bags):
+            return x
+        nse, parts = x.nse, exchange.parts_of(x)
+    else:
+        nse, parts = x.indices.size, _combined_parts(stack, x)
+    model = axis_sizes()[1]
+    owned, examples = stack.ids_of_owners(model), parts.num_rows // stack.bags
+    return exchange.divided(
+        parts,
+        nse=nse,
+        by_rows=gradients.is_divided(kernel),
+        room=wire.room,
+        wire_dtype=wire.dtype,
+        share=float(owned.max() / owned.sum()),
+        owner_rows=stack.bags_of_owner(model) * examples,
+    )
+
+
+def _combined_parts(stack: Stack, parts: CSR) -> CSR:
+    """`combined` of the matrix of each device."""
+    spec = P("data", "model")
+
+    def part(parts):
+        mine = combined(stack, own_block(parts))
+        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+
+    return call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
 
 
 def combined(stack: Stack, x: CSR) -> CSR:

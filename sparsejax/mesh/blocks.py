@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     ROW_MULTIPLE,
     axis_sizes,
@@ -22,7 +23,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import (
     columns_between,
-    concatenate_rows,
+    gathered_columns,
     own_block,
     transpose_over_data,
 )
@@ -60,15 +61,12 @@ class ShardedCSR:
         they were sorted ahead of time. Its leaves are `[model, ...]`.
       spread: whether a result with one row for each row of the matrix is divided over both
         axes; if not, over "data" alone (static). See `of_rows`.
-      room: for a spread matrix, how many rows each pair of devices exchanges, see
-        `exchange`; None to add up all rows (static).
     """
 
     blocks: CSR
     num_cols: int = dataclasses.field(kw_only=True)
     transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
     spread: bool = dataclasses.field(kw_only=True, default=False)
-    room: int | None = dataclasses.field(kw_only=True, default=None)
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
@@ -76,12 +74,12 @@ class ShardedCSR:
             (key("blocks"), self.blocks),
             (key("transposed"), self.transposed),
         ]
-        return leaves, (self.num_cols, self.spread, self.room)
+        return leaves, (self.num_cols, self.spread)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> ShardedCSR:
         self = object.__new__(cls)
-        names = ("blocks", "transposed", "num_cols", "spread", "room")
+        names = ("blocks", "transposed", "num_cols", "spread")
         for name, value in zip(names, (*leaves, *static), strict=True):
             object.__setattr__(self, name, value)
         return self
@@ -165,11 +163,7 @@ class ShardedCSR:
         width = padded_rows(parts.num_cols) // model
 
         def block(part):
-            mine = jax.tree.map(lambda a: lax.all_gather(a, "model"), own_block(part))
-            cut = jax.vmap(CSR.overfull_rows)(mine)
-            where = lax.axis_index("model")
-            found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))
-            joined = concatenate_rows(found(mine, cut), cut)
+            joined = gathered_columns(own_block(part), width)
             return jax.tree.map(lambda leaf: leaf[None, None], joined)
 
         blocks = call_on_each_device(
@@ -390,8 +384,8 @@ class ShardedCSR:
         return dense[:, : self.num_cols]
 
 
-SparseRows = CSR | ShardedCSR
-"""Sparse rows, on one device or in blocks on a mesh. Every operation takes both."""
+SparseRows = CSR | ShardedCSR | DividedRows
+"""Sparse rows, on one device or in parts on a mesh. Every operation takes the first two."""
 
 
 def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:

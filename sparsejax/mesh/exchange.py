@@ -1,198 +1,44 @@
-"""Sums that go only to the device that needs them, and gradients that come only from it.
+"""Ids that go only to the owners of their rows, and sums that come only from these.
 
-A block of a spread `ShardedCSR` has the rows of all devices along "model", with the entries of
-its own columns. Most of its rows have none. A device gives every other device a fixed number of
-*slots*, its `room`, for the rows that do have an entry::
+A batch is divided over all devices: each has the ids of its own examples. The rows of a kernel
+are divided over "model", and "data" repeats them. A device sorts its ids by their owners. Each
+pair of devices along "model" has a number of *places* for ids, and of *slots* for bags that
+have some of them. They are the same in every step::
 
-    forward     the sums of these rows          owner of the columns -> device of the rows
-    backward    their gradients                 device of the rows -> owner of the columns
+    ids         (column, slot)           device of the examples -> owner of the rows
+    forward     one sum for each slot    owner of the rows -> device of the examples
+    backward    their gradients          device of the examples -> owner of the rows
 
-With one id in each row and M devices, that is 1/M of what a reduce-scatter of all rows moves, and
-of what a gather of all gradients moves. If some device has too little room, all devices take these
-two ways instead: the result is the same up to rounding.
+With one id in each bag and M devices, that is 1/M of what a reduce-scatter of all sums moves, and
+of what a gather of all gradients moves. If a pair of devices has too few places, all devices
+gather all ids and take these two ways instead: the result is the same up to rounding.
+
+The sums that a bag has at one owner are added there. So a bag has one slot for each owner.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.mesh.blocks import ShardedCSR
-from sparsejax.mesh.layout import axis_sizes, call_on_each_device
-from sparsejax.mesh.per_device import own_block
-from sparsejax.sparse import CSR
-
-# Room by default, as a multiple of an even share, and in deviations of a random share. From 64
-# entries on the first is more.
-_SLACK, _DEVIATIONS = 1.5, 4
-
-
-def default_room(rows: int, nse: int) -> int | None:
-    """Slots for each pair of devices: 1.5 times an even share of the entries, or more if few.
-
-    Args:
-      rows: of the batch, divided over all devices of the mesh that is set.
-      nse: entries of the batch.
-
-    Returns:
-      None if an exchange moves no less than the sums of all rows.
-    """
-    data, model = axis_sizes()
-    even = nse / (data * model * model)
-    room = math.ceil(max(_SLACK * even, even + _DEVIATIONS * math.sqrt(even)))
-    size = rows // (data * model)
-    return room if 0 < room < size else None
-
-
-def is_crowded(x: ShardedCSR) -> Bool[Array, ""]:
-    """Whether some device has more rows for another one than there is room for."""
-    return call_on_each_device(
-        lambda blocks: Slots.of(own_block(blocks), x.room).crowded,
-        x.blocks,
-        in_specs=(P("data", "model"),),
-        out_specs=P(),
-    )
-
-
-class Slots(NamedTuple):
-    """The rows of this device's block that have an entry, for each device along "model".
-
-    All methods are called within `layout.call_on_each_device`.
-
-    Attributes:
-      rows: `[parts, room]` rows, numbered from the first of their part; `size` for a slot
-        that is empty.
-      size: rows of a part.
-      crowded: whether a part has more rows than room, on some device of the mesh.
-    """
-
-    rows: Int[Array, "parts room"]
-    size: int
-    crowded: Bool[Array, ""]
-
-    @classmethod
-    def of(cls, block: CSR, room: int | None) -> Slots:
-        """The slots of a block; its rows are equal parts, one for each device."""
-        assert room is not None
-        parts = axis_sizes()[1]
-        size = block.num_rows // parts
-        # A row that lacks entries counts: it is NaN.
-        filled = (block.row_lengths() > 0) | block.overfull_rows()
-        filled = filled.reshape(parts, size)
-        most = jnp.max(jnp.sum(filled, axis=1, dtype=jnp.int32), initial=0)
-        crowded = lax.pmax(most, ("data", "model")) > room
-        every = jnp.arange(size, dtype=jnp.int32)[None]
-        place = jnp.cumsum(filled, axis=1, dtype=jnp.int32) - 1
-        # All places differ, also those that are dropped.
-        place = jnp.where(filled & (place < room), place, room + every)
-        part = jnp.arange(parts, dtype=jnp.int32)[:, None]
-        rows = jnp.full((parts, room), size, jnp.int32)
-        rows = rows.at[part, place].set(every, mode="drop", unique_indices=True)
-        return cls(rows, size, crowded)
-
-    @property
-    def _used(self) -> jax.Array:
-        return self.rows < self.size
-
-    def _rows_of_block(self) -> jax.Array:
-        """`[parts, room]`: the rows, numbered from the first of the block."""
-        parts = self.rows.shape[0]
-        return self.rows + jnp.arange(parts, dtype=jnp.int32)[:, None] * self.size
-
-    def compact(self, block: CSR) -> CSR:
-        """`[parts * room, columns]`: the rows that are in slots."""
-        indptr = jnp.asarray(block.indptr)
-        behind = indptr[self.size :: self.size][:, None]
-        ends = indptr.at[self._rows_of_block() + 1].get(mode="clip")
-        ends = jnp.where(self._used, ends, behind).reshape(-1)
-        indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        leaves = (block.data, block.indices, indptr, None)
-        return CSR.tree_unflatten(block.num_cols, leaves)
-
-    def deliver(
-        self, sums: Float[Array, "slots hidden"]
-    ) -> tuple[CSR, Float[Array, "slots hidden"]]:
-        """Sends the sums of `compact` rows to the devices of these rows.
-
-        Returns:
-          A matrix `[size, slots]` and what has come: their product are the sums of this
-          device's rows.
-        """
-        rows = _exchanged(self.rows)  # for which each owner has a sum
-        owners, room = rows.shape
-        owner = jnp.broadcast_to(
-            jnp.arange(owners, dtype=jnp.int32)[:, None], rows.shape
-        )
-        count = jnp.zeros((self.size, owners), jnp.int32)
-        count = count.at[rows, owner].set(1, mode="drop").reshape(-1)
-        before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
-        slot = jnp.arange(owners * room, dtype=jnp.int32)
-        place = before.at[(rows * owners + owner).reshape(-1)].get(mode="clip")
-        place = jnp.where((rows < self.size).reshape(-1), place, owners * room + slot)
-        indices = jnp.zeros_like(slot)
-        indices = indices.at[place].set(slot, mode="drop", unique_indices=True)
-        leaves = (None, indices, before[::owners], None)
-        return CSR.tree_unflatten(owners * room, leaves), _exchanged(sums)
-
-    def collect(
-        self, slopes: Float[Array, "size hidden"]
-    ) -> Float[Array, "rows hidden"]:
-        """Gets the gradients of the rows in slots from the devices of these rows.
-
-        Returns:
-          A row for each row of the block; zero for rows without an entry.
-        """
-        rows = _exchanged(self.rows).reshape(-1)
-        sent = slopes.at[rows].get(mode="fill", fill_value=0)
-        parts, room = self.rows.shape
-        slot = jnp.arange(parts * room, dtype=jnp.int32)
-        place = self._rows_of_block().reshape(-1)
-        place = jnp.where(self._used.reshape(-1), place, parts * self.size + slot)
-        zeros = jnp.zeros((parts * self.size, slopes.shape[1]), slopes.dtype)
-        return zeros.at[place].set(_exchanged(sent), mode="drop", unique_indices=True)
-
-
-def _exchanged(values: jax.Array) -> jax.Array:
-    """The p-th part of the values goes to the p-th device along "model"."""
-    return lax.all_to_all(values, "model", split_axis=0, concat_axis=0, tiled=True)
-
-
-def slopes_of_block(x: ShardedCSR, dy: jax.Array) -> Float[Array, "model rows hidden"]:
-    """The gradients that the owner of each part of the columns needs, of all rows.
-
-    Args:
-      x: with room for an exchange.
-      dy: `[rows, hidden]`, divided as `x.rows_spec`.
-
-    Returns:
-      For each device along "model" a row for each row of `x`. Rows without an entry in its
-      columns may be zero.
-    """
-
-    def part(blocks, dy):
-        slots = Slots.of(own_block(blocks), x.room)
-        rows = lax.cond(
-            slots.crowded,
-            lambda dy: lax.all_gather(dy, "model", tiled=True),
-            slots.collect,
-            dy,
-        )
-        return lax.all_gather(rows, "data", tiled=True)[None]
-
-    return call_on_each_device(
-        part,
-        x.blocks,
-        dy,
-        in_specs=(P("data", "model"), x.rows_spec),
-        out_specs=P("model"),
-    )
-
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, padded_rows
+from sparsejax.mesh.per_device import (
+    concatenate_rows,
+    entries_over_data,
+    gather_over_data,
+    gathered_columns,
+    own_block,
+)
+from sparsejax.sparse import CSR, segment_ids
 
 # Places by default, as a multiple of an even share, and in deviations of a random share. From
 # 64 ids on the first is more.
@@ -238,6 +84,8 @@ def bytes_sent(
     wire_dtype: jax.typing.DTypeLike = jnp.float32,
     room: float | None = None,
     weighted: bool = False,
+    share: float | None = None,
+    owner_rows: int | None = None,
     replicated_rows: int | None = None,
 ) -> Sent:
     """Bytes that each device sends in a training step for a stack of tables.
@@ -258,6 +106,8 @@ def bytes_sent(
       wire_dtype: in which sums and gradients cross.
       room: see `places`.
       weighted: whether ids have weights (as those of a mean).
+      share: see `divided`.
+      owner_rows: the same.
       replicated_rows: rows of the kernel, if every device has them all.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -273,8 +123,9 @@ def bytes_sent(
         return Sent(ids, 0, others * bags * dim * 4)
     room_for, slots = mine, rows // devices
     if model > 1:
-        room_for = min(mine, places(mine / model, room))
-        slots = min(room_for, slots)
+        share = 1 / model if share is None else share
+        room_for = min(mine, places(mine * share, room))
+        slots = min(room_for, slots if owner_rows is None else owner_rows)
     ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
     sums = (model - 1) * slots * dim * size
     return Sent(ids, sums, sums + (data - 1) * model * slots * dim * size)
@@ -286,3 +137,410 @@ def adds_all(num_rows: int, entries: int) -> bool:
     If not, every device gathers the ids and gradients of all others.
     """
     return 2 * num_rows <= entries
+
+
+class Route(NamedTuple):
+    """Which ids go where. Leaves are `[data, model, n]`, each device's own.
+
+    Attributes:
+      owned: `[model * slots, columns]`: the entries of this device's columns, by slot, from all
+        devices along "model".
+      asked: `[bags, model * slots]`: the slots, of all owners, that each bag of this device
+        adds. This and what follows is None if "model" is 1: slots are then bags.
+      bags: `[model * slots]`: the bag of each of these slots; their number if it is empty.
+      crowded: `[1]` whether a device has too few places for some other, on any device.
+    """
+
+    owned: CSR
+    asked: CSR | None
+    bags: jax.Array | None
+    crowded: jax.Array | None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class DividedRows:
+    """A `[rows, num_cols]` sparse matrix whose rows are divided over all devices.
+
+    Every device has all columns of its rows, the next rows after those of the device before.
+    It is made for one kernel, whose rows are divided over "model" (`route`) or replicated.
+
+    `gather_matmul` and row gradients take it, under `jax.set_mesh`. A method whose comment
+    says *within* is of a device's own part, `own_block(x)`, within
+    `layout.call_on_each_device`.
+
+    Attributes:
+      parts: the rows of each device; leaves are `[data, model, n]`.
+      route: for a kernel that is divided.
+      nse: number of entries that there is room for on all devices (static).
+      wire_dtype: in which sums and gradients cross; None for that of the kernel (static).
+    """
+
+    parts: CSR
+    route: Route | None
+    nse: int
+    wire_dtype: np.dtype | None
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey
+        leaves = [(key("parts"), self.parts), (key("route"), self.route)]
+        return leaves, (self.nse, self.wire_dtype)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves) -> DividedRows:
+        self = object.__new__(cls)
+        names = ("parts", "route", "nse", "wire_dtype")
+        for name, value in zip(names, (*leaves, *static), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    @property
+    def num_cols(self) -> int:
+        """Number of columns."""
+        return self.parts.num_cols
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, of all devices."""
+        data, model = self.parts.indptr.shape[:2]
+        return data * model * self.parts.num_rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, num_cols)`."""
+        return self.num_rows, self.num_cols
+
+    @property
+    def data(self) -> jax.Array | None:
+        """`[data, model, n]` values, or None for an indicator matrix."""
+        return self.parts.data  # pyrefly: ignore[bad-return]
+
+    @property
+    def kernel_spec(self) -> P:
+        """How the kernel is divided."""
+        return P() if self.route is None else P("model")
+
+    def crowded(self) -> Bool[Array, ""] | None:
+        """Whether all ids are gathered in this step; None if that cannot be."""
+        if self.route is None or self.route.crowded is None:
+            return None
+        return call_on_each_device(
+            lambda crowded: own_block(crowded)[0],
+            self.route.crowded,
+            in_specs=(P("data", "model"),),
+            out_specs=P(),
+        )
+
+    def with_gradient(self, parts: Any, owned: Any) -> DividedRows:
+        """The cotangent, from those of the data."""
+        route = self.route
+        if route is not None:
+            asked = _without_leaves(route.asked)
+            route = Route(_only_data(route.owned, owned), asked, None, None)
+        static = (self.nse, self.wire_dtype)
+        return self.tree_unflatten(static, (_only_data(self.parts, parts), route))
+
+    def by_way(self, gather: Callable[[], Any], exchange: Callable[[], Any]) -> Any:
+        """Within: what the way of this step gives, a gather or an exchange."""
+        assert self.route is not None
+        if self.route.crowded is None:
+            return exchange()
+        return lax.cond(self.route.crowded[0], gather, exchange)
+
+    def block(self) -> CSR:
+        """Within: this device's columns of the rows of all along "model", by a gather."""
+        assert self.route is not None
+        x = gathered_columns(self.parts, self.route.owned.num_cols)
+        return _cut(x, self.nse)
+
+    def block_slopes(self, dy: jax.Array) -> jax.Array:
+        """Within: the gradients of the rows of `block`, by a gather."""
+        return lax.all_gather(dy, "model", tiled=True)
+
+    def owned_slopes(self, dy: jax.Array) -> jax.Array:
+        """Within: the gradients of the rows of `route.owned`, in the dtype that crosses."""
+        assert self.route is not None
+        if self.route.bags is None:
+            return self._narrow(dy)
+        sent = dy.at[self.route.bags].get(mode="fill", fill_value=0)
+        return _crossing(_exchanged, self._narrow(sent))
+
+    def sums(
+        self,
+        read: Callable[[CSR], jax.Array],
+        add: Callable[[CSR, jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Within: the sums of this device's rows.
+
+        Args:
+          read: the sums of a matrix whose columns are this device's part of the kernel.
+          add: the product of a matrix and an array; sums are computed in float32.
+        """
+        if self.route is None:
+            return read(self.parts)
+        owned, asked = self.route.owned, self.route.asked
+        if asked is None:
+            return read(owned)
+
+        def gather():
+            sums = read(self.block())
+            wide = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
+            total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
+            return total.astype(sums.dtype)
+
+        def exchange():
+            sums = read(owned)
+            came = _crossing(_exchanged, self._narrow(sums))
+            return add(asked, came).astype(sums.dtype)
+
+        return self.by_way(gather, exchange)
+
+    def gathered(self) -> CSR:
+        """The whole matrix on every device."""
+
+        def part(parts):
+            everywhere = jax.tree.map(
+                lambda leaf: lax.all_gather(leaf, ("data", "model")), own_block(parts)
+            )
+            cut = jax.vmap(CSR.overfull_rows)(everywhere)
+            return _cut(concatenate_rows(everywhere, cut), self.nse)
+
+        return call_on_each_device(
+            part, self.parts, in_specs=(P("data", "model"),), out_specs=P()
+        )
+
+    def _narrow(self, values: jax.Array) -> jax.Array:
+        return values if self.wire_dtype is None else values.astype(self.wire_dtype)
+
+
+def _only_data(x: CSR, data: Any) -> CSR:
+    return CSR.tree_unflatten(x.num_cols, (data, None, None, None))
+
+
+def _without_leaves(x: CSR | None) -> CSR | None:
+    return None if x is None else _only_data(x, None)
+
+
+def _cut(x: CSR, nse: int) -> CSR:
+    """The matrix with a smaller capacity; rows that do not fit are overfull."""
+    data = None if x.data is None else x.data[:nse]
+    return CSR.tree_unflatten(x.num_cols, (data, x.indices[:nse], x.indptr, None))
+
+
+def parts_of(x: CSR) -> CSR:
+    """The rows that each device has, of a matrix that all devices have: `DividedRows.parts`.
+
+    Differentiable in `data`. The devices must divide the rows. Nothing moves.
+    """
+    data, model = axis_sizes()
+    size = x.num_rows // (data * model)
+
+    def part(x):
+        first = (lax.axis_index("data") * model + lax.axis_index("model")) * size
+        ptr = lax.dynamic_slice_in_dim(x.indptr, first, size + 1)
+        over = lax.dynamic_slice_in_dim(x.overfull_rows(), first, size)
+
+        def entries(values):
+            padded = jnp.pad(values, (0, x.nse))
+            return lax.dynamic_slice_in_dim(padded, ptr[0], x.nse)
+
+        ends = jnp.where(over, x.nse + 1, ptr[1:] - ptr[0])
+        indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        values = None if x.data is None else entries(x.data)
+        mine = CSR.tree_unflatten(
+            x.num_cols, (values, entries(x.indices), indptr, None)
+        )
+        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+
+    plain = dataclasses.replace(x, transposed=None)
+    return call_on_each_device(
+        part, plain, in_specs=(P(),), out_specs=P("data", "model")
+    )
+
+
+def divided(
+    parts: CSR,
+    *,
+    nse: int,
+    by_rows: bool,
+    room: float | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    share: float | None = None,
+    owner_rows: int | None = None,
+) -> DividedRows:
+    """The rows of a batch, and the way of its ids to the owners of the kernel's rows.
+
+    Differentiable in `data`.
+
+    Args:
+      parts: the rows of each device, leaves `[data, model, n]`; all columns.
+      nse: how many entries all devices have at most.
+      by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
+      room: places for ids, see `places`.
+      wire_dtype: see `DividedRows`.
+      share: the part of a device's ids that the owner of most has, on average; by default
+        that of an even one.
+      owner_rows: of a device's rows, the most for which one owner may have ids; by default
+        all. If there are more, all devices gather, as with too few places.
+    """
+    wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    if not by_rows:
+        return DividedRows(parts, None, nse, wire)
+    data, model = axis_sizes()
+    if model == 1:
+        return DividedRows(parts, Route(parts, None, None, None), nse, wire)
+    width = padded_rows(parts.num_cols) // model
+    # A device whose examples have far more ids than others gathers too.
+    mine = min(parts.nse, places(nse / (data * model), room))
+    share = 1 / model if share is None else share
+    count = min(mine, places(nse / (data * model) * share, room))
+    slots = min(count, parts.num_rows if owner_rows is None else owner_rows)
+
+    def part(parts):
+        route = _route(own_block(parts), width, mine, count, slots)
+        return jax.tree.map(lambda leaf: leaf[None, None], route)
+
+    spec = P("data", "model")
+    route = call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
+    return DividedRows(parts, route, nse, wire)
+
+
+def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
+    """Within: sends this device's ids to their owners.
+
+    Args:
+      part: the rows of this device.
+      width: columns of an owner.
+      mine: how many entries a device can send.
+      count: places for each pair of devices.
+      slots: bags for each pair of devices.
+    """
+    model, bags = axis_sizes()[1], part.num_rows
+    position = jnp.arange(mine, dtype=jnp.int32)
+    column = jnp.asarray(part.indices)[:mine]
+    bag = segment_ids(part.indptr, mine)
+    wrong = (column < 0) | (column >= part.num_cols)
+    owner = jnp.where(wrong, 0, column // width)
+    column = jnp.where(wrong, -1, column - owner * width)
+    owner = jnp.where(bag < bags, owner, model)  # not of padding
+    owner, order = lax.sort_key_val(owner, position, is_stable=True)
+    column, bag = column[order], bag[order]
+    starts = jnp.searchsorted(owner, jnp.arange(model + 1, dtype=jnp.int32))
+    starts = starts.astype(jnp.int32)
+    counts = jnp.diff(starts)
+
+    # A bag gets a slot with its first entry of an owner.
+    before = (
+        jnp.concatenate([owner[:1] - 1, owner[:-1]]),
+        jnp.concatenate([bag[:1], bag[:-1]]),
+    )
+    first = ((owner != before[0]) | (bag != before[1])) & (owner < model)
+    passed = jnp.concatenate(
+        [jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)]
+    )
+    slot = jnp.minimum(passed[1:] - 1 - passed[starts[owner]], slots)
+    crowded = jnp.max(counts) > count
+    crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
+    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
+
+    # What each owner gets.
+    every = jnp.arange(count, dtype=jnp.int32)[None]
+    place = starts[:-1, None] + every
+    used = every < counts[:, None]
+
+    def exchanged(values, padding):
+        sent = jnp.where(used, values.at[place].get(mode="clip"), padding)
+        return _exchanged(sent)
+
+    came = jnp.stack([column, slot], axis=1)
+    came = jnp.where(used[..., None], came.at[place].get(mode="clip"), slots)
+    came = _exchanged(came)
+    column, of_slot = came[..., 0], came[..., 1]
+    filled = jnp.sum(of_slot < slots, axis=1, dtype=jnp.int32)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(filled)])
+    # Those in use are at the front of what has come from a device.
+    entry = jnp.arange(model * count, dtype=jnp.int32)
+    device = jnp.minimum(segment_ids(before, model * count), model - 1)
+    source = device * count + entry - before[device]
+
+    def in_order(values):
+        return values.reshape(-1).at[source].get(mode="clip")
+
+    data = None
+    if part.data is not None:
+        data = jnp.asarray(part.data)[:mine][order]
+        data = in_order(exchanged(data, 0))
+    of_slot = device * slots + in_order(of_slot)
+    is_first = jnp.concatenate([jnp.ones(1, bool), of_slot[1:] != of_slot[:-1]])
+    is_first &= entry < before[-1]
+    ptr = jnp.repeat(before[1:], slots, total_repeat_length=model * slots)
+    ptr = ptr.at[jnp.where(is_first, of_slot, model * slots + entry)].set(
+        entry, mode="drop", unique_indices=True
+    )
+    ptr = jnp.concatenate([ptr, before[-1:]])
+    owned = CSR.tree_unflatten(width, (data, in_order(column), ptr, None))
+
+    # What this device gets back.
+    first &= slot < slots
+    number = owner * slots + slot
+    bag_of = jnp.full(model * slots, bags, jnp.int32)
+    bag_of = bag_of.at[jnp.where(first, number, model * slots + position)].set(
+        bag, mode="drop", unique_indices=True
+    )
+    number = (
+        jnp.zeros(mine, jnp.int32)
+        .at[order]
+        .set(jnp.where(first, number, -1), unique_indices=True)
+    )
+    first = number >= 0
+    passed = jnp.concatenate(
+        [jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)]
+    )
+    asked = jnp.zeros(mine, jnp.int32)
+    asked = asked.at[jnp.where(first, passed[:-1], mine + position)].set(
+        number, mode="drop", unique_indices=True
+    )
+    ptr = passed.at[part.indptr].get(mode="clip")
+    asked = CSR.tree_unflatten(model * slots, (None, asked, ptr, None))
+    return Route(owned, asked, bag_of, crowded[None])
+
+
+def _exchanged(values: jax.Array) -> jax.Array:
+    """The p-th part of the values goes to the p-th device along "model"."""
+    return lax.all_to_all(values, "model", split_axis=0, concat_axis=0, tiled=True)
+
+
+def _crossing(move: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """`move(values)`, as bits: XLA widens bfloat16 where a device does not compute in it."""
+    if values.dtype.itemsize > 2:
+        return move(values)
+    bits = lax.bitcast_convert_type(values, jnp.uint16)
+    return lax.bitcast_convert_type(move(bits), values.dtype)
+
+
+class OwnTerms(NamedTuple):
+    """Within: the terms of the gradients of a device's rows, over all of "data".
+
+    Attributes:
+      column: of each entry; the number of columns if it does not count.
+      row: of each entry, in `slopes`.
+      data: of each entry, or None if all are 1.
+      slopes: gradients of sums.
+    """
+
+    column: Int[Array, "entries"]
+    row: Int[Array, "entries"]
+    data: jax.Array | None
+    slopes: Float[Array, "rows hidden"]
+
+
+def own_terms(x: DividedRows, dy: jax.Array, *, gather: bool) -> OwnTerms:
+    """Within: the terms of one matrix, by a gather or an exchange."""
+    if gather:
+        block, slopes = x.block(), x.block_slopes(dy)
+    else:
+        assert x.route is not None
+        block, slopes = x.route.owned, x.owned_slopes(dy)
+    column, row = entries_over_data(block)
+    slopes = _crossing(lambda s: lax.all_gather(s, "data", tiled=True), slopes)
+    return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dy.dtype))

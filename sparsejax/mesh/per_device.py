@@ -98,3 +98,15 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     indices = compact(jnp.where(wrong, -1, columns - part * width))
     data = None if x.data is None else compact(jnp.asarray(x.data))
     return CSR(data, indices, indptr, num_cols=width)
+
+
+def gathered_columns(part: CSR, width: int) -> CSR:
+    """This device's columns, `width` each, of the rows of all devices along "model".
+
+    The capacity is the sum of theirs.
+    """
+    parts = jax.tree.map(lambda leaf: lax.all_gather(leaf, "model"), part)
+    cut = jax.vmap(CSR.overfull_rows)(parts)
+    where = lax.axis_index("model")
+    found = jax.vmap(lambda x, cut: columns_between(x, where, width, cut))(parts, cut)
+    return concatenate_rows(found, cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     call_on_each_device,
     call_with_auto_axes,
@@ -106,6 +108,11 @@ def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
     if combiner not in ("mean", "sqrtn"):
         raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
 
+    if isinstance(x, DividedRows):
+        raise NotImplementedError(
+            f"the combiner {combiner!r} of rows that are divided over all devices: apply it "
+            "to the part of each device before"
+        )
     spec = P("data", "model") if isinstance(x, ShardedCSR) else P()
     rows = call_with_auto_axes(lambda x: x.row_ids(), x, out_specs=spec)
 
@@ -204,6 +211,8 @@ def _backward(implementation, residuals, dy):
     dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
         w.dtype
     )
+    if isinstance(x, DividedRows):
+        return _data_gradients(x, w, dy, implementation), dw
     data = None
     if x.data is not None:
         data = _data_gradient(x, w, dy, implementation).astype(x.data.dtype)
@@ -212,7 +221,7 @@ def _backward(implementation, residuals, dy):
     # silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
-        static = (x.num_cols, x.spread, x.room)
+        static = (x.num_cols, x.spread)
         dx = ShardedCSR.tree_unflatten(static, (dx, None))
     return dx, dw
 
@@ -243,6 +252,50 @@ def _data_gradient(
     return lax.platform_dependent(
         x, w, dy, cpu=data_gradient_by_loop, default=data_gradient_by_gather
     )
+
+
+def _data_gradients(
+    x: DividedRows, w: jax.Array, dy: jax.Array, implementation: Implementation
+) -> DividedRows:
+    """The gradient of all data that `x` has: of the examples', and of what was sent."""
+    if x.data is None:
+        return x.with_gradient(None, None)
+
+    def part(x, w, dy):
+        x = own_block(x)
+
+        def of(block, dy):
+            slope = _data_gradient(block, w, dy, implementation)
+            return slope.astype(block.data.dtype)
+
+        if x.route is None:
+            return of(x.parts, dy)[None, None], None
+
+        def gather():
+            def entries(data):
+                return dataclasses.replace(x, parts=x.parts.with_data(data)).block()
+
+            _, pull = jax.vjp(lambda d: entries(d).data, x.parts.data)
+            (slope,) = pull(of(entries(x.parts.data), x.block_slopes(dy)))
+            return slope, jnp.zeros_like(x.route.owned.data)
+
+        def exchange():
+            slopes = x.owned_slopes(dy).astype(dy.dtype)
+            return jnp.zeros_like(x.parts.data), of(x.route.owned, slopes)
+
+        found = x.by_way(gather, exchange)
+        return jax.tree.map(lambda a: a[None, None], found)
+
+    spec = P("data", "model")
+    found = call_on_each_device(
+        part,
+        x,
+        w,
+        dy,
+        in_specs=(spec, x.kernel_spec, P(("data", "model"))),
+        out_specs=spec,
+    )
+    return x.with_gradient(*found)
 
 
 def data_gradient_by_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:

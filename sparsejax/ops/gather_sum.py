@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.exchange import Slots
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     call_on_each_device,
     vary_alike,
@@ -52,35 +52,34 @@ def gather_sum(
     that of `w`.
     """
     dtype = accumulator(w.dtype) if wide else w.dtype
-    if isinstance(x, ShardedCSR):
+    if isinstance(x, CSR):
+        return _sum_on_device(*vary_alike(x, w), implementation, dtype)
 
-        def summed(x, w):
-            return gather_sum(x, w, implementation, wide=wide)
+    def summed(x, w):
+        return gather_sum(x, w, implementation, wide=wide)
 
-        def part(blocks, w):
-            block = own_block(blocks)
+    if isinstance(x, DividedRows):
 
-            def everything():
-                return x.sum_over_columns(summed(block, w))
-
-            if x.room is None:
-                return everything()
-            slots = Slots.of(block, x.room)
-
-            def in_slots():
-                sums = summed(slots.compact(block), w)
-                return summed(*slots.deliver(sums))
-
-            return lax.cond(slots.crowded, everything, in_slots)
+        def part(x, w):
+            return own_block(x).sums(
+                lambda block: summed(block, w),
+                functools.partial(gather_sum, implementation=implementation, wide=True),
+            )
 
         return call_on_each_device(
             part,
-            x.blocks,
+            x,
             w,
-            in_specs=(P("data", "model"), P("model")),
-            out_specs=x.rows_spec,
+            in_specs=(P("data", "model"), x.kernel_spec),
+            out_specs=P(("data", "model")),
         )
-    return _sum_on_device(*vary_alike(x, w), implementation, dtype)
+    return call_on_each_device(
+        lambda blocks, w: x.sum_over_columns(summed(own_block(blocks), w)),
+        x.blocks,
+        w,
+        in_specs=(P("data", "model"), P("model")),
+        out_specs=x.rows_spec,
+    )
 
 
 def _sum_on_device(

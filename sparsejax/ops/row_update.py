@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import row_update as mosaic
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
@@ -444,6 +445,33 @@ def gather_current(
             noise,
             in_specs=(P("model"), P("data", "model"), P(), P()),
             out_specs=x.rows_spec,
+        )
+    if isinstance(x, DividedRows):
+
+        def sums(trained, x, count, noise):
+            if x.route is not None:
+                noise = _after(noise, _first_row(trained.num_rows))
+            read = functools.partial(
+                gather_current,
+                rule,
+                trained,
+                count=count,
+                noise=noise,
+                implementation=implementation,
+            )
+            add = functools.partial(
+                gather_sum, implementation=implementation, wide=True
+            )
+            return own_block(x).sums(read, add)
+
+        return call_on_each_device(
+            sums,
+            trained,
+            x,
+            count,
+            noise,
+            in_specs=(x.kernel_spec, P("data", "model"), P(), P()),
+            out_specs=P(("data", "model")),
         )
     ids, slots = touched_rows(x, trained.num_rows)
     rows, places = current_rows(rule, trained, ids, count, noise=noise)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.exchange import slopes_of_block
+from sparsejax.mesh.exchange import DividedRows, adds_all, own_terms
 from sparsejax.mesh.layout import (
     call_on_each_device,
+    replicated,
     rows_per_device,
     vary_alike,
     vary_over,
@@ -80,7 +82,11 @@ def row_gradient(
         ids, values = _rows_by_count(column, row, value, dy, num_cols)
         return jnp.where(ids < num_cols, ids, num_rows), values
 
-    if any(isinstance(x, ShardedCSR) for x in xs):
+    if all(isinstance(x, DividedRows) and x.route is None for x in xs):
+        if adds_all(num_rows, sum(x.nse for x in xs)):
+            return _reduced_rows(xs, dys, num_rows)
+        xs, dys = _gathered(xs), [replicated(dy) for dy in dys]
+    if any(not isinstance(x, CSR) for x in xs):
         return sort(xs, dys)
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
     large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
@@ -170,6 +176,9 @@ def row_terms(
     num_rows: int,
 ) -> Terms:
     """The terms that `row_gradient` sums, from a stable sort of the entries by column."""
+    if all(isinstance(x, DividedRows) and x.route is not None for x in xs):
+        return _exchanged_terms(xs, dys, num_rows)
+    xs = _gathered(xs)
     plain = [x for x in xs if isinstance(x, CSR)]
     if len(plain) < len(xs):
         return _divided_terms(xs, dys, num_rows)
@@ -214,12 +223,119 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
         in_specs=(P("data", "model"), P("model")),
         out_specs=P("model"),
     )
-    if all(x.room is not None for x in xs):
-        parts = [slopes_of_block(x, dy) for x, dy in zip(xs, dys, strict=True)]
-        dy = jnp.concatenate(parts, axis=1)
-    else:
-        dy = jnp.concatenate(dys)
+    return Terms(by_column, data, jnp.concatenate(dys), num_rows, divided=True)
+
+
+def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
+    """Every device gets the gradients for its rows only, and sorts their entries.
+
+    Shapes are those of a gather. In an exchange, what is behind the entries is not sorted.
+    """
+    width = rows_per_device(num_rows)
+    batch = sum(x.num_rows for x in xs)
+    routed = sum(_capacity_over_data(x) for x in xs)
+    nse = max(sum(x.nse for x in xs), routed)
+    crowded = [flag for flag in (x.crowded() for x in xs) if flag is not None]
+
+    def part(xs, dys, crowded):
+        xs = [own_block(x) for x in xs]
+
+        def made(gather: bool):
+            parts, slopes, first = [], [], 0
+            for x, dy in zip(xs, dys, strict=True):
+                found = own_terms(x, dy, gather=gather)
+                parts.append((found.column, found.row + first, found.data))
+                slopes.append(found.slopes)
+                first += len(found.slopes)
+            column, row, data = _joined(parts)
+            by_column = Transposed.of(column, row, width)
+            if data is not None:
+                data = _sized(_wide(data)[by_column.order], nse, 0)
+            slopes = jnp.concatenate(slopes)
+            slopes = jnp.pad(slopes, ((0, batch - len(slopes)), (0, 0)))
+            return _sized_transposed(by_column, nse, width), data, slopes
+
+        if crowded:
+            any_crowded = functools.reduce(jnp.logical_or, crowded)
+            found = lax.cond(any_crowded, lambda: made(True), lambda: made(False))
+        else:
+            found = made(False)
+        return jax.tree.map(lambda a: a[None], found)
+
+    by_column, data, dy = call_on_each_device(
+        part,
+        list(xs),
+        list(dys),
+        crowded,
+        in_specs=(P("data", "model"), P(("data", "model")), P()),
+        out_specs=P("model"),
+    )
     return Terms(by_column, data, dy, num_rows, divided=True)
+
+
+def _capacity_over_data(x: DividedRows) -> int:
+    """How many entries a device gets in an exchange, from all along "data"."""
+    assert x.route is not None
+    data, _, nse = x.route.owned.indices.shape
+    return data * nse
+
+
+def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
+    """The first `size` values, or all and padding behind them."""
+    values = values[:size]
+    return jnp.concatenate(
+        [values, jnp.full(size - len(values), padding, values.dtype)]
+    )
+
+
+def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
+    """The same entries with another capacity; all that count fit in it."""
+    return Transposed(
+        _sized(x.columns, nse, num_cols),
+        _sized(x.rows, nse, 0),
+        _sized(x.order, nse, 0),
+        _sized(x.indptr, min(nse, num_cols) + 1, x.indptr[-1]),
+    )
+
+
+def _gathered(xs: Sequence[SparseRows]) -> list[SparseRows]:
+    """Matrices with all entries where the rows of the kernel are."""
+
+    def gathered(x):
+        if not isinstance(x, DividedRows):
+            return x
+        return x.gathered() if x.route is None else ShardedCSR.of_rows(x.parts)
+
+    return [gathered(x) for x in xs]
+
+
+def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Each device adds the gradients of its examples, then all add theirs, as a whole."""
+
+    def part(xs, dys):
+        xs, total = [own_block(x).parts for x in xs], 0
+        touched = jnp.zeros(num_rows, bool)
+        for x, dy in zip(xs, dys, strict=True):
+            total += dense_gradient(x, dy, num_rows)
+            touched = touched.at[x.columns(padding=num_rows)].set(True, mode="drop")
+        # One sum over devices for both.
+        total = jnp.concatenate([total, touched[:, None]], axis=1)
+        return lax.psum(total, ("data", "model"))
+
+    total = call_on_each_device(
+        part,
+        list(xs),
+        list(dys),
+        in_specs=(P("data", "model"), P(("data", "model"))),
+        out_specs=P(),
+    )
+    every = jnp.arange(num_rows, dtype=jnp.int32)
+    touched = total[:, -1] > 0
+    place = jnp.where(touched, jnp.cumsum(touched) - 1, num_rows + every)
+    ids = jnp.full(num_rows, num_rows, jnp.int32)
+    ids = ids.at[place].set(every, mode="drop", unique_indices=True)
+    values = total[:, :-1].at[ids].get(mode="fill", fill_value=0)
+    return ids, values
 
 
 def dense_gradient(
@@ -249,7 +365,8 @@ def dense_gradient(
             in_specs=(P("data", "model"), P("data")),
             out_specs=P("model"),
         )
-
+    if isinstance(x, DividedRows):
+        return _dense_gradient_of_divided(x, dy, num_rows, implementation)
     x, dy = vary_alike(x, dy)
     sums = accumulator(dy.dtype)
     if _nothing_to_add([x]):
@@ -272,6 +389,32 @@ def dense_gradient(
     if x.transposed is not None or implementation in FOR_GPU:
         return scatter(x, dy)
     return lax.platform_dependent(x, dy, cpu=add, default=scatter)
+
+
+def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation):
+    rows = num_rows if x.route is None else rows_per_device(num_rows)
+
+    def part(x, dy):
+        x = own_block(x)
+
+        def of(block, dy):
+            return dense_gradient(block, dy, rows, implementation=implementation)
+
+        if x.route is None:
+            return lax.psum(of(x.parts, dy), ("data", "model"))
+        total = x.by_way(
+            lambda: of(x.block(), x.block_slopes(dy)),
+            lambda: of(x.route.owned, x.owned_slopes(dy).astype(dy.dtype)),
+        )
+        return lax.psum(total, "data")
+
+    return call_on_each_device(
+        part,
+        x,
+        dy,
+        in_specs=(P("data", "model"), P(("data", "model"))),
+        out_specs=x.kernel_spec,
+    )
 
 
 def _entries(x: CSR, padding: int):

@@ -31,6 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
@@ -283,7 +284,11 @@ def _row_gradient(xs, dys, kernel: RowParam, current: bool) -> RowGradient:
         return RowTerms(terms, current)
     else:
         ids, values = scatter_gradient.row_gradient(xs, dys, num_rows)
-    divided = any(isinstance(x, ShardedCSR) for x in xs)
+    divided = any(
+        isinstance(x, ShardedCSR)
+        or (isinstance(x, DividedRows) and x.route is not None)
+        for x in xs
+    )
     return RowSums(ids, values, num_rows, current, divided)
 
 
