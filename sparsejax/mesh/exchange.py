@@ -522,7 +522,7 @@ class OwnTerms(NamedTuple):
     """Within: the terms of the gradients of a device's rows, over all of "data".
 
     Attributes:
-      column: of each entry; the number of columns if it does not count.
+      column: of each entry; `width` if it does not count.
       row: of each entry, in `slopes`.
       data: of each entry, or None if all are 1.
       slopes: gradients of sums.
@@ -534,13 +534,17 @@ class OwnTerms(NamedTuple):
     slopes: Float[Array, "rows hidden"]
 
 
-def own_terms(x: DividedRows, dy: jax.Array, *, gather: bool) -> OwnTerms:
-    """Within: the terms of one matrix, by a gather or an exchange."""
+def own_terms(x: DividedRows, dy: jax.Array, width: int, *, gather: bool) -> OwnTerms:
+    """Within: the terms of one matrix, by a gather or an exchange.
+
+    A device has `width` rows of the kernel.
+    """
     if gather:
         block, slopes = x.block(), x.block_slopes(dy)
     else:
         assert x.route is not None
         block, slopes = x.route.owned, x.owned_slopes(dy)
     column, row = entries_over_data(block)
+    column = jnp.where(column < block.num_cols, column, width)
     slopes = _crossing(lambda s: lax.all_gather(s, "data", tiled=True), slopes)
     return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dy.dtype))

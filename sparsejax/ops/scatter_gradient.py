@@ -243,7 +243,7 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
         def made(gather: bool):
             parts, slopes, first = [], [], 0
             for x, dy in zip(xs, dys, strict=True):
-                found = own_terms(x, dy, gather=gather)
+                found = own_terms(x, dy, width, gather=gather)
                 parts.append((found.column, found.row + first, found.data))
                 slopes.append(found.slopes)
                 first += len(found.slopes)

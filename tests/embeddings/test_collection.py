@@ -524,12 +524,15 @@ class Counted(nnx.Module):
         tables = {
             "a": sj.TableConfig(3000, 6, placement="rows"),
             "b": sj.TableConfig(40, 6, placement="rows"),
+            "d": sj.TableConfig(40, 4, placement="rows"),
+            "e": sj.TableConfig(30, 3, placement="replicated"),
         }
         features = {
             "a": "a",
             "b": sj.FeatureConfig("b", combiner="mean"),
             "c": sj.FeatureConfig("a", combiner=None, length=2),
-            "d": "b",
+            "d": "d",
+            "e": "e",
         }
         self.embeddings = collection_of(tables, features)
 
@@ -556,33 +559,72 @@ def exchanging_run(rule):
         "b": rng.integers(-1, 40, (64, 2)).astype(np.int32),
         "c": rng.integers(-1, 3000, (64, 2)).astype(np.int32),
         "d": ragged([[b % 40] for b in range(64)], 40, rng.random((64, 1))),
+        "e": rng.integers(-1, 30, (64, 3)).astype(np.int32),
     }
-    one = {name: np.zeros_like(spread[name]) for name in "abc"} | {"d": spread["d"]}
+    one = spread | {name: np.zeros_like(spread[name]) for name in "abc"}
     model = Counted()
     optimizer = sj.Optimizer(model, rule)
     found, overflows = [], []
     for ids in (spread, spread, one, spread):
-        before = int(model.embeddings.overflows[...])
         found.append(exchanging_step(model, optimizer, on_device(ids)))
-        overflows.append(int(model.embeddings.overflows[...]) > before)
+        overflows.append(int(model.embeddings.overflows[...]))
     optimizer.flush(model)
-    found.append(model.embeddings.table("a"))
+    found.append([model.embeddings.table(name) for name in "abde"])
     return jax.tree.map(np.asarray, found), overflows
 
 
 @pytest.mark.parametrize(
     ("rule", "mesh"),
-    [(sj.optimizers.adagrad(0.1), (1, 8)), (sj.optimizers.adamw(0.1), (2, 4))],
+    [
+        (sj.optimizers.adagrad(0.1), (1, 8)),
+        (sj.optimizers.adamw(0.1), (2, 4)),
+        (sj.optimizers.rowwise_adagrad(0.1), (8, 1)),
+    ],
 )
 def test_exchange(rule, mesh):
-    """A mesh gives what one device gives, also if there is too little room."""
+    """A mesh gives what one device gives, also if one device owns the ids of a step."""
     want, overflows = exchanging_run(rule)
     assert not any(overflows)
     before = Counted.times_traced
     with mesh_or_none(mesh):
         got, overflows = exchanging_run(rule)
-    assert overflows == [False, False, True, False]
+    assert overflows == ([0] * 4 if mesh[1] == 1 else [0, 0, 1, 1])
     assert Counted.times_traced == before + 1  # one program for both ways
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want
     )
+
+
+def test_what_is_wrong_on_a_mesh():
+    """As on one device: NaN for an id that is wrong, and for what has no room."""
+    ids = random_ids()
+    ids["user"][4] = 50  # of a replicated table
+    narrow = {"item": ids["item"].copy(), "one": ids["one"]}
+    narrow["item"][2] = 700
+    features = {"item": "item", "one": "one"}
+    name = "6_float32_rows"
+    results = []
+    for mesh in None, (2, 4):
+        with mesh_or_none(mesh):
+            collection, arrays = collection_of(), collection_of(TABLES, features)
+            count = int(collection.pack(random_ids()).stacks[name].indptr[-1])
+
+            @nnx.jit
+            def run(collection, arrays, ids, narrow, count=count):
+                short = collection.pack(ids, nse={name: count // 2})
+                return collection(ids), collection(short), arrays(narrow)
+
+            found = run(collection, arrays, on_device(ids), on_device(narrow))
+            results.append(jax.tree.map(np.asarray, found))
+    want, got = results
+    assert all(np.isnan(rows["item"]).any() for rows in want[1:])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
+
+
+def test_bad_options():
+    with pytest.raises(TypeError, match="wire_dtype must be floating, got int8"):
+        collection_of(wire_dtype="int8")
+    with pytest.raises(ValueError, match="exchange_room must be positive, got 0"):
+        collection_of(exchange_room=0.0)
