@@ -27,6 +27,7 @@ from sparsejax.embeddings.placement import (
     first_rows,
     stack_tables,
 )
+from sparsejax.embeddings.planner import EmbeddingPlan
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -75,9 +76,9 @@ class EmbeddingCollection(nnx.Module):
       tables: by name.
       features: by name; a string is short for `FeatureConfig(table)`.
       dtype: of the results; that of the tables by default.
-      plan: the placement of tables whose configuration has none. By default tables of one
-        width, dtype and rule are replicated if they have up to 2^20 numbers together, and
-        else divided by rows.
+      plan: of `plan_embeddings`, or a placement for each of some tables whose configuration
+        has none. By default tables of one width, dtype and rule are replicated if they have
+        up to 2^20 numbers together, and else divided by rows.
       wire_dtype: in which sums and gradients cross between devices, such as bfloat16; they are
         added in float32. By default the dtype of the table.
       exchange_room: for how many ids there are places between each pair of devices, as a
@@ -91,8 +92,9 @@ class EmbeddingCollection(nnx.Module):
         same.
 
     Raises:
-      ValueError: there is no feature, a feature or `plan` names an unknown table, or
-        `exchange_room` is not positive.
+      ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
+        is one of other tables, pieces do not divide a width, or `exchange_room` is not
+        positive.
       TypeError: `wire_dtype` is not floating.
     """
 
@@ -102,7 +104,7 @@ class EmbeddingCollection(nnx.Module):
         features: Mapping[str, str | FeatureConfig],
         *,
         dtype: jax.typing.DTypeLike | None = None,
-        plan: Mapping[str, Placement] | None = None,
+        plan: EmbeddingPlan | Mapping[str, Placement] | None = None,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
         implementation: Implementation = None,
@@ -124,7 +126,12 @@ class EmbeddingCollection(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.wire = _wire(wire_dtype, exchange_room)
         self.implementation: Implementation = implementation
-        self.stacks = stack_tables(tables, configs, {} if plan is None else plan)
+        hotness: Mapping[str, float] = {}
+        if isinstance(plan, EmbeddingPlan):
+            plan, hotness = plan.placements(tables), plan.hotness
+        self.stacks = stack_tables(
+            tables, configs, {} if plan is None else plan, hotness
+        )
         self.names = tuple(configs)
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
