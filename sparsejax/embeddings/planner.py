@@ -275,11 +275,27 @@ def plan_embeddings(
     memory = device_memory() if memory is None else memory
     job = _Job(dict(tables), configs, hotness, rule, batch_size, data, model)
     stack_tables(job.tables, configs, {})  # raises for widths that cannot be cut
-    best = _best(job, memory)
-    placements = {name: _placement(job, placed) for name, placed in best.placed.items()}
-    stacks = stack_tables(job.tables, configs, placements, hotness)
-    devices, sent = _figures(job, stacks)
-    planned = EmbeddingPlan(
+    kept = memory  # for rows and state
+    for _ in range(2):
+        best = _best(job, kept)
+        placements = {name: _placement(job, p) for name, p in best.placed.items()}
+        stacks = stack_tables(job.tables, configs, placements, hotness)
+        devices, sent = _figures(job, stacks)
+        needed = devices[0].total
+        if memory is None or needed <= memory:
+            break
+        kept = memory - devices[0].temporary
+    if memory is not None and needed > memory:
+        rows, state, temporary = map(
+            readable_bytes, (devices[0].tables, devices[0].state, devices[0].temporary)
+        )
+        raise ValueError(
+            f"the tables need {readable_bytes(needed)} of each device, which has "
+            f"{readable_bytes(memory)}: {rows} for rows, {state} for the state of "
+            f'{rule.name}, {temporary} during a step; take more devices along "model", '
+            "bfloat16, or a rule with less state"
+        )
+    return EmbeddingPlan(
         batch_size=batch_size,
         data=data,
         model=model,
@@ -290,15 +306,6 @@ def plan_embeddings(
         ),
         devices=devices,
     )
-    most = max(device.total for device in devices)
-    if memory is not None and most > memory:
-        raise ValueError(
-            f"the tables need {readable_bytes(most)} of a device, which has {readable_bytes(memory)}: "
-            f"{readable_bytes(devices[0].tables)} for rows, {readable_bytes(devices[0].state)} for the state of "
-            f"{rule.name}, {readable_bytes(devices[0].temporary)} during a step; take more devices along "
-            '"model", bfloat16, or a rule with less state'
-        )
-    return planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,9 +527,12 @@ def _best(job: _Job, memory: int | None) -> _Choice:
     choices = []
     for kind in ("rows", "table") if job.model > 1 else ("rows",):
         choice = begun(kind, limit)
-        for name in names * 2:
-            if name not in kinds:
+        free = [name for name in names if name not in kinds]
+        for name in reversed(free):  # what is read least need not be whole
+            if choice.cost()[0]:
                 choice.take_best(name)
+        for name in free * 2:
+            choice.take_best(name)
         choices.append(choice)
     return min(choices, key=_Choice.cost)
 

@@ -152,7 +152,7 @@ def test_each_table_gets_what_is_cheapest():
 def test_too_little_memory():
     least = plan_of().devices[0].total
     assert plan_of(memory=least).devices[0].total == least
-    needed = rf"the tables need {least / 1e6:.2f} MB of a device, .* rowwise_adagrad"
+    needed = rf"the tables need {least / 1e6:.2f} MB of each device, .* rowwise_adagrad"
     with pytest.raises(ValueError, match=needed):
         plan_of(memory=least // 2)
 
