@@ -545,7 +545,7 @@ class Counted(nnx.Module):
 def exchanging_step(model, optimizer, ids):
     Counted.times_traced += 1
     weights = jnp.asarray(ids["d"].data)
-    slopes = nnx.grad(lambda weights, model: model(ids, weights))(weights, model)
+    slopes = jax.grad(lambda weights: model(ids, weights))(weights)
     loss, grads = optimizer.value_and_grad(lambda m: m(ids, weights))(model)
     optimizer.update(model, grads)
     return loss, slopes
