@@ -17,6 +17,8 @@ from flax import nnx
 from rule_steps import numpy_step
 
 import sparsejax as sj
+from sparsejax.embeddings.config import Placement
+from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.training.checkpoint import Checkpoints
 
 MESHES = [(1, 1), (1, 8), (2, 4), (8, 1)]
@@ -29,8 +31,8 @@ class Size:
     num_rows: tuple[int, ...] = (40_960, 8_192)
     dims: tuple[int, ...] = (128, 4)
     hotness: tuple[int, ...] = (10, 3)
-    combiners: tuple[str, ...] = ("mean", "sum")
-    placements: tuple[str, ...] = ("rows", "rows")
+    combiners: tuple[Combiner, ...] = ("mean", "sum")
+    placements: tuple[Placement, ...] = ("rows", "rows")
     batch: int = 8_192
     steps: int = 100
 
@@ -63,7 +65,7 @@ class Size:
 def placed_training(size, rule, *, meshes=MESHES, plan=None):
     """Tables before and after, trained in equal parts on each mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        saved, first = Checkpoints(folder), None
+        saved, first, last = Checkpoints(folder), None, None
         for i, (data, model) in enumerate(meshes):
             with jax.set_mesh(sj.make_mesh(data=data, model=model)):
                 embeddings = sj.EmbeddingCollection(
@@ -163,15 +165,14 @@ def main():
     """Every placement with SGD, and every other rule under one of them."""
     sgd, *others = RULES
     want = None
-    kinds = ["rows", "table", "columns", "replicated"]
+    kinds: list[Placement] = ["rows", "table", "columns", "replicated"]
     for kind in kinds:
         size = Size(placements=(kind, kind))
         first, got = placed_training(size, sgd)
         want = numpy_training(size, sgd, first) if want is None else want
         _report("sgd", kind, error(got, want))
-    for rule, kind in zip(others, ["rows", "table", "rows", *kinds * 2], strict=False):
-        if rule.name == "rowwise_adagrad":
-            kind = "table"  # a piece of a row has a number of its own
+    for i, rule in enumerate(others):
+        kind = kinds[i % 2]
         size = Size(placements=(kind, kind))
         first, got = placed_training(size, rule)
         _report(rule.name, kind, error(got, numpy_training(size, rule, first)))

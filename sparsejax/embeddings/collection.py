@@ -27,7 +27,7 @@ from sparsejax.embeddings.placement import (
     first_rows,
     stack_tables,
 )
-from sparsejax.embeddings.planner import EmbeddingPlan
+from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -126,12 +126,11 @@ class EmbeddingCollection(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.wire = _wire(wire_dtype, exchange_room)
         self.implementation: Implementation = implementation
-        hotness: Mapping[str, float] = {}
         if isinstance(plan, EmbeddingPlan):
-            plan, hotness = plan.placements(tables), plan.hotness
-        self.stacks = stack_tables(
-            tables, configs, {} if plan is None else plan, hotness
-        )
+            placements, hotness = plan.placements(tables), plan.hotness
+        else:
+            placements, hotness = plan or {}, {}
+        self.stacks = stack_tables(tables, configs, placements, hotness)
         self.names = tuple(configs)
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ HOTNESS = {"sum": 4, "whole": 5}
 
 
 def plan_of(tables=TABLES, features=FEATURES, **options):
-    given = {"batch_size": BATCH, "model": 8, "hotness": HOTNESS, "rule": RULE}
+    given: dict[str, Any] = {"batch_size": BATCH, "model": 8, "hotness": HOTNESS}
+    given["rule"] = RULE
     return sj.plan_embeddings(tables, features, **given | options)
 
 
@@ -109,6 +111,7 @@ def test_the_compiled_program(data, model):
     assert {"table", "columns"} <= {*kinds_of(plan).values()}
     program = compiled_step(plan)
     device, found = plan.devices[0], program.memory_analysis()
+    assert found is not None
     ids = sum(map(int, plan.hotness.values())) * BATCH * 4 // (data * model)
     kept = found.argument_size_in_bytes - ids
     assert 0 <= kept - device.tables - device.state < 64  # counters
@@ -123,10 +126,10 @@ def test_each_table_gets_what_is_cheapest():
     """Copies of what is small beside its ids; a balanced place for the others."""
     tables = {f"t{i}": TableConfig(1_000_000 + i, 64) for i in range(9)}
     tables["tiny"] = TableConfig(300, 64)
-    features = {f"f{i}": FeatureConfig(f"t{i}", combiner="sum") for i in range(8)}
+    features = {f"f{i}": f"t{i}" for i in range(8)}
     hotness = {name: 16 for name in features}
     features["tiny"] = "tiny"
-    given = {"batch_size": 8192, "model": 4, "rule": RULE}
+    given: dict[str, Any] = {"batch_size": 8192, "model": 4, "rule": RULE}
     plan = sj.plan_embeddings(tables, features, hotness=hotness, **given)
     kinds = kinds_of(plan)
     assert kinds["tiny"] == "replicated"
