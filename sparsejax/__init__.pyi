@@ -46,6 +46,8 @@ from .embeddings.models import DLRM as DLRM
 from .embeddings.models import DeepFM as DeepFM
 from .embeddings.models import WideDeep as WideDeep
 from .embeddings.models import build_click_model as build_click_model
+from .embeddings.plan import EmbeddingPlan as EmbeddingPlan
+from .embeddings.planner import plan_embeddings as plan_embeddings
 from .mesh.blocks import ShardedCSR as ShardedCSR
 from .mesh.layout import hidden_layout as hidden_layout
 from .mesh.layout import make_mesh as make_mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from sparsejax.embeddings.placement import (
     first_rows,
     stack_tables,
 )
+from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -74,9 +76,9 @@ class EmbeddingCollection(nnx.Module):
       tables: by name.
       features: by name; a string is short for `FeatureConfig(table)`.
       dtype: of the results; that of the tables by default.
-      plan: the placement of tables whose configuration has none. By default tables of one
-        width, dtype and rule are replicated if they have up to 2^20 numbers together, and
-        else divided by rows.
+      plan: of `plan_embeddings`, or a placement for each of some tables whose configuration
+        has none. By default tables of one width, dtype and rule are replicated if they have
+        up to 2^20 numbers together, and else divided by rows.
       wire_dtype: in which sums and gradients cross between devices, such as bfloat16; they are
         added in float32. By default the dtype of the table.
       exchange_room: for how many ids there are places between each pair of devices, as a
@@ -90,8 +92,9 @@ class EmbeddingCollection(nnx.Module):
         same.
 
     Raises:
-      ValueError: there is no feature, a feature or `plan` names an unknown table, or
-        `exchange_room` is not positive.
+      ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
+        is one of other tables, pieces do not divide a width, or `exchange_room` is not
+        positive.
       TypeError: `wire_dtype` is not floating.
     """
 
@@ -101,7 +104,7 @@ class EmbeddingCollection(nnx.Module):
         features: Mapping[str, str | FeatureConfig],
         *,
         dtype: jax.typing.DTypeLike | None = None,
-        plan: Mapping[str, Placement] | None = None,
+        plan: EmbeddingPlan | Mapping[str, Placement] | None = None,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
         implementation: Implementation = None,
@@ -123,7 +126,11 @@ class EmbeddingCollection(nnx.Module):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.wire = _wire(wire_dtype, exchange_room)
         self.implementation: Implementation = implementation
-        self.stacks = stack_tables(tables, configs, {} if plan is None else plan)
+        if isinstance(plan, EmbeddingPlan):
+            placements, hotness = plan.placements(tables), plan.hotness
+        else:
+            placements, hotness = plan or {}, {}
+        self.stacks = stack_tables(tables, configs, placements, hotness)
         self.names = tuple(configs)
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -138,11 +145,10 @@ class EmbeddingCollection(nnx.Module):
           found on the host nor dropped, makes its row NaN.
         """
         rows = self._rows(ids)
-        found = {}
-        for stack, feature in self._features():
-            mine = rows[stack.name][:, feature.bag_range]
-            found[feature.name] = mine if feature.config.length else mine[:, 0]
-        return found
+        return {
+            name: _whole(rows[stack.name], parts)
+            for name, (stack, parts) in zip(self.names, self._features(), strict=True)
+        }
 
     def concat(
         self, ids: Mapping[str, Ids] | FeatureBatch
@@ -152,14 +158,19 @@ class EmbeddingCollection(nnx.Module):
         Nothing is copied if all tables are in one stack.
         """
         rows = self._rows(ids)
-        parts = []
-        by_stack = itertools.groupby(self._features(), lambda pair: pair[0])
-        for stack, pairs in by_stack:  # features that follow each other
-            features = [feature for _, feature in pairs]
-            bags = slice(features[0].bag_range.start, features[-1].bag_range.stop)
-            part = rows[stack.name][:, bags]
-            parts.append(part.reshape(len(part), part.shape[1] * stack.dim))
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        found = []
+        for (stack, alone), features in itertools.groupby(
+            self._features(), lambda feature: (feature[0], _must_be_joined(feature[1]))
+        ):
+            of_stack = rows[stack.name]
+            if alone:
+                found += [_whole(of_stack, parts) for _, parts in features]
+            else:  # they follow each other
+                parts = [part for _, parts in features for part in parts]
+                bags = slice(parts[0].bag_range.start, parts[-1].bag_range.stop)
+                found.append(of_stack[:, bags])
+        found = [part.reshape(len(part), math.prod(part.shape[1:])) for part in found]
+        return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
     def pack(
         self,
@@ -196,9 +207,9 @@ class EmbeddingCollection(nnx.Module):
 
         Rules under which rows drift need `optimizer.flush(model)` before.
         """
-        stack, table = self._table(name)
+        stack, pieces = self._table(name)
         kernel = self.kernels[stack.name][...]
-        read = functools.partial(_table_rows, stack, table)
+        read = functools.partial(_table_rows, stack, pieces)
         return call_with_auto_axes(read, kernel, out_specs=P())
 
     def set_table(self, name: str, array: Any) -> None:
@@ -211,8 +222,8 @@ class EmbeddingCollection(nnx.Module):
         Raises:
           ValueError: there is no such table, or the shape is another.
         """
-        stack, table = self._table(name)
-        expected = (table.config.num_rows, stack.dim)
+        stack, pieces = self._table(name)
+        expected = (pieces[0].config.num_rows, pieces[0].config.dim)
         if np.shape(array) != expected:
             raise ValueError(
                 f"table {name!r} is {expected[0]:,} x {expected[1]:,}, got an array of the "
@@ -221,19 +232,31 @@ class EmbeddingCollection(nnx.Module):
         kernel = self.kernels[stack.name]
         write = jit_sharded(_with_table, _spec(stack), static=(0, 1), donate=(2,))
         inplace.overwrite(
-            [kernel], lambda: ([write(stack, table, kernel[...], array)], None)
+            [kernel], lambda: ([write(stack, pieces, kernel[...], array)], None)
         )
 
-    def _features(self) -> list[tuple[Stack, StackedFeature]]:
-        """All features with their stacks, in the order in which they were given."""
-        found = {f.name: (s, f) for s in self.stacks for f in s.features}
+    def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
+        """All features with their stacks, in the order in which they were given.
+
+        A feature has a part for each piece of its table.
+        """
+        found: dict[str, tuple[Stack, list[StackedFeature]]] = {}
+        for stack in self.stacks:
+            for part in stack.features:
+                found.setdefault(part.name, (stack, []))[1].append(part)
         return [found[name] for name in self.names]
 
-    def _table(self, name: str) -> tuple[Stack, StackedTable]:
-        found = {t.name: (s, t) for s in self.stacks for t in s.tables}
-        if name not in found:
-            raise ValueError(f"there is no table {name!r}; there are {sorted(found)}")
-        return found[name]
+    def _table(self, name: str) -> tuple[Stack, tuple[StackedTable, ...]]:
+        """The stack and the pieces of a table."""
+        names = [table.name for stack in self.stacks for table in stack.tables]
+        if name not in names:
+            raise ValueError(
+                f"there is no table {name!r}; there are {sorted({*names})}"
+            )
+        for stack in self.stacks:
+            if pieces := tuple(table for table in stack.tables if table.name == name):
+                break
+        return stack, pieces
 
     def _rows(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack."""
@@ -281,20 +304,40 @@ def _kernel(stack: Stack, key: jax.Array) -> RowParam:
     return RowParam(value, **metadata)
 
 
-def _places(stack: Stack, table: StackedTable) -> jax.Array:
+def _must_be_joined(parts: Sequence[StackedFeature]) -> bool:
+    """Whether its numbers do not lie behind each other: a sequence of pieces of rows."""
+    return len(parts) > 1 and parts[0].config.length is not None
+
+
+def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
+    """What a feature makes of a batch, from `[batch, bags, dim]` of its stack."""
+    pieces = [rows[:, part.bag_range] for part in parts]
+    whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
+    return whole if parts[0].config.length else whole[:, 0]
+
+
+def _rows_of(stack: Stack, table: StackedTable) -> jax.Array:
+    """Where the rows of a table lie."""
     ids = jnp.arange(table.config.num_rows, dtype=jnp.int32)
-    return stack.place(ids + table.first)
+    return stack.row_of(ids, table.place)
 
 
-def _table_rows(stack: Stack, table: StackedTable, kernel: jax.Array) -> jax.Array:
-    return replicated(kernel[_places(stack, table)])
+def _table_rows(
+    stack: Stack, pieces: tuple[StackedTable, ...], kernel: jax.Array
+) -> jax.Array:
+    found = [replicated(kernel[_rows_of(stack, piece)]) for piece in pieces]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
 def _with_table(
-    stack: Stack, table: StackedTable, kernel: jax.Array, array: jax.Array
+    stack: Stack, pieces: tuple[StackedTable, ...], kernel: jax.Array, array: jax.Array
 ) -> jax.Array:
     def written(kernel, array):
-        rows = array.astype(kernel.dtype)
-        return kernel.at[_places(stack, table)].set(rows, unique_indices=True)
+        array = array.astype(kernel.dtype)
+        for piece in pieces:
+            mine = array[:, piece.first_column : piece.first_column + stack.dim]
+            rows = _rows_of(stack, piece)
+            kernel = kernel.at[rows].set(mine, unique_indices=True)
+        return kernel
 
     return call_with_auto_axes(written, kernel, array, out_specs=_spec(stack))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule
 
-Placement = Literal["replicated", "rows"]
+Placement = Literal["replicated", "rows", "table", "columns"]
 Outside = Literal["error", "drop"]
 Initializer = Callable[..., jax.Array]
 
@@ -32,8 +32,11 @@ class TableConfig:
         numbers are uniform between `-1 / sqrt(num_rows)` and `1 / sqrt(num_rows)`.
       dtype: of the numbers.
       placement: how the table lies on a mesh: "rows" divides its rows over "model",
-        "replicated" puts the whole table on every device. By default
+        "table" puts all of them on one device, "columns" cuts its width into pieces, each on
+        one device, "replicated" puts the whole table on every device. By default
         `EmbeddingCollection` decides.
+      pieces: of the width, with the placement "columns". A rule with one number a row has
+        one for each piece.
       rule: how its rows are trained; by default by the rule of the `Optimizer`.
     """
 
@@ -43,10 +46,11 @@ class TableConfig:
     init: Initializer | None = None
     dtype: jax.typing.DTypeLike = jnp.float32
     placement: Placement | None = None
+    pieces: int = 2
     rule: Rule | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_rows", "dim"):
+        for name in ("num_rows", "dim", "pieces"):
             _check_positive(name, getattr(self, name))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if not jnp.issubdtype(self.dtype, jnp.floating):

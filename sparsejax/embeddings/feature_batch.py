@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.embeddings.placement import Stack, StackedFeature
+from sparsejax.embeddings.placement import Place, Stack, StackedFeature
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
@@ -215,7 +215,10 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
     ids = xp.concatenate(columns, axis=1)
 
     def of_each(values):  # [1, ids of an example]
-        return np.repeat(np.asarray(values), widths)[None]
+        values = np.asarray(values)
+        if values.dtype != bool:
+            values = values.astype(np.int32)
+        return np.repeat(values, widths)[None]
 
     features = [feature for feature, _ in lists]
     bag = [
@@ -230,7 +233,7 @@ def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
         xp,
         ids,
         num_rows=of_each([f.table.config.num_rows for f in features]),
-        first_row=of_each([f.table.first for f in features]),
+        place=_place_of_each(features, of_each),
         drop=of_each([f.config.outside == "drop" for f in features]),
     )
     example = xp.arange(batch, dtype=np.int32)[:, None]
@@ -268,7 +271,7 @@ def _of_matrices(
         xp,
         ids,
         num_rows=of_each([f.table.config.num_rows for f in features]),
-        first_row=of_each([f.table.first for f in features]),
+        place=_place_of_each(features, of_each),
         drop=of_each([f.config.outside == "drop" for f in features], bool),
     )
     entry = xp.arange(total, dtype=np.int32)
@@ -297,11 +300,17 @@ def _of_matrices(
     return _Entries(row, column, kept & used, first, weight), xp.asarray(cut)
 
 
-def _columns(stack: Stack, xp, ids, *, num_rows, first_row, drop):
+def _columns(stack: Stack, xp, ids, *, num_rows, place, drop):
     """Where the row of each id lies, and whether the id counts."""
     inside = (ids >= 0) & (ids < num_rows)
-    column = xp.where(inside, stack.place(ids + first_row), _WRONG)
+    column = xp.where(inside, stack.row_of(ids, place), _WRONG)
     return column.astype(np.int32), inside | ~drop
+
+
+def _place_of_each(features: Sequence[StackedFeature], of_each) -> Place:
+    """The place of the table of each id. What is the same for all is one number."""
+    places = zip(*(feature.table.place for feature in features), strict=True)
+    return Place(*(v[0] if len(set(v)) == 1 else of_each(v) for v in places))
 
 
 def _joined(xp, a: _Entries, b: _Entries) -> _Entries:

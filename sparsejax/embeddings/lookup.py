@@ -19,7 +19,7 @@ from sparsejax.embeddings.feature_batch import divides_batch
 from sparsejax.embeddings.placement import Stack
 from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows
-from sparsejax.mesh.layout import call_on_each_device, call_with_auto_axes
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, call_with_auto_axes
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops.implementations import Implementation
@@ -83,12 +83,16 @@ def _rows(
         nse, parts = x.nse, exchange.parts_of(x)
     else:
         nse, parts = x.indices.size, _combined_parts(stack, x)
+    model = axis_sizes()[1]
+    owned, examples = stack.ids_of_owners(model), parts.num_rows // stack.bags
     return exchange.divided(
         parts,
         nse=nse,
         by_rows=gradients.is_divided(kernel),
         room=wire.room,
         wire_dtype=wire.dtype,
+        share=float(owned.max() / owned.sum()),
+        owner_rows=stack.bags_of_owner(model) * examples,
     )
 
 

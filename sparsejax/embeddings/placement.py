@@ -1,13 +1,18 @@
 """Which tables lie below each other in one array, and where each row lies in it.
 
-Tables of one width, dtype, placement and rule form a *stack*. It is one parameter, so that one
-lookup, one sort and one update serve all of them::
+Tables of one width, dtype and rule that are divided over the mesh form a *stack*, and those that
+are replicated form another one. A stack is one parameter, so that one lookup, one sort and one
+update serve all of its tables. The rows of a divided stack are dealt into 256 *hands*, as cards
+are. A device has neighbouring hands. They do not depend on the mesh::
 
-    stacked rows    0 1 2 ... | 0 1 2 ... | 0 1 2 ...         tables below each other
-    dealt           stacked row g goes to hand g mod 256, as its g // 256-th row
+    hand               0   1   2  ...  63 | 64  ... 127 | 128 ... 191 | 192 ... 255
+    slots from 0 on    tables placed by "rows", one below the other, dealt to all hands
+    slots after these  some whole tables  | others      | others      | others
 
-A device has neighbouring hands. So each has its share of every table, and of the popular ids,
-which are often the first ones. The 256 hands do not depend on the mesh.
+So a table that is divided by its rows has a share on every device, and so have its popular ids,
+which are often the first ones. A whole table has a *range* of hands: here a quarter of them, which
+lies on one device if "model" is 4 or less, and on a few neighbours if it is more. A table that is
+cut by its columns is several tables here.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +32,6 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.config import (
     FeatureConfig,
-    Initializer,
     Placement,
     TableConfig,
     check_placement,
@@ -48,44 +53,101 @@ from sparsejax.sparse import MAX_ENTRIES
 # then needs no exchange. They are counted together, so that they stay one stack.
 REPLICATED_SIZE = 2**20
 
+# Without a plan, whole tables are dealt to so many parts of the hands: the GPUs of one host.
+DEFAULT_PARTS = 8
+
 _HAND_BITS = ROW_MULTIPLE.bit_length() - 1
 
 # Rows that are made at a time, which bounds the memory for their random bits.
 _BLOCK = 8192
 
 
+class Range(NamedTuple):
+    """Neighbouring hands.
+
+    Attributes:
+      first: hand.
+      hands: how many: a power of 2 that divides `first`.
+    """
+
+    first: int
+    hands: int
+
+
+ALL_HANDS = Range(0, ROW_MULTIPLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class TablePlacement:
+    """How a table lies on a mesh.
+
+    Attributes:
+      kind: of placement.
+      ranges: of hands: one for "table", one a piece for "columns".
+    """
+
+    kind: Placement
+    ranges: tuple[Range, ...] = ()
+
+
+class Place(NamedTuple):
+    """Where the rows of a table lie in its stack: ints, or arrays with one for each id.
+
+    Attributes:
+      first: the number of its id 0 among the rows of all tables of its range.
+      bits: the range has 2^bits hands.
+      hand: the first hand of the range.
+      slot: the first slot of the range, in each of its hands.
+    """
+
+    first: Any
+    bits: Any
+    hand: Any
+    slot: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class StackedTable:
-    """A table within a stack.
+    """A table within a stack, or a piece of a table that is cut by its columns.
 
     Attributes:
       name: of the table.
       number: its place among all tables of the collection; names its random numbers.
-      first: the stacked row of its id 0.
       config: of the table.
+      first_column: of the table that is here.
+      place: of its rows.
     """
 
     name: str
     number: int
-    first: int
     config: TableConfig
+    first_column: int
+    place: Place
+
+    def owners(self, model: int) -> slice:
+        """Which of the devices have its rows."""
+        hands = ROW_MULTIPLE // model
+        first = self.place.hand // hands
+        return slice(first, first + max(1, (1 << self.place.bits) // hands))
 
 
 @dataclasses.dataclass(frozen=True)
 class StackedFeature:
-    """A feature whose table is in a stack.
+    """A feature whose table is in a stack; one for each piece of the table.
 
     Attributes:
       name: of the feature.
       first_bag: its first bag among the bags of an example.
       table: its table.
       config: of the feature.
+      hotness: ids of an example.
     """
 
     name: str
     first_bag: int
     table: StackedTable
     config: FeatureConfig
+    hotness: float
 
     @property
     def bag_range(self) -> slice:
@@ -95,14 +157,15 @@ class StackedFeature:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Tables of one width, dtype, placement and rule.
+    """Tables of one width, dtype and rule that are divided over the mesh, or replicated.
 
     Attributes:
       name: of the stack.
       dim: numbers in a row.
       dtype: of the numbers.
-      placement: how its rows lie on a mesh.
+      divided: whether its rows are divided over "model".
       rule: how its rows are trained; None is the rule of the optimizer.
+      num_rows: of the parameter, which has rows beyond those of the tables.
       tables: in the order of the collection.
       features: those that read these tables, in the order of the collection.
     """
@@ -110,8 +173,9 @@ class Stack:
     name: str
     dim: int
     dtype: np.dtype
-    placement: Placement
+    divided: bool
     rule: Rule | None
+    num_rows: int
     tables: tuple[StackedTable, ...]
     features: tuple[StackedFeature, ...]
 
@@ -121,105 +185,209 @@ class Stack:
         return sum(feature.config.bags for feature in self.features)
 
     @property
-    def used_rows(self) -> int:
-        """Rows of all tables."""
-        last = self.tables[-1]
-        return last.first + last.config.num_rows
+    def _hand_size(self) -> int:
+        return self.num_rows // ROW_MULTIPLE
+
+    def row_of(self, ids: Any, place: Place) -> Any:
+        """The rows of the parameter where ids lie; arrays of NumPy or JAX."""
+        number = ids + place.first
+        if not self.divided:
+            return number
+        low = number & ((1 << place.bits) - 1)
+        hand = place.hand + (bit_reversed(low) >> (_HAND_BITS - place.bits))
+        return hand * self._hand_size + place.slot + (number >> place.bits)
+
+    def ids_at(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The table of each row of the parameter, by its place in `tables`, and the id.
+
+        The inverse of `row_of`. The id is -1 where no table has a row.
+        """
+        place = Place(*(column(values) for values in zip(*self._places, strict=True)))
+        rows = rows[None]
+        number = rows
+        if self.divided:
+            slot = rows % self._hand_size - place.slot
+            hand = rows // self._hand_size - place.hand
+            low = bit_reversed(hand << (_HAND_BITS - place.bits))
+            inside = (slot >= 0) & (hand >= 0) & (hand < 1 << place.bits)
+            number = jnp.where(inside, (slot << place.bits) + low, -1)
+        ids = number - place.first
+        inside = (number >= 0) & (ids >= 0)
+        inside &= ids < column([table.config.num_rows for table in self.tables])
+        table = jnp.argmax(inside, axis=0)
+        ids = jnp.max(jnp.where(inside, ids, -1), axis=0)
+        return table, ids
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the parameter, which has rows beyond those of the tables."""
-        return padded_rows(self.used_rows)
+    def _places(self) -> list[Place]:
+        return [table.place for table in self.tables]
 
-    @property
-    def divided(self) -> bool:
-        """Whether its rows are divided over "model"."""
-        return self.placement == "rows"
+    def ids_of_owners(self, model: int) -> np.ndarray:
+        """`[model]`: how many ids of an example belong to each device."""
+        owned = np.zeros(model)
+        for feature in self.features:
+            owners = feature.table.owners(model)
+            owned[owners] += feature.hotness / len(owned[owners])
+        return owned
 
-    def place(self, stacked: Any) -> Any:
-        """Where stacked rows lie in the parameter; arrays of NumPy or JAX."""
-        if not self.divided:
-            return stacked
-        hand_size = self.num_rows // ROW_MULTIPLE
-        hand = bit_reversed(stacked & (ROW_MULTIPLE - 1))
-        return hand * hand_size + (stacked >> _HAND_BITS)
+    def bags_of_owner(self, model: int) -> int:
+        """The most bags of an example for which a device may have ids."""
+        owned = np.zeros(model, np.int64)
+        for feature in self.features:
+            owned[feature.table.owners(model)] += feature.config.bags
+        return int(owned.max(initial=0))
 
-    def stacked(self, place: jax.Array) -> jax.Array:
-        """The stacked rows at these places: the inverse of `place`."""
-        if not self.divided:
-            return place
-        hand_size = self.num_rows // ROW_MULTIPLE
-        return place % hand_size * ROW_MULTIPLE + bit_reversed(place // hand_size)
+
+def column(values: Iterable[int]) -> jax.Array:
+    """`[values, 1]` int32."""
+    return jnp.asarray(list(values), jnp.int32)[:, None]
 
 
 def stack_tables(
     tables: Mapping[str, TableConfig],
     features: Mapping[str, FeatureConfig],
-    plan: Mapping[str, Placement],
+    plan: Mapping[str, Placement] | Mapping[str, TablePlacement],
+    hotness: Mapping[str, float] = types.MappingProxyType({}),
 ) -> tuple[Stack, ...]:
     """The stacks of a collection.
 
     Args:
       tables: by name.
       features: by name; their tables exist.
-      plan: placements of tables whose configuration has none.
+      plan: placements of tables whose configuration has none, and ranges of hands.
+      hotness: ids of an example, by feature. By default one for each of its bags.
 
     Raises:
-      ValueError: `plan` names an unknown table or placement, or a stack has too many rows.
+      ValueError: `plan` names an unknown table or placement, pieces do not divide a width, or
+        a stack has too many rows.
     """
     placements = _placements(tables, plan)
-    groups: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[tuple[str, Range | None]]] = {}
     for name, table in tables.items():
-        key = (table.dim, table.dtype, placements[name], table.rule)
-        groups.setdefault(key, []).append(name)
+        kind, ranges = placements[name].kind, placements[name].ranges
+        pieces = ranges or (None,) * (table.pieces if kind == "columns" else 1)
+        divided = kind != "replicated"
+        key = (table.dim // len(pieces), table.dtype, divided, table.rule)
+        whole = (ALL_HANDS,) if kind == "rows" else pieces
+        groups.setdefault(key, []).extend((name, hands) for hands in whole)
     stacks, names = [], set()
     numbers = {name: number for number, name in enumerate(tables)}
-    for (dim, dtype, placement, rule), members in groups.items():
-        sizes = [tables[name].num_rows for name in members]
-        if padded_rows(sum(sizes)) > MAX_ENTRIES:
+    for (dim, dtype, divided, rule), members in groups.items():
+        sizes = [tables[name].num_rows for name, _ in members]
+        if divided:
+            ranges = _ranges(sizes, [hands for _, hands in members])
+            places, slots = _places(sizes, ranges)
+            num_rows = padded_rows(slots * ROW_MULTIPLE)
+        else:
+            places = [Place(n, 0, 0, 0) for n in itertools.accumulate([0, *sizes[:-1]])]
+            num_rows = padded_rows(sum(sizes))
+        if num_rows > MAX_ENTRIES:
+            concerned = ", ".join(dict.fromkeys(name for name, _ in members))
             raise ValueError(
-                f"the tables {', '.join(members)} have {sum(sizes):,} rows together, "
-                "more than int32 can number (2^31 - 1); give some of them another "
-                "placement or rule"
+                f"the tables {concerned} take {num_rows:,} rows together, more than int32 "
+                "can number (2^31 - 1); give some of them another placement or rule"
             )
-        firsts = itertools.accumulate([0, *sizes[:-1]])
-        stacked = {
-            name: StackedTable(name, numbers[name], first, tables[name])
-            for name, first in zip(members, firsts, strict=True)
-        }
-        readers = {n: f for n, f in features.items() if f.table in stacked}
-        bags = itertools.accumulate([0, *(f.bags for f in readers.values())])
-        name = f"{dim}_{dtype}_{placement}" + (f"_{rule.name}" if rule else "")
+        stacked: dict[str, list[StackedTable]] = {}
+        for (name, _), place in zip(members, places, strict=True):
+            pieces = stacked.setdefault(name, [])
+            first = len(pieces) * dim
+            pieces.append(StackedTable(name, numbers[name], tables[name], first, place))
+        reading, bags = [], 0
+        for name, config in features.items():
+            for piece in stacked.get(config.table, ()):
+                hot = hotness.get(name, config.bags)
+                reading.append(StackedFeature(name, bags, piece, config, hot))
+                bags += config.bags
+        name = f"{dim}_{dtype}_{'rows' if divided else 'replicated'}"
+        name += f"_{rule.name}" if rule else ""
         while name in names:  # two rules of one name
             name += "_"
         names.add(name)
-        reading = tuple(
-            StackedFeature(feature, bag, stacked[config.table], config)
-            for (feature, config), bag in zip(readers.items(), bags, strict=False)
-        )
-        kind = (name, dim, dtype, placement, rule)
-        stacks.append(Stack(*kind, tuple(stacked.values()), reading))
+        members = tuple(itertools.chain.from_iterable(stacked.values()))
+        kind = (name, dim, dtype, divided, rule, num_rows)
+        stacks.append(Stack(*kind, members, tuple(reading)))
     return tuple(stacks)
 
 
-def _placements(tables, plan) -> dict[str, Placement]:
+def _placements(tables, plan) -> dict[str, TablePlacement]:
     """The placement of each table."""
+    planned: dict[str, TablePlacement] = {}
     for name, placement in plan.items():
         if name not in tables:
             raise ValueError(f"plan has a table {name!r}, which the collection lacks")
-        check_placement(placement)
-    given = {name: t.placement or plan.get(name) for name, t in tables.items()}
+        if not isinstance(placement, TablePlacement):
+            placement = TablePlacement(placement)
+        check_placement(placement.kind)
+        _check_ranges(name, placement)
+        planned[name] = placement
+    for name, table in tables.items():
+        if table.placement not in (None, getattr(planned.get(name), "kind", None)):
+            planned[name] = TablePlacement(table.placement)
     size: dict[tuple, int] = {}
     for name, table in tables.items():
-        if given[name] is None:
+        if name not in planned:
             kind = (table.dim, table.dtype, table.rule)
             size[kind] = size.get(kind, 0) + table.num_rows * table.dim
+    for name, table in tables.items():
+        if name not in planned:
+            small = size[table.dim, table.dtype, table.rule] <= REPLICATED_SIZE
+            planned[name] = TablePlacement("replicated" if small else "rows")
+        if planned[name].kind == "columns":
+            pieces = len(planned[name].ranges) or table.pieces
+            if table.dim % pieces:
+                raise ValueError(
+                    f"table {name!r} has rows of {table.dim} numbers, which cannot be cut into "
+                    f"{pieces} pieces of one width; choose pieces that divide {table.dim}, "
+                    'or the placement "rows" or "table"'
+                )
+    return planned
 
-    def chosen(table: TableConfig) -> Placement:
-        small = size[table.dim, table.dtype, table.rule] <= REPLICATED_SIZE
-        return "replicated" if small else "rows"
 
-    return {name: given[name] or chosen(table) for name, table in tables.items()}
+def _check_ranges(name: str, placement: TablePlacement) -> None:
+    """Raises ValueError unless the ranges of hands are those that tables can have."""
+    kind, ranges = placement.kind, placement.ranges
+    fitting = kind == "columns" or len(ranges) <= (kind == "table")
+    for first, hands in ranges:
+        power = hands > 0 and hands & (hands - 1) == 0
+        fitting &= power and first % hands == 0 and 0 <= first < ROW_MULTIPLE
+        fitting &= hands <= ROW_MULTIPLE
+    if not fitting:
+        raise ValueError(
+            f"the plan of table {name!r} has the ranges of hands {ranges} for the placement "
+            f"{kind!r}; take those of plan_embeddings"
+        )
+
+
+def _ranges(sizes: Sequence[int], given: Sequence[Range | None]) -> list[Range]:
+    """The range of each table; without a given one, one of `DEFAULT_PARTS`."""
+    hands = ROW_MULTIPLE // DEFAULT_PARTS
+    filled, found = [0] * DEFAULT_PARTS, list(given)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        if found[i] is None:
+            part = filled.index(min(filled))
+            filled[part] += sizes[i]
+            found[i] = Range(part * hands, hands)
+    return [hands for hands in found if hands is not None]
+
+
+def _places(sizes: Sequence[int], ranges: Sequence[Range]) -> tuple[list[Place], int]:
+    """The place of each table, and the slots of the fullest hand.
+
+    Of two ranges with a hand in common, one is part of the other. The wider ones come first, so
+    that all hands of a range are filled alike.
+    """
+    filled = np.zeros(ROW_MULTIPLE, np.int64)
+    found: dict[int, Place] = {}
+    for hands in sorted(set(ranges), key=lambda hands: (-hands.hands, hands.first)):
+        mine = slice(hands.first, hands.first + hands.hands)
+        slot, first = int(filled[mine].max()), 0
+        for i, size in enumerate(sizes):
+            if ranges[i] == hands:
+                bits = hands.hands.bit_length() - 1
+                found[i] = Place(first, bits, hands.first, slot)
+                first += size
+        filled[mine] = slot - (-first // hands.hands)
+    return [found[i] for i in range(len(sizes))], int(filled.max())
 
 
 def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
@@ -251,35 +419,38 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
     )
 
 
-def _rows_at(stack: Stack, key: jax.Array, places: jax.Array) -> jax.Array:
-    stacked = stack.stacked(places)
-    firsts = jnp.asarray([table.first for table in stack.tables], jnp.int32)
-    table = jnp.searchsorted(firsts, stacked, side="right") - 1
-    ids = stacked - firsts[table]
+def _rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
+    table, ids = stack.ids_at(rows)
     numbers = jnp.asarray([t.number for t in stack.tables], jnp.uint32)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0))
     of_table = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
     keys = fold_in(of_table[table], ids)
-    rows = jnp.zeros((len(places), stack.dim), stack.dtype)
-    for init in dict.fromkeys(t.config.init for t in stack.tables):
-        mine = np.array([t.config.init is init for t in stack.tables])
-        rows = jnp.where(
-            jnp.asarray(mine)[table][:, None], _drawn(init, stack, keys, table), rows
-        )
-    return jnp.where((stacked < stack.used_rows)[:, None], rows, 0)
+    # A piece of a table has its part of the numbers that are drawn for a whole row.
+    first = column(t.first_column for t in stack.tables)[table]
+    columns = first + jnp.arange(stack.dim, dtype=jnp.int32)[None]
+    found = jnp.zeros((len(rows), stack.dim), stack.dtype)
+    for config in {
+        (t.config.init, t.config.dim): t.config for t in stack.tables
+    }.values():
+        kind = (config.init, config.dim)
+        mine = np.array([(t.config.init, t.config.dim) == kind for t in stack.tables])
+        drawn = _drawn(stack, config, keys, table)
+        drawn = jnp.take_along_axis(drawn, columns, axis=1, mode="clip")
+        found = jnp.where(jnp.asarray(mine)[table][:, None], drawn, found)
+    return jnp.where((ids >= 0)[:, None], found, 0)
 
 
 def _drawn(
-    init: Initializer | None, stack: Stack, keys: jax.Array, table: jax.Array
+    stack: Stack, config: TableConfig, keys: jax.Array, table: jax.Array
 ) -> jax.Array:
-    """A row for each key."""
-    if init is not None:
-        shape = (1, stack.dim)
+    """A whole row for each key."""
+    if (init := config.init) is not None:
+        shape = (1, config.dim)
         return jax.vmap(lambda key: init(key, shape, stack.dtype)[0])(keys)
     wide = accumulator(stack.dtype)
     bounds = jnp.asarray([t.config.num_rows**-0.5 for t in stack.tables], wide)
 
     def uniform(key):
-        return jax.random.uniform(key, (stack.dim,), wide, minval=-1)
+        return jax.random.uniform(key, (config.dim,), wide, minval=-1)
 
     return (jax.vmap(uniform)(keys) * bounds[table][:, None]).astype(stack.dtype)

@@ -84,6 +84,8 @@ def bytes_sent(
     wire_dtype: jax.typing.DTypeLike = jnp.float32,
     room: float | None = None,
     weighted: bool = False,
+    share: float | None = None,
+    owner_rows: int | None = None,
     replicated_rows: int | None = None,
 ) -> Sent:
     """Bytes that each device sends in a training step for a stack of tables.
@@ -104,6 +106,8 @@ def bytes_sent(
       wire_dtype: in which sums and gradients cross.
       room: see `places`.
       weighted: whether ids have weights (as those of a mean).
+      share: see `divided`.
+      owner_rows: the same.
       replicated_rows: rows of the kernel, if every device has them all.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -119,8 +123,9 @@ def bytes_sent(
         return Sent(ids, 0, others * bags * dim * 4)
     room_for, slots = mine, rows // devices
     if model > 1:
-        room_for = min(mine, places(mine / model, room))
-        slots = min(room_for, slots)
+        share = 1 / model if share is None else share
+        room_for = min(mine, places(mine * share, room))
+        slots = min(room_for, slots if owner_rows is None else owner_rows)
     ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
     sums = (model - 1) * slots * dim * size
     return Sent(ids, sums, sums + (data - 1) * model * slots * dim * size)
@@ -360,6 +365,8 @@ def divided(
     by_rows: bool,
     room: float | None = None,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    share: float | None = None,
+    owner_rows: int | None = None,
 ) -> DividedRows:
     """The rows of a batch, and the way of its ids to the owners of the kernel's rows.
 
@@ -371,6 +378,10 @@ def divided(
       by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
       room: places for ids, see `places`.
       wire_dtype: see `DividedRows`.
+      share: the part of a device's ids that the owner of most has, on average; by default
+        that of an even one.
+      owner_rows: of a device's rows, the most for which one owner may have ids; by default
+        all. If there are more, all devices gather, as with too few places.
     """
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
@@ -381,8 +392,9 @@ def divided(
     width = padded_rows(parts.num_cols) // model
     # A device whose examples have far more ids than others gathers too.
     mine = min(parts.nse, places(nse / (data * model), room))
-    count = min(mine, places(nse / (data * model) / model, room))
-    slots = min(count, parts.num_rows)
+    share = 1 / model if share is None else share
+    count = min(mine, places(nse / (data * model) * share, room))
+    slots = min(count, parts.num_rows if owner_rows is None else owner_rows)
 
     def part(parts):
         route = _route(own_block(parts), width, mine, count, slots)
@@ -416,8 +428,6 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     starts = jnp.searchsorted(owner, jnp.arange(model + 1, dtype=jnp.int32))
     starts = starts.astype(jnp.int32)
     counts = jnp.diff(starts)
-    crowded = (jnp.max(counts) > count) | (part.indptr[-1] > mine)
-    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
 
     # A bag gets a slot with its first entry of an owner.
     before = (
@@ -429,6 +439,9 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
         [jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)]
     )
     slot = jnp.minimum(passed[1:] - 1 - passed[starts[owner]], slots)
+    crowded = jnp.max(counts) > count
+    crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
+    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
 
     # What each owner gets.
     every = jnp.arange(count, dtype=jnp.int32)[None]

@@ -439,3 +439,17 @@ def device_memory() -> int | None:
     """Bytes that JAX may take of the first device here; None if it does not say."""
     stats = jax.local_devices()[0].memory_stats()
     return None if stats is None else stats.get("bytes_limit")
+
+
+def readable_bytes(size: float) -> str:
+    """A size with three digits.
+
+    >>> readable_bytes(105_000_000_000)
+    '105 GB'
+    """
+    for prefix in ("", "k", "M", "G", "T"):
+        if size < 999.5 or prefix == "T":
+            break
+        size /= 1000
+    digits = 0 if not prefix or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:,.{digits}f} {prefix}B"

@@ -21,6 +21,7 @@ from sparsejax.mesh.layout import (
     device_memory,
     make_mesh,
     padded_rows,
+    readable_bytes,
 )
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
@@ -130,15 +131,15 @@ class Plan(Footprint):
             beside["peak"] = other.kept + other.temporary
         text = [head]
         for name, size in lines:
-            line = f"{name:<44}{_readable(size):>8}"
-            more = f"{_readable(beside[name]):>15}" if name in beside else ""
+            line = f"{name:<44}{readable_bytes(size):>8}"
+            more = f"{readable_bytes(beside[name]):>15}" if name in beside else ""
             text.append(line + more)
         return "\n".join([*text, *self._verdict()])
 
     def _verdict(self) -> list[str]:
         if self.memory is None:
             return []
-        into = _readable(self.memory)
+        into = readable_bytes(self.memory)
         if self.fits:
             return [f"fits in {into}"]
         if self.total <= self.memory:
@@ -343,12 +344,3 @@ def read_bytes(text: str) -> int:
     number, prefix, binary = found.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
-
-
-def _readable(size: float) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if size < 999.5 or prefix == "T":
-            break
-        size /= 1000
-    digits = 0 if not prefix or size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:,.{digits}f} {prefix}B"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rule_steps import numpy_step
 
 from sparsejax import optimizers
 from sparsejax.optimizers import rules, schedules
@@ -66,47 +67,6 @@ def numpy_rate(rule, t):
     return 1e-3 + (0.02 - 1e-3) * (1 + np.cos(np.pi * share)) / 2
 
 
-def numpy_step(rule, w, state, g, t):
-    """Step `t` of the dense rule, in float64."""
-    rate, decay, s = numpy_rate(rule, t), rule.weight_decay, dict(state)
-    match rule.name:
-        case "sgd":
-            move = g + decay * w
-        case "momentum" | "nesterov":
-            g = g + decay * w
-            s["trace"] = rule.momentum * s["trace"] + g
-            nesterov = rule.name == "nesterov"
-            move = g + rule.momentum * s["trace"] if nesterov else s["trace"]
-        case "adagrad":
-            s["sum_of_squares"] = s["sum_of_squares"] + g**2
-            move = g / np.sqrt(s["sum_of_squares"] + rule.eps)
-        case "rowwise_adagrad":
-            mean = np.mean(g**2, axis=1, keepdims=True)
-            s["sum_of_squares"] = s["sum_of_squares"] + mean
-            move = g / (np.sqrt(s["sum_of_squares"]) + rule.eps)
-        case "rmsprop":
-            s["nu"] = rule.decay * s["nu"] + (1 - rule.decay) * g**2
-            move = g / np.sqrt(s["nu"] + rule.eps)
-        case "adadelta":
-            s["e_g"] = rule.rho * s["e_g"] + (1 - rule.rho) * g**2
-            move = g * np.sqrt((s["e_x"] + rule.eps) / (s["e_g"] + rule.eps))
-            s["e_x"] = rule.rho * s["e_x"] + (1 - rule.rho) * move**2
-        case "adam" | "adamw":
-            s["mu"] = rule.b1 * s["mu"] + (1 - rule.b1) * g
-            s["nu"] = rule.b2 * s["nu"] + (1 - rule.b2) * g**2
-            mean = s["mu"] / (1 - rule.b1**t)
-            move = mean / (np.sqrt(s["nu"] / (1 - rule.b2**t)) + rule.eps) + decay * w
-        case "ftrl":
-            n = s["n"] + g**2
-            s["z"] = s["z"] + g - (np.sqrt(n) - np.sqrt(s["n"])) / rate * w
-            s["n"] = n
-            shrunk = np.sign(s["z"]) * np.maximum(np.abs(s["z"]) - rule.l1, 0)
-            return -shrunk / ((rule.beta + np.sqrt(n)) / rate + rule.l2), s
-        case _:
-            raise AssertionError(f"no oracle of {rule.name}")
-    return w - rate * move, s
-
-
 def random_state(rule, w, rng):
     """State as it may be in the middle of a run."""
     state = {}
@@ -138,7 +98,7 @@ def test_catch_up_is_what_dense_steps_do(rule):
     for i, lag in enumerate(lags):
         row = w[i : i + 1], {name: array[i : i + 1] for name, array in state.items()}
         for t in range(count - lag + 1, count + 1):
-            row = numpy_step(rule, *row, np.zeros((1, 3)), t)
+            row = numpy_step(rule, *row, np.zeros((1, 3)), t, numpy_rate(rule, t))
         w[i] = row[0][0]
         for name, array in row[1].items():
             state[name][i] = array[0]
@@ -177,7 +137,7 @@ def test_steps_equal_numpy_and_optax(rule):
         w, state, twin, twin_state = step(
             w, state, twin, twin_state, jnp.float32(g), count
         )
-        expected = numpy_step(rule, *expected, g, i + 1)
+        expected = numpy_step(rule, *expected, g, i + 1, numpy_rate(rule, i + 1))
     assert np.abs(first - expected[0]).max() > 0.02
     np.testing.assert_allclose(w, twin, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(w, expected[0], rtol=1e-5, atol=3e-6)

@@ -1,0 +1,240 @@
+"""Where the tables of a collection should lie on a mesh, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsejax.embeddings import search
+from sparsejax.embeddings.config import FeatureConfig, TableConfig
+from sparsejax.embeddings.placement import Stack, stack_tables
+from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
+from sparsejax.embeddings.search import Job, Placed, sent_for
+from sparsejax.mesh import exchange
+from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
+from sparsejax.optimizers.rules import Rule
+
+# Bytes of the numbers that sorts and gathers of ids make for each of them.
+_ENTRY = 48
+
+
+def plan_embeddings(
+    tables: Mapping[str, TableConfig],
+    features: Mapping[str, str | FeatureConfig],
+    *,
+    batch_size: int,
+    data: int = 1,
+    model: int = 1,
+    hotness: Mapping[str, float] | None = None,
+    rule: Rule,
+    memory: int | None = None,
+) -> EmbeddingPlan:
+    """Places the tables of a collection on a mesh. No arrays are made.
+
+    >>> tables = {"item": TableConfig(10_000_000, 64), "city": TableConfig(1000, 64)}
+    >>> rule = optimizers.rowwise_adagrad(0.02)
+    >>> features = {"item": "item", "city": "city"}
+    >>> planned = plan_embeddings(
+    ...     tables, features, batch_size=8192, model=4, hotness={"item": 20}, rule=rule
+    ... )
+    >>> {table.name: table.placement.kind for table in planned.tables}
+    {'item': 'rows', 'city': 'replicated'}
+
+    It balances the rows that devices read and send, and their memory. A table is replicated if
+    its gradients are cheaper to add up than its ids to exchange. The others are divided by rows,
+    whole, or cut by columns, whichever costs the busiest device less. What a step costs is an
+    estimate for GPUs of one host, from bytes sent, ids, and bytes of their rows.
+
+    Bytes sent are exact for a program whose batch has room for the ids of `hotness`, as are those
+    of tables and state. Temporary arrays are an estimate, of XLA's form. Layers and the batch
+    itself are not counted.
+
+    Args:
+      tables: by name. Those with a placement keep it.
+      features: by name, as `EmbeddingCollection` takes them.
+      batch_size: examples of a step, on all devices.
+      data: devices that repeat the tables.
+      model: devices over which tables are divided.
+      hotness: ids of an example that there is room for, by feature. By default 1, and `length`
+        for a feature in order.
+      rule: of the optimizer.
+      memory: bytes of a device; by default what JAX may take of the first device here, if
+        that is known.
+
+    Raises:
+      ValueError: the memory does not suffice, the mesh cannot be made or does not divide the
+        batch, or a name is unknown.
+    """
+    check_axis_sizes(data, model)
+    if batch_size < 1 or batch_size % (data * model):
+        raise ValueError(
+            f"batch_size must be a positive multiple of the {data * model} devices, got "
+            f"{batch_size}"
+        )
+    configs = {
+        name: FeatureConfig(f) if isinstance(f, str) else f
+        for name, f in features.items()
+    }
+    for name, config in configs.items():
+        if config.table not in tables:
+            raise ValueError(
+                f"feature {name!r} reads the table {config.table!r}, but the tables are "
+                f"{sorted(tables)}"
+            )
+    hotness = {} if hotness is None else dict(hotness)
+    for name, hot in hotness.items():
+        if name not in configs:
+            raise ValueError(
+                f"hotness has a feature {name!r}; there are {sorted(configs)}"
+            )
+        if not (math.isfinite(hot) and hot > 0):
+            raise ValueError(f"hotness of {name!r} must be positive, got {hot}")
+    hotness = {name: float(hotness.get(name, f.bags)) for name, f in configs.items()}
+    memory = device_memory() if memory is None else memory
+    job = Job(dict(tables), configs, hotness, rule, batch_size, data, model)
+    stack_tables(job.tables, configs, {})  # raises for widths that cannot be cut
+    kept = memory  # for rows and state
+    for _ in range(2):
+        best = search.best(job, kept)
+        placements = {name: p.placement(model) for name, p in best.placed.items()}
+        stacks = stack_tables(job.tables, configs, placements, hotness)
+        devices, sent = _figures(job, stacks)
+        needed = devices[0].total
+        if memory is None or needed <= memory:
+            break
+        kept = memory - devices[0].temporary
+    if memory is not None and needed > memory:
+        rows, state, temporary = map(
+            readable_bytes, (devices[0].tables, devices[0].state, devices[0].temporary)
+        )
+        raise ValueError(
+            f"the tables need {readable_bytes(needed)} of each device, which has "
+            f"{readable_bytes(memory)}: {rows} for rows, {state} for the state of "
+            f'{rule.name}, {temporary} during a step; take more devices along "model", '
+            "bfloat16, or a rule with less state"
+        )
+    return EmbeddingPlan(
+        batch_size=batch_size,
+        data=data,
+        model=model,
+        memory=memory,
+        hotness=hotness,
+        tables=tuple(
+            _table(job, name, best.placed[name], sent[name]) for name in tables
+        ),
+        devices=devices,
+    )
+
+
+class _Figures(NamedTuple):
+    """Of the stacks that a collection makes.
+
+    Attributes:
+      devices: of the plan.
+      sent: by table, its part of the bytes that each device sends.
+    """
+
+    devices: tuple[PlannedDevice, ...]
+    sent: dict[str, float]
+
+
+def _figures(job: Job, stacks: Sequence[Stack]) -> _Figures:
+    rows = state = sent = temporary = 0
+    entries, work = np.zeros(job.model), np.zeros(job.model)
+    of_table = dict.fromkeys(job.tables, 0.0)
+    for stack in stacks:
+        own = stack.num_rows // (job.model if stack.divided else 1)
+        row = stack.dim * stack.dtype.itemsize
+        rows += own * row
+        state += own * job.state(stack.rule, stack.dim)
+        if not stack.features:
+            continue
+        ids = sum(feature.hotness for feature in stack.features)
+        owned = np.full(job.model, ids / job.model)
+        if stack.divided:
+            owned = stack.ids_of_owners(job.model)
+        entries += owned * job.batch / job.data
+        work += owned * job.batch / job.data * row
+        weighted = (f.config.combiner in ("mean", "sqrtn") for f in stack.features)
+        crossing = sent_for(
+            job,
+            bags=stack.bags,
+            ids=ids,
+            dim=stack.dim,
+            dtype=stack.dtype,
+            weighted=any(weighted),
+            owned=owned,
+            owner_bags=stack.bags_of_owner(job.model),
+            replicated_rows=None if stack.divided else stack.num_rows,
+        )
+        sent += crossing.total
+        temporary = max(temporary, _temporary(job, stack, ids, crossing))
+        for feature in stack.features:
+            part = crossing.ids * feature.hotness / ids
+            part += (crossing.total - crossing.ids) * feature.config.bags / stack.bags
+            of_table[feature.table.name] += part
+    devices = (
+        PlannedDevice(
+            tables=rows,
+            state=state,
+            temporary=temporary,
+            entries=float(entries[i]),
+            work=float(work[i]),
+            sent=sent,
+        )
+        for i in range(job.model)
+    )
+    return _Figures(tuple(devices), of_table)
+
+
+def _temporary(job: Job, stack: Stack, ids: float, sent: exchange.Sent) -> int:
+    """Bytes of the arrays that a step makes for a stack.
+
+    They are those of a step in which all devices gather all ids, see `exchange`: the program
+    keeps room for it. Our GPU programs do without the sums of the gradients by row.
+    """
+    row, devices = stack.dim * 4, job.data * job.model  # sums are in float32
+    bags = job.batch * stack.bags
+    if not stack.divided and devices > 1 and not sent.ids:  # added up as a whole
+        return 2 * stack.num_rows * row + bags // devices * row
+    entries = math.ceil(ids * job.batch)
+    own = stack.num_rows // (job.model if stack.divided else 1)
+    of_bags = bags // job.data + bags  # of the devices along "model", and of all
+    return (of_bags + min(entries, own)) * row + _ENTRY * entries
+
+
+def _table(job: Job, name: str, placed: Placed, sent: float) -> PlannedTable:
+    table = job.tables[name]
+    dim = table.dim // max(1, len(placed.parts))
+    row = dim * np.dtype(table.dtype).itemsize + job.state(table.rule, dim)
+    return PlannedTable(
+        name=name,
+        num_rows=table.num_rows,
+        dim=table.dim,
+        placement=placed.placement(job.model),
+        why=_why(job, name, placed),
+        memory=table.num_rows * row * max(1, len(placed.parts)),
+        entries=job.ids(name) * job.batch,
+        sent=round(sent),
+    )
+
+
+def _why(job: Job, name: str, placed: Placed) -> str:
+    if job.tables[name].placement is not None:
+        return "given"
+    if job.data * job.model == 1:
+        return "one device"
+    if not job.ids(name):
+        return "no feature reads it"
+    match placed.kind:
+        case "replicated":
+            return "adding up its gradients costs less than exchanging its ids"
+        case "table":
+            return "a bag has one owner, and devices stay balanced"
+        case "columns":
+            return "a bag has few owners, and whole it would keep one busy"
+        case _:
+            return "an equal share on each device"
