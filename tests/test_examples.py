@@ -97,14 +97,14 @@ def test_own_flax_loop(capsys):
 
 
 def test_two_towers(capsys):
-    reached = example("04_two_towers").main(num_epochs=3)
+    reached = example("05_two_towers").main(num_epochs=3)
     assert reached["recall"] > reached["popularity"]
     assert reached["new"] > 20 / 300  # what chance finds
     assert "of the recommendations are such items" in capsys.readouterr().out
 
 
 def test_own_loop_at_full_speed(capsys):
-    losses = example("05_own_loop_at_full_speed").main(num_epochs=2)
+    losses = example("06_own_loop_at_full_speed").main(num_epochs=2)
     train, _ = sj.datasets.msweb().train.split(0.8, seed=0)
     config = sj.NetworkConfig.autoencoder(hidden=(64,))
     model, optimizer = sj.build(config, train, sj.optimizers.adam(1e-3))

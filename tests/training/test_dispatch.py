@@ -18,7 +18,7 @@ from sparsejax.nn.models import FeedForward
 from sparsejax.training import dispatch
 from sparsejax.training.dispatch import epoch_order, step_size
 from sparsejax.training.fit import fit
-from sparsejax.training.resident import Resident, home_rows
+from sparsejax.training.resident import Resident, Roles, home_rows
 
 
 def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):
@@ -209,4 +209,4 @@ def test_says_what_it_takes_for_an_optimizer_and_a_model():
     with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
         dispatch.check_modules(model, theirs)
     with pytest.raises(TypeError, match="Linear has no loss$"):
-        dispatch.check_modules(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optimizer)
+        Roles().check(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
