@@ -41,7 +41,6 @@ from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sparse import CSR
 from sparsejax.training import fused as fused_output
 from sparsejax.training.resident import Examples, Resident, first_row
 from sparsejax.training.streaming import Stream

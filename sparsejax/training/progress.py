@@ -13,7 +13,6 @@ import numpy as np
 from sparsejax.mesh import processes
 from sparsejax.training.checkpoint import Checkpoints
 
-
 # Metrics of which a lower value is better.
 _LOSSES = frozenset({"log_loss", "normalized_entropy"})
 

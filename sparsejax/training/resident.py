@@ -39,6 +39,7 @@ from sparsejax.mesh.layout import (
     mesh_is_set,
     put_on_mesh,
     put_rows,
+    replicated,
 )
 from sparsejax.sparse import CSR, take_rows
 from sparsejax.training.checkpoint import fingerprint
@@ -361,7 +362,9 @@ class Resident:
             if isinstance(matrix, ShardedCSR):
                 return matrix.take(rows, nse)
             if isinstance(matrix, CSR):
-                return jax.vmap(lambda r: take_rows(matrix, r, nse))(every)
+                # Else XLA's partitioner may divide them, and then sum some entries wrongly
+                # (jax 0.12.0 on CPUs, data=2 and model=4, tables that are replicated).
+                return replicated(jax.vmap(lambda r: take_rows(matrix, r, nse))(every))
             return _dense_rows(matrix, rows)
 
         return [of(*pair) for pair in zip(self.matrices, capacities, strict=True)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
@@ -120,31 +121,33 @@ def test_a_mesh_gives_the_same_losses(placement):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [None, (2, 4)])
-@pytest.mark.parametrize("lists", [False, True])
-def test_streamed_clicks(tmp_path, shape, lists):
-    clicks = made(lists=lists)
+def test_streamed_clicks(tmp_path):
+    clicks = made()
     clicks.save(tmp_path / "clicks.parquet")
     scanned = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=ROWS)
-    with on(shape):
-        whole = (
-            shape is None
-        )  # in the order of the file; a mesh has an order of its own
-        options = {"num_epochs": 2, "shuffle": not whole}
-        model, history = trained(scanned, **options, validation=scanned)
-        if whole:
-            same, expected = trained(clicks, **options, validation=clicks)
-            for entry in (*history, *expected):
-                del entry["examples_per_second"]
-            assert history == expected
-            found = sj.predict_clicks(model, scanned)
-            np.testing.assert_array_equal(found, sj.predict_clicks(same, clicks))
-    if not whole:  # chunks, with the same batches on a mesh and without
-        chunks = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=130)
-        _, expected = trained(chunks, num_epochs=2)
-        with on(shape):
-            _, history = trained(chunks, num_epochs=2)
-        np.testing.assert_allclose(losses(history), losses(expected), rtol=1e-5)
+    options = {"num_epochs": 2, "shuffle": False}
+    model, history = trained(scanned, **options, validation=scanned)
+    same, expected = trained(clicks, **options, validation=clicks)
+    for entry in (*history, *expected):
+        del entry["examples_per_second"]
+    assert history == expected
+    found = sj.predict_clicks(model, scanned)
+    np.testing.assert_array_equal(found, sj.predict_clicks(same, clicks))
+
+    text = tmp_path / "clicks.csv"
+    text.write_text("click,age,price,user,tags\n1,1,2,3,4\n")
+    with pytest.raises(NotImplementedError, match="save them as Parquet"):
+        trained(sj.scan_clicks(text, SCHEMA))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_streamed_clicks_on_a_mesh(tmp_path, lists):
+    made(lists=lists).save(tmp_path / "clicks.parquet")
+    chunks = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=130)
+    _, expected = trained(chunks, num_epochs=2)
+    with on((2, 4)):
+        _, history = trained(chunks, num_epochs=2)
+    np.testing.assert_allclose(losses(history), losses(expected), rtol=1e-5)
 
 
 def test_a_resume_gives_the_same_bits(tmp_path):
@@ -177,7 +180,7 @@ def test_a_resume_gives_the_same_bits(tmp_path):
 @pytest.mark.parametrize("metric, sign", [("auc", 1), ("log_loss", -1)])
 def test_early_stopping_keeps_the_best_epoch(metric, sign, capsys):
     clicks, validation = made(100), made(90, seed=1)
-    stopping = sj.EarlyStopping(None if metric == "auc" else metric, patience=2)
+    stopping = sj.EarlyStopping(metric=None if metric == "auc" else metric, patience=2)
     model, optimizer = build(rule=sj.optimizers.adam(0.1))  # learns by heart
     options = {"num_epochs": 30, "validation": validation, "early_stopping": stopping}
     history = sj.fit(model, optimizer, clicks, batch_size=64, **options)
@@ -214,7 +217,7 @@ def test_measures_of_clicks():
 
 def test_what_does_not_fit_together():
     clicks, (model, optimizer) = made(), build()
-    items = sj.CSR.from_scipy(np.eye(4, dtype=np.float32))
+    items = sj.CSR.from_scipy(scipy.sparse.eye_array(4))
     config = sj.NetworkConfig.autoencoder((4,))
     recommender = sj.FeedForward(config, inputs=4, outputs=4, rngs=nnx.Rngs(0))
 
@@ -246,7 +249,7 @@ def test_what_does_not_fit_together():
     refused(ValueError, "leave out targets", sj.fit, model, optimizer, clicks, items)
     refused(
         ValueError, "no validation metric 'ndcg@20'.* auc, log_loss", sj.fit, model, optimizer,
-        clicks, validation=clicks, early_stopping=sj.EarlyStopping("ndcg@20"),
+        clicks, validation=clicks, early_stopping=sj.EarlyStopping(metric="ndcg@20"),
     )  # fmt: skip
     refused(NotImplementedError, "fused", sj.fit, model, optimizer, clicks, fused=True)
 

@@ -203,7 +203,7 @@ def test_one_program_serves_all_epochs(monkeypatch):
 
 
 def test_says_what_it_takes_for_an_optimizer_and_a_model():
-    model, optimizer = build(8)
+    model, _ = build(8)
     theirs = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     # In the tests annotations are checked before `check_modules` could.
     with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
