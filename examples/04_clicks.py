@@ -144,7 +144,7 @@ def main(
         on = jax.set_mesh(sj.make_mesh(data=axes[0], model=axes[1]))
     with on:
         model = sj.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
-        optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.02))
+        optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.05))
         given = model, optimizer, train, validation, settings, stopping
         history = by_loop(*given) if loop else by_fit(*given, checkpoints)
         for epoch, (loss, auc) in enumerate(history, 1):
@@ -171,6 +171,9 @@ if __name__ == "__main__":
     parser.add_argument("data", nargs="?", type=pathlib.Path)
     parser.add_argument("--model", default="dlrm", dest="kind")
     parser.add_argument("--planted", action="store_true", help="as without DATA")
+    parser.add_argument(
+        "--rows", type=int, default=200_000, help="examples without DATA"
+    )
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--mesh")
     parser.add_argument("--batch-size", type=int)

@@ -96,6 +96,16 @@ def test_own_flax_loop(capsys):
     assert "popularity" in capsys.readouterr().out
 
 
+def test_clicks(capsys):
+    module, settings = example("04_clicks"), {"rows": 4000, "num_epochs": 3}
+    by_fit = module.main(kind="wide_deep", **settings)
+    by_loop = module.main(kind="wide_deep", **settings, loop=True)
+    assert by_loop == pytest.approx(by_fit, abs=1e-5)
+    assert 0.6 < by_fit["test"] < by_fit["planted"]
+    printed = capsys.readouterr().out
+    assert printed.count("epoch 3: loss") == printed.count("digest") == 2
+
+
 def test_two_towers(capsys):
     reached = example("05_two_towers").main(num_epochs=3)
     assert reached["recall"] > reached["popularity"]
