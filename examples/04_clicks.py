@@ -92,7 +92,7 @@ def step(model, optimizer, dense, ids, click, weights):
 def by_loop(model, optimizer, train, validation, settings, stopping):
     """The same as `by_fit`, in plain Flax; only the order of the examples is `sj.fit`'s."""
     epochs = sj.training.Epochs(sj.training.place(train), **settings)
-    history, best = [], None
+    history, best, kept = [], 0, None
     for epoch in range(settings["num_epochs"]):
         total = 0.0
         for dispatch in epochs.dispatches(epoch):
@@ -107,10 +107,11 @@ def by_loop(model, optimizer, train, validation, settings, stopping):
         auc = sj.evaluate(model, validation, optimizer=optimizer)["auc"]
         history.append((total / train.num_rows, auc))
         if auc == max(auc for _, auc in history):
-            best = epoch, jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
-        elif epoch - best[0] >= stopping.patience:
+            best = epoch
+            kept = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+        elif epoch - best >= stopping.patience:
             break
-    nnx.update((model, optimizer), best[1])
+    nnx.update((model, optimizer), kept)
     optimizer.flush(model)
     return history
 

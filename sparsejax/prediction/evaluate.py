@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from jax.typing import ArrayLike
 
@@ -112,8 +112,13 @@ def evaluate(
     """
     if isinstance(inputs, ClickDataset | ScannedClicks):
         _refuse("clicks", heldout=heldout, fold_in=fold_in, candidates=candidates)
-        options = {"groups": groups, "optimizer": optimizer}
-        return evaluate_clicks(model, inputs, batch_size=batch_size or 8192, **options)
+        return evaluate_clicks(
+            cast(ClickModel, model),
+            inputs,
+            groups=groups,
+            optimizer=optimizer,
+            batch_size=8192 if batch_size is None else batch_size,
+        )
     if not isinstance(model, Recommender):
         raise TypeError(
             "items are ranked by a FeedForward, or a module with num_features, num_items and "

@@ -42,7 +42,7 @@ from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.training import fused as fused_output
-from sparsejax.training.resident import Examples, Resident, first_row
+from sparsejax.training.resident import Examples, Resident, Trainable, first_row
 from sparsejax.training.streaming import Stream
 
 # A program is compiled for this many epochs: it has room for the largest of their batches.
@@ -253,7 +253,7 @@ class Epochs:
         return self._found[chunk, period]
 
 
-class Program[Model]:
+class Program[Model: nnx.Module | Trainable]:
     """The program that trains a model and its optimizer, one dispatch at a time.
 
     >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)

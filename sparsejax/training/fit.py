@@ -217,11 +217,11 @@ def fit(
         raise ValueError("early_stopping needs validation=... to measure its metric on")
     if fused and isinstance(targets, Mapping):
         raise NotImplementedError("several targets cannot have a fused update")
-    given = model, inputs, targets, weights, validation, early_stopping
+    of_data: list[Any] = [targets, weights, validation, early_stopping]
     if isinstance(inputs, ClickDataset | ScannedClicks):
-        job = click_job(*given)
+        job = click_job(model, inputs, *of_data)
     else:
-        job = item_job(*given, k)
+        job = item_job(model, inputs, *of_data, k=k)
     examples = job.examples
     if job.metric is not None:  # it is the score of checkpoints
         settings["metric"] = job.metric
@@ -235,7 +235,9 @@ def fit(
         shuffle=shuffle,
     )
     # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
-    program = Program(model, optimizer, fused=fused, deterministic=deterministic)
+    program = Program(
+        cast(Trainable, model), optimizer, fused=fused, deterministic=deterministic
+    )
     measure = None if job.prepare is None else job.prepare(epochs.batch_size)
     checkpoints = cast(Checkpoints | None, checkpoint_dir)
     if checkpoints is not None or jax.process_count() > 1:

@@ -77,6 +77,7 @@ def item_job(
     weights: ArrayLike | None,
     validation: Source | None,
     stopping: EarlyStopping | None,
+    *,
     k: int,
 ) -> Job:
     """The arguments of `fit`, checked."""

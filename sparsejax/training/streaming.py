@@ -38,7 +38,10 @@ Matrix = CSR | np.ndarray
 class Scanned(Protocol):
     """Rows on disk, and what is learned from them."""
 
-    roles: Task
+    @property
+    def roles(self) -> Task:
+        """What the matrices are."""
+        ...
 
     @property
     def num_rows(self) -> int: ...
@@ -176,16 +179,17 @@ class Stream:
         assert self._mesh is not None
         some = next(iter(parts.values()))
         if isinstance(some, CSR):
+            matrices = {p: x for p, x in parts.items() if isinstance(x, CSR)}
             if self._rows.roles.whole:
                 # The thread that reads sees no mesh.
                 everywhere = NamedSharding(self._mesh, P())
                 return jax.device_put(on_device(some), everywhere)
             # Rounded, so that one program serves all chunks.
-            return ShardedCSR.from_parts(parts, room, self._mesh, nse=bucket)
+            return ShardedCSR.from_parts(matrices, room, self._mesh, nse=bucket)
         shape = (self._mesh.shape["data"], room + 1, *some.shape[1:])
 
         def block(index):
-            mine = parts[index[0].start or 0]
+            mine = np.asarray(parts[index[0].start or 0])
             padded = np.zeros(shape[1:], some.dtype)
             padded[: len(mine)] = mine
             return padded[None]

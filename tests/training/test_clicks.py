@@ -1,6 +1,7 @@
 """Click models by `fit`, by a loop of one's own, from disk, on meshes and after a kill."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def made(rows=ROWS, *, lists=True, seed=0) -> sj.ClickDataset:
 
 def build(*, placement="replicated", rule=None):
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
-    plan = dict.fromkeys(("user", "tags"), placement)
+    plan: dict[str, Any] = dict.fromkeys(("user", "tags"), placement)
     sizes = {"num_dense": 2, "features": {"user": 30, "tags": 20}}
     model = sj.build_click_model(config, **sizes, plan=plan, rngs=nnx.Rngs(0))
     return model, sj.Optimizer(model, rule or sj.optimizers.adagrad(0.05))
@@ -49,7 +50,7 @@ def build(*, placement="replicated", rule=None):
 
 def trained(clicks, **options):
     model, optimizer = build()
-    history = sj.fit(model, optimizer, clicks, **{"batch_size": 64} | options)
+    history = sj.fit(model, optimizer, clicks, batch_size=64, **options)
     return model, history
 
 
@@ -125,7 +126,7 @@ def test_streamed_clicks(tmp_path):
     clicks = made()
     clicks.save(tmp_path / "clicks.parquet")
     scanned = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=ROWS)
-    options = {"num_epochs": 2, "shuffle": False}
+    options: dict[str, Any] = {"num_epochs": 2, "shuffle": False}
     model, history = trained(scanned, **options, validation=scanned)
     same, expected = trained(clicks, **options, validation=clicks)
     for entry in (*history, *expected):
@@ -153,7 +154,7 @@ def test_streamed_clicks_on_a_mesh(tmp_path, lists):
 def test_a_resume_gives_the_same_bits(tmp_path):
     path = tmp_path / "clicks.parquet"
     made().save(path)
-    options = {"num_epochs": 3, "validation": made(90, seed=1)}
+    options: dict[str, Any] = {"num_epochs": 3, "validation": made(90, seed=1)}
 
     class Killed(Exception):
         pass
@@ -164,7 +165,7 @@ def test_a_resume_gives_the_same_bits(tmp_path):
 
     for clicks in (made(), sj.scan_clicks(path, chunk_rows=130)):
         expected, history = trained(clicks, **options)
-        folder = {"checkpoint_dir": tmp_path / type(clicks).__name__}
+        folder: dict[str, Any] = {"checkpoint_dir": tmp_path / type(clicks).__name__}
         folder["checkpoint_seconds"] = 0
         with pytest.raises(Killed):
             trained(clicks, **options, **folder, after_epoch=killed)
@@ -174,7 +175,7 @@ def test_a_resume_gives_the_same_bits(tmp_path):
             np.testing.assert_array_equal(ours, theirs)
     other = made(seed=5)
     with pytest.raises(ValueError, match="cannot resume with other data"):
-        sj.fit(*build(), other, **{"batch_size": 64} | options, **folder, resume=True)
+        sj.fit(*build(), other, batch_size=64, **options, **folder, resume=True)
 
 
 @pytest.mark.parametrize("metric, sign", [("auc", 1), ("log_loss", -1)])
@@ -182,7 +183,11 @@ def test_early_stopping_keeps_the_best_epoch(metric, sign, capsys):
     clicks, validation = made(100), made(90, seed=1)
     stopping = sj.EarlyStopping(metric=None if metric == "auc" else metric, patience=2)
     model, optimizer = build(rule=sj.optimizers.adam(0.1))  # learns by heart
-    options = {"num_epochs": 30, "validation": validation, "early_stopping": stopping}
+    options: dict[str, Any] = {
+        "num_epochs": 30,
+        "validation": validation,
+        "early_stopping": stopping,
+    }
     history = sj.fit(model, optimizer, clicks, batch_size=64, **options)
     values = [sign * entry[metric] for entry in history]
     assert len(values) < 30 and max(values) == values[-3]
@@ -202,7 +207,8 @@ def test_measures_of_clicks():
     np.testing.assert_allclose(p, 1 / (1 + np.exp(-logits)), rtol=1e-6)
     found = sj.evaluate(model, clicks, groups="user")
     y, metrics = clicks.labels, sj.metrics
-    grouped = metrics.group_auc(p, y, clicks.ids["user"])
+    users = np.asarray(clicks.ids["user"])
+    grouped = metrics.group_auc(p, y, users)
     expected = {
         "auc": metrics.auc(p, y),
         "log_loss": metrics.log_loss(p, y),
@@ -212,7 +218,7 @@ def test_measures_of_clicks():
         "groups": grouped.groups,
     }
     assert found == pytest.approx(expected, rel=1e-6)
-    assert sj.evaluate(model, clicks, groups=clicks.ids["user"]) == found
+    assert sj.evaluate(model, clicks, groups=users) == found
 
 
 def test_what_does_not_fit_together():

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -195,7 +196,7 @@ def test_click_models_in_processes(tmp_path, capsys):
     """Two give the losses of one. One that is killed goes on with the same bits."""
     path = ROOT / "examples" / "04_clicks.py"
     program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
-    settings = {"rows": 2000, "num_epochs": 6, "kind": "wide_deep"}
+    settings: dict[str, Any] = {"rows": 2000, "num_epochs": 6, "kind": "wide_deep"}
     example = runpy.run_path(str(path))
     example["main"](**settings)
     expected = capsys.readouterr().out
@@ -204,7 +205,7 @@ def test_click_models_in_processes(tmp_path, capsys):
     meshed = [*argv, "--mesh", "2,1"]
     two = start(meshed, tmp_path, processes=2, devices=1, program=program)
     assert ended(two) == [0, 0], said(tmp_path, 0)
-    assert said(tmp_path, 1, "out") == ""
+    assert "loss" not in said(tmp_path, 1, "out")
 
     def losses(text):
         return [float(loss) for loss in re.findall(r"loss (\S+),", text)]
