@@ -76,6 +76,7 @@ from .optimizers.row_gradient import RowSums as RowSums
 from .optimizers.row_gradient import accumulate as accumulate
 from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm
+from .prediction.click_scores import predict_clicks as predict_clicks
 from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor
 from .prediction.nearest import nearest as nearest
