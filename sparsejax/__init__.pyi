@@ -1,5 +1,6 @@
 # Every public name; `__init__.py` imports each when it is first used.
 
+from . import baselines as baselines
 from . import data as data
 from . import dsstne as dsstne
 from . import losses as losses

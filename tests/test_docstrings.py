@@ -19,9 +19,10 @@ from sparsejax.cli import main as cli
 
 OBJECTS = {
     name: value
-    for module in (sj, sj.training)
+    for module in (sj, sj.baselines, sj.training)
     for name in dir(module)
-    if not isinstance(value := getattr(module, name), types.ModuleType)
+    if not name.startswith("_")
+    and not isinstance(value := getattr(module, name), types.ModuleType)
 }
 MEASURED = {name: getattr(sj.metrics, name) for name in dir(sj.metrics)}
 DOCUMENTED = MEASURED | OBJECTS
@@ -51,7 +52,10 @@ def given(symbolic_sizes) -> dict[str, typing.Any]:
     libraries = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx}
     return {
         **OBJECTS,
-        **{name: getattr(sj, name) for name in ("losses", "metrics", "optimizers")},
+        **{
+            name: getattr(sj, name)
+            for name in ("baselines", "losses", "metrics", "optimizers")
+        },
         **libraries,
         "scipy": scipy,
         "pandas": pandas,

@@ -243,6 +243,8 @@ class Evaluate:
         held-out ones.
       popularity: File of the interactions that popularity is counted from. Its items
         count as those that the model was trained on.
+      baselines: Also measure models without training, made of the same interactions as
+        popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
       k: Number of recommendations that count.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -259,6 +261,7 @@ class Evaluate:
     seed: int = 0
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
     popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
+    baselines: Flag = False
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
