@@ -35,6 +35,12 @@ def folder(tmp_path_factory) -> pathlib.Path:
     """Where examples run: with a file of purchases, and a run."""
     folder = tmp_path_factory.mktemp("docstrings")
     (folder / "purchases.tsv").write_text(PURCHASES)
+    (folder / "pro_sg").mkdir()
+    parts = {"train": "1,a\n1,b\n2,b\n2,c"}
+    for name, user in (("validation", 3), ("test", 4)):
+        parts |= {f"{name}_tr": f"{user},a", f"{name}_te": f"{user},b"}
+    for name, pairs in parts.items():
+        (folder / "pro_sg" / f"{name}.csv").write_text(f"uid,sid\n{pairs}\n")
     train = ["train", str(folder / "purchases.tsv"), "--run", str(folder / "run")]
     assert cli.main([*train, "--epochs", "1", "--optimizer", "sgd"]) == 0
     return folder
