@@ -112,9 +112,11 @@ def tasks(name: str, path: pathlib.Path | None, seeds: int) -> Iterator[Task]:
             yield Task(parts.train, *parts.test)
         return
     else:
-        first, second = (next(path.glob(f"{part}.txt*")) for part in ("train", "test"))
-        train = sj.read_adjacency(first)
-        heldout = sj.read_adjacency(second, features=train)
+        found = [sorted(path.glob(f"{part}.txt*"))[:1] for part in ("train", "test")]
+        if not all(found):
+            raise SystemExit(f"{path} has no train.txt and test.txt")
+        train = sj.read_adjacency(found[0][0])
+        heldout = sj.read_adjacency(found[1][0], features=train)
         for _ in range(seeds):
             yield Task(train, train, heldout)
         return
