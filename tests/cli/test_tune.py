@@ -4,12 +4,14 @@ import json
 import math
 import shlex
 
-import optuna
 import pytest
 from run_folders import write_lines
 
 from sparsejax.cli import run, tune
 from sparsejax.cli.main import main
+
+pytest.importorskip("optuna", reason="comes with the extra `tune`")
+import optuna  # noqa: E402
 
 SMALL = ["--hidden", "8", "--batch-size", "32", "--k", "2", "--validation", ".2"]
 
