@@ -11,7 +11,7 @@ from sparsejax.cli import run, tune
 from sparsejax.cli.main import main
 
 pytest.importorskip("optuna", reason="comes with the extra `tune`")
-import optuna  # noqa: E402
+import optuna
 
 SMALL = ["--hidden", "8", "--batch-size", "32", "--k", "2", "--validation", ".2"]
 
