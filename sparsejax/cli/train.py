@@ -40,9 +40,9 @@ def train(command: flags.Train) -> None:
     new_writer = None if command.tensorboard is None else _summary_writer()
     stopping = _early_stopping(command)
     network = network_of(command)
-    source = _whole(command) if command.chunk_rows is None else _scanned(command)
+    source = whole(command) if command.chunk_rows is None else _scanned(command)
     check_seed(command.seed)
-    settings = _settings(command, network, source)
+    settings = settings_of(command, network, source)
     model, optimizer = settings.build()
     features = source.data.feature_names
     with (
@@ -154,7 +154,7 @@ def rule_of(command: flags.Train, chunks: Sequence[int]) -> optimizers.Rule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Source:
+class Source:
     """The data to train on.
 
     Attributes:
@@ -174,7 +174,7 @@ class _Source:
     split: str | None = None
 
 
-def _whole(command: flags.Train) -> _Source:
+def whole(command: flags.Train) -> Source:
     """Reads all of the data and the held-out entries."""
     data = read_file(command.data, command)
     heldout = validation = split = None
@@ -191,7 +191,7 @@ def _whole(command: flags.Train) -> _Source:
         aligned = heldout.align_rows(data.row_names[rows])
         left_out = [] if aligned.left_out is None else [aligned.left_out]
         validation = fingerprint(aligned.matrix, rows, *left_out)
-    return _Source(
+    return Source(
         data=data,
         chunks=chunks,
         indicator=indicator,
@@ -217,7 +217,7 @@ def _validation_split(command: flags.Train, data: SparseDataset) -> Split | None
     return data.split(1 - float(text), seed=0)
 
 
-def _scanned(command: flags.Train) -> _Source:
+def _scanned(command: flags.Train) -> Source:
     """Scans the file of data that is read in chunks while training."""
     if command.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
@@ -233,10 +233,12 @@ def _scanned(command: flags.Train) -> _Source:
         chunk_rows=command.chunk_rows,
     )
     chunks = Stream(ScannedItems(data), None).chunks
-    return _Source(data=data, chunks=chunks, indicator=data.indicator)
+    return Source(data=data, chunks=chunks, indicator=data.indicator)
 
 
-def _settings(command: flags.Train, network: NetworkConfig, source: _Source) -> run.Run:
+def settings_of(
+    command: flags.Train, network: NetworkConfig, source: Source
+) -> run.Run:
     """What `run.json` will hold."""
     data = source.data
     if isinstance(data, ScannedDataset):

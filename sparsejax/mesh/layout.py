@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -453,3 +454,13 @@ def readable_bytes(size: float) -> str:
         size /= 1000
     digits = 0 if not prefix or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:,.{digits}f} {prefix}B"
+
+
+def available_memory() -> int:
+    """Bytes of the host that can be taken without swapping; if not told, all memory."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        for line in file:
+            name, number, *_ = line.split()
+            if name == "MemAvailable:":
+                return 1024 * int(number)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
