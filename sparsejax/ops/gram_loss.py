@@ -29,6 +29,7 @@ from sparsejax.ops.item_chunks import Shard, accumulator
 from sparsejax.ops.piece_sum import by_pieces
 from sparsejax.ops.precision import Word, of_xla
 from sparsejax.ops.scatter_gradient import Terms
+from sparsejax.ops.targets import Targets
 from sparsejax.sparse import CSR, Transposed
 
 # Fewest items in a block of the Gram matrix. The sums of blocks are added, so that no sum
@@ -512,7 +513,7 @@ def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
 
 def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool:
     """Whether Gram matrices take less time than the scores of all items."""
-    if not _is_squared(method.rule, layer):
+    if not _is_squared(method.rule, layer) or isinstance(batch.labels, Targets):
         return False
     rows, hidden = layer.kernel.shape
     parts = lax.axis_size(shard.batch) if shard.batch else 1

@@ -19,10 +19,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
+from sparsejax.mesh.blocks import ShardedCSR, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
 from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops.precision import Precision, of_xla
+from sparsejax.ops.targets import Columns, Labels, Targets
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -88,7 +89,7 @@ class Shard:
 
 
 def shard_of(
-    kernel_spec: P | None, matrix: SparseRows | None, batch: int, rows: int
+    kernel_spec: P | None, matrix: Labels | None, batch: int, rows: int
 ) -> Shard | None:
     """How the work is divided over the mesh that is set; None if it is not divided.
 
@@ -151,8 +152,13 @@ def _axes_of(kernel_spec: P) -> tuple[str, ...]:
     return axes
 
 
-def entries_spec(matrix: SparseRows | None) -> P:
-    """The part of a matrix (without `transposed`) for each device: its block, or all."""
+def entries_spec(matrix: Labels | None, shard: Shard) -> P:
+    """The part of a matrix (without `transposed`) for each device.
+
+    It is its block, or the rows of its part of the batch, or all.
+    """
+    if isinstance(matrix, Targets):
+        return shard.rows_spec
     return P("data", "model") if isinstance(matrix, ShardedCSR) else P()
 
 
@@ -311,13 +317,18 @@ class Entries(NamedTuple):
 
 
 def entries_of(
-    matrix: SparseRows, shard: Shard, items: int
-) -> tuple[Entries, Bool[Array, "part"]]:
+    matrix: Labels, shard: Shard, items: int
+) -> tuple[Entries | Columns, Bool[Array, "part"]]:
     """The entries in the device's items, and which of its own rows must give NaN.
 
     A row gives NaN if it is overfull or has an index out of range. The device has `items`
-    items. It is given all of a CSR, but only its own block of a `ShardedCSR`.
+    items. It is given all of a CSR, but only its own block of a `ShardedCSR`, and its own
+    rows of `Targets`.
     """
+    if isinstance(matrix, Targets):
+        columns = jnp.where(matrix.broken, -1, matrix.columns)
+        columns = shard.all_rows(columns) - shard.first_item(items)
+        return Columns(columns), matrix.broken
     if isinstance(matrix, ShardedCSR):
         block = own_block(matrix.blocks)
         entries, broken = entries_of(block, Shard(), items)
@@ -386,9 +397,7 @@ def check_layer(
             )
 
 
-def check_matrix(
-    name: str, matrix: SparseRows, h: jax.Array, kernel: jax.Array
-) -> None:
+def check_matrix(name: str, matrix: Labels, h: jax.Array, kernel: jax.Array) -> None:
     """Raises ValueError if the matrix called `name` does not fit the output layer."""
     if matrix.num_rows != h.shape[0]:
         raise ValueError(

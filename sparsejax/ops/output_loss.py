@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.weight_gradient import weight_gradient
 from sparsejax import losses
-from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import reshard_if_explicit
 from sparsejax.ops import item_chunks
 from sparsejax.ops.chunked_loss import (
@@ -29,13 +28,14 @@ from sparsejax.ops.chunked_loss import (
 from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.precision import Precision, check_precision
+from sparsejax.ops.targets import Labels
 
 
 def output_loss(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: SparseRows,
+    labels: Labels,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -136,7 +136,7 @@ def output_loss_in_chunks(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: SparseRows,
+    labels: Labels,
     *,
     loss: losses.LossRule,
     scale: Float[Array, "items"] | None = None,
@@ -169,7 +169,7 @@ def output_loss_per_example(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: SparseRows,
+    labels: Labels,
     *,
     loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
     scale: Float[Array, "items"] | None = None,
@@ -206,7 +206,7 @@ def output_loss_per_example_in_chunks(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    labels: SparseRows,
+    labels: Labels,
     *,
     loss: losses.LossRule,
     scale: Float[Array, "items"] | None = None,
@@ -356,7 +356,7 @@ def _compiled(
     return per_example, None if gradients is None else (dh, *gradients)
 
 
-def _typed(how: Method, labels: SparseRows, rows, items):
+def _typed(how: Method, labels: Labels, rows, items):
     """The arrays with a row for each example and for each item, typed as the gradients are."""
     num_rows = len(items[0])
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows, num_rows)
