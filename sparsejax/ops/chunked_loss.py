@@ -159,7 +159,7 @@ def loss_and_updates[Carry](
     layer, update = updates.layer, updates.update
     whole = layer(carry)
     rows, dtype = len(whole.kernel), item_chunks.accumulator(batch.h.dtype)
-    entries, broken = item_chunks.entries_of(labels, shard, rows)
+    entries, broken = item_chunks.labels_of(labels, shard, rows)
     weights = jnp.ones(len(batch.h), dtype)
     if weighted := batch.weights is not None:
         weights = batch.weights.astype(dtype)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.output_loss import label_words
 from pallas_kernels.score_tiles import TILE_ROWS
-from sparsejax.mesh.blocks import ShardedCSR, check_kernel_rows
+from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
 from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops.precision import Precision, of_xla
@@ -316,19 +316,25 @@ class Entries(NamedTuple):
         return label_words(self.rows, columns, *shape, counted=counted)
 
 
-def entries_of(
-    matrix: Labels, shard: Shard, items: int
+def labels_of(
+    labels: Labels, shard: Shard, items: int
 ) -> tuple[Entries | Columns, Bool[Array, "part"]]:
+    """`entries_of`; of targets, of which the device is given its own rows, the columns."""
+    if not isinstance(labels, Targets):
+        return entries_of(labels, shard, items)
+    columns = jnp.where(labels.broken, -1, labels.columns)
+    columns = shard.all_rows(columns) - shard.first_item(items)
+    return Columns(columns), labels.broken
+
+
+def entries_of(
+    matrix: SparseRows, shard: Shard, items: int
+) -> tuple[Entries, Bool[Array, "part"]]:
     """The entries in the device's items, and which of its own rows must give NaN.
 
     A row gives NaN if it is overfull or has an index out of range. The device has `items`
-    items. It is given all of a CSR, but only its own block of a `ShardedCSR`, and its own
-    rows of `Targets`.
+    items. It is given all of a CSR, but only its own block of a `ShardedCSR`.
     """
-    if isinstance(matrix, Targets):
-        columns = jnp.where(matrix.broken, -1, matrix.columns)
-        columns = shard.all_rows(columns) - shard.first_item(items)
-        return Columns(columns), matrix.broken
     if isinstance(matrix, ShardedCSR):
         block = own_block(matrix.blocks)
         entries, broken = entries_of(block, Shard(), items)
