@@ -136,7 +136,9 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     dtype = accumulator(batch.h.dtype)
     labels = batch.labels
     if isinstance(labels, Targets):
-        raise NotImplementedError("Gram matrices take sparse rows, not one target a row")
+        raise NotImplementedError(
+            "Gram matrices take sparse rows, not one target a row"
+        )
     limit = labels.num_cols - shard.first_item(rows)
     parts = math.prod(lax.axis_size(axis) for axis in shard.items)
     padding = min(rows, rows * parts - labels.num_cols)  # at most, of a device
