@@ -59,7 +59,8 @@ def test_the_api_lists_every_public_name():
 
 def test_the_softmax_over_many_classes():
     dense, ours, *rest = python("many_classes.md")
-    given = {"sj": sj, "jnp": jnp, "optax": optax, "nnx": nnx}
+    given: dict = {"sj": sj, "jnp": jnp, "optax": optax, "nnx": nnx, "np": np}
+    given["jax"] = jax
     h = jax.random.normal(jax.random.key(0), (2, 5, 64))
     kernel = jax.random.normal(jax.random.key(1), (1000, 64)) / 8
     targets = jnp.arange(10).reshape(2, 5) * 99
@@ -76,6 +77,7 @@ def test_the_softmax_over_many_classes():
     assert given["packed"].shape == (4096, 64)
     np.testing.assert_allclose(given["mean"], values[0][0], rtol=1e-5)
     assert given["ids"].shape == (10, 10) and given["total"] > 0
+    assert isinstance(given["gradients"]["kernel"][...], sj.RowGradient)
 
 
 def test_what_the_quickstart_shows_calls_what_it_defines():

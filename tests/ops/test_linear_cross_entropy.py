@@ -383,6 +383,26 @@ def test_kernel_lowers_for_cuda(shape, hidden):
             assert "custom_call @mosaic_gpu" in text
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(8_192, 3), (8_320, 2)])
+def test_the_kernel_of_a_large_batch_is_differentiated_by_xla(tokens, count):
+    def loss(h, kernel, columns):
+        return output_loss_in_chunks(
+            *(h, kernel, None, Targets(columns, num_cols=512)),
+            loss=losses.SoftmaxCrossEntropy(),
+            implementation="mosaic_gpu",
+            chunk_scores=256 * tokens,
+        )
+
+    arguments = (
+        jnp.ones((tokens, 64), jnp.bfloat16),
+        jnp.ones((512, 64), jnp.bfloat16),
+        jnp.zeros(tokens, jnp.int32),
+    )
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == count
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "hidden", "items", "options", "dtype"),
