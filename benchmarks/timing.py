@@ -45,10 +45,13 @@ def time_jax(
     def call():
         jax.block_until_ready([function(*arguments) for arguments in inputs])
 
-    return Time(statistics.median(kernel), min(kernel), _wall(call) / len(inputs))
+    wall = _wall(call, rounds) / len(inputs)
+    return Time(statistics.median(kernel), min(kernel), wall)
 
 
-def time_torch(function: Callable, inputs: Sequence[tuple]) -> Time:
+def time_torch(
+    function: Callable, inputs: Sequence[tuple], *, rounds: int = _ROUNDS
+) -> Time:
     """Times a function of CUDA tensors over the inputs."""
     import torch  # pyrefly: ignore[missing-import]
     from torch.profiler import (  # pyrefly: ignore[missing-import]
@@ -63,12 +66,13 @@ def time_torch(function: Callable, inputs: Sequence[tuple]) -> Time:
 
     call()
     kernel = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         with profile(activities=[ProfilerActivity.CUDA]) as events:
             call()
         total = sum(event.self_device_time_total for event in events.key_averages())
         kernel.append(total / len(inputs))
-    return Time(statistics.median(kernel), min(kernel), _wall(call) / len(inputs))
+    wall = _wall(call, rounds) / len(inputs)
+    return Time(statistics.median(kernel), min(kernel), wall)
 
 
 def kernels_of_trace(folder: str, *, gpu: str = "") -> Iterator[tuple[str, float]]:
@@ -90,10 +94,10 @@ def kernels_of_trace(folder: str, *, gpu: str = "") -> Iterator[tuple[str, float
                         yield event.name, event.duration_ns
 
 
-def _wall(call: Callable[[], object]) -> float:
+def _wall(call: Callable[[], object], rounds: int) -> float:
     call()
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - start))

@@ -7,7 +7,7 @@ labels, so that no result has to be corrected afterwards::
     word [b, 8 (i // 256) + i % 8], bit (i % 256) // 8        item i of row b
 
 In this order a thread finds the bits of its scores in the same two words for all of a
-tile's 256 items.
+tile's 256 items. Where a row has one label, its column is compared instead (`Targets`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,30 @@ def label_words(
     return words.at[rows, word].add(bit, mode="drop")
 
 
+class Targets(NamedTuple):
+    """One label a row, in place of `label_words`.
+
+    Attributes:
+      columns: the label's column; a row has none if it is outside the items.
+      blocks: whether there is a label in 64 rows and 64 columns.
+    """
+
+    columns: Int[Array, "batch"]
+    blocks: Int[Array, "blocks_of_rows blocks_of_columns"]
+
+    @classmethod
+    def of(cls, columns: Int[Array, "batch"], size: int) -> Targets:
+        """Of `size` items; the batch is a multiple of 64."""
+        block = jnp.where(columns < 0, -1, columns // SLOPES_COLUMNS)
+        block = jnp.reshape(block, (-1, ROWS, 1))
+        numbers = jnp.arange(size // SLOPES_COLUMNS, dtype=jnp.int32)
+        blocks = jnp.any(block == numbers[None, None], axis=1)
+        return cls(columns, blocks.astype(jnp.int32))
+
+
+Labels = Int[Array, "rows words"] | Targets
+
+
 def word_and_bit(
     columns: Int[Array, "..."],
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
@@ -75,7 +100,7 @@ def slopes(
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
     scale: Float[Array, "items"] | None,
-    words: Int[Array, "rows words"],
+    labels: Labels,
     vectors: Sequence[Float[Array, "batch"]],
     *,
     start: jax.typing.ArrayLike,
@@ -101,7 +126,8 @@ def slopes(
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      words: `label_words` of these items, `counted`.
+      labels: `label_words` of these items, `counted`; or `Targets`, whose columns count
+        from `start`.
       vectors: float32, one number for each row. The first is the row's weight; where it
         is 0, all slopes are 0.
       start: first item.
@@ -114,14 +140,15 @@ def slopes(
     """
     batch = h.shape[0]
     layer = ItemLayer(bias, scale)
+    of_labels = label_arrays(labels)
     values = jax.ShapeDtypeStruct((size // tiles.COLUMNS, batch), jnp.float32)
     made = tiles.score_tiles(
         "slopes",
-        SlopesEpilogue(function, layer, with_values),
+        SlopesEpilogue(function, layer, len(of_labels), with_values),
         h,
         kernel,
         (start, limit),
-        [*layer.arrays(), *slopes_inputs(words, vectors)],
+        [*layer.arrays(), *slopes_inputs(of_labels, vectors)],
         [values] * with_values + [jax.ShapeDtypeStruct((batch, size), h.dtype)],
         start=start,
         size=size,
@@ -130,18 +157,24 @@ def slopes(
     return made[0] if with_values else None, made[-1]
 
 
-def slopes_inputs(words, vectors) -> list[jax.Array]:
+def slopes_inputs(of_labels, vectors) -> list[jax.Array]:
     """The arrays that `SlopesEpilogue` reads from global memory."""
     weights = jnp.reshape(vectors[0], (-1, ROWS))
     weightless = jnp.any(weights == 0, axis=1).astype(jnp.int32)
-    return [words, weightless, *vectors]
+    return [*of_labels, weightless, *vectors]
 
 
 class SlopesEpilogue:
-    """What `slopes` does with the scores of a tile, see `score_tiles`."""
+    """What `slopes` does with the scores of a tile, see `score_tiles`.
 
-    def __init__(self, function: Callable, layer: ItemLayer, with_values: bool):
+    The first `num_labels` of its inputs are `label_arrays`.
+    """
+
+    def __init__(
+        self, function: Callable, layer: ItemLayer, num_labels: int, with_values: bool
+    ):
         self.function, self.layer, self.with_values = function, layer, with_values
+        self.num_labels = num_labels
 
     def __call__(self, make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
@@ -164,15 +197,14 @@ class SlopesEpilogue:
 
     def of_rows(self, row, inputs) -> tuple:
         """For 64 rows: whether the weight of one is 0, and their `vectors`."""
-        _, weightless_gmem, *refs = inputs
+        weightless_gmem, *refs = inputs[self.num_labels :]
         return weightless_gmem[div(row, ROWS)], [
             tiles.row_vector(ref, row) for ref in refs
         ]
 
     def labels(self, row, column, inputs) -> tuple:
-        """The bits of a tile's labels, and the number of labels in each part of it."""
-        words_gmem, weightless_gmem, *_ = inputs
-        return load_labels(words_gmem, weightless_gmem.shape[0] * ROWS, row, column)
+        """A tile's labels for `listed`, and how many are in each part of it."""
+        return load_labels(inputs[: self.num_labels], row, column)
 
     def no_sums(self):
         """The sums before the first part."""
@@ -199,17 +231,17 @@ class SlopesEpilogue:
         Returns:
           The slopes, and the sums.
         """
-        words, numbers = labels
+        places, numbers = labels
         weightless, vectors = of_rows
         vectors = [tiles.spread_rows(vector, _PIECE) for vector in vectors]
 
-        def piece(i, products, words, sums, masked):
+        def piece(i, products, places, sums, masked):
             total, odds = sums
             scores = self.layer.apply(layer_refs, products[:, i : i + _PIECE], c + i)
-            if words is None:
+            if places is None:
                 bits = tiles.column_numbers(_PIECE) < 0
             else:
-                bits = listed(words, c + i, _PIECE)
+                bits = listed(places, c + i, _PIECE)
             made = self.function(scores, jnp.ones_like(scores), bits, *vectors)
             values, *more, slopes = made
             if masked:
@@ -225,7 +257,7 @@ class SlopesEpilogue:
             return slopes.astype(jnp.bfloat16), (total, odds)
 
         def work(labelled=True, masked=False):
-            operands = products, words, sums
+            operands = products, places, sums
             if masked or not labelled:
                 # Else LLVM hoists what the branches share, which costs registers.
                 operands = lax.optimization_barrier(operands)
@@ -261,11 +293,13 @@ def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
     return plgpu.SMEM((warpgroups, ROWS, columns), dtype, transforms=transforms())
 
 
-def no_scores(batch: int) -> list[Float[Array, "parts batch"]]:
-    """The `known` that `normalise` begins with."""
+def no_scores(
+    batch: int, *, with_labels: bool = True
+) -> list[Float[Array, "parts batch"]]:
+    """The `known` that `normalise` begins with, with labels or without."""
     # Each program of `score_tiles` works on two times 128 items at once.
     zeros = jnp.zeros((2 * num_programs(), batch), jnp.float32)
-    return [zeros - jnp.inf, zeros, zeros, zeros]
+    return [zeros - jnp.inf, zeros, *([zeros, zeros] if with_labels else [])]
 
 
 def normalise(
@@ -273,7 +307,7 @@ def normalise(
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
     scale: Float[Array, "items"] | None,
-    words: Int[Array, "rows words"],
+    words: Int[Array, "rows words"] | None,
     known: Sequence[Float[Array, "parts batch"]],
     *,
     start: jax.typing.ArrayLike,
@@ -285,20 +319,24 @@ def normalise(
     The other arguments are those of `slopes`.
 
     Args:
+      words: `label_words`, `counted`; None if nothing is wanted of the labels.
       known: `no_scores(batch)` or what a call for other items returned. It is written in
         place if it is donated.
 
     Returns:
       For each part of the items: the largest score; the sum of exp(score - largest), with
-      0 in place of a largest score of -inf; the number of labels; the sum of the labels'
-      scores.
+      0 in place of a largest score of -inf; with labels their number, and the sum of
+      their scores.
     """
     layer = ItemLayer(bias, scale)
+    of_labels = [] if words is None else label_arrays(words)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
-        layer_refs, words_gmem, *known_gmem = layer.split(inputs)
-        words, counts = load_labels(words_gmem, h.shape[0], row, column)
+        layer_refs, *inputs = layer.split(inputs)
+        labels_gmem, known_gmem = inputs[: len(of_labels)], inputs[len(of_labels) :]
+        if labels_gmem:
+            places, counts = load_labels(labels_gmem, row, column)
         part = 2 * lax.axis_index("program") + div(warpgroup, 2)
         refs = [ref.at[part] for ref in known_gmem]
         before = [tiles.row_vector(ref, row) for ref in refs]
@@ -313,10 +351,10 @@ def normalise(
                 scores = jnp.where(inside, scores, -jnp.inf)
             return scores
 
-        def of_labels(scores):
+        def sums_of_labels(scores):
             count = found = jnp.zeros_like(scores[0])
             for c, x in zip(parts, scores, strict=True):
-                bits = listed(words, c, _LEAST)
+                bits = listed(places, c, _LEAST)
                 count = count + jnp.where(bits, 1.0, 0.0)
                 found = found + jnp.where(bits, x, 0.0)
             return [
@@ -338,11 +376,13 @@ def normalise(
                 total = total + jnp.exp2(x * _LOG2E - shifts)
             total = jnp.sum(total, axis=1)
             total = total + before[1] * jnp.exp2((before[0] - shift) * _LOG2E)
-            # Mosaic lowers the last branch of a `cond` twice: the shorter one is last.
-            labels = lax.cond(
-                sum(counts) != 0, lambda: of_labels(scores), lambda: before[2:]
-            )
-            for ref, x in zip(refs, (largest, total, *labels), strict=True):
+            sums = []
+            if labels_gmem:
+                # Mosaic lowers the last branch of a `cond` twice: the shorter is last.
+                sums = lax.cond(
+                    sum(counts) != 0, lambda: sums_of_labels(scores), lambda: before[2:]
+                )
+            for ref, x in zip(refs, (largest, total, *sums), strict=True):
                 ref[pl.ds(row, ROWS)] = x
 
         some_outside = first + column + tiles.COLUMNS > end
@@ -355,7 +395,7 @@ def normalise(
         h,
         kernel,
         (start, limit),
-        [*layer.arrays(), words, *refs],
+        [*layer.arrays(), *of_labels, *refs],
         [],
         start=start,
         size=size,
@@ -410,17 +450,32 @@ def load_words(words_gmem, row, column):
     return lax.shift_right_logical(words, div(rem(column, tiles.TILE_ITEMS), _WORDS))
 
 
-def load_labels(words_gmem, batch, row, column):
-    """`load_words`, and the number of labels in each 64 columns of a tile."""
-    at, place = batch + div(row, ROWS), div(column, SLOPES_COLUMNS)
-    counts = range(tiles.COLUMNS // SLOPES_COLUMNS)
-    counts = [words_gmem[at, place + i] for i in counts]
+def label_arrays(labels: Labels) -> list[jax.Array]:
+    """The arrays of the labels, for `load_labels`."""
+    return list(labels) if isinstance(labels, Targets) else [labels]
+
+
+def load_labels(refs, row, column):
+    """A tile's labels for `listed`, and how many there are in each 64 columns of it."""
+    place = div(column, SLOPES_COLUMNS)
+    parts = range(tiles.COLUMNS // SLOPES_COLUMNS)
+    if len(refs) == 2:
+        columns_gmem, blocks_gmem = refs
+        counts = [blocks_gmem[div(row, ROWS), place + i] for i in parts]
+        return tiles.row_vector(columns_gmem, row) - column, counts
+    (words_gmem,) = refs
+    batch = words_gmem.shape[0] // (ROWS + 1) * ROWS  # 65 rows of words for each 64
+    at = batch + div(row, ROWS)
+    counts = [words_gmem[at, place + i] for i in parts]
     return load_words(words_gmem, row, column), counts
 
 
-def listed(words, column: int, columns: int):
+def listed(labels, column: int, columns: int):
     """`[64, columns]`: whether the items from `column` of the tile on are labels."""
+    if labels.ndim == 1:
+        places = tiles.spread_rows(labels - column, columns)
+        return tiles.column_numbers(columns) == places
     bits = range(column // _WORDS, (column + columns) // _WORDS)
     masks = [1 << bit if bit < 31 else -(2**31) for bit in bits]
-    parts = [(words & jnp.int32(mask)) != 0 for mask in masks]
+    parts = [(labels & jnp.int32(mask)) != 0 for mask in masks]
     return lax.concatenate(parts, 1)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
@@ -27,7 +27,9 @@ from pallas_kernels.matmul_tiles import ROWS, call, num_programs, numbers, trans
 from pallas_kernels.output_loss import (
     SLOPES_COLUMNS,
     ItemLayer,
+    Labels,
     SlopesEpilogue,
+    label_arrays,
     slopes_inputs,
     slopes_scratch,
 )
@@ -48,7 +50,7 @@ def slopes_product(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
     bias: Float[Array, "items"] | None,
-    words: Int[Array, "rows words"],
+    labels: Labels,
     vectors: Sequence[Float[Array, "batch"]],
     *,
     start: jax.typing.ArrayLike,
@@ -70,9 +72,10 @@ def slopes_product(
     # There are several only if each program then has one part of one tile of rows.
     parts = max(1, min(num_programs() // down, across))
     layer = ItemLayer(bias, None)
-    epilogue = SlopesEpilogue(function, layer, with_values)
+    of_labels = label_arrays(labels)
+    epilogue = SlopesEpilogue(function, layer, len(of_labels), with_values)
     of_items = [kernel, *layer.arrays()]  # copied to shared memory, a tile at a time
-    inputs = slopes_inputs(words, vectors)
+    inputs = slopes_inputs(of_labels, vectors)
 
     def body(start_gmem, limit_gmem, h_gmem, *refs):
         first, end = start_gmem[0], limit_gmem[0]
@@ -137,7 +140,7 @@ def slopes_product(
             def _(row, part, steps, again, tile):
                 first_row = row + warpgroup * ROWS
 
-                def labels(j):
+                def labels_of(j):
                     column, _, _ = tile(jnp.minimum(j, steps - 1))
                     return epilogue.labels(first_row, column, inputs_gmem)
 
@@ -162,7 +165,7 @@ def slopes_product(
                         return sums[...]
 
                     products = pl.run_scoped(first_scores, sums_type)
-                    carry = products, labels(0), epilogue.no_sums()
+                    carry = products, labels_of(0), epilogue.no_sums()
 
                     def step(j, carry):
                         products, bits, sums = carry
@@ -185,7 +188,7 @@ def slopes_product(
                             slopes, first_row, column, my_slopes, outputs_gmem
                         )
                         plgpu.wgmma(product, my_slopes, kernel_smem.at[slot])
-                        next_bits = labels(j + 1)
+                        next_bits = labels_of(j + 1)
 
                         def next_scores(sums):
                             score(sums, j + 1)

@@ -242,16 +242,41 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
 class SoftmaxCrossEntropy:
     """One distribution over all items, multinomial: `optax.softmax_cross_entropy`.
 
-    ::
+    With e `label_smoothing`, z `z_loss`, and n the number of items without those that are
+    denied (score -inf)::
 
-        loss_b = sum_i t_bi (log(sum_j exp(score_bj)) - score_bi)   over the labels of b
+        lse_b  = log(sum_j exp(score_bj))
+        mean_b = sum_j score_bj / n
+        loss_b = sum over the labels of b of
+                     t_bi (lse_b - (1 - e) score_bi - e mean_b + z lse_b^2)
 
     A row without labels has a loss of 0. Labels are not normalised: without values, a row
     with n labels weighs n times as much as a row with one label.
+
+    Attributes:
+      label_smoothing: this share of each label is spread over all items.
+      z_loss: weight of `lse^2`, which keeps the scores near those whose exponentials sum
+        to 1 (PaLM's z-loss is 1e-4).
+
+    Raises:
+      ValueError: `label_smoothing` outside [0, 1], or `z_loss` negative or not finite.
     """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     name: ClassVar[str] = "softmax_cross_entropy"
     labels: ClassVar[tuple[float, float]] = (0, math.inf)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(
+                f"label_smoothing is a share in [0, 1], got {self.label_smoothing}"
+            )
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(
+                f"z_loss must be finite and not negative, got {self.z_loss}"
+            )
 
 
 LossRule = ElementwiseLoss | SoftmaxCrossEntropy

@@ -9,8 +9,10 @@ import sys
 import types
 import typing
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.sparse
 from flax import nnx
@@ -54,6 +56,29 @@ def test_the_api_lists_every_public_name():
     wanted |= {f"baselines.{name}" for name in ("popularity", "item_knn", "ease")}
     wanted |= set(dir(sj)) - {"baselines", "data", "datasets", "dsstne", "optimizers"}
     assert not wanted - listed
+
+
+def test_the_softmax_over_many_classes():
+    dense, ours, *rest = python("many_classes.md")
+    given: dict = {"sj": sj, "jnp": jnp, "optax": optax, "nnx": nnx, "np": np}
+    given["jax"] = jax
+    h = jax.random.normal(jax.random.key(0), (2, 5, 64))
+    kernel = jax.random.normal(jax.random.key(1), (1000, 64)) / 8
+    targets = jnp.arange(10).reshape(2, 5) * 99
+    values = []
+    for block in (dense, ours):
+        exec(block, given)  # noqa: S102
+        values.append(jax.value_and_grad(given["loss"], (0, 1))(h, kernel, targets))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *values
+    )
+    given |= {"h": h, "kernel": kernel, "targets": targets}
+    for block in rest:
+        exec(block, given)  # noqa: S102
+    assert given["packed"].shape == (4096, 64)
+    np.testing.assert_allclose(given["mean"], values[0][0], rtol=1e-5)
+    assert given["ids"].shape == (10, 10) and given["total"] > 0
+    assert isinstance(given["gradients"]["kernel"][...], sj.RowGradient)
 
 
 def test_what_the_quickstart_shows_calls_what_it_defines():

@@ -115,6 +115,13 @@ def test_two_towers(capsys):
     assert "of the recommendations are such items" in capsys.readouterr().out
 
 
+def test_own_transformer(capsys):
+    reached = example("05_own_transformer").main(num_epochs=2)
+    assert reached["last"] < reached["first"] - 0.5
+    assert reached["recall"] > reached["popularity"]
+    assert "of mere popularity" in capsys.readouterr().out
+
+
 def test_own_loop_at_full_speed(capsys):
     losses = example("08_own_loop_at_full_speed").main(num_epochs=2)
     train, _ = sj.datasets.msweb().train.split(0.8, seed=0)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -25,7 +26,9 @@ from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator, dot
+from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
 from sparsejax.ops.precision import Precision, check_precision
+from sparsejax.ops.targets import Labels, as_targets, check_targets
 from sparsejax.optimizers import gradients
 
 Initializer = Callable[..., jax.Array]
@@ -210,13 +213,27 @@ class SparseOutput(nnx.Module):
 
     def loss(
         self,
-        h: Float[Array, "batch hidden"],
-        labels: SparseRows,
+        h: Float[Array, "*batch hidden"],
+        labels: Labels | jax.Array | np.ndarray,
         *,
         loss: str | losses.LossRule = "sigmoid_binary_cross_entropy",
-        weights: Float[Array, "batch"] | None = None,
+        weights: Float[Array, "*batch"] | None = None,
     ) -> Float[Array, ""]:
-        """`sum_b weights_b loss_b`, see `sparsejax.output_loss`."""
+        """`sum_b weights_b loss_b`, see `sparsejax.output_loss`.
+
+        Args:
+          h: hidden vectors, of a batch of any shape if there is one label a row.
+          labels: sparse rows; or one label for each row, `[*batch]` integers, as
+            `sparsejax.linear_cross_entropy` takes them: -1 is none, and the row is
+            ignored.
+          loss: name of a rule in `sparsejax.losses`, or a rule.
+          weights: of the rows. None is 1.
+        """
+        if isinstance(labels, jax.Array | np.ndarray):
+            check_targets(labels, h.shape[:-1], self.num_items)
+            labels = as_targets(labels, self.num_items)
+            h = h.reshape(labels.num_rows, h.shape[-1])
+            weights = None if weights is None else weights.reshape(-1)
         if labels.num_cols != self.num_items:
             raise ValueError(
                 f"labels has {labels.num_cols:,} columns but the layer has "
@@ -231,6 +248,39 @@ class SparseOutput(nnx.Module):
             loss=loss,
             scale=scale,
             weights=weights,
+            kernel_spec=self.kernel_spec,
+            implementation=self.implementation,
+            precision=self.precision,
+        )
+
+    def cross_entropy(
+        self,
+        h: Float[Array, "*batch hidden"],
+        targets: jax.Array | np.ndarray,
+        *,
+        weights: Float[Array, "*batch"] | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Float[Array, ""]:
+        """Mean softmax cross-entropy of one target a row.
+
+        >>> layer = SparseOutput(3, 5, rngs=nnx.Rngs(0))
+        >>> layer.cross_entropy(jnp.ones((2, 4, 3)), jnp.zeros((2, 4), int)).shape
+        ()
+
+        See `sparsejax.linear_cross_entropy`.
+        """
+        h, kernel, bias, scale = self._operands(h)
+        return linear_cross_entropy(
+            h,
+            kernel,
+            targets,
+            bias=bias,
+            scale=scale,
+            weights=weights,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            num_items=self.num_items,
             kernel_spec=self.kernel_spec,
             implementation=self.implementation,
             precision=self.precision,
@@ -291,11 +341,11 @@ class SparseOutput(nnx.Module):
         return spec if "model" in mesh.shape else None
 
     def hidden_operand(
-        self, h: Float[Array, "batch hidden"]
-    ) -> Float[Array, "batch hidden"]:
+        self, h: Float[Array, "*batch hidden"]
+    ) -> Float[Array, "*batch hidden"]:
         """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
         if self.temperature is not None:
-            h = h * _inverse_norm(h)[:, None].astype(h.dtype)
+            h = h * _inverse_norm(h)[..., None].astype(h.dtype)
         stored = self.kernel[...].dtype
         # With another operand than the kernel there would be a copy of the kernel.
         is_half = stored == jnp.bfloat16

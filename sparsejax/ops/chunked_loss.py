@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -18,9 +18,8 @@ from pallas_kernels import output_loss as mosaic
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
 from sparsejax import losses
-from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import call_on_each_device
-from sparsejax.ops import item_chunks
+from sparsejax.ops import item_chunks, softmax
 from sparsejax.ops.implementations import (
     HOPPER,
     Implementation,
@@ -29,6 +28,7 @@ from sparsejax.ops.implementations import (
 )
 from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.precision import Precision, Word, check_precision
+from sparsejax.ops.targets import Columns, Labels, Targets
 
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
     """
 
     h: Float[Array, "batch hidden"]
-    labels: SparseRows
+    labels: Labels
     weights: Float[Array, "batch"] | None
 
 
@@ -159,10 +159,14 @@ def loss_and_updates[Carry](
     layer, update = updates.layer, updates.update
     whole = layer(carry)
     rows, dtype = len(whole.kernel), item_chunks.accumulator(batch.h.dtype)
-    entries, broken = item_chunks.entries_of(labels, shard, rows)
+    entries, broken = item_chunks.labels_of(labels, shard, rows)
     weights = jnp.ones(len(batch.h), dtype)
     if weighted := batch.weights is not None:
         weights = batch.weights.astype(dtype)
+    ignored = None
+    if isinstance(labels, Targets):
+        ignored, weighted = labels.ignored, True
+        weights = jnp.where(ignored, 0, weights)
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
     h, weights = shard.all_rows((batch.h, weights))
     num_rows = len(h)
@@ -218,21 +222,31 @@ def loss_and_updates[Carry](
 
     def finish(per_example, dh, carry):
         per_example = jnp.where(broken, jnp.nan, shard.own_rows(per_example))
+        if ignored is not None:
+            per_example = jnp.where(ignored, 0, per_example)
         return per_example, None if dh is None else shard.own_sums(dh), carry
 
     zeros = jnp.zeros(num_rows, dtype)
     dh = None if update is None else jnp.zeros(h.shape, dtype)
     if isinstance(rule, losses.SoftmaxCrossEntropy):
-        found = fold(
+        found = item_chunks.fold(
             lambda start, size, known: chunks.normalise(start, size, whole, known),
             chunks.no_scores(),
+            num_items,
+            chunks.size_to_normalise(num_items, size, whole),
         )
-        found = _Normaliser.merge([x[:, :num_rows] for x in found])
-        per_example, log_sum_exp, label_sum = _softmax_loss(found, shard)
+        found = [x[:, :num_rows] for x in found]
+        if isinstance(entries, Columns):
+            parts = found[0].shape[0]
+            of_targets = softmax.target_scores(h, whole, entries, limit)
+            found[2:] = [jnp.pad(x[None], ((0, parts - 1), (0, 0))) for x in of_targets]
+        found, means = softmax.Normaliser.merge(found), None
+        if rule.label_smoothing:
+            means = softmax.mean_scores(h, whole, limit, shard)
+        made = softmax.loss_and_slopes(rule, found, weights, means, shard)
+        per_example, function, vectors = made
         if update is None:
             return finish(per_example, None, carry)
-        vectors = weights, log_sum_exp, weights * label_sum
-        function = _softmax_slopes
     else:
         vectors = (weights,)
         function = functools.partial(_elementwise, rule)
@@ -286,7 +300,7 @@ def over_items(
     if shard is None:
         return f(Shard(), batch, arrays)
     rows, items = shard.rows_spec, shard.items_spec
-    specs: Any = rows, item_chunks.entries_spec(labels), rows
+    specs: Any = rows, item_chunks.entries_spec(labels, shard), rows
     return call_on_each_device(
         functools.partial(f, shard),
         batch._replace(labels=dataclasses.replace(labels, transposed=None)),
@@ -325,51 +339,6 @@ def _sigmoid(scores, labels, listed, weights):
     return jnp.maximum(scores, 0), odds, jnp.where(listed, -weights, weights) * slopes
 
 
-def _softmax_slopes(scores, labels, listed, weights, log_sum_exp, label_sum):
-    """No values, and the weighted derivatives of softmax; `label_sum` is weighted."""
-    slopes = label_sum * jnp.exp(scores - log_sum_exp)
-    return None, jnp.where(listed, slopes - weights * labels, slopes)
-
-
-class _Normaliser(NamedTuple):
-    """The sums of softmax, `[batch]` each, over the items that were seen so far."""
-
-    largest: jax.Array
-    total: jax.Array  # sum of exp(score - largest)
-    label_sum: jax.Array
-    label_scores: jax.Array  # sum of label times score
-
-    @classmethod
-    def merge(cls, known: Iterable[Float[Array, "parts batch"]]) -> _Normaliser:
-        """The normaliser of all items, from those of parts of the items."""
-        largest, total, label_sum, label_scores = known
-        all_largest = jnp.max(largest, axis=0)
-        shift = _finite(all_largest)  # -inf - -inf would be NaN
-        total = jnp.sum(total * jnp.exp(largest - shift[None]), axis=0)
-        return cls(
-            all_largest,
-            total,
-            jnp.sum(label_sum, axis=0),
-            jnp.sum(label_scores, axis=0),
-        )
-
-
-def _finite(largest):
-    return jnp.where(largest == -jnp.inf, 0, largest)
-
-
-def _softmax_loss(found: _Normaliser, shard: Shard):
-    """Losses, log-sum-exp and sum of the labels of each row."""
-    if shard.items:
-        found = _Normaliser.merge(lax.all_gather(tuple(found), shard.items))
-    log_sum_exp = _finite(found.largest) + jnp.log(found.total)
-    # A row without labels costs nothing, even where all its items are denied.
-    nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
-    log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
-    per_example = found.label_sum * log_sum_exp - found.label_scores
-    return per_example, log_sum_exp, found.label_sum
-
-
 @dataclasses.dataclass(frozen=True)
 class Chunks(abc.ABC):
     """How an implementation computes with the scores of a chunk of items.
@@ -381,12 +350,17 @@ class Chunks(abc.ABC):
     """
 
     h: Float[Array, "batch hidden"]
-    entries: item_chunks.Entries
+    entries: item_chunks.Entries | Columns
     limit: jax.typing.ArrayLike
 
     @abc.abstractmethod
     def size(self, num_items: int, chunk_scores: int | None) -> int:
         """Items in a chunk of about `chunk_scores` scores; None picks what is fastest."""
+
+    def size_to_normalise(self, num_items: int, size: int, layer: Layer) -> int:
+        """Items in a chunk that `normalise` is called with, if others have `size`."""
+        del num_items, layer
+        return size
 
     @abc.abstractmethod
     def slopes(
@@ -410,7 +384,11 @@ class Chunks(abc.ABC):
 
     @abc.abstractmethod
     def no_scores(self) -> list[Float[Array, "parts padded"]]:
-        """The start of `normalise`: the sums of softmax for each part of the items."""
+        """The start of `normalise`: the sums of softmax for each part of the items.
+
+        These are the arrays of a `softmax.Normaliser`. What is about labels may be left
+        out, or 0, if there is one a row.
+        """
 
     @abc.abstractmethod
     def normalise(
@@ -476,16 +454,18 @@ class XlaChunks(Chunks):
         scores, labels, listed, inside = self.scores(start, size, layer)
         scores = jnp.where(inside, scores, -jnp.inf)
         largest = jnp.max(scores, axis=1)
-        new = (
-            largest,
-            jnp.sum(jnp.exp(scores - _finite(largest)[:, None]), axis=1),
-            jnp.sum(jnp.where(listed, labels, 0), axis=1),
-            jnp.sum(jnp.where(listed, losses.times_labels(scores, labels), 0), axis=1),
-        )
+        total = jnp.sum(jnp.exp(scores - softmax.finite(largest)[:, None]), axis=1)
+        of_labels = [jnp.zeros_like(total)] * 2
+        if not isinstance(self.entries, Columns):
+            found = losses.times_labels(scores, labels)
+            of_labels = [
+                jnp.sum(jnp.where(listed, x, 0), axis=1) for x in (labels, found)
+            ]
+        new = largest, total, *of_labels
         parts = (
             jnp.concatenate([old, x[None]]) for old, x in zip(known, new, strict=True)
         )
-        return [x[None] for x in _Normaliser.merge(parts)]
+        return [x[None] for x in softmax.Normaliser.merge(parts)]
 
 
 @final
@@ -510,10 +490,14 @@ class MosaicChunks(Chunks):
         )
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
+    def size_to_normalise(self, num_items, size, layer):
+        # No label is looked for, so nothing has the size of a chunk.
+        one_label = isinstance(self.entries, Columns)
+        return num_items if one_label and layer.kernel.dtype == self.h.dtype else size
+
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
         """The arguments that both GPU programs take."""
         h, limit = item_chunks.pad_rows(self.h), self.limit
-        words = self.entries.words(start, (len(h), size), counted=True)
         if layer.kernel.dtype != h.dtype:
             layer = jax.tree.map(
                 lambda x: item_chunks.slice_rows(x, start, size), layer
@@ -529,14 +513,16 @@ class MosaicChunks(Chunks):
             "kernel": layer.kernel,
             "bias": bias,
             "scale": scale,
-            "words": words,
             "start": start,
             "size": size,
             "limit": limit,
         }
 
     def slopes(self, start, size, layer, function, vectors):
-        arguments = self._arguments(start, size, layer) | {
+        arguments = self._arguments(start, size, layer)
+        shape = len(arguments["h"]), size
+        arguments |= {
+            "labels": self.entries.words(start, shape, counted=True),
             "vectors": [item_chunks.pad_rows(vector) for vector in vectors],
             "with_values": self.with_values,
         }
@@ -551,10 +537,16 @@ class MosaicChunks(Chunks):
         return values, slopes[:batch], product
 
     def no_scores(self):
-        return mosaic.no_scores(len(item_chunks.pad_rows(self.h)))
+        with_labels = not isinstance(self.entries, Columns)
+        rows = len(item_chunks.pad_rows(self.h))
+        return mosaic.no_scores(rows, with_labels=with_labels)
 
     def normalise(self, start, size, layer, known):
-        return mosaic.normalise(known=known, **self._arguments(start, size, layer))
+        arguments, words = self._arguments(start, size, layer), None
+        if not isinstance(self.entries, Columns):
+            shape = len(arguments["h"]), size
+            words = self.entries.words(start, shape, counted=True)
+        return mosaic.normalise(known=known, words=words, **arguments)
 
 
 def operand_dtype(
@@ -567,7 +559,7 @@ def operand_dtype(
     return dtype
 
 
-def _with_mosaic(method: Method, h, layer: Layer, labels: SparseRows) -> bool:
+def _with_mosaic(method: Method, h, layer: Layer, labels: Labels) -> bool:
     """Whether the GPU programs compute the scores.
 
     Raises:
@@ -585,7 +577,7 @@ def _with_mosaic(method: Method, h, layer: Layer, labels: SparseRows) -> bool:
     return dtype == jnp.bfloat16
 
 
-def _unsupported(h, layer: Layer, labels: SparseRows, precision: Word) -> str | None:
+def _unsupported(h, layer: Layer, labels: Labels, precision: Word) -> str | None:
     """Why the GPU programs cannot be used; None if they can."""
     if labels.data is not None:
         return "takes labels without values"

@@ -29,6 +29,7 @@ from sparsejax.ops.item_chunks import Shard, accumulator
 from sparsejax.ops.piece_sum import by_pieces
 from sparsejax.ops.precision import Word, of_xla
 from sparsejax.ops.scatter_gradient import Terms
+from sparsejax.ops.targets import Targets
 from sparsejax.sparse import CSR, Transposed
 
 # Fewest items in a block of the Gram matrix. The sums of blocks are added, so that no sum
@@ -134,6 +135,10 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
     kernel, rows, hidden = whole.kernel, *whole.kernel.shape
     dtype = accumulator(batch.h.dtype)
     labels = batch.labels
+    if isinstance(labels, Targets):
+        raise NotImplementedError(
+            "Gram matrices take sparse rows, not one target a row"
+        )
     limit = labels.num_cols - shard.first_item(rows)
     parts = math.prod(lax.axis_size(axis) for axis in shard.items)
     padding = min(rows, rows * parts - labels.num_cols)  # at most, of a device
@@ -512,7 +517,7 @@ def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
 
 def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool:
     """Whether Gram matrices take less time than the scores of all items."""
-    if not _is_squared(method.rule, layer):
+    if not _is_squared(method.rule, layer) or isinstance(batch.labels, Targets):
         return False
     rows, hidden = layer.kernel.shape
     parts = lax.axis_size(shard.batch) if shard.batch else 1

@@ -23,6 +23,7 @@ from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
 from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops.precision import Precision, of_xla
+from sparsejax.ops.targets import Columns, Labels, Targets
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -88,7 +89,7 @@ class Shard:
 
 
 def shard_of(
-    kernel_spec: P | None, matrix: SparseRows | None, batch: int, rows: int
+    kernel_spec: P | None, matrix: Labels | None, batch: int, rows: int
 ) -> Shard | None:
     """How the work is divided over the mesh that is set; None if it is not divided.
 
@@ -151,8 +152,13 @@ def _axes_of(kernel_spec: P) -> tuple[str, ...]:
     return axes
 
 
-def entries_spec(matrix: SparseRows | None) -> P:
-    """The part of a matrix (without `transposed`) for each device: its block, or all."""
+def entries_spec(matrix: Labels | None, shard: Shard) -> P:
+    """The part of a matrix (without `transposed`) for each device.
+
+    It is its block, or the rows of its part of the batch, or all.
+    """
+    if isinstance(matrix, Targets):
+        return shard.rows_spec
     return P("data", "model") if isinstance(matrix, ShardedCSR) else P()
 
 
@@ -310,6 +316,17 @@ class Entries(NamedTuple):
         return label_words(self.rows, columns, *shape, counted=counted)
 
 
+def labels_of(
+    labels: Labels, shard: Shard, items: int
+) -> tuple[Entries | Columns, Bool[Array, "part"]]:
+    """`entries_of`; of targets, of which the device is given its own rows, the columns."""
+    if not isinstance(labels, Targets):
+        return entries_of(labels, shard, items)
+    columns = jnp.where(labels.broken, -1, labels.columns)
+    columns = shard.all_rows(columns) - shard.first_item(items)
+    return Columns(columns), labels.broken
+
+
 def entries_of(
     matrix: SparseRows, shard: Shard, items: int
 ) -> tuple[Entries, Bool[Array, "part"]]:
@@ -386,9 +403,7 @@ def check_layer(
             )
 
 
-def check_matrix(
-    name: str, matrix: SparseRows, h: jax.Array, kernel: jax.Array
-) -> None:
+def check_matrix(name: str, matrix: Labels, h: jax.Array, kernel: jax.Array) -> None:
     """Raises ValueError if the matrix called `name` does not fit the output layer."""
     if matrix.num_rows != h.shape[0]:
         raise ValueError(

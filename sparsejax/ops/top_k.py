@@ -257,7 +257,7 @@ def _compiled(
         bias,
         scale,
         exclude,
-        in_specs=(batch, items, items, items, item_chunks.entries_spec(exclude)),
+        in_specs=(batch, items, items, items, item_chunks.entries_spec(exclude, shard)),
         out_specs=(batch, batch),
     )
 

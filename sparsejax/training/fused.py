@@ -21,7 +21,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import weight_update
 from sparsejax.losses import LossRule
-from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.chunked_loss import (
     Batch,
@@ -41,6 +40,7 @@ from sparsejax.ops.row_update import (
     place_of,
     step_of_arrays,
 )
+from sparsejax.ops.targets import Labels
 from sparsejax.optimizers.optimizer import Optimizer
 
 
@@ -121,7 +121,7 @@ def train_step(
     model: Fusable,
     optimizer: Optimizer,
     x: Any,
-    labels: SparseRows,
+    labels: Labels,
     weights: Float[Array, "batch"],
     derived: Derived,
     *,

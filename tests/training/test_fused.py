@@ -15,7 +15,9 @@ from pallas_kernels import weight_update
 from sparsejax import losses, optimizers
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
+from sparsejax.ops.targets import Targets
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
 from sparsejax.training import fused
 from sparsejax.training.fit import fit
 
@@ -93,6 +95,24 @@ def test_a_frozen_output_is_refused(frozen, message):
     optimizer = Optimizer(model, optimizers.adam(1e-2), wrt=wrt)
     with pytest.raises(NotImplementedError, match=message):
         fused.check(model, optimizer)
+
+
+def test_one_target_a_row():
+    x, targets = random_csr(6, 40, seed=1), np.array([5, -1, 299, 0, 7, 7], np.int32)
+    kept = targets >= 0
+    indptr = np.concatenate([[0], np.cumsum(kept)]).astype(np.int32)
+    matrix = jax.tree.map(jnp.asarray, CSR(None, targets[kept], indptr, num_cols=ITEMS))
+    columns = Targets(jnp.asarray(targets), num_cols=ITEMS)
+    weights = jnp.asarray(kept / 5, jnp.float32)
+    step = nnx.jit(fused.train_step)
+    results = []
+    for labels, given in ((matrix, weights), (columns, jnp.full(6, 1 / 5))):
+        model, optimizer = build(optimizers.adam(1e-2))
+        loss, _ = step(model, optimizer, x, labels, given, fused.derive(model))
+        results.append((loss, nnx.state((model, optimizer), nnx.Param)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), *results
+    )
 
 
 def test_operands_of_another_dtype_follow_the_kernel():

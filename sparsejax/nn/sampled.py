@@ -1,0 +1,264 @@
+"""Losses of a sample of the items, where a pass over all of them is too much."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.targets import IGNORED, as_targets, check_targets
+from sparsejax.optimizers.gradients import lookup
+from sparsejax.sparse import CSR
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class NegativeSampler:
+    """Draws items with given probabilities, on the device, in constant time each.
+
+    >>> sampler = NegativeSampler.by_popularity(np.array([8, 1, 0, 1]))
+    >>> key = jax.random.fold_in(jax.random.key(0), 17)  # of a seed and a step
+    >>> ids, log_q = sampler.sample(key, 1000)
+    >>> int((ids == 2).sum()), ids.shape
+    (0, (1000,))
+
+    It is an alias table (Walker 1977): a place is drawn uniformly, and then either the item
+    of that place or its alias. Draws are independent, so an item may come several times.
+
+    Attributes:
+      num_items: items are numbered from 0.
+      kept: `[num_items]`, how probable the place's own item is; None if all items are
+        equally probable.
+      alias: `[num_items]`, the other item of the place; or None.
+      log_q: `[num_items]`, the logarithm of each item's probability; or None.
+    """
+
+    num_items: int
+    kept: jax.Array | None = None
+    alias: jax.Array | None = None
+    log_q: jax.Array | None = None
+
+    def tree_flatten(self):
+        return (self.kept, self.alias, self.log_q), self.num_items
+
+    @classmethod
+    def tree_unflatten(cls, num_items: int, leaves: Any) -> NegativeSampler:
+        self = object.__new__(cls)
+        names = ("num_items", "kept", "alias", "log_q")
+        for name, value in zip(names, (num_items, *leaves), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    @classmethod
+    def uniform(cls, num_items: int) -> NegativeSampler:
+        """All items are equally probable.
+
+        Raises:
+          ValueError: there is no item.
+        """
+        if num_items < 1:
+            raise ValueError(f"there must be an item to draw, got {num_items}")
+        return cls(num_items)
+
+    @classmethod
+    def by_popularity(
+        cls, counts: np.ndarray, *, power: float = 1.0
+    ) -> NegativeSampler:
+        """Item i has a probability in proportion to `counts[i] ** power`.
+
+        Args:
+          counts: how often each item occurs; an item with 0 is never drawn.
+          power: 1 is popularity itself, 0.75 is word2vec's, 0 is uniform over the items
+            that occur.
+
+        Raises:
+          ValueError: counts are not one number for each item, negative or not finite, or
+            all are 0.
+        """
+        counts = np.asarray(counts, np.float64)
+        if counts.ndim != 1 or not (np.isfinite(counts) & (counts >= 0)).all():
+            raise ValueError(
+                "counts are finite numbers from 0 on, one for each item, got an array of "
+                f"shape {counts.shape}"
+            )
+        mass = np.where(counts > 0, counts, 1) ** power * (counts > 0)
+        if not mass.sum() > 0:
+            raise ValueError("all counts are 0; an item must occur to be drawn")
+        q = mass / mass.sum()
+        kept, alias = _alias_table(q)
+        with np.errstate(divide="ignore"):
+            log_q = np.log(q)
+        tables = np.float32(kept), np.int32(alias), np.float32(log_q)
+        return cls(len(q), *map(jnp.asarray, tables))
+
+    def sample(
+        self, key: jax.Array, count: int
+    ) -> tuple[Int[Array, "count"], Float[Array, "count"]]:
+        """`count` independent draws, and the logarithm of each item's probability."""
+        of_place, of_item = jax.random.split(key)
+        ids = jax.random.randint(of_place, (count,), 0, self.num_items, jnp.int32)
+        if self.kept is None or self.alias is None or self.log_q is None:
+            return ids, jnp.full(count, -math.log(self.num_items), jnp.float32)
+        stays = jax.random.uniform(of_item, (count,)) < self.kept[ids]
+        ids = jnp.where(stays, ids, self.alias[ids])
+        return ids, self.log_q[ids]
+
+
+def sampled_cross_entropy(
+    h: Float[Array, "*batch hidden"],
+    kernel: nnx.Variable | jax.Array,
+    targets: jax.Array | np.ndarray,
+    negatives: Int[Array, "count"],
+    *,
+    log_q: Float[Array, "count"] | None = None,
+    loss: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Float[Array, "items"] | None = None,
+    weights: Float[Array, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    """Mean cross-entropy of one target a row against a sample of the items.
+
+    >>> kernel = RowParam(jnp.ones((1000, 8)))
+    >>> negatives, log_q = NegativeSampler.uniform(1000).sample(jax.random.key(0), 64)
+    >>> h, targets = jnp.zeros((2, 3, 8)), jnp.array([[5, 0, 999], [7, -1, -1]])
+    >>> float(sampled_cross_entropy(h, kernel, targets, negatives, log_q=log_q)) > 6.8
+    True
+
+    The batch shares its negatives j = 1 .. n. With s_i = h_r . kernel_i + bias_i, and q_j
+    the probability with which negative j was drawn::
+
+        "softmax"  loss_r = log(exp(s_t) + sum_j [j != t] exp(s_j) / (n q_j)) - s_t
+        "sigmoid"  loss_r = softplus(-s_t) + sum_j [j != t] softplus(s_j) / (n q_j)
+
+        result = sum_r weights_r loss_r / sum_r weights_r      over rows with a target
+
+    What it estimates, if the negatives are independent draws of the items with
+    probabilities q that are nowhere 0:
+
+    - "sigmoid": the sum over all items. Loss and gradients are unbiased.
+    - "softmax": the exact softmax of `linear_cross_entropy`. The sum of exponentials is
+      unbiased. Its logarithm is not: the loss is too small on average, by about half the
+      relative variance of the sum, which falls as 1 / n. So are the gradients biased. Of
+      few negatives train first, and of all items at the end.
+
+    Without `log_q`, each negative counts as one item: the loss is then that of choosing
+    the target among these negatives. In-batch negatives are the targets of the batch
+    (`negatives=targets.reshape(-1)`); their q is about their popularity, and they are not
+    independent of the targets. A negative that is a row's target does not count in that
+    row, and a negative of -1 nowhere.
+
+    Within `sparsejax.value_and_grad`, the gradient of a kernel that is a `RowParam` is a
+    `RowGradient` of the targets and negatives alone. Memory is some `[rows, n]` arrays.
+
+    Args:
+      h: hidden vectors.
+      kernel: `[items, hidden]`: the Variable, such as that of a `SparseLinear`, or an array.
+      targets: see `linear_cross_entropy`.
+      negatives: items, as `NegativeSampler.sample` draws them.
+      log_q: the logarithm of the probability of each negative, which `sample` returns.
+      loss: "softmax" or "sigmoid".
+      bias: added to the scores. None is 0.
+      weights: of the rows. None is 1.
+
+    Raises:
+      ValueError: shapes do not match, a target is no item (of a NumPy array), or an
+        unknown loss.
+      TypeError: targets are not integers.
+    """
+    if loss not in ("softmax", "sigmoid"):
+        raise ValueError(f'loss is "softmax" or "sigmoid", got {loss!r}')
+    num_items, hidden = kernel.shape
+    batch = h.shape[:-1]
+    if hidden != h.shape[-1]:
+        raise ValueError(
+            "expected h [..., hidden] and kernel [items, hidden], got "
+            f"{h.shape} and {kernel.shape}"
+        )
+    check_targets(targets, batch, num_items)
+    for name, array, shape in (
+        ("weights", weights, batch),
+        ("log_q", log_q, negatives.shape),
+        ("bias", bias, (num_items,)),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
+    target = as_targets(targets, num_items)
+    rows, count, dtype = target.num_rows, len(negatives), accumulator(h.dtype)
+    used = negatives != IGNORED
+    given = jnp.ones(rows, dtype) if weights is None else weights.reshape(-1)
+    given = jnp.where(target.ignored, 0, given.astype(dtype))
+    # A row that does not count reads a kernel row that others read too.
+    some = jnp.max(negatives, initial=0)
+    ids = jnp.concatenate(
+        [
+            jnp.where(target.ignored | target.broken, some, target.columns),
+            jnp.where(used, negatives, some).astype(jnp.int32),
+        ]
+    )
+    vectors = _rows_of(kernel, ids)
+    # Whatever is in a row that does not count.
+    flat = jnp.where((given == 0)[:, None], 0, h.reshape(rows, hidden))
+    flat = flat.astype(vectors.dtype)
+    mine = jnp.sum(flat.astype(dtype) * vectors[:rows].astype(dtype), axis=1)
+    others = jnp.matmul(flat, vectors[rows:].T, preferred_element_type=dtype)
+    if bias is not None:
+        of_ids = bias[ids].astype(dtype)
+        mine, others = mine + of_ids[:rows], others + of_ids[None, rows:]
+    counted = used[None] & (negatives[None] != target.columns[:, None])
+    # Logarithm of how many items a negative stands for.
+    stands_for = jnp.zeros(count, dtype)
+    if log_q is not None:
+        drawn = jnp.maximum(jnp.sum(used), 1).astype(dtype)
+        stands_for = jnp.where(used, -jnp.log(drawn) - log_q.astype(dtype), 0)
+    if loss == "softmax":
+        others = jnp.where(counted, others + stands_for[None], -jnp.inf)
+        scores = jnp.concatenate([mine[:, None], others], axis=1)
+        each = jax.nn.logsumexp(scores, axis=1) - mine
+    else:
+        of_others = jax.nn.softplus(others) * jnp.exp(stands_for)[None]
+        each = jax.nn.softplus(-mine) + jnp.sum(jnp.where(counted, of_others, 0), 1)
+    each = jnp.where(target.broken, jnp.nan, each)
+    total = jnp.sum(given)
+    each = jnp.where(given == 0, 0, given * each)
+    return jnp.sum(each) / jnp.where(total == 0, 1, total)
+
+
+def _rows_of(kernel: nnx.Variable | jax.Array, ids: jax.Array) -> jax.Array:
+    """`kernel[ids]`, with a gradient of these rows alone if it is a `RowParam`."""
+    if not isinstance(kernel, nnx.Variable):
+        return kernel[ids]
+    indptr = jnp.arange(len(ids) + 1, dtype=jnp.int32)
+    return lookup(kernel, CSR(None, ids, indptr, num_cols=kernel.shape[0]))
+
+
+def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How much of each place its own item has, and which item has the rest.
+
+    Items with less than a place are filled up, in order, from those with more, in order.
+    One of these that gave too much is filled up by the next. So running sums of what is
+    missing and of what is left over say who gives to whom (Hübschle-Schneider and
+    Sanders, "Parallel weighted random sampling", 2019).
+    """
+    mass = q * len(q)
+    kept, alias = np.minimum(mass, 1), np.arange(len(q))
+    small, large = np.flatnonzero(mass < 1), np.flatnonzero(mass >= 1)
+    if not len(small):
+        return kept, alias
+    missing = np.cumsum(1 - mass[small])
+    left = np.cumsum(mass[large] - 1)
+    begins = np.concatenate([[0], missing[:-1]])
+    giver = np.searchsorted(left, begins, side="right")
+    alias[small] = large[np.minimum(giver, len(large) - 1)]
+    last = np.searchsorted(missing, left, side="left")
+    given = missing[np.minimum(last, len(missing) - 1)]
+    too_much = np.clip(given - left, 0, 1)
+    too_much[-1] = 0
+    kept[large] = 1 - too_much
+    alias[large[:-1]] = large[1:]
+    return kept, alias

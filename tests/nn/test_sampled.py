@@ -1,0 +1,186 @@
+"""Sampled losses: what they estimate, by going through all samples there are."""
+
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.nn.sampled import NegativeSampler, sampled_cross_entropy
+
+ITEMS, HIDDEN = 5, 3
+TARGETS = jnp.array([[2, -1], [0, 4]])
+
+
+def make():
+    rng = np.random.default_rng(0)
+    h = rng.normal(size=(2, 2, HIDDEN))
+    h[0, 1] = np.nan  # where there is no target
+    kernel, bias = rng.normal(size=(ITEMS, HIDDEN)), rng.normal(size=ITEMS)
+    weights = rng.uniform(0.5, 2, (2, 2))
+    return tuple(jnp.float32(x) for x in (h, kernel, bias, weights))
+
+
+def table_of(sampler: NegativeSampler) -> np.ndarray:
+    """The probability of each item, from what `sample` reads."""
+    kept = np.asarray(sampler.kept, np.float64)
+    moved = np.bincount(np.asarray(sampler.alias), 1 - kept, minlength=len(kept))
+    return (kept + moved) / len(kept)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[3], [1, 1, 1], [0, 5, 0], [8, 1, 0, 1], range(200), [1e9, *[1e-3] * 50], [2, 7]],
+    ids=str,
+)
+def test_a_table_has_the_probabilities(counts):
+    sampler = NegativeSampler.by_popularity(np.array(counts))
+    q = np.array(counts) / np.sum(counts)
+    np.testing.assert_allclose(table_of(sampler), q, rtol=1e-5, atol=1e-7)
+    with np.errstate(divide="ignore"):
+        want = np.log(q)
+    np.testing.assert_allclose(np.asarray(sampler.log_q), want, rtol=1e-6, atol=1e-6)
+
+
+def test_draws_have_the_probabilities():
+    counts = np.array([8, 1, 0, 1, 6])
+    for sampler, q in (
+        (NegativeSampler.by_popularity(counts, power=0.5), counts**0.5),
+        (NegativeSampler.uniform(5), np.ones(5)),
+    ):
+        q = q / q.sum()
+        ids, log_q = sampler.sample(jax.random.key(1), 20_000)
+        share = np.bincount(ids, minlength=5) / 20_000
+        np.testing.assert_allclose(share, q, atol=5 * (0.25 / 20_000) ** 0.5)
+        np.testing.assert_allclose(log_q, np.log(q[np.asarray(ids)]), rtol=1e-5)
+        assert (share[q == 0] == 0).all()
+
+
+def expectation(loss, of):
+    """Over all pairs of negatives: of the loss and its gradients, or what is `of` it."""
+    h, kernel, bias, weights = make()
+    sampler = NegativeSampler.by_popularity(np.array([5, 1, 2, 1, 3]))
+    pairs = jnp.array(list(itertools.product(range(ITEMS), repeat=2)))
+    log_q = jnp.asarray(sampler.log_q)[pairs]
+
+    def one(h, kernel, bias, weights, pair, log_q):
+        options = {"log_q": log_q, "loss": loss, "bias": bias, "weights": weights}
+        return of(sampled_cross_entropy(h, kernel, TARGETS, pair, **options))
+
+    both = jax.value_and_grad(one, (0, 1, 2, 3))
+    each = jax.jit(jax.vmap(both, (None,) * 4 + (0, 0)))
+    values = each(h, kernel, bias, weights, pairs, log_q)
+    odds = jnp.exp(log_q.sum(axis=1))
+    return jax.tree.map(lambda x: jnp.tensordot(odds, x, 1), values)
+
+
+def exact(loss_of_scores):
+    h, kernel, bias, weights = make()
+
+    def mean(h, kernel, bias, weights):
+        kept = (TARGETS >= 0).reshape(-1)
+        rows = jnp.where(kept[:, None], h.reshape(-1, HIDDEN), 0)
+        scores = rows @ kernel.T + bias[None]
+        each = loss_of_scores(scores, jax.nn.one_hot(TARGETS.reshape(-1), ITEMS))
+        given = jnp.where(kept, weights.reshape(-1), 0)
+        return jnp.sum(given * each) / jnp.sum(given)
+
+    return jax.value_and_grad(mean, (0, 1, 2, 3))(h, kernel, bias, weights)
+
+
+def test_sigmoid_is_unbiased():
+    def over_all_items(scores, labels):
+        return optax.sigmoid_binary_cross_entropy(scores, labels).sum(axis=1)
+
+    got, want = expectation("sigmoid", lambda x: x), exact(over_all_items)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
+    )
+
+
+def test_the_sum_of_softmax_is_unbiased_and_its_logarithm_too_small():
+    h, kernel, bias, _ = make()
+    one_row, q = h[1, 1], np.array([5, 1, 2, 1, 3]) / 12
+    scores = kernel @ one_row + bias
+    sums, logarithms = [], []
+    for pair in itertools.product(range(ITEMS), repeat=2):
+        odds, chosen = np.prod(q[list(pair)]), jnp.array(pair)
+        loss = sampled_cross_entropy(
+            *(one_row[None], kernel, TARGETS[1, 1:], chosen),
+            log_q=jnp.log(jnp.float32(q[list(pair)])),
+            bias=bias,
+        )
+        sums.append(odds * np.exp(loss + scores[4]))
+        logarithms.append(odds * loss)
+    want = jnp.exp(scores).sum()
+    assert sum(sums) == pytest.approx(float(want), rel=1e-5)
+    assert 0 < sum(logarithms) < jnp.log(want) - scores[4]
+
+
+def test_without_log_q_it_is_a_choice_among_the_sample():
+    h, kernel, *_ = make()
+    negatives = jnp.array([1, 3, 3, -1, 4])
+    got = sampled_cross_entropy(h[1], kernel, TARGETS[1], negatives)
+    scores = h[1] @ kernel.T
+    want = [
+        jax.nn.logsumexp(scores[0, jnp.array([0, 1, 3, 3, 4])]) - scores[0, 0],
+        jax.nn.logsumexp(scores[1, jnp.array([4, 1, 3, 3])]) - scores[1, 4],
+    ]
+    np.testing.assert_allclose(got, sum(want) / 2, rtol=1e-6)
+
+
+def test_the_gradient_has_the_touched_rows():
+    h, kernel, _, weights = make()
+
+    class Vectors(nnx.Module):
+        def __init__(self):
+            self.kernel = sj.RowParam(jnp.concatenate([kernel, kernel]))
+
+    def loss(model, kernel=None):
+        kernel = model.kernel if kernel is None else kernel
+        negatives, log_q = jnp.array([7, 2, 7]), jnp.log(jnp.array([0.1, 0.3, 0.1]))
+        return sampled_cross_entropy(
+            h, kernel, TARGETS, negatives, log_q=log_q, weights=weights
+        )
+
+    model = Vectors()
+    value, gradients = sj.value_and_grad(loss)(model)
+    rows = gradients["kernel"][...]
+    want, dense = jax.value_and_grad(lambda kernel: loss(None, kernel))(
+        model.kernel[...]
+    )
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert isinstance(rows, sj.RowGradient)
+    assert set(rows.ids.tolist()) <= {0, 2, 4, 7, 10}
+    np.testing.assert_allclose(rows.todense(), dense, rtol=1e-5, atol=1e-6)
+
+
+def test_edges():
+    h, kernel, *_ = make()
+    negatives = jnp.array([1, 3])
+    loss = jax.value_and_grad(sampled_cross_entropy, (0, 1))
+    for array in jax.tree.leaves(loss(h, kernel, jnp.full((2, 2), -1), negatives)):
+        np.testing.assert_array_equal(array, jnp.zeros_like(array))
+    assert np.isnan(sampled_cross_entropy(h, kernel, TARGETS + 1, negatives))
+    none = sampled_cross_entropy(h[1], kernel, TARGETS[1], jnp.zeros(0, jnp.int32))
+    assert none == 0  # there is no other choice
+    unchecked = inspect.unwrap(sampled_cross_entropy)
+    for match, arguments, options in (
+        ("is no item", (h, kernel, np.full((2, 2), 5), negatives), {}),
+        ('loss is "softmax"', (h, kernel, TARGETS, negatives), {"loss": "l2"}),
+        ("log_q has shape", (h, kernel, TARGETS, negatives), {"log_q": jnp.ones(3)}),
+        ("weights has", (h, kernel, TARGETS, negatives), {"weights": jnp.ones(4)}),
+        ("expected h", (h, kernel[:, :2], TARGETS, negatives), {}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            unchecked(*arguments, **options)
+    for counts in ([], [0, 0], [-1, 2], [np.nan], [[1, 2]]):
+        with pytest.raises(ValueError, match="counts"):
+            NegativeSampler.by_popularity(np.array(counts))
+    with pytest.raises(ValueError, match="an item to draw"):
+        NegativeSampler.uniform(0)
