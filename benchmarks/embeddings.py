@@ -166,7 +166,7 @@ def traffic() -> list[str]:
             wire_dtype=wire or jnp.float32,
             replicated_rows=replicated,
         )
-        counted = counted_bytes(text)
+        counted = counted_bytes(text or "")
         mesh, wire = f"{shape[0]} x {shape[1]}", wire or "float32"
         share = counted / sent.total
         parts = (f"{part:,}" for part in (*sent, sent.total, counted))
