@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jax.typing import ArrayLike
 
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.mesh import processes
@@ -45,7 +47,7 @@ def table_pieces(
 
 
 def _rows_from(
-    stack: Stack, table: StackedTable, count: int, kernel: jax.Array, start: jax.Array
+    stack: Stack, table: StackedTable, count: int, kernel: jax.Array, start: ArrayLike
 ) -> jax.Array:
     last = table.config.num_rows - 1
     ids = jnp.minimum(start + jnp.arange(count, dtype=jnp.int32), last)
@@ -53,7 +55,7 @@ def _rows_from(
 
 
 def save_table(
-    path: str | pathlib.Path,
+    path: str | os.PathLike[str],
     pieces: Iterator[np.ndarray],
     like: jax.ShapeDtypeStruct,
     names: Sequence[object] | None,
