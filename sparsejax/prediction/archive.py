@@ -24,7 +24,7 @@ import math
 import os
 import zipfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ import numpy as np
 from jax import export
 
 from sparsejax.mesh import processes
+from sparsejax.prediction.programs import ClickSignature, Signature
 from sparsejax.whole_files import check_writable, whole_file
 
 # Limits on what a file may state, far above what `save` writes.
@@ -58,14 +59,6 @@ class Stored(NamedTuple):
 
     like: jax.ShapeDtypeStruct | jax.Array
     pieces: Iterator[np.ndarray]
-
-
-class Loads(Protocol):
-    """What `programs.Signature` has."""
-
-    def load(self, code: bytes, convention: int) -> export.Exported:
-        """A program from its StableHLO."""
-        ...
 
 
 def save(
@@ -182,7 +175,9 @@ def sizes_of_programs(settings: Any) -> tuple[int, ...]:
 
 
 def read_programs(
-    archive: zipfile.ZipFile, signatures: Mapping[int, Loads], convention: int
+    archive: zipfile.ZipFile,
+    signatures: Mapping[int, Signature | ClickSignature],
+    convention: int,
 ) -> dict[int, export.Exported]:
     """The programs, for each number of rows."""
     return {

@@ -172,6 +172,8 @@ def _read(
 ) -> tuple[Settings, Names | None, dict[int, export.Exported], Sequence[np.ndarray]]:
     length = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as parts:
+        if "clicks.json" in parts.namelist():
+            raise ValueError("it predicts clicks: use sparsejax.load_click_predictor")
         settings = Settings.of(archive.read_settings(parts, _SETTINGS))
         archive.check_sizes(settings.weights, length)
         items = json.loads(archive.read_part(parts, _ITEMS, length))

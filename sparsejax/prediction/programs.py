@@ -81,7 +81,10 @@ class _Signature:
 
         def typed(*arguments):
             found = function(*arguments)
-            return jax.tree.map(lambda x, r: x.astype(r.dtype), found, self.results)
+            leaves, structure = jax.tree.flatten(self.results)
+            arrays = [found] if len(leaves) == 1 else [*found]
+            pairs = zip(arrays, leaves, strict=True)
+            return structure.unflatten([x.astype(like.dtype) for x, like in pairs])
 
         jitted = jax.jit(typed, keep_unused=True)
         with without_mesh():  # the program is for one device
