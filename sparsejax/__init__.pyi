@@ -78,6 +78,7 @@ from .prediction.click_predictor import ClickPredictor as ClickPredictor
 from .prediction.click_predictor_files import (
     load_click_predictor as load_click_predictor,
 )
+from .prediction.click_scores import predict_clicks as predict_clicks
 from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor
 from .prediction.nearest import nearest as nearest

@@ -96,15 +96,25 @@ def test_own_flax_loop(capsys):
     assert "popularity" in capsys.readouterr().out
 
 
+def test_clicks(capsys):
+    module, settings = example("04_clicks"), {"rows": 4000, "num_epochs": 3}
+    by_fit = module.main(kind="wide_deep", **settings)
+    by_loop = module.main(kind="wide_deep", **settings, loop=True)
+    assert by_loop == pytest.approx(by_fit, abs=1e-5)
+    assert 0.6 < by_fit["test"] < by_fit["planted"]
+    printed = capsys.readouterr().out
+    assert printed.count("epoch 3: loss") == printed.count("digest") == 2
+
+
 def test_two_towers(capsys):
-    reached = example("04_two_towers").main(num_epochs=3)
+    reached = example("05_two_towers").main(num_epochs=3)
     assert reached["recall"] > reached["popularity"]
     assert reached["new"] > 20 / 300  # what chance finds
     assert "of the recommendations are such items" in capsys.readouterr().out
 
 
 def test_own_loop_at_full_speed(capsys):
-    losses = example("05_own_loop_at_full_speed").main(num_epochs=2)
+    losses = example("06_own_loop_at_full_speed").main(num_epochs=2)
     train, _ = sj.datasets.msweb().train.split(0.8, seed=0)
     config = sj.NetworkConfig.autoencoder(hidden=(64,))
     model, optimizer = sj.build(config, train, sj.optimizers.adam(1e-3))

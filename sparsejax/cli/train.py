@@ -26,6 +26,7 @@ from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
 from sparsejax.training.fit import fit
+from sparsejax.training.items import ScannedItems
 from sparsejax.training.progress import EarlyStopping
 from sparsejax.training.streaming import Stream
 
@@ -231,7 +232,7 @@ def _scanned(command: flags.Train) -> _Source:
         indicator=command.columns.no_value,
         chunk_rows=command.chunk_rows,
     )
-    chunks = Stream(data, None, None).chunks
+    chunks = Stream(ScannedItems(data), None).chunks
     return _Source(data=data, chunks=chunks, indicator=data.indicator)
 
 

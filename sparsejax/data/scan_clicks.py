@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -94,22 +96,33 @@ class ScannedClicks:
           NotImplementedError: a file is text, which can be read in order only.
           ValueError: there are no such examples.
         """
-        if self._groups is None:
-            raise NotImplementedError(
-                "text files can be read in order only, by chunks(); save them as Parquet, "
-                "chunk by chunk, to read any part of them"
-            )
+        groups = self._parquet_groups()
         if not 0 <= start < stop <= self.num_rows:
             raise ValueError(
                 f"expected 0 <= start < stop <= {self.num_rows:,}, got {start:,}, {stop:,}"
             )
         parts, first = [], 0
-        for group in self._groups:
+        for group in groups:
             low, high = max(start - first, 0), min(stop - first, group.rows)
             if low < high:
                 parts.append(self._of_block(group.block(self._columns, low, high)))
             first += group.rows
         return self._joined(parts)
+
+    def fingerprint(self) -> str:
+        """A hash of the columns, the vocabularies and the files' metadata.
+
+        Raises:
+          NotImplementedError: a file is text.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps(self.schema.to_json()).encode())
+        for name, known in self.vocabularies.items():
+            digest.update("\0".join([name, *known.tolist()]).encode())
+        for group in self._parquet_groups():
+            facts = (group.source.size, group.number, group.rows)
+            digest.update(repr(facts).encode())
+        return digest.hexdigest()
 
     def chunks(self, *, first: int = 0) -> Iterator[ClickDataset]:
         """The examples in the order of the files, `chunk_rows` at a time.
@@ -172,6 +185,14 @@ class ScannedClicks:
                     ]
                 found += groups
         return found
+
+    def _parquet_groups(self) -> list[ClickGroup]:
+        if self._groups is None:
+            raise NotImplementedError(
+                "text files can be read in order only, by chunks(); save them as Parquet, "
+                "chunk by chunk, to read any part of them"
+            )
+        return self._groups
 
     def _of_block(self, block: ClickBlock) -> ClickDataset:
         if self.is_saved:

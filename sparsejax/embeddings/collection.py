@@ -307,7 +307,7 @@ def _kernel(stack: Stack, key: jax.Array) -> RowParam:
     """The parameter of a stack."""
     # Compiled, so that only the result is allocated, on the devices where it belongs.
     value = jit_sharded(first_rows, _spec(stack), static=(0,))(stack, key)
-    metadata: dict[str, Any] = out_sharding(BY_ROWS) if stack.divided else {}
+    metadata: dict[str, Any] = out_sharding(_spec(stack))
     if stack.rule is not None:
         metadata["rule"] = stack.rule
     return RowParam(value, **metadata)

@@ -52,6 +52,15 @@ class _ClickModel(nnx.Module):
         self.embeddings = _tables(config, features, config.dim, plan, rngs)
 
     @property
+    def num_ids(self) -> dict[str, int]:
+        """The number of ids of each feature."""
+        return {
+            table.name: table.config.num_rows
+            for stack in self.embeddings.stacks
+            for table in stack.tables
+        }
+
+    @property
     def num_inputs(self) -> int:
         """Dense columns and all numbers of embeddings."""
         return self.num_dense + self.embeddings.num_outputs

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
+
+from jax.typing import ArrayLike
 
 from sparsejax.data import SparseDataset
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.scan_clicks import ScannedClicks
 from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.click_scores import ClickModel, evaluate_clicks
 from sparsejax.prediction.evaluation import INSIDE, Setup, prepare
 from sparsejax.prediction.recommender import Recommender
 
 
 def evaluate(
-    model: Recommender,
-    inputs: Sources,
+    model: Recommender | ClickModel,
+    inputs: Sources | ClickDataset | ScannedClicks,
     heldout: Source | None = None,
     *,
     k: int | Sequence[int] = 20,
@@ -26,8 +31,9 @@ def evaluate(
     unknown: Literal["miss", "skip"] = "miss",
     candidates: Source | None = None,
     popularity: Source | str | None = "inputs",
+    groups: str | ArrayLike | None = None,
     optimizer: Optimizer | None = None,
-    batch_size: int = 512,
+    batch_size: int | None = None,
 ) -> dict[str, float]:
     """How well the model finds held-out items, ranking all items for each row.
 
@@ -55,9 +61,18 @@ def evaluate(
         train, others = data.split_rows(0.9, seed=0)
         evaluate(model, others, fold_in=0.8, popularity=train)
 
+    Of a click model it measures "auc", "log_loss", "normalized_entropy" and "calibration"
+    on a `ClickDataset` or `ScannedClicks`. Labels are what it should predict. `groups` adds
+    "group_auc", the mean AUC within groups, and "groups", their number::
+
+        evaluate(model, clicks, groups="user")
+
     Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`.
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        clicks a click model, see `predict_clicks`.
+      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
+        clicks. The other arguments are about items, but `groups`, `optimizer` and
+        `batch_size`.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
@@ -82,8 +97,10 @@ def evaluate(
         which items are known. With None the inputs decide, if they are excluded. With
         `fold_in` the inputs do not decide: then all items of the vocabulary are known,
         unless training data is named here.
+      groups: for clicks: the name of a feature with one id an example, or `[examples]`
+        numbers or text.
       optimizer: see `recommend`.
-      batch_size: rows scored at a time.
+      batch_size: rows scored at a time; by default 512, of clicks 8192.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
@@ -93,13 +110,28 @@ def evaluate(
         `inputs`, or has no candidates. An argument does not fit the model or another
         argument.
     """
+    if isinstance(inputs, ClickDataset | ScannedClicks):
+        _refuse("clicks", heldout=heldout, fold_in=fold_in, candidates=candidates)
+        return evaluate_clicks(
+            cast(ClickModel, model),
+            inputs,
+            groups=groups,
+            optimizer=optimizer,
+            batch_size=8192 if batch_size is None else batch_size,
+        )
+    if not isinstance(model, Recommender):
+        raise TypeError(
+            "items are ranked by a FeedForward, or a module with num_features, num_items and "
+            f"top_k; got {type(model).__name__}. A click model takes a ClickDataset"
+        )
+    _refuse("items", groups=groups)
     setup = Setup(
         k=k,
         exclude=exclude,
         unknown=unknown,
         candidates=candidates,
         popularity=popularity,
-        batch_size=batch_size,
+        batch_size=512 if batch_size is None else batch_size,
         trained_on_inputs=fold_in is None,
     )
     if fold_in is not None:
@@ -111,6 +143,13 @@ def evaluate(
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     return prepare(inputs, heldout, setup).run(model, optimizer=optimizer)
+
+
+def _refuse(kind: str, **given: object) -> None:
+    """Raises ValueError for an argument that is of no use."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is of no use for {kind}: leave it out")
 
 
 def _folded_in(

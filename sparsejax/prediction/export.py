@@ -16,12 +16,8 @@ from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
-from sparsejax.prediction.export_clicks import (
-    ClickModel,
-    Clicks,
-    export_clicks,
-    is_click_model,
-)
+from sparsejax.prediction.click_scores import ClickModel, Clicks
+from sparsejax.prediction.export_clicks import export_clicks, is_click_model
 from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import sizes_of_programs, unflattened
 from sparsejax.prediction.predictor_files import save_predictor

@@ -6,15 +6,13 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax import export
 
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.scan_clicks import ScannedClicks
 from sparsejax.embeddings import row_codes
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.feature_batch import FeatureBatch
@@ -28,18 +26,10 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.click_predictor import ClickFeature, ClickStack
 from sparsejax.prediction.click_predictor_files import save_click_predictor
+from sparsejax.prediction.click_scores import Clicks, check_columns
 from sparsejax.prediction.predictor import sizes_of_programs
 from sparsejax.prediction.programs import ClickSignature, check, on_this_process
 from sparsejax.sparse import CSR
-
-Clicks = ClickDataset | ScannedClicks
-
-
-@runtime_checkable
-class ClickModel(Protocol):
-    """An `nnx.Module` with tables, called as `model(dense, ids)`: a logit an example."""
-
-    def __call__(self, dense: Any, ids: Any) -> jax.Array: ...
 
 
 def is_click_model(model: Any) -> bool:
@@ -147,12 +137,8 @@ def _num_dense(model: Any, clicks: Clicks | None) -> int:
                 "takes; pass names=train, the clicks that it was trained on"
             )
         return stated
-    columns = len(clicks.schema.dense)
-    if stated not in (None, columns):
-        raise ValueError(
-            f"names has {columns} dense columns, but the model has num_dense={stated}"
-        )
-    return columns
+    check_columns(model, clicks)
+    return len(clicks.schema.dense)
 
 
 def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:

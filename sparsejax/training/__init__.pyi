@@ -3,6 +3,6 @@
 from .dispatch import Dispatch as Dispatch
 from .dispatch import Epochs as Epochs
 from .dispatch import Program as Program
-from .dispatch import Trainable as Trainable
+from .placing import place as place
 from .resident import Examples as Examples
-from .resident import place as place
+from .resident import Trainable as Trainable

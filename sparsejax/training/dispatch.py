@@ -41,9 +41,8 @@ from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sparse import CSR
 from sparsejax.training import fused as fused_output
-from sparsejax.training.resident import Examples, Resident, first_row
+from sparsejax.training.resident import Examples, Resident, Trainable, first_row
 from sparsejax.training.streaming import Stream
 
 # A program is compiled for this many epochs: it has room for the largest of their batches.
@@ -54,26 +53,8 @@ _DISPATCH_ENTRIES = 2**23
 
 
 @runtime_checkable
-class Trainable(Protocol):
-    """What `Program` needs of a model: an `nnx.Module` with these methods.
-
-    `FeedForward` has them.
-    """
-
-    def loss(
-        self, x: Any, labels: CSR, *, weights: jax.Array | None = None
-    ) -> jax.Array:
-        """`sum_b weights_b loss_b`, a scalar. `x` is a `CSR`, or a dict of inputs."""
-        ...
-
-    def train(self) -> None:
-        """Switches noise on, as `nnx.Module.train` does."""
-        ...
-
-
-@runtime_checkable
 class Projected(Protocol):
-    """A `Trainable` whose parameters are moved once more after each step."""
+    """A model whose parameters are moved once more after each step."""
 
     def project(self) -> None:
         """Brings parameters back to where they may be, such as under a norm, in place.
@@ -272,7 +253,7 @@ class Epochs:
         return self._found[chunk, period]
 
 
-class Program[Model: Trainable]:
+class Program[Model: nnx.Module | Trainable]:
     """The program that trains a model and its optimizer, one dispatch at a time.
 
     >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
@@ -289,7 +270,8 @@ class Program[Model: Trainable]:
     other models of the same network, shapes and settings.
 
     Args:
-      model: a `FeedForward`, or a module with the methods of `Trainable`.
+      model: a `FeedForward`, or a module with the methods of `Trainable`; for clicks a click
+        model, such as `DLRM`, or a module that is called as `model(dense, ids)`.
       optimizer: the optimizer of this model.
       fused: apply the gradient of each chunk of the output's items where it is made, see
         `fit`.
@@ -345,6 +327,8 @@ class Program[Model: Trainable]:
           `[dispatch.count]` float32, the loss of each step: the mean of
           `weights_b loss_b` over the examples of its batch.
         """
+
+        dispatch.data.roles.check(self.modules[0])
 
         def program():
             arrays = [variable.get_raw_value() for variable in self.variables]
@@ -418,7 +402,7 @@ def run_steps(
         model, optimizer = nnx.merge(how.graphdef, state, copy=True)
 
         def loss_fn(model):
-            return model.loss(x, labels, weights=means[i])
+            return data.roles.loss(model, x, labels, means[i])
 
         if how.fused:
             loss, derived = fused_output.train_step(
@@ -602,11 +586,9 @@ def check_modules(model: Any, optimizer: Any) -> None:
             "with an optax rule write the step yourself, with nnx.Optimizer and "
             "nnx.value_and_grad"
         )
-    lacks = [name for name in ("loss", "train") if not hasattr(model, name)]
-    if lacks:
+    if not hasattr(model, "train"):
         raise TypeError(
-            "expected a model with the methods of Trainable, as FeedForward has; "
-            f"{type(model).__name__} has no {' and no '.join(lacks)}"
+            f"expected a model that is an nnx.Module, got {type(model).__name__}"
         )
 
 
@@ -615,7 +597,9 @@ def _check_divided(model: Any) -> None:
     if not mesh_is_set() or axis_sizes()[1] == 1:
         return
     for path, kernel in row_params(model).items():
-        if kernel[...].sharding.is_fully_replicated:
+        # Made for a mesh, it says how it lies there: a table may be whole on every device.
+        is_meant = kernel.get_metadata().get("out_sharding") is not None
+        if kernel[...].sharding.is_fully_replicated and not is_meant:
             raise ValueError(
                 f"'{'.'.join(map(str, path))}' is not divided over the mesh's axis "
                 '"model"; make the model and the optimizer under the same '

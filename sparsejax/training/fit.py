@@ -18,7 +18,9 @@ from jax.typing import ArrayLike
 from tqdm import tqdm
 
 from sparsejax.data import ScannedDataset
-from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.sources import Source, Sources
 from sparsejax.mesh import interrupts, processes
 from sparsejax.mesh.layout import (
     axes_are_explicit,
@@ -28,19 +30,22 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.evaluation import Evaluation, Setup, metric_names, prepare
+from sparsejax.prediction.click_scores import ClickModel
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.training import dispatch as dispatching
 from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.training.clicks import click_job
 from sparsejax.training.dispatch import Epochs, Program
+from sparsejax.training.items import item_job
+from sparsejax.training.job import Measure
 from sparsejax.training.progress import EarlyStopping, Progress, Saver
-from sparsejax.training.resident import Examples, Targets, check_labels
+from sparsejax.training.resident import Targets, Trainable
 from sparsejax.training.streaming import Stream
 
 
 @runtime_checkable
-class Fittable(dispatching.Trainable, Recommender, Protocol):
-    """What `fit` needs of a model: an `nnx.Module` with the methods of both protocols.
+class Fittable(Trainable, Recommender, Protocol):
+    """What `fit` needs of an item model: an `nnx.Module` with the methods of both.
 
     `FeedForward` has them.
     """
@@ -81,9 +86,9 @@ def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 @_on_auto_axes
 @_alone
 def fit(
-    model: Fittable,
+    model: Fittable | ClickModel,
     optimizer: Optimizer,
-    inputs: Sources | ScannedDataset,
+    inputs: Sources | ScannedDataset | ClickDataset | ScannedClicks,
     targets: Targets | ScannedDataset = None,
     *,
     weights: ArrayLike | None = None,
@@ -91,7 +96,7 @@ def fit(
     num_epochs: int = 20,
     seed: int = 0,
     shuffle: bool = True,
-    validation: Source | None = None,
+    validation: Source | ClickDataset | ScannedClicks | None = None,
     k: int = 20,
     early_stopping: EarlyStopping | None = None,
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
@@ -125,13 +130,22 @@ def fit(
             optimizer = Optimizer(model, optimizers.adam(1e-3))
             fit(model, optimizer, train)
 
+    A click model is trained on a `ClickDataset` or `ScannedClicks`. Its loss is the binary
+    cross-entropy of the logits `model(dense, ids)`::
+
+        model = DLRM(DLRMConfig(), num_dense=13, features=train.num_ids, rngs=nnx.Rngs(0))
+        optimizer = Optimizer(model, optimizers.adagrad(0.02))
+        fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
+
     While it runs on a terminal, a bar shows loss, examples per second and time left.
 
     Args:
-      model: a `FeedForward`, or a module with the methods of `Fittable`.
+      model: a `FeedForward`, or a module with the methods of `Fittable`; for clicks a `DLRM`
+        or another click model, or a module that is called as `model(dense, ids)`.
       optimizer: the optimizer of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
-        `scan_parquet` gives, which is read from disk a chunk at a time; or several by
+        `scan_parquet` gives, which is read from disk a chunk at a time; or clicks, also of
+        `scan_clicks`, from Parquet; or several by
         name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
         rows are those of the first source with row names. The other sources are matched
         by row name, or by position if they have no names.
@@ -145,8 +159,9 @@ def fit(
       seed: seed of the order of examples.
       shuffle: False trains on the rows in the order of the data, the same in each epoch.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
-        ranked among all items that the row does not have in the targets.
-      k: cut-off of the validation metrics.
+        ranked among all items that the row does not have in the targets. Of clicks:
+        examples of the same columns, read with the same vocabularies.
+      k: cut-off of the validation metrics of items.
       early_stopping: stop on a validation metric, and end with the best epoch's weights.
       checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
       checkpoint_seconds: save when this much time has passed since the last checkpoint,
@@ -178,7 +193,8 @@ def fit(
       ValueError: shapes, names, values or settings do not fit; a checkpoint is of other
         data.
       NotImplementedError: `fused` with a tied output, with several targets, or with a
-        model that has no `SparseOutput` of its own; one of several inputs is scanned.
+        model that has no `SparseOutput` of its own; one of several inputs is scanned;
+        scanned clicks are text.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       BlockingIOError: another process trains into `checkpoint_dir`. The message says
         which one.
@@ -197,13 +213,18 @@ def fit(
         "fused": fused,
         "deterministic": deterministic,
     }
-    if validation is not None:  # the metric is the score of checkpoints
-        settings["metric"] = _metric(early_stopping, k)
-    elif early_stopping is not None:
+    if validation is None and early_stopping is not None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
-    examples = _examples_of(model, inputs, targets, weights, validation)
     if fused and isinstance(targets, Mapping):
         raise NotImplementedError("several targets cannot have a fused update")
+    of_data: list[Any] = [targets, weights, validation, early_stopping]
+    if isinstance(inputs, ClickDataset | ScannedClicks):
+        job = click_job(model, inputs, *of_data)
+    else:
+        job = item_job(model, inputs, *of_data, k=k)
+    examples = job.examples
+    if job.metric is not None:  # it is the score of checkpoints
+        settings["metric"] = job.metric
     if isinstance(examples, Stream):  # by default it depends on the devices' memory
         settings["chunk_rows"] = examples.chunk_rows
     epochs = Epochs(
@@ -214,17 +235,10 @@ def fit(
         shuffle=shuffle,
     )
     # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
-    program = Program(model, optimizer, fused=fused, deterministic=deterministic)
-    evaluation = None
-    if validation is not None:
-        assert isinstance(examples, Examples)  # scanned inputs have no validation
-        setup = Setup(
-            k=k,
-            exclude="inputs" if targets is None else cast(Source | str, targets),
-            popularity=None,
-            batch_size=epochs.batch_size,
-        )
-        evaluation = prepare(examples.inputs, validation, setup)
+    program = Program(
+        cast(Trainable, model), optimizer, fused=fused, deterministic=deterministic
+    )
+    measure = None if job.prepare is None else job.prepare(epochs.batch_size)
     checkpoints = cast(Checkpoints | None, checkpoint_dir)
     if checkpoints is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
@@ -235,7 +249,7 @@ def fit(
         program,
         _begun(Progress(settings), saver, resume),
         saver,
-        _AfterEpochs(evaluation, early_stopping, deterministic, log, after_epoch),
+        _AfterEpochs(measure, early_stopping, deterministic, log, after_epoch),
     )
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
@@ -243,24 +257,6 @@ def fit(
         training.end_with_best(early_stopping)
     optimizer.flush(model, deterministic=deterministic)
     return training.progress.history
-
-
-def _metric(early_stopping: EarlyStopping | None, k: int) -> str:
-    """What decides which epoch is the best.
-
-    Raises:
-      ValueError: there is no such metric.
-    """
-    metric = f"ndcg@{k}"
-    if early_stopping is not None and early_stopping.metric is not None:
-        metric = early_stopping.metric
-    known = metric_names(k)
-    if metric not in known:
-        raise ValueError(
-            f"early_stopping: with {k=} there is no validation metric {metric!r}; there "
-            f"are {', '.join(known)}"
-        )
-    return metric
 
 
 def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
@@ -290,39 +286,11 @@ def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
     return progress
 
 
-def _examples_of(model, inputs, targets, weights, validation) -> Examples | Stream:
-    """What to train on."""
-    check = functools.partial(check_labels, getattr(model, "loss_rule", None))
-    if not isinstance(inputs, ScannedDataset):
-        if isinstance(targets, ScannedDataset):
-            raise TypeError("targets is scanned, so inputs must be scanned too")
-        inputs = Inputs.of(inputs)
-        check_inputs(inputs, features_of(model))
-        examples = Examples.of(inputs, targets, weights)
-        if isinstance(targets, Mapping):
-            if validation is not None:
-                raise ValueError(
-                    "validation ranks the items of a single target, and there are "
-                    "several; call evaluate in after_epoch=..."
-                )
-            return examples  # the model knows which loss each of them has
-        check(examples.matrices[examples.roles.labels[0]], whole=True)
-        return examples
-    if targets is not None and not isinstance(targets, ScannedDataset):
-        raise TypeError("inputs is scanned, so targets must be scanned too")
-    if validation is not None:
-        raise ValueError(
-            "validation needs the inputs in host memory, and these are scanned; call "
-            "evaluate with some rows of them, for example in log=..."
-        )
-    return Stream(inputs, targets, weights, functools.partial(check, whole=False))
-
-
 @dataclasses.dataclass(frozen=True)
 class _AfterEpochs:
     """What to do after each epoch."""
 
-    evaluation: Evaluation | None
+    measure: Measure | None
     stopping: EarlyStopping | None
     deterministic: bool
     log: Callable[[int, Mapping[str, float]], None] | None
@@ -335,7 +303,7 @@ class _Training:
     def __init__(
         self,
         epochs: Epochs,
-        program: Program[Fittable],
+        program: Program,
         progress: Progress,
         saver: Saver,
         after: _AfterEpochs,
@@ -423,12 +391,12 @@ class _Training:
     def _end_epoch(self, entry: dict[str, float]) -> None:
         """Measures, logs and saves."""
         progress, score = self.progress, None
-        if self.after.evaluation is not None:
+        if self.after.measure is not None:
             model, optimizer = self.program.modules
-            measured = self.after.evaluation.run(
+            found = self.after.measure(
                 model, optimizer=optimizer, deterministic=self.after.deterministic
             )
-            entry.update({m: v for m, v in measured.items() if "@" in m})
+            entry.update(found)
             score = progress.judge(entry, self.after.stopping)
         if self.after.log is not None and processes.is_first():
             self.after.log(progress.step, entry)

@@ -13,10 +13,13 @@ import numpy as np
 from sparsejax.mesh import processes
 from sparsejax.training.checkpoint import Checkpoints
 
+# Metrics of which a lower value is better.
+_LOSSES = frozenset({"log_loss", "normalized_entropy"})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Stop when a validation metric has not risen for some epochs.
+    """Stop when a validation metric has not become better for some epochs.
 
     >>> EarlyStopping(metric="recall@20", patience=3).restore_best
     True
@@ -24,8 +27,9 @@ class EarlyStopping:
     A line on stderr says when training stopped and which epoch was the best.
 
     Attributes:
-      metric: a key of the validation metrics, such as "recall@20"; higher is better. By
-        default "ndcg@k", with the `k` of `fit`.
+      metric: a key of the validation metrics, such as "recall@20". Higher is better, but of
+        "log_loss" and "normalized_entropy". By default "ndcg@k", with the `k` of `fit`;
+        for clicks "auc".
       patience: epochs without a new best before training stops.
       restore_best: end with model and optimizer as they were after the best epoch, also
         if training was not stopped. They come from its checkpoint if there is a
@@ -53,7 +57,7 @@ class Progress:
       step: steps done in all.
       loss_sum: sum of the losses of this epoch's examples so far.
       examples: number of this epoch's examples so far.
-      best: the highest score of an epoch.
+      best: the highest score of an epoch: its metric, or minus a loss.
       best_epoch: the epoch with the highest score, counted from 1; 0 before the first.
       waited: epochs since the best one.
       stopped: whether early stopping has ended the training.
@@ -96,23 +100,28 @@ class Progress:
         self, entry: Mapping[str, float], stopping: EarlyStopping | None
     ) -> float | None:
         """The score of an epoch if it is the best so far; decides whether to stop."""
-        metric = self.settings["metric"]
-        if entry[metric] > self.best:
-            self.best, self.best_epoch, self.waited = entry[metric], self.epoch, 0
+        score = self._sign * entry[self.settings["metric"]]
+        if score > self.best:
+            self.best, self.best_epoch, self.waited = score, self.epoch, 0
             return self.best
         self.waited += 1
         if stopping is not None:
             self.stopped = self.waited >= stopping.patience
         return None
 
+    @property
+    def _sign(self) -> int:
+        return -1 if self.settings["metric"] in _LOSSES else 1
+
     def outcome(self, stopping: EarlyStopping, kept: int) -> str:
         """Why training ended, and which epoch the model is of."""
         metric, why = self.settings["metric"], ""
         if self.stopped:
-            why = f", as {metric} has not risen for {stopping.patience} epochs"
+            moved = "fallen" if metric in _LOSSES else "risen"
+            why = f", as {metric} has not {moved} for {stopping.patience} epochs"
         best = "no epoch"
         if self.best_epoch:  # else the metric was always NaN
-            best = f"epoch {self.best_epoch} ({metric} {self.best:.4f})"
+            best = f"epoch {self.best_epoch} ({metric} {self._sign * self.best:.4f})"
         return (
             f"training ended after epoch {self.epoch}{why}; {best} was the best, the "
             f"model is that of epoch {kept}"

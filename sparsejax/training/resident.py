@@ -19,7 +19,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,9 @@ from sparsejax.mesh.layout import (
     axis_sizes,
     call_on_each_device,
     mesh_is_set,
+    put_on_mesh,
     put_rows,
+    replicated,
 )
 from sparsejax.sparse import CSR, take_rows
 from sparsejax.training.checkpoint import fingerprint
@@ -50,9 +52,60 @@ Targets = Source | str | Mapping[str, Source | str] | None
 MANY_ENTRIES = 2**20
 
 
+@runtime_checkable
+class Task(Protocol):
+    """What the matrices of `Examples` are, and what is learned from them.
+
+    Here kinds of models differ: `Roles` is that of item models, `ClickTask` of
+    `sparsejax.training.clicks` that of click models. It is hashable, because programs are
+    compiled for it.
+    """
+
+    @property
+    def inputs(self) -> list[str]:
+        """What messages call the first matrices: those whose columns are divided over a
+        mesh, and sorted ahead. Other sparse matrices that are no targets have none."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether sparse matrices lie whole on every device of a mesh."""
+        ...
+
+    def of(self, matrices: Sequence) -> tuple[Any, Any]:
+        """Selects from all matrices what the model is shown, and the labels."""
+        ...
+
+    def check(self, model: Any) -> None:
+        """Raises TypeError if a model cannot learn from them."""
+        ...
+
+    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+        """`sum_b weights_b loss_b` of a batch, a scalar."""
+        ...
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """What `Program` needs of an item model: an `nnx.Module` with these methods.
+
+    `FeedForward` has them.
+    """
+
+    def loss(
+        self, x: Any, labels: CSR, *, weights: jax.Array | None = None
+    ) -> jax.Array:
+        """`sum_b weights_b loss_b`, a scalar. `x` is a `CSR`, or a dict of inputs."""
+        ...
+
+    def train(self) -> None:
+        """Switches noise on, as `nnx.Module.train` does."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the matrices of `Examples` are.
+    """The `Task` of item models.
 
     Attributes:
       names: names of the inputs, which are the first matrices; None for a single input
@@ -65,8 +118,23 @@ class Roles:
     labels: tuple[int, ...] = (-1,)
     targets: tuple[str, ...] | None = None
 
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def check(self, model: Any) -> None:
+        lacks = [name for name in ("loss", "train") if not hasattr(model, name)]
+        if lacks:
+            raise TypeError(
+                "expected a model with the methods of Trainable, as FeedForward has (a "
+                "click model takes a ClickDataset or ScannedClicks); "
+                f"{type(model).__name__} has no {' and no '.join(lacks)}"
+            )
+
+    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+        return model.loss(x, labels, weights=weights)
+
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
-        """Selects from all matrices what the model is shown, and the labels."""
         shown = matrices[0]
         if self.names is not None:
             shown = dict(zip(self.names, matrices, strict=False))
@@ -90,14 +158,12 @@ class Examples:
     True
 
     Attributes:
-      inputs: what the model is shown.
       roles: what the matrices are.
       matrices: the inputs, `[rows, ...]`, then those targets that are something else.
       weights: `[rows]` float32, or None.
     """
 
-    inputs: Inputs
-    roles: Roles
+    roles: Task
     matrices: tuple[CSR | np.ndarray, ...]
     weights: np.ndarray | None
 
@@ -141,11 +207,11 @@ class Examples:
                 parts.append(aligned(wanted, inputs.rows))
         matrices = tuple(jax.tree.map(_canonical, part.matrix) for part in parts)
         weights = checked_weights(weights, inputs.num_rows)
-        return cls(inputs, Roles(names, tuple(labels), named), matrices, weights)
+        return cls(Roles(names, tuple(labels), named), matrices, weights)
 
     @property
     def num_rows(self) -> int:
-        return self.inputs.num_rows
+        return self.matrices[0].shape[0]
 
     @property
     def chunks(self) -> list[int]:
@@ -170,7 +236,8 @@ class Examples:
     def fingerprint(self) -> str:
         """A hash of the contents; the same on any mesh."""
         weights = [] if self.weights is None else [self.weights]
-        if self.roles.names is None and self.roles.targets is None:
+        names = (getattr(self.roles, part, ()) for part in ("names", "targets"))
+        if all(name is None for name in names):
             return fingerprint(*self.matrices, *weights)
         roles = np.frombuffer(repr(self.roles).encode(), np.uint8)
         return fingerprint(*self.matrices, *weights, roles)
@@ -191,32 +258,6 @@ def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
         bad = np.flatnonzero(~np.isfinite(weights))[0]
         raise ValueError(f"weights[{bad}] is {weights[bad]}")
     return weights
-
-
-def place(
-    inputs: Sources,
-    targets: Targets = None,
-    *,
-    weights: ArrayLike | None = None,
-) -> Examples:
-    """Checks data to train on and copies it to the device, or over the mesh that is set.
-
-    >>> examples = place(train)
-    >>> examples.num_rows == train.num_rows
-    True
-
-    Args:
-      inputs: `[rows, features]`, or several by name, see `fit`.
-      targets: `[rows, items]`, see `fit`; a single input itself by default.
-      weights: `[rows]`, weight of each example; 1 by default.
-
-    Raises:
-      TypeError: a source has another type.
-      ValueError: there are no rows, a row is missing, or a weight is wrong.
-    """
-    examples = Examples.of(inputs, targets, weights)
-    examples.resident(0, None)
-    return examples
 
 
 def check_labels(rule: object, labels: Any, *, whole: bool) -> None:
@@ -256,7 +297,8 @@ class Resident:
 
     Attributes:
       matrices: the inputs, then those targets that are something else. A dense input is
-        `[data, rows of a part + 1, ...]`; the last row of a part stands for no row.
+        `[data, rows of a part + 1, ...]`; the last row of a part stands for no row. A CSR
+        has all rows, on every device.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
       num_rows: number of rows (static).
       contiguous: whether the rows of a shard follow each other, see `first_row`; else
@@ -268,7 +310,7 @@ class Resident:
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
-    roles: Roles = dataclasses.field(default=Roles(), metadata={"static": True})
+    roles: Task = dataclasses.field(default=Roles(), metadata={"static": True})
 
     @classmethod
     def of(cls, examples: Examples) -> Resident:
@@ -289,12 +331,15 @@ class Resident:
         mesh = jax.sharding.get_mesh()
         rows = home_rows(num_rows, axis_sizes()[0])
         and_one = np.pad(np.maximum(rows, 0), ((0, 0), (0, 1)))
-        blocks = tuple(
-            ShardedCSR.from_host(matrix, rows, mesh)
-            if isinstance(matrix, CSR)
-            else put_rows(matrix[and_one], mesh)
-            for matrix in examples.matrices
-        )
+
+        def placed(matrix):
+            if not isinstance(matrix, CSR):
+                return put_rows(matrix[and_one], mesh)
+            if roles.whole:
+                return put_on_mesh(jax.tree.map(jnp.asarray, matrix))
+            return ShardedCSR.from_host(matrix, rows, mesh)
+
+        blocks = tuple(map(placed, examples.matrices))
         others = ["targets"] * (len(blocks) - len(roles.inputs))
         for what, matrix in zip([*roles.inputs, *others], blocks, strict=True):
             if isinstance(matrix, ShardedCSR):
@@ -311,13 +356,15 @@ class Resident:
           rows: `[steps, data, n]` from `epoch_order`.
           capacities: room for the entries of a batch, or of a block of it.
         """
-        rows = self.local(rows)
+        every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
         def of(matrix, nse):
             if isinstance(matrix, ShardedCSR):
                 return matrix.take(rows, nse)
             if isinstance(matrix, CSR):
-                return jax.vmap(lambda r: take_rows(matrix, r, nse))(rows[:, 0])
+                # Else XLA's partitioner may divide them, and then sum some entries wrongly
+                # (jax 0.12.0 on CPUs, data=2 and model=4, tables that are replicated).
+                return replicated(jax.vmap(lambda r: take_rows(matrix, r, nse))(every))
             return _dense_rows(matrix, rows)
 
         return [of(*pair) for pair in zip(self.matrices, capacities, strict=True)]
@@ -330,13 +377,13 @@ class Resident:
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """For each matrix the room that `take` needs: entries, or numbers of an array."""
-        rows = self.local(rows)
+        every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
         def of(matrix):
             if isinstance(matrix, ShardedCSR):
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
-                return _largest(matrix, rows[:, 0])
+                return _largest(matrix, every)
             return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
 
         return [of(matrix) for matrix in self.matrices]

@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import scipy.special
 from flax import nnx
 
 import sparsejax as sj
@@ -126,32 +126,10 @@ def model(train) -> Clicks:
     return model
 
 
-def as_array(ids) -> np.ndarray:
-    """`[n, m]` ids of lists, filled up with -1."""
-    if not isinstance(ids, sj.CSR):
-        return ids
-    lengths = np.diff(ids.indptr)
-    found = np.full((len(lengths), lengths.max()), -1, np.int32)
-    found[np.arange(found.shape[1]) < lengths[:, None]] = ids.indices
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(model, train) -> np.ndarray:
     """Probabilities by the model itself, of as many examples at a time as the predictor."""
-    model.eval()
-    graphdef, state = nnx.split(model)
-    score = jax.jit(lambda state, *given: nnx.merge(graphdef, state)(*given))
-    ids = {name: as_array(each) for name, each in train.ids.items()}
-    found = [
-        score(
-            state,
-            train.dense[start : start + BATCH],
-            {n: jnp.asarray(i[start : start + BATCH]) for n, i in ids.items()},
-        )
-        for start in range(0, ROWS, BATCH)
-    ]
-    return scipy.special.expit(np.concatenate(found))
+    return sj.predict_clicks(model, train, batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +167,13 @@ def test_any_number_of_examples(train, predictor, expected, rows):
 
 def test_records_as_in_training(model, train, predictor, folder):
     """Unknown, rare and missing values have the ids that read_clicks gives them."""
-    new = columns(50, seed=3)
+    new: dict[str, typing.Any] = columns(50, seed=3)
     new["user"][0], new["item"][1], new["item"][2] = None, "never seen", None
     new["tags"][3], new["age"][4] = None, None
     labels = {"click": np.zeros(50, int)}
     pq.write_table(pa.table(labels | new), folder / "new.parquet")
     known = sj.read_clicks(folder / "new.parquet", SCHEMA, vocabulary=train)
-    assert known.ids["item"][:3].tolist()[1:] == [1, 0]
+    assert np.asarray(known.ids["item"])[1:3].tolist() == [1, 0]
     found = predictor.predict_records(new)
     np.testing.assert_array_equal(found, predictor.predict(known))
     chunks = pa.concat_tables([pa.table(new).slice(0, 20), pa.table(new).slice(20)])
@@ -279,16 +257,17 @@ def test_exports_that_do_not_fit(model, train, predictor, path, tmp_path):
     config = sj.NetworkConfig.autoencoder((4,))
     items = sj.FeedForward(config, inputs=9, outputs=9, rngs=nnx.Rngs(0))
     out = tmp_path / "p"
-    for given, options, message in (
+    cases: list[tuple[typing.Any, dict[str, typing.Any], str]] = [
         (
             other,
             {"names": train},
-            "names has 2 dense columns, but the model has num_de",
+            "the model has num_dense=1, but the data have 2",
         ),
         (model, {}, "has no attribute num_dense"),
         (model, {"names": train, "table_dtype": "int4"}, "table_dtype is one of"),
         (items, {"table_dtype": "int8"}, "has no EmbeddingCollection"),
-    ):
+    ]
+    for given, options, message in cases:
         with pytest.raises(ValueError, match=message):
             sj.export_predictor(given, out, **options)
     with pytest.raises(TypeError, match="names of a click model are the clicks"):

@@ -18,7 +18,7 @@ from sparsejax.nn.models import FeedForward
 from sparsejax.training import dispatch
 from sparsejax.training.dispatch import epoch_order, step_size
 from sparsejax.training.fit import fit
-from sparsejax.training.resident import Resident, home_rows
+from sparsejax.training.resident import Resident, Roles, home_rows
 
 
 def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):
@@ -203,10 +203,10 @@ def test_one_program_serves_all_epochs(monkeypatch):
 
 
 def test_says_what_it_takes_for_an_optimizer_and_a_model():
-    model, optimizer = build(8)
+    model, _ = build(8)
     theirs = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     # In the tests annotations are checked before `check_modules` could.
     with pytest.raises(TypeError, match=r"sparsejax.Optimizer, as .*, got flax"):
         dispatch.check_modules(model, theirs)
     with pytest.raises(TypeError, match="Linear has no loss$"):
-        dispatch.check_modules(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), optimizer)
+        Roles().check(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))

@@ -2,11 +2,14 @@
 
 import os
 import pathlib
+import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -186,6 +189,38 @@ def test_processes_read_chunks_together(tmp_path):
     assert ended(start(two, tmp_path, processes=2, devices=1)) == [0, 0]
     [ours], [expected] = (history(tmp_path / name) for name in ("two", "alone"))
     np.testing.assert_allclose(ours["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_click_models_in_processes(tmp_path, capsys):
+    """Two give the losses of one. One that is killed goes on with the same bits."""
+    path = ROOT / "examples" / "04_clicks.py"
+    program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    settings: dict[str, Any] = {"rows": 2000, "num_epochs": 6, "kind": "wide_deep"}
+    example = runpy.run_path(str(path))
+    example["main"](**settings)
+    expected = capsys.readouterr().out
+    argv = ["--rows", "2000", "--num-epochs", "6", "--model", "wide_deep"]
+
+    meshed = [*argv, "--mesh", "2,1"]
+    two = start(meshed, tmp_path, processes=2, devices=1, program=program)
+    assert ended(two) == [0, 0], said(tmp_path, 0)
+    assert "loss" not in said(tmp_path, 1, "out")
+
+    def losses(text):
+        return [float(loss) for loss in re.findall(r"loss (\S+),", text)]
+
+    found = losses(said(tmp_path, 0, "out"))
+    np.testing.assert_allclose(found, losses(expected), atol=2e-6)
+
+    folder = tmp_path / "checkpoints"
+    checkpointed = [*argv, "--checkpoints", str(folder)]
+    one = start(checkpointed, tmp_path, processes=1, devices=1, program=program)
+    wait_for(0, Checkpoints(folder), one)
+    one[0].send_signal(signal.SIGKILL)
+    ended(one)
+    example["main"](**settings, checkpoints=str(folder))
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.training.dispatch import epoch_order
+from sparsejax.training.items import ScannedItems
 from sparsejax.training.resident import Resident
 from sparsejax.training.streaming import Stream
 
@@ -63,7 +64,7 @@ def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
     with on(shape):
         weights = np.arange(1.0, ROWS + 1)
         scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
-        stream = Stream(scanned, None, weights)
+        stream = Stream(ScannedItems(scanned), weights)
         order = stream.order(seed=0, epoch=1)
         assert sorted(order) == list(range(len(stream.chunks)))
         assert len(order) == (1 if chunk_rows is None else 4)
@@ -158,7 +159,7 @@ def test_other_chunks_are_no_other_data(path, tmp_path):
 
 def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     scanned = sj.scan_parquet(path, chunk_rows=90)
-    stream = Stream(scanned, None, None)
+    stream = Stream(ScannedItems(scanned), None)
     read, starts, both = type(scanned).read, [], threading.Event()
 
     def recorded(self, start, stop):
@@ -193,7 +194,7 @@ def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
 def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
     device = jax.devices()[1]
     with jax.default_device(device):
-        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+        stream = Stream(ScannedItems(sj.scan_parquet(path, chunk_rows=90)), None)
         for chunk, following in (0, 1), (1, None):
             leaves = jax.tree.leaves(stream.resident(chunk, following))
             assert {leaf.device for leaf in leaves} == {device}
@@ -222,7 +223,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
         return read(self, start, stop)
 
     with on((2, 4)):
-        stream = Stream(sj.scan_parquet(path, chunk_rows=90), None, None)
+        stream = Stream(ScannedItems(sj.scan_parquet(path, chunk_rows=90)), None)
     monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
     monkeypatch.setattr(
         "sparsejax.training.streaming.parts_of_process", lambda mesh: [1]

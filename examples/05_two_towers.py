@@ -4,7 +4,7 @@ The vector of an item is made from its tags alone. So items that nobody has boug
 have vectors, and are recommended. The profile of a user is dense. The data is made up:
 users buy items whose tags they like.
 
-Run: python examples/04_two_towers.py
+Run: python examples/05_two_towers.py
 """
 
 import jax

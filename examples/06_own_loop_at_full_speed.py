@@ -4,7 +4,7 @@ Many steps run as one call of one compiled program, over data that stays on the 
 What happens between these calls is up to you. Here the loop measures nDCG every second
 epoch and stops as soon as it is high enough. The losses have the same bits as `sj.fit`'s.
 
-Run: python examples/05_own_loop_at_full_speed.py
+Run: python examples/06_own_loop_at_full_speed.py
 """
 
 import numpy as np
