@@ -11,11 +11,9 @@ Adagrad. Ids have zipf's law with two exponents. Results are checked against flo
 
 from __future__ import annotations
 
-import collections
 import functools
 import pathlib
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -24,7 +22,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, reported, table, write_section
-from timing import kernels_of_trace, time_torch
+from timing import time_kernels, time_torch
 from workloads import EMBEDDINGS, Embeddings
 
 _SKEWS = 0.8, 1.05
@@ -58,22 +56,6 @@ def values(rows, hidden: int, xp):
     return (mixed >> np.uint32(8)).astype(xp.float32) * np.float32(2**-24) - np.float32(
         0.5
     )
-
-
-def time_kernels(call: Callable[[int], object], repeats: int) -> dict[str, float]:
-    """Microseconds of each kernel in a call; `call(i)` ends when they have."""
-    import jax
-
-    for i in range(2):
-        call(i)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for i in range(repeats):
-                call(i)
-        times = collections.defaultdict(float)
-        for name, nanoseconds in kernels_of_trace(folder):
-            times[name] += nanoseconds / 1e3 / repeats
-    return times
 
 
 class Case:

@@ -8,9 +8,11 @@ in microseconds.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -47,6 +49,22 @@ def time_jax(
 
     wall = _wall(call, rounds) / len(inputs)
     return Time(statistics.median(kernel), min(kernel), wall)
+
+
+def time_kernels(call: Callable[[int], object], repeats: int) -> dict[str, float]:
+    """Microseconds of each kernel in a call; `call(i)` ends when they have."""
+    import jax
+
+    for i in range(2):
+        call(i)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for i in range(repeats):
+                call(i)
+        times = collections.defaultdict(float)
+        for name, nanoseconds in kernels_of_trace(folder):
+            times[name] += nanoseconds / 1e3 / repeats
+    return times
 
 
 def time_torch(

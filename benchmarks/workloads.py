@@ -215,6 +215,11 @@ CRITEO_ROWS = (
     *(3_067_956, 405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000),
     *(40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
+# How many ids an example of its multi-hot data has of each: 214 in all.
+CRITEO_IDS = (
+    *(3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12),
+    *(100, 27, 10, 3, 1, 1),
+)
 EMBEDDINGS = (
     *(
         Embeddings(f"narrow {hidden}", (1_000_000,) * 26, hidden, 65_536)

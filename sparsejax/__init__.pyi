@@ -83,6 +83,10 @@ from .optimizers.row_gradient import RowSums as RowSums
 from .optimizers.row_gradient import accumulate as accumulate
 from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm
+from .prediction.click_predictor import ClickPredictor as ClickPredictor
+from .prediction.click_predictor_files import (
+    load_click_predictor as load_click_predictor,
+)
 from .prediction.click_scores import predict_clicks as predict_clicks
 from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor

@@ -92,12 +92,23 @@ def test_what_the_quickstart_shows_calls_what_it_defines():
 
 @pytest.mark.usefixtures("symbolic_sizes")
 def test_deployment(trained, tmp_path):
+    pathlib.Path("clicks.csv").write_text("click,price,user\n1,2,ann\n0,1,bob\n")
+    price, user = sj.DenseColumn(), sj.VocabularyColumn()
+    schema = sj.ClickSchema("click", {"price": price}, {"user": user})
+    clicks = sj.read_clicks("clicks.csv", schema)
+    config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
+    sizes = {"num_dense": 1, "features": clicks.num_ids}
+    model = sj.DLRM(config, **sizes, rngs=nnx.Rngs(0))
+    trained |= {"train_clicks": clicks, "clicks_model": model}
     for code in python("deployment.md"):
         exec(compile(code, "deployment.md", "exec"), trained)  # noqa: S102
     assert trained["found"].ids.shape == (60, 10)
     assert trained["ids"].shape == (1, 10)
     assert trained["users"].shape == (60, 4)
+    assert trained["click_predictor"].num_dense == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "clicks.csv",
+        "clicks.predictor",
         "items.parquet",
         "model.predictor",
     ]

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from sparsejax.embeddings import feature_batch
+from sparsejax.embeddings import feature_batch, table_files
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.lookup import Wire, look_up
@@ -234,6 +235,56 @@ class EmbeddingCollection(nnx.Module):
         inplace.overwrite(
             [kernel], lambda: ([write(stack, pieces, kernel[...], array)], None)
         )
+
+    def save_table(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        names: Sequence[object] | None = None,
+    ) -> None:
+        """Writes the rows of a table in the order of ids, some rows at a time.
+
+        ::
+
+            .parquet    columns `id`, `name` if there are names, `row` (a list of fixed size)
+            .npy        the array `[num_rows, dim]`
+
+        The file appears whole or not at all. Neither the host nor a device needs room for
+        the whole table. With several processes all call this and the first one writes.
+        Numbers are float32, those of a float64 table float64.
+
+        >>> tables = {"user": TableConfig(4, 2)}
+        >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
+        >>> embeddings.save_table("user.parquet", "user.parquet")
+        Traceback (most recent call last):
+        ValueError: there is no table 'user.parquet'; there are ['user']
+        >>> embeddings.save_table("user", "user.parquet", names=["ann", "bob"])
+
+        Args:
+          name: of the table. Under a rule whose rows drift, `optimizer.flush(model)` before.
+          path: the file, which is replaced if it exists.
+          names: what ids stand for, in their order. If these are fewer than ids, they are
+            of the last ones: those of `ClickDataset.vocabularies` begin with id 2.
+
+        Raises:
+          OSError: the file cannot be written.
+          OtherProcessError: process 0 could not write the file; the message says why.
+          ValueError: there is no such table, `path` has another ending or cannot be a file,
+            or there are more names than rows.
+        """
+        stack, pieces = self._table(name)
+        shape = (pieces[0].config.num_rows, pieces[0].config.dim)
+        like = jax.ShapeDtypeStruct(shape, stack.dtype)
+        table_files.save_table(path, self.table_rows(name), like, names)
+
+    def table_rows(self, name: str) -> Iterator[np.ndarray]:
+        """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.
+
+        With several processes all have to take all of them.
+        """
+        stack, pieces = self._table(name)
+        return table_files.table_rows(stack, pieces, self.kernels[stack.name][...])
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
         """All features with their stacks, in the order in which they were given.

@@ -163,7 +163,9 @@ class DLRM(_ClickModel):
             given = [self.bottom(dense)]
             rows = jnp.concatenate([given[0][:, None], rows], axis=1)
         products = jnp.einsum("bid,bjd->bij", rows, rows)
-        pairs = products[:, *np.triu_indices(rows.shape[1], 1)]
+        places = np.triu_indices(rows.shape[1], 1)
+        # No pair occurs twice: so the derivative stores, and adds nothing atomically.
+        pairs = products.at[:, *places].get(unique_indices=True)
         return _logit(self.top(jnp.concatenate([*given, pairs], axis=1)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import jax
@@ -203,7 +203,11 @@ class Predictor:
         """
         check_positive(max_items=max_items, rows=rows)
         largest = max(self.programs)
-        sizes = {s for n in range(1, min(rows, largest) + 1) for s in self._sizes(n)}
+        sizes = {
+            s
+            for n in range(1, min(rows, largest) + 1)
+            for s in sizes_for(n, self.programs)
+        }
         empty = [
             _NOTHING if row is None else np.zeros((0, *row.shape), row.dtype)
             for row in rows_of_inputs(self.num_features)
@@ -280,7 +284,7 @@ class Predictor:
                 "again with a larger k"
             )
         x, matrices = shown.rows, self._in_order(shown)
-        sizes = self._sizes(x.num_rows)
+        sizes = sizes_for(x.num_rows, self.programs)
         starts = itertools.accumulate(sizes, initial=0)
         counts = [
             min(size, x.num_rows - start)
@@ -304,19 +308,6 @@ class Predictor:
                 start += count
 
         return collect(x, k, counts, results())
-
-    def _sizes(self, rows: int) -> list[int]:
-        """The sizes of the programs for a number of rows.
-
-        All but the last are full; the last is at least half full.
-        """
-        known, sizes = sorted(self.programs), []
-        while rows > 0:
-            fits = min((s for s in known if rows <= s <= 2 * rows), default=None)
-            size = fits or max(s for s in known if s <= rows)
-            sizes.append(size)
-            rows -= size
-        return sizes
 
     def _in_order(self, shown: Inputs) -> list[CSR | np.ndarray]:
         """The inputs' matrices and arrays, in the order in which programs take them."""
@@ -346,6 +337,20 @@ def sizes_of_programs(largest: int) -> list[int]:
     while sizes[-1] * _ROWS_STEP < largest:
         sizes.append(sizes[-1] * _ROWS_STEP)
     return [*sizes, largest] if largest > 1 else sizes
+
+
+def sizes_for(rows: int, programs: Collection[int]) -> list[int]:
+    """The sizes of the programs for a number of rows.
+
+    All but the last are full; the last is at least half full.
+    """
+    sizes = []
+    while rows > 0:
+        fits = min((s for s in programs if rows <= s <= 2 * rows), default=None)
+        size = fits or max(s for s in programs if s <= rows)
+        sizes.append(size)
+        rows -= size
+    return sizes
 
 
 _NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)

@@ -1,30 +1,20 @@
-"""A predictor as one file, a zip archive.
+"""A predictor as one file.
 
 ::
 
     predictor.json      version, sizes, lists of the programs and weights
     items.json          names of the items, or null
-    programs/1          for one row: StableHLO, see `programs`
-    programs/8          for batches of 8 rows
-    ...
-    weights/0           the numbers of an array, little-endian
-    ...
-
-Weights are arguments of the programs. As constants they would be in each program, would
-be compiled, and could not exceed 2 GiB. The archive has a checksum of each part. Only the
-programs are compressed.
+    programs/..., weights/...    see `archive`
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import json
-import math
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -34,27 +24,15 @@ from jax import export
 
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
-from sparsejax.mesh import processes
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.mesh.xla_options import gpu_options
+from sparsejax.prediction import archive
+from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.predictor import Predictor
 from sparsejax.prediction.programs import Signature
-from sparsejax.whole_files import check_writable, whole_file
 
 VERSION = 2
 _SETTINGS, _ITEMS = "predictor.json", "items.json"
-
-# Limits on what a file may state, far above what `save_predictor` writes.
-_MOST_SETTINGS, _MOST_PROGRAM, _MOST_PROGRAMS = 2**20, 2**24, 64
-_DTYPES = {
-    name
-    for name in (
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        *(f"float{bits}" for bits in (16, 32, 64)),
-        "bfloat16",
-        "bool",
-    )
-}
 
 
 def save_predictor(
@@ -67,65 +45,21 @@ def save_predictor(
     programs: Iterable[tuple[int, export.Exported]],
     weights: Sequence[jax.Array],
 ) -> None:
-    """Writes a predictor, whole or not at all; see `sparsejax.export_predictor`.
-
-    With several processes the first one writes, and all take part in collecting the
-    weights.
-    """
-    parts = [to_host_in_pieces(weight) for weight in weights]
-
-    def write() -> None:
-        try:
-            _write(path, settings, items, programs, parts)
-        except Exception:
-            _take_all(parts)  # the other processes do so, and wait for this one
-            raise
-
+    """Writes a predictor; see `sparsejax.export_predictor` and `archive.save`."""
     settings = {
         "version": VERSION,
-        "jax": jax.__version__,
         "k": k,
         "num_items": num_items,
         "inputs": _stated_inputs(num_features),
-        "programs": [],
-        "weights": [_stated_array(weight) for weight in weights],
     }
-    if not processes.is_first():
-        _take_all(parts)
-    processes.in_first(write)
-
-
-def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
-    for _ in itertools.chain(*parts):
-        pass
-
-
-def _write(path, settings, items, programs, parts) -> None:
-    check_writable(path)
-    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for size, program in programs:
-            settings["programs"].append(size)
-            settings["calling_convention"] = program.calling_convention_version
-            # Programs are mostly text, so they shrink.
-            archive.writestr(
-                f"programs/{size}",
-                bytes(program.mlir_module_serialized),
-                compress_type=zipfile.ZIP_DEFLATED,
-            )
-        for i, weight_parts in enumerate(parts):
-            with archive.open(f"weights/{i}", "w", force_zip64=True) as entry:
-                for part in weight_parts:
-                    entry.write(_bytes_of(part))
-        archive.writestr(_ITEMS, json.dumps(items))
-        archive.writestr(_SETTINGS, json.dumps(settings, indent=2))
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    # As bytes, because the buffer protocol does not know bfloat16.
-    array = np.ascontiguousarray(array)
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return memoryview(array.reshape(-1).view(np.uint8))
+    archive.save(
+        path,
+        _SETTINGS,
+        settings,
+        more={_ITEMS: items},
+        programs=programs,
+        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
+    )
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
@@ -145,17 +79,8 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
       ValueError: the file is not a predictor, is damaged, has another version, or does
         something that a predictor may not do.
     """
-    with open(path, "rb") as file:
-        try:
-            settings, items, programs, weights = _read(file)
-        except MemoryError:
-            raise
-        # A damaged file can raise any of many kinds of exceptions, six in zipfile alone.
-        except Exception as error:
-            text = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ValueError(
-                f"{path}: is not a predictor, or is damaged: {text}"
-            ) from error
+    with open(path, "rb") as file, archive.reading(path):
+        settings, items, programs, weights = _read(file)
     options = dict(gpu_options()) or None
     return Predictor(
         k=settings.k,
@@ -198,37 +123,18 @@ class Settings:
         Raises:
           ValueError: it has another version, or `save_predictor` did not write it.
         """
-        version = _entry(stated, "version", int)
-        if version != VERSION:
-            raise ValueError(
-                f"predictor of version {version}; this release reads version {VERSION}"
-            )
-        inputs = _entry(stated, "inputs", list)
-        sizes = _entry(stated, "programs", list)
-        if not 1 <= len(sizes) <= _MOST_PROGRAMS:
-            raise ValueError(f"the predictor states {len(sizes)} programs")
+        archive.check_version(stated, VERSION)
+        inputs = archive.entry(stated, "inputs", list)
         return cls(
-            k=_size(_entry(stated, "k", int)),
+            k=archive.size(archive.entry(stated, "k", int)),
             num_features=_features(inputs),
-            num_items=_size(_entry(stated, "num_items", int)),
-            programs=tuple(map(_size, sizes)),
-            convention=_entry(stated, "calling_convention", int),
-            weights=tuple(map(_array, _entry(stated, "weights", list))),
+            num_items=archive.size(archive.entry(stated, "num_items", int)),
+            programs=archive.sizes_of_programs(stated),
+            convention=archive.entry(stated, "calling_convention", int),
+            weights=tuple(
+                map(archive.array_of, archive.entry(stated, "weights", list))
+            ),
         )
-
-
-def _entry[T](stated: Any, name: str, kind: type[T]) -> T:
-    """An entry of a JSON object."""
-    value = stated.get(name) if isinstance(stated, dict) else None
-    if type(value) is not kind:  # True is an int
-        raise ValueError(f"{_SETTINGS} does not have {name!r} of type {kind.__name__}")
-    return value
-
-
-def _size(value: object) -> int:
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ValueError(f"{_SETTINGS} states a size of {value!r}")
-    return value
 
 
 def _stated_inputs(features: Features) -> list[dict[str, Any]]:
@@ -238,7 +144,7 @@ def _stated_inputs(features: Features) -> list[dict[str, Any]]:
     return [
         {"name": name, "num_features": size}
         if isinstance(size, int)
-        else {"name": name, **_stated_array(dense_row(size))}
+        else {"name": name, **archive.stated_array(dense_row(size))}
         for name, size in features.items()
     ]
 
@@ -246,14 +152,14 @@ def _stated_inputs(features: Features) -> list[dict[str, Any]]:
 def _features(stated: list[Any]) -> Features:
     """Reads what `_stated_inputs` returned."""
     if len(stated) == 1 and isinstance(stated[0], dict) and "name" not in stated[0]:
-        return _size(_entry(stated[0], "num_features", int))
+        return archive.size(archive.entry(stated[0], "num_features", int))
     features: dict[str, int | jax.ShapeDtypeStruct] = {}
     for one in stated:
-        name = _entry(one, "name", str)
+        name = archive.entry(one, "name", str)
         if "num_features" in one:
-            features[name] = _size(_entry(one, "num_features", int))
+            features[name] = archive.size(archive.entry(one, "num_features", int))
         else:
-            features[name] = _array(one)
+            features[name] = archive.array_of(one)
     if not stated or len(features) != len(stated):
         raise ValueError(
             f"{_SETTINGS} states {len(stated)} inputs, but not a name of its own for each"
@@ -261,69 +167,31 @@ def _features(stated: list[Any]) -> Features:
     return features
 
 
-def _stated_array(array: jax.ShapeDtypeStruct | jax.Array) -> dict[str, Any]:
-    """The JSON for the shape and dtype of an array."""
-    return {"dtype": jnp.dtype(array.dtype).name, "shape": array.shape}
-
-
-def _array(stated: Any) -> jax.ShapeDtypeStruct:
-    """Reads what `_stated_array` returned."""
-    dtype, shape = _entry(stated, "dtype", str), _entry(stated, "shape", list)
-    if dtype not in _DTYPES:
-        raise ValueError(f"{_SETTINGS} states an array of dtype {dtype!r}")
-    if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise ValueError(f"{_SETTINGS} states an array of shape {shape}")
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-
-
 def _read(
     file: io.BufferedReader,
 ) -> tuple[Settings, Names | None, dict[int, export.Exported], Sequence[np.ndarray]]:
     length = os.fstat(file.fileno()).st_size
-    with zipfile.ZipFile(file) as archive:
-        settings = Settings.of(json.loads(_part(archive, _SETTINGS, _MOST_SETTINGS)))
-        shapes = settings.weights
-        sizes = [math.prod(w.shape) * w.dtype.itemsize for w in shapes]
-        if sum(sizes) > length:
-            raise ValueError(
-                f"{_SETTINGS} states weights of {sum(sizes):,} bytes, in a file of "
-                f"{length:,}"
-            )
-        items = json.loads(_part(archive, _ITEMS, length))
+    with zipfile.ZipFile(file) as parts:
+        if "clicks.json" in parts.namelist():
+            raise ValueError("it predicts clicks: use sparsejax.load_click_predictor")
+        settings = Settings.of(archive.read_settings(parts, _SETTINGS))
+        archive.check_sizes(settings.weights, length)
+        items = json.loads(archive.read_part(parts, _ITEMS, length))
         if items is not None and (
             not isinstance(items, list)
             or len(items) != settings.num_items
             or not all(type(name) is str for name in items)
         ):
             raise ValueError(f"{_ITEMS} does not have {settings.num_items:,} names")
-        programs = {}
-        for rows in settings.programs:
-            signature = Signature(
+        signatures = {
+            rows: Signature(
                 rows=rows,
                 k=settings.k,
-                weights=shapes,
+                weights=settings.weights,
                 inputs=rows_of_inputs(settings.num_features),
             )
-            code = _part(archive, f"programs/{rows}", _MOST_PROGRAM)
-            programs[rows] = signature.load(code, settings.convention)
-        weights = []
-        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-            content = _part(archive, f"weights/{i}", size)
-            if len(content) != size:
-                raise ValueError(
-                    f"weights/{i} has {len(content):,} bytes, expected {size:,}"
-                )
-            weights.append(np.frombuffer(content, shape.dtype).reshape(shape.shape))
+            for rows in settings.programs
+        }
+        programs = archive.read_programs(parts, signatures, settings.convention)
+        weights = archive.read_weights(parts, settings.weights)
     return settings, None if items is None else as_names(items), programs, weights
-
-
-def _part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
-    """The content of a part of the archive; its checksum is compared.
-
-    Raises:
-      ValueError: the part is larger than `most` bytes.
-    """
-    size = archive.getinfo(name).file_size
-    if size > most:
-        raise ValueError(f"{name} has {size:,} bytes, more than {most:,}")
-    return archive.read(name)

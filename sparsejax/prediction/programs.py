@@ -1,11 +1,17 @@
-"""Programs that recommend: functions of arrays as StableHLO, for CPUs and CUDA.
+"""Programs that predict: functions of arrays as StableHLO, for CPUs and CUDA.
 
-A program is called as ``program(weights, inputs, exclude)`` and returns ids and scores::
+A program that recommends is called as ``program(weights, inputs, exclude)`` and returns ids
+and scores::
 
     weights    arrays
     inputs     for each sparse input of the model (data, indices, indptr), as in a CSR;
                for each dense input its rows, an array
     exclude    (indices, indptr)
+
+A program of a click model is called as ``program(weights, dense, ids)`` and returns logits::
+
+    dense      [rows, columns] float32
+    ids        for each stack of tables (indices, indptr), as in a CSR with a row for each bag
 
 The number of rows is fixed. The caller chooses the room for entries, the same for all
 matrices. A file keeps only the StableHLO of a program. JAX's own form of an exported
@@ -22,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
 from jax.extend import mlir
 from jax.extend.mlir import ir, passmanager
@@ -56,43 +63,28 @@ _EXCHANGES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Signature:
-    """The types of a program's arguments and results.
-
-    Attributes:
-      rows: number of rows.
-      k: number of items for each row.
-      weights: shape and dtype of each array of weights.
-      inputs: for each input None if it is sparse, else shape and dtype of a dense row.
-    """
-
-    rows: int
-    k: int
-    weights: tuple[jax.ShapeDtypeStruct, ...]
-    inputs: tuple[jax.ShapeDtypeStruct | None, ...] = (None,)
+class _Signature:
+    """The types of a program's arguments and results."""
 
     @property
-    def arguments(self) -> tuple[Any, Any, Any]:
+    def arguments(self) -> tuple[Any, ...]:
         """The arguments as shapes and dtypes; the number of entries is dynamic."""
-        (entries,) = export.symbolic_shape("entries")
-        data = jax.ShapeDtypeStruct((entries,), jnp.float32)
-        indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
-        indptr = jax.ShapeDtypeStruct((self.rows + 1,), jnp.int32)
-        inputs = [
-            (data, indices, indptr)
-            if row is None
-            else jax.ShapeDtypeStruct((self.rows, *row.shape), row.dtype)
-            for row in self.inputs
-        ]
-        return list(self.weights), inputs, (indices, indptr)
+        raise NotImplementedError
+
+    @property
+    def results(self) -> Any:
+        """The results as shapes and dtypes."""
+        raise NotImplementedError
 
     def program(self, function: Callable[..., Any]) -> export.Exported:
         """Makes a program from a function of these arguments that JAX can trace."""
 
-        def typed(weights, inputs, exclude):
-            ids, scores = function(weights, inputs, exclude)
-            return ids.astype(jnp.int32), scores.astype(jnp.float32)
+        def typed(*arguments):
+            found = function(*arguments)
+            leaves, structure = jax.tree.flatten(self.results)
+            arrays = [found] if len(leaves) == 1 else [*found]
+            pairs = zip(arrays, leaves, strict=True)
+            return structure.unflatten([x.astype(like.dtype) for x, like in pairs])
 
         jitted = jax.jit(typed, keep_unused=True)
         with without_mesh():  # the program is for one device
@@ -128,8 +120,76 @@ class Signature:
             like, mlir_module_serialized=code, calling_convention_version=convention
         )
 
-    def _nothing(self, weights, inputs, exclude):
-        return jnp.zeros((2, self.rows, self.k))
+    def _nothing(self, *arguments: Any) -> Any:
+        return jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), self.results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signature(_Signature):
+    """The types of the arguments and results of a program that recommends.
+
+    Attributes:
+      rows: number of rows.
+      k: number of items for each row.
+      weights: shape and dtype of each array of weights.
+      inputs: for each input None if it is sparse, else shape and dtype of a dense row.
+    """
+
+    rows: int
+    k: int
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[jax.ShapeDtypeStruct | None, ...] = (None,)
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any]:
+        (entries,) = export.symbolic_shape("entries")
+        data = jax.ShapeDtypeStruct((entries,), jnp.float32)
+        indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
+        indptr = jax.ShapeDtypeStruct((self.rows + 1,), jnp.int32)
+        inputs = [
+            (data, indices, indptr)
+            if row is None
+            else jax.ShapeDtypeStruct((self.rows, *row.shape), row.dtype)
+            for row in self.inputs
+        ]
+        return list(self.weights), inputs, (indices, indptr)
+
+    @property
+    def results(self) -> Any:
+        shape = (self.rows, self.k)
+        return tuple(jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickSignature(_Signature):
+    """The types of the arguments and results of a program of a click model.
+
+    Attributes:
+      rows: number of examples.
+      num_dense: number of dense columns.
+      bags: of an example, in each stack of tables.
+      weights: shape and dtype of each array of weights.
+    """
+
+    rows: int
+    num_dense: int
+    bags: tuple[int, ...]
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any]:
+        (entries,) = export.symbolic_shape("entries")
+        dense = jax.ShapeDtypeStruct((self.rows, self.num_dense), jnp.float32)
+        indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
+        ids = [
+            (indices, jax.ShapeDtypeStruct((self.rows * bags + 1,), jnp.int32))
+            for bags in self.bags
+        ]
+        return list(self.weights), dense, ids
+
+    @property
+    def results(self) -> Any:
+        return jax.ShapeDtypeStruct((self.rows,), jnp.float32)
 
 
 def check(program: export.Exported) -> None:
@@ -189,3 +249,11 @@ def _checked_type(code: bytes) -> str:
 
 def _name(function) -> str:
     return ir.StringAttr(function.attributes["sym_name"]).value
+
+
+def on_this_process(state: jax.Array) -> jax.Array:
+    """A key or a count that all processes have, on this process's devices alone."""
+    if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.asarray(state))
+    words = jnp.asarray(np.asarray(jax.random.key_data(state)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))

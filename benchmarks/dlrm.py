@@ -1,0 +1,475 @@
+"""Times DLRM on MLPerf's tables: lookup, update of the tables, and whole training steps.
+
+    python benchmarks/dlrm.py run [--commit NAME]    on a GPU; rows are cut if it is small
+    python benchmarks/dlrm.py table                  anywhere
+
+The tables are the 26 of MLPerf's DLRM: 204 M rows of 128, 105 GB in float32. `criteo` has
+one id of each table in an example and a batch of 65,536, `dcnv2` the 214 ids of MLPerf's
+multi-hot data and a batch of 16,384. *Lookup* makes `[batch, 26 * 128]` of packed ids.
+*Update* is all that follows from the gradient of that: the sort of the ids, the sums of each
+row, and row-wise Adagrad in place. *Step* is a training step of MLPerf's DLRM from ids to
+updated parameters, with bfloat16 layers. FBGEMM's table-batched embedding is given its own
+form of the ids, and the layers of its step are torch's.
+
+A step by its parts, predicted before it was measured, at 4.3 TB/s and 600 TFLOP/s::
+
+    ids as one matrix                7 passes over 1.7 M ids                   50 us
+    lookup                           1.7 GB                                   480
+    rows to bfloat16, beside z_0     872 MB read, 453 written                 310
+    dot products                     453 MB read, 96 written, narrow          300
+    pairs, concatenation             400 MB                                   100
+    bottom layers, three products    67 GFLOP                                 110
+    top layers, three products       861 GFLOP                              1,440
+    ReLU and its derivative          6 passes over 365 MB                     500
+    gradient of the dot products     453 + 96 MB read, 453 written            300
+    gradient as float32              436 MB read, 872 written                 300
+    sort, sums, row-wise Adagrad     1.4 GB and the sort                      650
+    in all                                                                  4,540 us
+
+That is 14 M examples/s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import command, origin, reported, table, write_section
+from timing import time_kernels, time_torch
+from workloads import CRITEO_IDS, CRITEO_ROWS, zipf_ids
+
+_SKEWS = 0.8, 1.05
+_BATCHES, _REPEATS, _STEPS = 3, 9, 30
+_DENSE, _DIM = 13, 128
+_BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
+_RATE, _EPS = 0.02, 1e-8
+# The tables take three quarters of an H200.
+_PARTS = {
+    f"{peer} {workload}": {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
+    }
+    for peer, workload in itertools.product(
+        ("jax", "fbgemm", "torch"), ("criteo", "dcnv2")
+    )
+}
+
+
+def main() -> None:
+    command(__doc__, __file__, _PARTS, _measure, _write_table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Tables of 128 columns, and how many ids an example has of each."""
+
+    name: str
+    rows: tuple[int, ...]
+    ids: tuple[int, ...]
+    batch: int
+
+    @classmethod
+    def called(cls, name: str, memory: int | None) -> Workload:
+        """A workload; its tables are cut to take at most .85 of the memory.
+
+        Without a memory, as on a CPU, everything is tiny, to try the program.
+        """
+        batch, ids = 65_536, (1,) * len(CRITEO_ROWS)
+        if name == "dcnv2":
+            batch, ids = 16_384, CRITEO_IDS
+        if memory is None:
+            return cls(name, tuple(min(n, 500) for n in CRITEO_ROWS), ids, 256)
+        most = max(CRITEO_ROWS)
+        while sum(min(n, most) for n in CRITEO_ROWS) * _DIM * 4 > 0.85 * memory:
+            most //= 2  # a large step, so that all peers have the same tables
+        return cls(name, tuple(min(n, most) for n in CRITEO_ROWS), ids, batch)
+
+    def draw(self, seed: int, skew: float) -> list[np.ndarray]:
+        """`[batch, n]` int32 ids of each table."""
+        rng = np.random.default_rng(seed)
+        pairs = zip(self.rows, self.ids, strict=True)
+        return [zipf_ids(rng, (self.batch, n), rows, skew) for rows, n in pairs]
+
+    def bytes(self, task: str, ids: list[np.ndarray]) -> int | None:
+        """Lookup: each id's row and each result, once. Update: the gradients; and the
+        touched rows and their numbers, read and written.
+        """
+        bags = self.batch * len(self.rows)
+        if task == "lookup":
+            return 4 * _DIM * (sum(i.size for i in ids) + bags)
+        touched = sum(len(np.unique(i)) for i in ids)
+        return (
+            4 * (bags * _DIM + 2 * touched * (_DIM + 1)) if task == "update" else None
+        )
+
+
+def _measure(part: str) -> Iterator[dict]:
+    peer, name = part.split()
+    measure = {"jax": _measure_jax, "fbgemm": _measure_fbgemm, "torch": _measure_torch}
+    yield from measure[peer](name)
+
+
+def _result(workload: Workload, skew, task, name, times, ids, versions) -> dict:
+    kernels, call = times
+    result = {
+        "workload": workload.name,
+        "rows": sum(workload.rows),
+        "batch": workload.batch,
+        "zipf": skew,
+        "task": task,
+        "implementation": name,
+        "microseconds": round(sum(kernels.values()), 1),
+        "bytes": workload.bytes(task, ids),
+        "versions": versions,
+    }
+    if task == "step":
+        largest = sorted(kernels.items(), key=lambda item: -item[1])[:20]
+        result["call_microseconds"] = round(call, 1)
+        result["examples_per_second"] = round(1e6 * workload.batch / call)
+        result["kernels"] = [(name[:80], round(time, 1)) for name, time in largest]
+    return result
+
+
+def _measure_jax(name: str) -> Iterator[dict]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    import sparsejax as sj
+    from sparsejax.mesh.layout import device_memory
+
+    memory = device_memory() if jax.default_backend() == "gpu" else None
+    workload = Workload.called(name, memory)
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype="bfloat16")
+    names = [f"C{i}" for i in range(1, len(workload.rows) + 1)]
+    features = dict(zip(names, workload.rows, strict=True))
+    start = time.perf_counter()
+    model = sj.DLRM(config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0))
+    jax.block_until_ready(nnx.state(model))
+    print(f"tables made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    rule = sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS)
+    drawn = {
+        skew: [workload.draw(seed, skew) for seed in range(_BATCHES)] for skew in _SKEWS
+    }
+
+    def on_device(ids):
+        squeezed = (i[:, 0] if i.shape[1] == 1 else i for i in ids)
+        return dict(zip(names, map(jnp.asarray, squeezed), strict=True))
+
+    def packed(skew):
+        pack = jax.jit(model.embeddings.pack)
+        return [pack(on_device(ids)) for ids in drawn[skew]]
+
+    def look_up(skew):
+        # nnx.jit would return the tables, copied.
+        graphdef, state = nnx.split(model.embeddings)
+        concat = jax.jit(lambda state, b: nnx.merge(graphdef, state).concat(b))
+        batches = packed(skew)
+        _check_lookup(model.embeddings, concat(state, batches[0]), drawn[skew][0])
+        return _timed(lambda i: concat(state, batches[i % _BATCHES]))
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def updated(embeddings, optimizer, batch, dy):
+        # The gradient does not depend on the value, so the lookup is left out.
+        _, grads = optimizer.value_and_grad(lambda e: jnp.sum(e.concat(batch) * dy))(
+            embeddings
+        )
+        optimizer.update(embeddings, grads)
+        return optimizer.step[...]
+
+    def update(skew):
+        embeddings, batches = model.embeddings, packed(skew)
+        shape = workload.batch, embeddings.num_outputs
+        dy = jax.random.normal(jax.random.key(0), shape)
+        optimizer = sj.Optimizer(embeddings, rule)
+        some, before = _some_rows(embeddings, names, drawn[skew][0])
+        updated(embeddings, optimizer, batches[0], dy)
+        after = _some_rows(embeddings, names, drawn[skew][0])[1]
+        _check_update(after - before, some, drawn[skew][0], dy)
+        return _timed(
+            lambda i: updated(embeddings, optimizer, batches[i % _BATCHES], dy)
+        )
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, dense, ids, click):
+        def loss_fn(model):
+            logits = model(dense, ids)
+            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(_RATE))
+
+    def train(skew):
+        rng = np.random.default_rng(0)
+        dense = jnp.asarray(rng.standard_normal((workload.batch, _DENSE)), jnp.float32)
+        click = jnp.asarray(rng.random(workload.batch) < 0.2, jnp.float32)
+        batches = [on_device(ids) for ids in drawn[skew]]
+
+        def call(i):
+            return step(model, optimizer, dense, batches[i % _BATCHES], click)
+
+        first, times = call(0), _timed(call, _STEPS)
+        if not float(call(0)) < float(first):  # it has seen this batch ten times
+            raise ValueError(f"the loss did not fall from {first}")
+        return times
+
+    tasks = {"lookup": look_up, "update": update, "step": train}
+    for (task, measure), skew in itertools.product(tasks.items(), _SKEWS):
+        with reported(name, task, "sparsejax"):
+            ids = drawn[skew][0]
+            times = measure(skew)
+            yield _result(workload, skew, task, "sparsejax", times, ids, versions)
+
+
+def _timed(call, steps: int = 0) -> tuple[dict[str, float], float]:
+    """Microseconds of each kernel of a call, and of a call among `steps` of them."""
+    import jax
+
+    kernels = time_kernels(lambda i: jax.block_until_ready(call(i)), _REPEATS)
+    start = time.perf_counter()
+    last = [call(i) for i in range(steps)][-1:]
+    jax.block_until_ready(last)
+    return kernels, 1e6 * (time.perf_counter() - start) / max(steps, 1)
+
+
+def _some_rows(embeddings, names, ids) -> tuple[list, np.ndarray]:
+    """Rows that the first batch touches: the table and id of each, and their numbers."""
+    (stack,) = embeddings.stacks
+    some = [
+        (t, int(ids[t][b, 0])) for t, b in ((0, 0), (0, 7), (9, 1), (5, 0), (20, 3))
+    ]
+    firsts = {found.name: found.first for found in stack.tables}
+    places = [stack.place(np.int32(firsts[names[t]] + row)) for t, row in some]
+    rows = embeddings.kernels[stack.name][...][np.asarray(places)]
+    return some, np.asarray(rows, np.float64)
+
+
+def _check_lookup(embeddings, y, ids) -> None:
+    """The first examples, of the tables that are small enough to be read whole."""
+    (stack,) = embeddings.stacks
+    first = np.asarray(y[:64], np.float64).reshape(-1, len(ids), _DIM)
+    for t, found in enumerate(stack.tables):
+        if found.config.num_rows <= 10**5:
+            rows = np.asarray(embeddings.table(found.name), np.float64)
+            expected = rows[ids[t][:64]].sum(1)
+            _check(first[:, t], expected, f"lookup of {found.name}", 1e-5)
+
+
+def _check_update(moved, some, ids, dy) -> None:
+    """What the first step of row-wise Adagrad moved these rows by."""
+    for (t, row), found in zip(some, moved, strict=True):
+        bag, count = np.unique(np.nonzero(ids[t] == row)[0], return_counts=True)
+        mine = np.asarray(dy[bag, t * _DIM : (t + 1) * _DIM], np.float64)
+        gradient = (mine * count[:, None]).sum(0)
+        root = np.sqrt(np.mean(gradient**2))
+        # The difference of two weights has few digits.
+        _check(found, -_RATE * gradient / (root + _EPS), f"update of {t}, {row}", 1e-4)
+
+
+def _check(found, expected, what: str, limit: float) -> None:
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    if not error < limit:
+        raise ValueError(f"{what}: relative error {error}")
+
+
+def _torch_workload(name: str):
+    import torch  # pyrefly: ignore[missing-import]
+
+    workload = Workload.called(name, torch.cuda.mem_get_info()[0])
+    return workload, {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
+
+
+def _by_table(workload: Workload, ids: list[np.ndarray]):
+    """Ids and offsets as FBGEMM and `EmbeddingBag` take them: table by table."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    flat = np.concatenate([i.reshape(-1) for i in ids]).astype(np.int64)
+    lengths = np.repeat(workload.ids, workload.batch)
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return torch.from_numpy(flat).cuda(), torch.from_numpy(ends).cuda()
+
+
+def _measure_fbgemm(name: str) -> Iterator[dict]:
+    import torch  # pyrefly: ignore[missing-import]
+
+    workload, versions = _torch_workload(name)
+    tables = _fbgemm_tables(workload)
+    versions["fbgemm_gpu"] = importlib.metadata.version("fbgemm_gpu")
+    dy = torch.randn(workload.batch, len(workload.rows) * _DIM, device="cuda")
+
+    def updated(flat, ends):
+        tables(flat, ends).backward(dy)
+
+    result = functools.partial(_result, versions=versions)
+    for skew in _SKEWS:
+        drawn = [workload.draw(seed, skew) for seed in range(_BATCHES)]
+        inputs = [_by_table(workload, ids) for ids in drawn]
+        found = {}
+        for task, call in (("lookup", tables), ("update", updated)):
+            with reported(name, task, "FBGEMM TBE"):
+                found[task] = time_torch(call, inputs).kernel
+                if task == "update":  # the lookup is part of that call
+                    found[task] -= found["lookup"]
+                times = {"": found[task]}, 0.0
+                yield result(workload, skew, task, "FBGEMM TBE", times, drawn[0])
+    del dy
+    if name != "criteo":
+        return
+    for label, wrap in (("eager", lambda f: f), ("compiled", torch.compile)):
+        step = _torch_step(workload, tables, wrap)
+        for skew in _SKEWS:
+            drawn = [workload.draw(seed, skew) for seed in range(_BATCHES)]
+            inputs = [_by_table(workload, ids) for ids in drawn]
+            with reported(name, "step", label):
+                time_ = time_torch(step, inputs)
+                times = {"": time_.kernel}, time_.call
+                full = f"FBGEMM TBE, torch {label}"
+                yield result(workload, skew, "step", full, times, drawn[0])
+
+
+def _fbgemm_tables(workload: Workload):
+    from fbgemm_gpu.split_embedding_configs import (  # pyrefly: ignore[missing-import]
+        EmbOptimType,
+        SparseType,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (  # pyrefly: ignore[missing-import]
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (  # pyrefly: ignore[missing-import]
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    places = EmbeddingLocation.DEVICE, ComputeDevice.CUDA
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, _DIM, *places) for rows in workload.rows],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=_RATE,
+        eps=_EPS,
+        weights_precision=SparseType.FP32,
+        output_dtype=SparseType.FP32,
+        pooling_mode=PoolingMode.SUM,
+        bounds_check_mode=BoundsCheckMode.NONE,  # as in FBGEMM's own benchmark
+    )
+    tables.init_embedding_weights_uniform(-0.01, 0.01)
+    return tables
+
+
+def _torch_step(workload: Workload, tables, wrap):
+    """A training step of the same DLRM, with torch's layers in bfloat16."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    def layers(sizes, *, end):
+        parts = []
+        for a, b in itertools.pairwise(sizes):
+            parts += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+        return torch.nn.Sequential(*(parts if end else parts[:-1])).cuda()
+
+    vectors = len(workload.rows) + 1
+    i, j = np.triu_indices(vectors, 1)
+    places = torch.from_numpy(i * vectors + j).cuda()
+    bottom = layers((_DENSE, *_BOTTOM, _DIM), end=True)
+    top = layers((_DIM + len(i), *_TOP, 1), end=False)
+    parameters = [*bottom.parameters(), *top.parameters()]
+    optimizer = torch.optim.Adagrad(parameters, lr=_RATE, foreach=True)
+    dense = torch.randn(workload.batch, _DENSE, device="cuda")
+    click = (torch.rand(workload.batch, device="cuda") < 0.2).float()
+
+    def loss_fn(rows):
+        with torch.autocast("cuda", torch.bfloat16):
+            given = bottom(dense)
+            rows = rows.view(workload.batch, -1, _DIM).to(torch.bfloat16)
+            rows = torch.cat([given[:, None], rows], 1)
+            pairs = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)[:, places]
+            logits = top(torch.cat([given, pairs], 1))[:, 0].float()
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, click)
+
+    loss_fn = wrap(loss_fn)
+
+    def step(flat, ends):
+        optimizer.zero_grad(set_to_none=True)
+        loss_fn(tables(flat, ends)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _measure_torch(name: str) -> Iterator[dict]:
+    """One `embedding_bag` for all tables, and one for each. Adagrad lacks the memory."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    workload, versions = _torch_workload(name)
+    w = torch.empty(sum(workload.rows), _DIM, device="cuda").uniform_(-0.01, 0.01)
+    firsts = list(itertools.accumulate(workload.rows, initial=0))
+    parts = [w[a:b] for a, b in itertools.pairwise(firsts)]
+    bag = functools.partial(torch.nn.functional.embedding_bag, mode="sum")
+
+    def one(flat, ends):
+        return bag(flat, w, ends)
+
+    def each(*ids):
+        return torch.cat([bag(i, p) for i, p in zip(ids, parts, strict=True)], 1)
+
+    for skew in _SKEWS:
+        drawn = [workload.draw(seed, skew) for seed in range(_BATCHES)]
+        below = [
+            [i + first for i, first in zip(ids, firsts, strict=False)] for ids in drawn
+        ]
+        inputs = [_by_table(workload, ids) for ids in below]
+        inputs = [(flat, ends[:-1]) for flat, ends in inputs]
+        apart = [tuple(torch.from_numpy(i).cuda() for i in ids) for ids in drawn]
+        for label, call, given in (
+            ("one torch EmbeddingBag", one, inputs),
+            ("26 torch EmbeddingBags", each, apart),
+            ("26 torch EmbeddingBags, compiled", torch.compile(each), apart),
+        ):
+            with reported(name, "lookup", label), torch.no_grad():
+                times = {"": time_torch(call, given).kernel}, 0.0
+                yield _result(
+                    workload, skew, "lookup", label, times, drawn[0], versions
+                )
+
+
+def _write_table(report: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    rows, results = [], report["results"]
+    for case in dict.fromkeys((r["workload"], r["task"], r["zipf"]) for r in results):
+        those = [r for r in results if (r["workload"], r["task"], r["zipf"]) == case]
+        ours = those[0]["microseconds"]
+        for r in those:
+            share, rate, used = "-", "-", r["microseconds"]
+            if r["bytes"]:
+                floor = 1e6 * r["bytes"] / report["ceiling_bytes_per_second"]
+                share = f"{100 * floor / used:.0f} %"
+            else:
+                rate = f"{r['examples_per_second'] / 1e6:.1f}"
+            times = f"{used:.0f}", f"{used / ours:.1f}x"
+            rows.append([*case, r["implementation"], *times, share, rate])
+    columns = ["workload", "task", "zipf", "implementation", "us", "to ours"]
+    columns += ["of ceiling", "M examples/s"]
+    write_section("dlrm", [origin(report), "", *table(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()

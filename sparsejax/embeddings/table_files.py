@@ -1,0 +1,142 @@
+"""Tables as files, written some rows at a time."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jax.typing import ArrayLike
+
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.mesh import processes
+from sparsejax.mesh.layout import jit_sharded, replicated
+from sparsejax.whole_files import check_writable, whole_file
+
+FORMATS = (".npy", ".parquet")
+
+# Numbers that are read at a time: 64 MB in float32. The host has these, and Parquet's form of
+# them.
+BLOCK_NUMBERS = 2**24
+
+
+def table_rows(
+    stack: Stack, pieces: tuple[StackedTable, ...], kernel: jax.Array
+) -> Iterator[np.ndarray]:
+    """The rows of a table in the order of ids, some at a time: `[n, dim]`.
+
+    With several processes all have to take all of them.
+
+    Args:
+      stack: that the table is in.
+      pieces: of the table, each with some of its columns.
+      kernel: the array of the stack.
+    """
+    rows, dim = pieces[0].config.num_rows, pieces[0].config.dim
+    count = min(rows, max(1, BLOCK_NUMBERS // dim))
+    read = jit_sharded(_rows_from, None, static=(0, 1, 2))
+    for start in range(0, rows, count):
+        some = read(stack, pieces, count, kernel, np.int32(start))
+        yield np.asarray(some)[: rows - start]
+
+
+def _rows_from(
+    stack: Stack,
+    pieces: tuple[StackedTable, ...],
+    count: int,
+    kernel: jax.Array,
+    start: ArrayLike,
+) -> jax.Array:
+    last = pieces[0].config.num_rows - 1
+    ids = jnp.minimum(start + jnp.arange(count, dtype=jnp.int32), last)
+    parts = [kernel[stack.row_of(ids, piece.place)] for piece in pieces]
+    return replicated(jnp.concatenate(parts, axis=1))
+
+
+def save_table(
+    path: str | os.PathLike[str],
+    pieces: Iterator[np.ndarray],
+    like: jax.ShapeDtypeStruct,
+    names: Sequence[object] | None,
+) -> None:
+    """Writes a table like this; see `EmbeddingCollection.save_table`."""
+    path = pathlib.Path(path)
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{path}: tables are written to {', '.join(FORMATS)} files")
+    if names is not None:
+        if path.suffix == ".npy":
+            raise ValueError(
+                f"{path}: .npy has no names; write .parquet, or leave out names"
+            )
+        if len(names) > like.shape[0]:
+            raise ValueError(
+                f"{len(names):,} names, but the table has {like.shape[0]:,} rows"
+            )
+    check_writable(path)
+    # bfloat16 becomes float32, which both forms have.
+    dtype = np.dtype(np.float64 if like.dtype.itemsize == 8 else np.float32)
+    wide = (np.ascontiguousarray(piece, dtype) for piece in pieces)
+    write = functools.partial(_write, path, wide, like.shape, dtype, names)
+    if not processes.is_first():
+        _take_all(wide)
+    processes.in_first(lambda: _or_take_all(write, wide))
+
+
+def _or_take_all(write, pieces: Iterator[np.ndarray]) -> None:
+    try:
+        write()
+    except Exception:
+        _take_all(pieces)  # the other processes do so, and wait for this one
+        raise
+
+
+def _take_all(pieces: Iterator[np.ndarray]) -> None:
+    for _ in pieces:
+        pass
+
+
+def _write(path: pathlib.Path, pieces, shape, dtype: np.dtype, names) -> None:
+    with whole_file(path) as file:
+        if path.suffix == ".npy":
+            _write_npy(file, pieces, shape, dtype)
+        else:
+            _write_parquet(file, pieces, shape, dtype, names)
+
+
+def _write_npy(file: BinaryIO, pieces, shape, dtype: np.dtype) -> None:
+    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    file.writelines(piece.data for piece in pieces)
+
+
+def _write_parquet(
+    file: BinaryIO, pieces, shape, dtype: np.dtype, names: Sequence[object] | None
+) -> None:
+    rows, dim = shape
+    without = rows - len(names or [])  # rows before the first one with a name
+    fields = [("id", pa.int32())]
+    if names is not None:
+        fields.append(("name", pa.large_string()))
+    numbers = pa.from_numpy_dtype(dtype)
+    schema = pa.schema([*fields, ("row", pa.list_(numbers, dim))])
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        start = 0
+        for piece in pieces:
+            stop = start + len(piece)
+            columns = [pa.array(np.arange(start, stop, dtype=np.int32))]
+            if names is not None:
+                known = names[max(start - without, 0) : max(stop - without, 0)]
+                mine: list[str | None] = [None] * (len(piece) - len(known))
+                mine += map(str, known)
+                columns.append(pa.array(mine, pa.large_string()))
+            flat = pa.array(piece.reshape(-1))
+            columns.append(pa.FixedSizeListArray.from_arrays(flat, dim))
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            start = stop

@@ -1,0 +1,276 @@
+"""Writes a click model, with its tables, as programs that run without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import export
+
+from sparsejax.embeddings import row_codes
+from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
+from sparsejax.embeddings.row_codes import RowCodes, TableDtype
+from sparsejax.embeddings.table_files import table_rows
+from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
+from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.optimizers import gradients
+from sparsejax.optimizers.gradients import RowParam
+from sparsejax.prediction.archive import Stored
+from sparsejax.prediction.click_predictor import ClickFeature, ClickStack
+from sparsejax.prediction.click_predictor_files import save_click_predictor
+from sparsejax.prediction.click_scores import Clicks, check_columns
+from sparsejax.prediction.predictor import sizes_of_programs
+from sparsejax.prediction.programs import ClickSignature, check, on_this_process
+from sparsejax.sparse import CSR
+
+
+def is_click_model(model: Any) -> bool:
+    """Whether a model has tables of an `EmbeddingCollection`."""
+    return bool(_collections(model))
+
+
+def export_clicks(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    clicks: Clicks | None,
+    table_dtype: TableDtype | None,
+    batch_size: int,
+) -> None:
+    """`export_predictor` of a click model."""
+    row_codes.check_table_dtype(table_dtype)
+    num_dense = _num_dense(model, clicks)
+    # A copy, whose weights are the same arrays.
+    model = nnx.merge(*nnx.split(model), copy=True)
+    model.eval()
+    tables = [
+        (path_of, table)
+        for number, (path_of, node) in enumerate(_collections(model).items())
+        for table in _portable(number, node, table_dtype)
+    ]
+    stacks = [table.stack for _, table in tables]
+    if clicks is not None:
+        _check_ids(stacks, clicks)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, EmbeddingCollection | SparseLinear | SparseOutput):
+            # A GPU program is for one platform; this program is for two.
+            node.implementation = "xla"
+        elif isinstance(node, nnx.Variable):
+            node.set_metadata(out_sharding=None)  # the program is for one device
+    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
+    with without_mesh():
+        keys = jax.tree.map(on_this_process, keys)
+    # Numbers of rows come behind codes, see `_arrays`.
+    numbers = {
+        (*path_of, "kernels", table.stack.name): table.numbers
+        for path_of, table in tables
+        if table.numbers
+    }
+    weights, structure = jax.tree.flatten((state, list(numbers.values())))
+
+    def logits(weights, dense, ids):
+        state, scales = jax.tree.unflatten(structure, weights)
+        model = nnx.merge(graphdef, keys, state)
+        batch = FeatureBatch(
+            {
+                stack.name: CSR(None, *pair, num_cols=stack.num_rows)
+                for stack, pair in zip(stacks, ids, strict=True)
+            }
+        )
+        readers = dict(zip(numbers, map(_reader, scales), strict=True))
+        with gradients.reading(model, readers):
+            found = model(dense, batch)
+        if found.shape != dense.shape[:1]:
+            raise ValueError(
+                "a click model returns a logit for each example, [batch]; this one returns "
+                f"the shape {found.shape} for {dense.shape[0]} examples"
+            )
+        return found
+
+    def programs() -> Iterator[tuple[int, export.Exported]]:
+        abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
+        bags = tuple(stack.bags for stack in stacks)
+        for rows in sizes_of_programs(batch_size):
+            signature = ClickSignature(
+                rows=rows, num_dense=num_dense, bags=bags, weights=abstract
+            )
+            program = signature.program(logits)
+            check(program)
+            yield rows, program
+
+    save_click_predictor(
+        path,
+        num_dense=num_dense,
+        stacks=[_stated(stack) for stack in stacks],
+        schema=None if clicks is None else clicks.schema,
+        vocabularies={} if clicks is None else clicks.vocabularies,
+        programs=programs(),
+        weights=[
+            Stored(w, w.pieces() if isinstance(w, _Table) else to_host_in_pieces(w))
+            for w in weights
+        ],
+    )
+
+
+def _collections(model: Any) -> dict[tuple, EmbeddingCollection]:
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, EmbeddingCollection)
+    }
+
+
+def _num_dense(model: Any, clicks: Clicks | None) -> int:
+    stated = getattr(model, "num_dense", None)
+    if clicks is None:
+        if stated is None:
+            raise ValueError(
+                "the model has no attribute num_dense, which says how many dense columns it "
+                "takes; pass names=train, the clicks that it was trained on"
+            )
+        return stated
+    check_columns(model, clicks)
+    return len(clicks.schema.dense)
+
+
+def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:
+    """Raises ValueError unless the features are those of the data."""
+    wanted = {f.name: f.table.config.num_rows for s in stacks for f in s.features}
+    if wanted.keys() != clicks.num_ids.keys():
+        raise ValueError(
+            f"the model has the features {sorted(wanted)}, but names has "
+            f"{sorted(clicks.num_ids)}; pass the clicks that the model was trained on"
+        )
+    for name, size in clicks.num_ids.items():
+        if wanted[name] != size:
+            raise ValueError(
+                f"names has {size:,} ids of {name!r}, but its table has {wanted[name]:,} "
+                "rows; pass the clicks that the model was trained on"
+            )
+
+
+class _Table(jax.ShapeDtypeStruct):
+    """An array of a stack, which is written some rows at a time.
+
+    Attributes:
+      pieces: makes its rows in order.
+    """
+
+    def __init__(self, shape, dtype, pieces):
+        super().__init__(shape, dtype)
+        self.pieces = pieces
+
+
+class _Tables(NamedTuple):
+    """A stack that is exported.
+
+    Attributes:
+      stack: its tables are in the order of ids.
+      numbers: of each row of codes: scale, and offset if there is one.
+    """
+
+    stack: Stack
+    numbers: list[_Table]
+
+
+def _portable(
+    number: int, collection: EmbeddingCollection, table_dtype: TableDtype | None
+) -> list[_Tables]:
+    """Gives a copy of a collection the tables that are exported.
+
+    Returns:
+      Its new stacks, whose names are those of no other collection.
+    """
+    places: dict[str, tuple[Stack, list[StackedTable]]] = {}
+    for stack in collection.stacks:
+        for piece in stack.tables:
+            places.setdefault(piece.name, (stack, []))[1].append(piece)
+    readers = {f.name: f.config for s in collection.stacks for f in s.features}
+    features = {name: readers[name] for name in collection.names}
+    tables = {
+        name: dataclasses.replace(pieces[0].config, placement="replicated", rule=None)
+        for name, (_, pieces) in places.items()
+        if any(feature.table == name for feature in features.values())
+    }
+    before = {name: kernel[...] for name, kernel in collection.kernels.items()}
+
+    def rows(stack: Stack) -> Iterator[np.ndarray]:
+        for table in stack.tables:
+            lies, pieces = places[table.name]
+            yield from table_rows(lies, tuple(pieces), before[lies.name])
+        unused = stack.num_rows - sum(t.config.num_rows for t in stack.tables)
+        yield np.zeros((unused, stack.dim), stack.dtype)
+
+    found, kernels = [], {}
+    for stack in stack_tables(tables, features, {}):
+        stack = dataclasses.replace(stack, name=f"{number}_{stack.name}")
+        kind = table_dtype
+        if kind and not row_codes.saves_memory(kind, stack.dim, stack.dtype):
+            kind = None
+        kernel, *numbers = _arrays(stack, functools.partial(rows, stack), kind)
+        kernels[stack.name] = RowParam(kernel)
+        found.append(_Tables(stack, numbers))
+    collection.stacks = tuple(tables.stack for tables in found)
+    collection.kernels = nnx.data(kernels)
+    return found
+
+
+def _arrays(
+    stack: Stack,
+    rows: Callable[[], Iterator[np.ndarray]],
+    kind: TableDtype | None,
+) -> list[_Table]:
+    """The arrays of a stack: its rows, or their codes and the numbers of each row."""
+    shape = (stack.num_rows, stack.dim)
+    if kind is None:
+        return [_Table(shape, stack.dtype, rows)]
+    dtypes = row_codes.coded_dtypes(kind)
+    # Kept while the codes are written: the numbers of each row follow them in the file.
+    kept: list[list[np.ndarray]] = [[] for _ in dtypes[1:]]
+
+    def codes() -> Iterator[np.ndarray]:
+        for piece in rows():
+            coded = row_codes.coded(piece, kind)
+            for numbers, other in zip(kept, coded[1:], strict=False):
+                numbers.append(np.asarray(other))
+            yield np.asarray(coded.codes)
+
+    per_row = [
+        _Table(shape[:1], dtype, functools.partial(iter, numbers))
+        for numbers, dtype in zip(kept, dtypes[1:], strict=True)
+    ]
+    return [_Table(shape, dtypes[0], codes), *per_row]
+
+
+def _reader(numbers: list[jax.Array]) -> gradients.Reader:
+    """How the rows of a coded stack are summed."""
+    scale, *offset = numbers
+
+    def read(x, w, implementation):
+        del implementation
+        return row_codes.summed_codes(x, RowCodes(w, scale, *(offset or [None])))
+
+    return read
+
+
+def _stated(stack: Stack) -> ClickStack:
+    features = (
+        ClickFeature(
+            name=f.name,
+            num_ids=f.table.config.num_rows,
+            first=f.table.place.first,
+            bag=f.first_bag,
+            length=f.config.length or 0,
+            drop=f.config.outside == "drop",
+        )
+        for f in stack.features
+    )
+    return ClickStack(stack.bags, tuple(features))

@@ -1,0 +1,106 @@
+"""Tables as files, and rows in fewer bits."""
+
+import itertools
+
+import jax
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from flax import nnx
+from tolerances import relative_error
+
+import sparsejax as sj
+from sparsejax.embeddings import row_codes, table_files
+
+TABLES = {
+    "user": sj.TableConfig(1001, 8, placement="rows"),
+    "item": sj.TableConfig(7, 8, placement="rows", dtype="bfloat16"),
+}
+FEATURES = {name: name for name in TABLES}
+
+
+@pytest.mark.parametrize("model", [None, 8])
+def test_a_table_by_pieces(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "BLOCK_NUMBERS", 8 * 300)
+    mesh = sj.make_mesh(model=model or 1)
+    with jax.set_mesh(mesh):
+        collection = sj.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
+        expected = {name: np.asarray(collection.table(name)) for name in TABLES}
+        pieces = list(collection.table_rows("user"))
+        assert [len(piece) for piece in pieces] == [300, 300, 300, 101]
+        names = [f"é{i}" for i in range(999)]
+        collection.save_table("user", tmp_path / "user.parquet", names=names)
+        collection.save_table("user", tmp_path / "user.npy")
+        collection.save_table("item", tmp_path / "item.parquet")
+    np.testing.assert_array_equal(np.concatenate(pieces), expected["user"])
+    np.testing.assert_array_equal(np.load(tmp_path / "user.npy"), expected["user"])
+    found = pq.read_table(tmp_path / "user.parquet")
+    assert found["id"].to_pylist() == list(range(1001))
+    assert found["name"].to_pylist() == [None, None, *names]
+    rows = found["row"].combine_chunks().flatten().to_numpy().reshape(-1, 8)
+    np.testing.assert_array_equal(rows, expected["user"])
+    found = pq.read_table(tmp_path / "item.parquet")
+    assert found.column_names == ["id", "row"]
+    wide = np.asarray(expected["item"], np.float32)
+    np.testing.assert_array_equal(np.array(found["row"].to_pylist(), np.float32), wide)
+
+
+def test_what_is_wrong_with_a_table_file(tmp_path):
+    collection = sj.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
+    for path, options, message in (
+        ("a.csv", {}, "a.csv: tables are written to .npy, .parquet files"),
+        ("a.npy", {"names": ["x"]}, "has no names; write .parquet"),
+        ("a.parquet", {"names": ["x"] * 8}, "8 names, but the table has 7 rows"),
+        ("no/a.npy", {}, "there is no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collection.save_table("item", tmp_path / path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def awkward_rows(dim=16):
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((40, dim)) * 10.0 ** rng.integers(-6, 7, (40, 1))
+    rows[0], rows[1], rows[2] = 0, 3.25, -1e-30
+    rows[3, 0], rows[4] = 1e6, np.where(np.arange(dim) % 2, 3e38, -3e38)
+    return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_codes_are_within_their_bounds(kind):
+    rows = awkward_rows()
+    codes = row_codes.coded(rows, kind)
+    assert tuple(a.dtype for a in codes if a is not None) == row_codes.coded_dtypes(
+        kind
+    )
+    decoded = codes.codes.astype(np.float64) * codes.scale.astype(np.float64)[:, None]
+    if codes.offset is not None:
+        decoded += codes.offset.astype(np.float64)[:, None]
+    exact = rows.astype(np.float64)
+    largest = np.abs(exact).max(1, keepdims=True)
+    if kind == "int8":
+        bound = np.ptp(exact, axis=1)[:, None] / 510
+    else:
+        bound = np.maximum(np.abs(exact) / 16, largest / 458752)
+    assert (np.abs(decoded - exact) <= bound + 1e-6 * largest).all()
+    ids = np.random.default_rng(1).integers(0, len(rows), 30).astype(np.int32)
+    indptr = np.array([0, 0, 7, 8, 28], np.int32)
+    x = sj.CSR.tree_unflatten(len(rows), (None, ids, indptr, None))
+    found = jax.jit(row_codes.summed_codes)(x, codes)
+    for row, (start, end) in zip(found, itertools.pairwise(indptr), strict=True):
+        terms = decoded[ids[start:end]]
+        # A code and its offset may be larger than their sum.
+        size = np.abs(exact[ids[start:end]]).max(initial=0) * len(terms)
+        error = np.abs(np.asarray(row, np.float64) - terms.sum(0))
+        assert (error <= 2 * relative_error(np.float32, 20) * size).all()
+
+
+def test_codes_of_rows_that_are_not_finite_or_short():
+    rows = awkward_rows()
+    rows[5, 3] = np.nan
+    with pytest.raises(ValueError, match="row 5 has a number that is not finite"):
+        row_codes.coded(rows, "int8")
+    assert not row_codes.saves_memory("int8", 2, np.dtype(np.float32))
+    assert row_codes.saves_memory("int8", 4, np.dtype(np.float32))
+    with pytest.raises(ValueError, match=r"table_dtype is one of .*, got"):
+        row_codes.check_table_dtype("int4")
