@@ -22,6 +22,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import gradients
 from sparsejax.sparse import CSR
 
@@ -59,7 +60,7 @@ class LinearPart(nnx.Module):
     contribution, so they have to be excluded from rankings.
 
     `K = diag(n^-popularity) U` and `scale` hold all of this. All scores together have a
-    standard deviation of about `weight` (over the rows and items of the data). Before
+    standard deviation of `weight` (over the rows and items of the data). Before
     `set_from` all scores are 0.
 
     Args:
@@ -73,10 +74,13 @@ class LinearPart(nnx.Module):
         zeros = jit_sharded(_zeros, BY_ROWS, static=(0,))(shape)
         self.kernel = FromData(zeros, **out_sharding(BY_ROWS))
         self.scale = FromData(jnp.zeros(shape[:1]))
+        self.implementation: Implementation = None
 
     def encode(self, x: SparseRows) -> Float[Array, "batch rank"]:
         """`(x / |x|) K`, for `x: [batch, items]`."""
-        return gradients.lookup(self.kernel, x, combiner="sqrtn")
+        return gradients.lookup(
+            self.kernel, x, combiner="sqrtn", implementation=self.implementation
+        )
 
     def set_from(self, matrix: scipy.sparse.sparray | scipy.sparse.spmatrix) -> None:
         """Computes the arrays from the data, `[rows, items]`."""

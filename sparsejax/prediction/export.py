@@ -16,6 +16,7 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.nn.linear_part import LinearPart
 from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import sizes_of_programs, unflattened
 from sparsejax.prediction.predictor_files import save_predictor
@@ -79,7 +80,7 @@ def export_predictor(
         if isinstance(node, SparseOutput):
             node.fold()
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, SparseLinear | SparseOutput):
+        if isinstance(node, SparseLinear | SparseOutput | LinearPart):
             # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"
         elif isinstance(node, nnx.Variable):
