@@ -16,6 +16,10 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
+# `LinearConfig.for_data`: entries of an item from which on a linear part made rankings
+# better, on held-out parts of six data sets; and elements of its kernel: 1 GB.
+_FEWEST_ENTRIES, _LARGEST_LINEAR = 5, 2**28
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputConfig:
@@ -129,6 +133,20 @@ class LinearConfig:
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ValueError(f"linear: {name} {value} is not {least} or more")
+
+    @classmethod
+    def for_data(cls, rows: int, items: int, entries: int) -> LinearConfig | None:
+        """The linear part that `sparsejax train` gives data of these sizes by default.
+
+        >>> LinearConfig.for_data(rows=6_040, items=3_706, entries=800_000).rank
+        1024
+
+        None if items have fewer than 5 entries each: then little is learned from pairs of
+        items. Also None if rows and items are too many for factors of this rank.
+        """
+        linear = cls()
+        is_large = items * linear.rank > _LARGEST_LINEAR
+        return None if is_large or entries < _FEWEST_ENTRIES * items else linear
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig

@@ -33,9 +33,14 @@ _MORE_COLUMNS, _PRODUCTS = 64, 4
 # Rows of the data whose products with the basis exist at a time.
 BLOCK_ROWS = 2**16
 
-# Added to the diagonal before a Cholesky decomposition, relative to its mean: columns of
-# float32 may be nearly dependent. The second of two decompositions removes the effect.
-_SHIFT = 1e-6
+# Cholesky decompositions in turn, and what is added to the diagonal before each, relative
+# to its sum: about ten times the rounding error of float32. What the first does to small
+# components the others undo.
+_PASSES, _SHIFT = 3, 1e-6
+
+
+# In place of 0 in a denominator.
+_TINY = 1e-30
 
 
 class FromData(nnx.Variable):
@@ -124,10 +129,10 @@ def closed_form(
     damping = (counts / counts.mean()) ** -config.popularity
     lengths = np.diff(data.indptr)
     data.data *= (
-        np.repeat(1 / np.maximum(norms, 1e-30), lengths) * damping[data.indices]
+        np.repeat(1 / np.maximum(norms, _TINY), lengths) * damping[data.indices]
     )
     diagonal = np.bincount(data.indices, data.data.astype(np.float64) ** 2, items)
-    mean = max(float(diagonal.mean()), 1e-30)
+    mean = max(float(diagonal.mean()), _TINY)
     width = min(config.rank + _MORE_COLUMNS, rows, items)
     rank = min(config.rank, width)
     if not width or not data.nnz:
@@ -182,13 +187,12 @@ def _added(total, basis, block: CSR, transposed: CSR):
 
 @jax.jit
 def _orthonormal(basis):
-    """The same space, by two Cholesky decompositions: on a CPU ten times as fast as QR."""
-    for _ in range(2):
+    """The same space, by Cholesky decompositions: on a CPU ten times as fast as QR."""
+    for _ in range(_PASSES):
         gram = _product(basis.T, basis)
-        shift = _SHIFT * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
+        shift = (_SHIFT * jnp.trace(gram) + _TINY) * jnp.eye(len(gram))
         factor = jnp.linalg.cholesky(gram + shift)
-        solved = jax.scipy.linalg.solve_triangular(factor, basis.T, lower=True)
-        basis = solved.T
+        basis = jax.scipy.linalg.solve_triangular(factor, basis.T, lower=True).T
     return basis
 
 
@@ -208,7 +212,7 @@ def _finished(basis, applied, diagonal, damping, ridge, rows, rank):
     # Rows of the data have uncorrelated `a U`, with these sums of squares.
     sums = squares * squares / (squares + ridge)
     variance = jnp.var(kernel * scale[:, None], axis=0) @ sums / rows
-    return kernel, scale * jax.lax.rsqrt(jnp.maximum(variance, 1e-30))
+    return kernel, scale * jax.lax.rsqrt(jnp.maximum(variance, _TINY))
 
 
 def _product(a, b):

@@ -75,6 +75,20 @@ def test_a_lower_rank_keeps_the_largest_components():
     np.testing.assert_allclose(up_to_a_factor(got, want), want, rtol=1e-3, atol=1e-5)
 
 
+def test_one_item_is_in_nearly_all_rows_and_most_are_in_none():
+    dense = np.zeros((3000, 400))
+    dense[:, 0] = 1
+    dense[:40, 1:100] = np.random.default_rng(0).random((40, 99)) < 0.3
+    kernel, scale = closed_form(
+        scipy.sparse.csr_array(dense), LinearConfig(rank=300, popularity=0.0)
+    )
+    assert np.all(np.isfinite(kernel)) and np.all(np.isfinite(scale))
+    a = dense / np.linalg.norm(dense, axis=1)[:, None]
+    ridge = 8 * np.square(a).sum(axis=0).mean()
+    want = np.eye(400) - ridge * np.linalg.inv(a.T @ a + ridge * np.eye(400))
+    np.testing.assert_allclose(kernel @ kernel.T, want, atol=2e-3)
+
+
 @pytest.mark.parametrize("shape", [(0, 6), (3, 6), (1, 1)])
 def test_little_data(shape):
     part = LinearPart(LinearConfig(rank=4), shape[1])
