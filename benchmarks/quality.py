@@ -47,7 +47,7 @@ _EPOCHS = {"gowalla": (20, 50)}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
 # From the bias of an item's score, this times the log of its entries is subtracted.
 _PENALTIES = (0.25, 0.5, 1.0)
-_EASE_RIDGE, _EASE_ITEMS = 500.0, 15_000
+_EASE_ITEMS = 15_000
 
 
 def main() -> None:
@@ -107,13 +107,13 @@ def _trained(
 
     train, test = _load(folder, name, seed)
     sizes = train.num_rows, train.num_features, train.num_entries
-    linear = sj.LinearConfig.for_data(*sizes)
+    linear, _ = sj.LinearConfig.for_data(*sizes)
     start = time.perf_counter()
     config = sj.NetworkConfig.autoencoder(linear=linear)
     model, optimizer = sj.build(config, train, seed=seed)
     jax.block_until_ready(model.output.kernel[...])
     result: dict[str, Any] = {
-        "rank": None if linear is None else linear.rank,
+        "linear": None if linear is None else vars(linear),
         "entries of an item": sizes[2] / sizes[1],
         "build, s": time.perf_counter() - start,
     }
@@ -154,7 +154,7 @@ def _trained(
     result["fit, s"] = time.perf_counter() - start - measuring[0]
     if train.num_features <= _EASE_ITEMS:
         start = time.perf_counter()
-        found = sj.evaluate(_ease(train.to_scipy(), _EASE_RIDGE), train, test, k=20)
+        found = sj.evaluate(sj.baselines.ease(train), train, test, k=20)
         result["EASE"] = [float(found[m]) for m in _METRICS]
         result["EASE, s"] = time.perf_counter() - start
     return result
@@ -201,35 +201,6 @@ def _generated() -> scipy.sparse.csr_array:
         (np.ones(len(place[0])), place), shape=(users, items)
     )
     return matrix.astype(bool)
-
-
-def _ease(data: scipy.sparse.csr_array, ridge: float):
-    """EASE: the ridge regression of each item on all others, in closed form."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    import sparsejax as sj
-
-    class Ease(nnx.Module):
-        def __init__(self, weights):
-            self.weights = nnx.Variable(weights)
-
-        @property
-        def num_features(self):
-            return len(self.weights)
-
-        num_items = num_features
-
-        def top_k(self, x, k, *, exclude=None):
-            weights = self.weights[...]
-            h = sj.gather_matmul(x, weights)
-            return sj.top_k(h, jnp.eye(len(weights)), None, k, exclude=exclude)
-
-    data = data.astype(np.float64)
-    inverse = np.linalg.inv((data.T @ data).toarray() + ridge * np.eye(data.shape[1]))
-    weights = -inverse / np.diag(inverse)
-    np.fill_diagonal(weights, 0)
-    return Ease(jnp.asarray(weights, jnp.float32))
 
 
 def _write_table(report: dict) -> None:

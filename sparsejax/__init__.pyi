@@ -1,5 +1,6 @@
 # Every public name; `__init__.py` imports each when it is first used.
 
+from . import baselines as baselines
 from . import data as data
 from . import dsstne as dsstne
 from . import losses as losses
@@ -21,15 +22,18 @@ from .data import ScannedDataset as ScannedDataset
 from .data import SparseDataset as SparseDataset
 from .data import Split as Split
 from .data import UnknownFeaturesWarning as UnknownFeaturesWarning
+from .data import UnseenUsers as UnseenUsers
 from .data import VocabularyColumn as VocabularyColumn
 from .data import datasets as datasets
 from .data import from_arrow as from_arrow
+from .data import random_candidates as random_candidates
 from .data import read as read
 from .data import read_adjacency as read_adjacency
 from .data import read_clicks as read_clicks
 from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
 from .data import read_text as read_text
+from .data import read_vae_cf as read_vae_cf
 from .data import scan_clicks as scan_clicks
 from .data import scan_parquet as scan_parquet
 from .embeddings.collection import EmbeddingCollection as EmbeddingCollection

@@ -19,9 +19,10 @@ from sparsejax.cli import main as cli
 
 OBJECTS = {
     name: value
-    for module in (sj, sj.training)
+    for module in (sj, sj.baselines, sj.training)
     for name in dir(module)
-    if not isinstance(value := getattr(module, name), types.ModuleType)
+    if not name.startswith("_")
+    and not isinstance(value := getattr(module, name), types.ModuleType)
 }
 MEASURED = {name: getattr(sj.metrics, name) for name in dir(sj.metrics)}
 DOCUMENTED = MEASURED | OBJECTS
@@ -34,6 +35,12 @@ def folder(tmp_path_factory) -> pathlib.Path:
     """Where examples run: with a file of purchases, and a run."""
     folder = tmp_path_factory.mktemp("docstrings")
     (folder / "purchases.tsv").write_text(PURCHASES)
+    (folder / "pro_sg").mkdir()
+    parts = {"train": "1,a\n1,b\n2,b\n2,c"}
+    for name, user in (("validation", 3), ("test", 4)):
+        parts |= {f"{name}_tr": f"{user},a", f"{name}_te": f"{user},b"}
+    for name, pairs in parts.items():
+        (folder / "pro_sg" / f"{name}.csv").write_text(f"uid,sid\n{pairs}\n")
     train = ["train", str(folder / "purchases.tsv"), "--run", str(folder / "run")]
     assert cli.main([*train, "--epochs", "1", "--optimizer", "sgd"]) == 0
     return folder
@@ -51,7 +58,10 @@ def given(symbolic_sizes) -> dict[str, typing.Any]:
     libraries = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx}
     return {
         **OBJECTS,
-        **{name: getattr(sj, name) for name in ("losses", "metrics", "optimizers")},
+        **{
+            name: getattr(sj, name)
+            for name in ("baselines", "losses", "metrics", "optimizers")
+        },
         **libraries,
         "scipy": scipy,
         "pandas": pandas,

@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import sys
 import types
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import sparsejax as sj
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+CUTS = {"tr": (0, 4), "te": (4, 60)}
 FILMS = [f"Film {i}: the {i} | rest" for i in range(12)]
 
 
@@ -118,3 +120,51 @@ def test_the_docs_name_each_example_program():
     text = "".join(page.read_text() for page in pages)
     for path in EXAMPLES.glob("*.py"):
         assert path.name in text
+
+
+def test_published_tables(tmp_path, monkeypatch, capsys):
+    """On files of Mult-VAE's protocol, beside a stand-in for implicit 0.7."""
+
+    class Als:
+        def __init__(self, *, factors, iterations, random_state, regularization, alpha):
+            self.good = regularization == 1.0 and alpha == 5.0
+
+        def fit(self, user_items, show_progress):
+            self.num_items = user_items.shape[1]
+
+        def recommend(self, userid, user_items, N, recalculate_user):
+            # Items of the user's parity that it does not have, if the settings are good.
+            names = np.array([int(name) for name in data.train.feature_names])
+            parity = names[user_items.indices[user_items.indptr[:-1]]] % 2
+            scores = (names[None] % 2 == parity[:, None]) == self.good
+            scores = scores - 9.0 * (user_items.toarray() > 0)
+            assert recalculate_user and len(userid) == len(scores)
+            return np.argsort(-scores, axis=1, kind="stable")[:, :N], None
+
+    monkeypatch.setitem(sys.modules, "implicit", types.ModuleType("implicit"))
+    als = types.SimpleNamespace(AlternatingLeastSquares=Als)
+    monkeypatch.setitem(sys.modules, "implicit.als", als)
+    users = {"train": range(60), "validation": range(60, 64), "test": range(64, 74)}
+    parts = {"train": (0, 60)}
+    parts |= {f"{n}_{p}": c for n in ("validation", "test") for p, c in CUTS.items()}
+    for part, (start, end) in parts.items():
+        pairs = [
+            f"{user},{2 * i + user % 2}"
+            for user in users[part.partition("_")[0]]
+            for i in range(start, end)
+        ]
+        (tmp_path / f"{part}.csv").write_text("\n".join(["uid,sid", *pairs]))
+    data = sj.read_vae_cf(tmp_path)
+    module = example("06_published_tables")
+    monkeypatch.setattr(module, "EPOCHS", 2)
+    results = module.main("ml-20m", tmp_path, seeds=2)
+    printed = capsys.readouterr().out
+    metric = "truncated_recall@20"
+    assert results["EASE here"][0][0][metric] == results["iALS"][0][0][metric] == 1
+    assert len(results["sparsejax"]) == 2 and len(results["EASE here"]) == 1
+    assert "iALS: {'regularization': 1.0, 'alpha': 5.0}" in printed
+    row = next(line for line in printed.splitlines() if line.startswith("VASP"))
+    assert row.split() == ["VASP", "0.4140", "0.5520", "0.4480"]
+    row = next(line for line in printed.splitlines() if line.startswith("sparsejax"))
+    mean = np.mean([found[metric] for found, _ in results["sparsejax"]])
+    assert row.split()[1] == f"{mean:.4f}" and row.count("±") == 6

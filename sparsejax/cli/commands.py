@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsejax import whole_files
+from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, run
 from sparsejax.cli import report as reports
 from sparsejax.cli.printing import print_metrics
@@ -35,12 +36,17 @@ def evaluate(command: flags.Evaluate) -> None:
         raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
     if command.test is None and command.history:
         raise ValueError("--history goes with TEST; leave it out with --fold-in")
+    if command.baselines and command.test is None and command.popularity is None:
+        raise ValueError(
+            "--baselines with --fold-in needs --popularity, the file of the interactions "
+            "that the model was trained on"
+        )
     settings, names = run.load_run(command.run)
     data = meanwhile(lambda: _data_to_evaluate(command, settings, names))
     model = run.restored_model(command.run, settings)
-    measured = evaluation.evaluate(
-        model,
-        **data(),
+    given = data()
+    prepared = evaluation.prepared_for(
+        **given,
         k=command.k,
         fold_in=command.fold_in,
         features=None if command.fold_in is None else names,
@@ -48,8 +54,29 @@ def evaluate(command: flags.Evaluate) -> None:
         exclude=None if command.counting.keep_seen else "inputs",
         unknown=command.counting.unknown,
     )
+    measured = prepared.run(model)
+    if command.baselines:
+        measured = _of_baselines(prepared, given["popularity"]) | measured
     print_metrics(measured)
     print(json.dumps(measured))
+
+
+def _of_baselines(
+    prepared: evaluation.Evaluation, train: SparseDataset
+) -> dict[str, float]:
+    """The metrics of each baseline, with its name before that of the metric."""
+    measured = {}
+    for name, baseline in BASELINES.items():
+        try:
+            model = baseline(train)
+        except MemoryError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        found = prepared.run(model)
+        measured |= {
+            f"{name}_{n}": found[n] for n in found if f"popularity_{n}" in found
+        }
+    return measured
 
 
 def _data_to_evaluate(

@@ -229,6 +229,63 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ColumnsOfTune(Columns):
+    """As `Columns`, but --time is something else."""
+
+    time: Annotated[int | str | None, arg(name="time-column", metavar="COLUMN")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Trains with many settings, and keeps those that are best on held-out interactions.
+
+    Tuned are the number of hidden units, temperature, corruption and learning rate, by
+    Optuna. The first trial has the settings of the flags. Trials that look worse than
+    others did after as many epochs end early. To continue after an interruption, or with
+    more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
+
+    Prints the command that trains on all of DATA with the best settings.
+
+    Attributes:
+      data: File of the interactions. A part of it is held out.
+      run: Folder to write to: all trials, network.json for train --config, and the run of
+        the best trial.
+      trials: Number of trials, including those before an interruption.
+      time: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
+      validation: What to hold out of DATA: a share; or last, the last interaction of each
+        row by time. Or a file of held-out interactions with the same rows.
+      k: Cut-off of the nDCG that decides: the number of recommendations that count.
+      epochs: Most passes over the data in a trial.
+      patience: End a trial when its nDCG has not risen for this many epochs.
+      format: Format of the files.
+      optimizer: Name of the optimizer, as for train.
+      learning_rate: Learning rate of the first trial.
+      batch_size: Rows per step.
+      seed: Seed of the trials' settings and of each training.
+      network: The network of the first trial. Also fixes what is not tuned.
+      columns: Which columns of a table hold what. By default their names say it.
+      compilation: How programs for the device are compiled.
+    """
+
+    data: Annotated[Positional[str], arg(metavar="DATA")]
+    run: Annotated[pathlib.Path, _Folder] = pathlib.Path("tuned")
+    trials: int = 50
+    time: Annotated[str | None, _value("TIME", "no limit")] = None
+    validation: Annotated[str, _value("{FILE,SHARE,last}")] = ".1"
+    k: int = 20
+    epochs: int = 100
+    patience: int = 5
+    format: Annotated[Format | None, _Formats] = None
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    batch_size: int = 512
+    seed: int = 0
+    network: Network = Network()
+    columns: ColumnsOfTune = ColumnsOfTune()
+    compilation: Compilation = Compilation()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
     """Measures how well a model finds held-out interactions, compared with popularity.
 
@@ -248,6 +305,8 @@ class Evaluate:
         held-out ones.
       popularity: File of the interactions that popularity is counted from. Its items
         count as those that the model was trained on.
+      baselines: Also measure models without training, made of the same interactions as
+        popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
       k: Number of recommendations that count.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -264,6 +323,7 @@ class Evaluate:
     seed: int = 0
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
     popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
+    baselines: Flag = False
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
@@ -524,6 +584,7 @@ class Demo:
 
 Command = (
     Train
+    | Tune
     | Evaluate
     | Predict
     | Export

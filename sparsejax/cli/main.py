@@ -111,6 +111,8 @@ def _carry_out(
         match command:
             case flags.Train() | flags.Plan():
                 from sparsejax.cli import train as module
+            case flags.Tune():
+                from sparsejax.cli import tune as module
             case flags.Demo():
                 from sparsejax.cli import demo as module
             case _:
@@ -274,6 +276,8 @@ def _lost(command: flags.Command | None) -> str:
 
 def _what_next(command: flags.Command | None) -> str:
     """What the user can do after training was interrupted."""
+    if isinstance(command, flags.Tune):
+        return "; to continue, repeat the command"
     if not isinstance(command, flags.Train):
         return ""
     from sparsejax.cli import run

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from tqdm import tqdm
 
+from sparsejax.baselines.models import BASELINES
 from sparsejax.cli.report import means_over
 from sparsejax.data import ScannedDataset, SparseDataset
 
@@ -36,11 +37,14 @@ def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
 
 
 def print_metrics(measured: Mapping[str, float]) -> None:
-    """Prints a table of metrics: of the model, and of recommending by popularity."""
+    """Prints a table of metrics: of the model, and of each baseline that was measured."""
     names = [name for name in measured if f"popularity_{name}" in measured]
     width = max(map(len, names))
-    print(f"{'':{width}}  {'model':>10}  {'popularity':>10}")
+    baselines = ["popularity", *BASELINES]
+    shown = [name for name in baselines if f"{name}_{names[0]}" in measured]
+    heads = "".join(f"  {name:>10}" for name in ["model", *shown])
+    print(f"{'':{width}}{heads}")
     for name in names:
-        model, popularity = measured[name], measured[f"popularity_{name}"]
-        print(f"{name:{width}}  {model:>10.4f}  {popularity:>10.4f}")
+        row = [measured[name], *(measured[f"{other}_{name}"] for other in shown)]
+        print(f"{name:{width}}" + "".join(f"  {value:>10.4f}" for value in row))
     print(means_over(measured))

@@ -39,10 +39,12 @@ def train(command: flags.Train) -> None:
     new_writer = None if command.tensorboard is None else _summary_writer()
     stopping = _early_stopping(command)
     network = network_of(command)
-    source = _whole(command) if command.chunk_rows is None else _scanned(command)
-    network = _with_linear_part(network, command, source)
+    source = whole(command) if command.chunk_rows is None else _scanned(command)
+    network, chosen = with_linear_part(network, command, source)
+    if chosen:
+        print(chosen, file=sys.stderr)
     check_seed(command.seed)
-    settings = _settings(command, network, source)
+    settings = settings_of(command, network, source)
     model, optimizer = settings.build(source.data)
     features = source.data.feature_names
     with (
@@ -80,7 +82,8 @@ def plan(command: flags.Plan) -> bool:
     memory = command.memory
     network = network_of(command)
     if command.features is None and _chooses(command):
-        linear = LinearConfig.for_data(command.rows, command.items, command.entries)
+        sizes = command.rows, command.items, command.entries
+        linear, _ = LinearConfig.for_data(*sizes)
         network = dataclasses.replace(network, linear=linear)
     planned = planning.plan(
         network,
@@ -120,27 +123,19 @@ def _chooses(command: flags.Train | flags.Plan) -> bool:
     return command.config is None and command.network.linear == "auto"
 
 
-def _with_linear_part(
-    network: NetworkConfig, command: flags.Train, source: _Source
-) -> NetworkConfig:
-    """The network, with the linear part that suits the data. Says which and why."""
+def with_linear_part(
+    network: NetworkConfig, command: flags.Train, source: Source
+) -> tuple[NetworkConfig, str]:
+    """The network, with the linear part that suits the data, and what to say about it."""
     if not _chooses(command):
-        return network
+        return network, ""
     data = source.data
     if isinstance(data, ScannedDataset):
-        print("no linear part: it needs all of the data in memory", file=sys.stderr)
-        return network
-    sizes = data.num_rows, data.num_features, data.num_entries
-    linear = LinearConfig.for_data(*sizes)
-    each = f"an item has {sizes[2] / max(sizes[1], 1):,.1f} entries"
-    if linear is None:
-        print(f"no linear part: {each}, or it would be too large", file=sys.stderr)
-    else:
-        print(
-            f"linear part of rank {linear.rank:,}, as {each}; --linear None leaves it out",
-            file=sys.stderr,
-        )
-    return dataclasses.replace(network, linear=linear)
+        return network, "no linear part: it needs all of the data in memory"
+    linear, why = LinearConfig.for_data(
+        data.num_rows, data.num_features, data.num_entries
+    )
+    return dataclasses.replace(network, linear=linear), why
 
 
 def rule_of(command: flags.Train, chunks: Sequence[int]) -> optimizers.Rule:
@@ -190,7 +185,7 @@ def rule_of(command: flags.Train, chunks: Sequence[int]) -> optimizers.Rule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Source:
+class Source:
     """The data to train on.
 
     Attributes:
@@ -210,7 +205,7 @@ class _Source:
     split: str | None = None
 
 
-def _whole(command: flags.Train) -> _Source:
+def whole(command: flags.Train) -> Source:
     """Reads all of the data and the held-out entries."""
     data = read_file(command.data, command)
     heldout = validation = split = None
@@ -227,7 +222,7 @@ def _whole(command: flags.Train) -> _Source:
         aligned = heldout.align_rows(data.row_names[rows])
         left_out = [] if aligned.left_out is None else [aligned.left_out]
         validation = fingerprint(aligned.matrix, rows, *left_out)
-    return _Source(
+    return Source(
         data=data,
         chunks=chunks,
         indicator=indicator,
@@ -253,7 +248,7 @@ def _validation_split(command: flags.Train, data: SparseDataset) -> Split | None
     return data.split(1 - float(text), seed=0)
 
 
-def _scanned(command: flags.Train) -> _Source:
+def _scanned(command: flags.Train) -> Source:
     """Scans the file of data that is read in chunks while training."""
     if command.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
@@ -269,10 +264,12 @@ def _scanned(command: flags.Train) -> _Source:
         chunk_rows=command.chunk_rows,
     )
     chunks = Stream(data, None, None).chunks
-    return _Source(data=data, chunks=chunks, indicator=data.indicator)
+    return Source(data=data, chunks=chunks, indicator=data.indicator)
 
 
-def _settings(command: flags.Train, network: NetworkConfig, source: _Source) -> run.Run:
+def settings_of(
+    command: flags.Train, network: NetworkConfig, source: Source
+) -> run.Run:
     """What `run.json` will hold."""
     data = source.data
     if isinstance(data, ScannedDataset):

@@ -18,6 +18,9 @@ from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.files import DataError as DataError
+from sparsejax.data.protocols import UnseenUsers as UnseenUsers
+from sparsejax.data.protocols import random_candidates as random_candidates
+from sparsejax.data.protocols import read_vae_cf as read_vae_cf
 from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read
 from sparsejax.data.readers import read_adjacency as read_adjacency

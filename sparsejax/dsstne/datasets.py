@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
 
 import numpy as np
 import scipy.sparse
@@ -14,6 +12,7 @@ from sparsejax.data import DenseDataset, SparseDataset
 from sparsejax.data.dense import dense_rows
 from sparsejax.data.names import Names
 from sparsejax.dsstne.index_files import column_names, without_padding
+from sparsejax.mesh.layout import available_memory
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 # An array may be this many times larger than what the file has for it. Deflate, which
@@ -293,22 +292,12 @@ def check_memory(what: str, needed: int, stored: int) -> None:
 
 def check_fits(what: str, needed: int) -> None:
     """Raises ValueError if the machine has less memory free than so many bytes."""
-    available = _available_memory()
+    available = available_memory()
     if needed > available:
         raise ValueError(
             f"{what} would take {needed:,} bytes, but of the machine's memory {available:,} "
             "bytes are available"
         )
-
-
-def _available_memory() -> int:
-    """Bytes that can be taken without swapping; where that is not told, all memory."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        for line in file:
-            name, number, *_ = line.split()
-            if name == "MemAvailable:":
-                return 1024 * int(number)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def find_problem(dataset: FileDataset, n: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -439,3 +440,13 @@ def device_memory() -> int | None:
     """Bytes that JAX may take of the first device here; None if it does not say."""
     stats = jax.local_devices()[0].memory_stats()
     return None if stats is None else stats.get("bytes_limit")
+
+
+def available_memory() -> int:
+    """Bytes of the host that can be taken without swapping; if not told, all memory."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        for line in file:
+            name, number, *_ = line.split()
+            if name == "MemAvailable:":
+                return 1024 * int(number)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,9 +16,9 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: entries of an item from which on a linear part made rankings
-# better, on held-out parts of six data sets; and elements of its kernel: 1 GB.
-_FEWEST_ENTRIES, _LARGEST_LINEAR = 5, 2**28
+# `LinearConfig.for_data`: entries of an item for which the weight is 1, the largest weight,
+# and the most elements of the kernel: 1 GB.
+_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 100, 2.0, 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,13 @@ class LinearConfig:
 
     Attributes:
       rank: width of the factors, at most the number of items.
-      ridge: how strongly small components are damped, relative to the mean squared norm
-        of the data's columns.
+      ridge: how strongly small components are damped: EASE's lambda, in its unit.
       popularity: exponent of an item's number of entries by which its column is divided.
       weight: standard deviation of these scores over the rows and items of the data.
     """
 
     rank: int = 1024
-    ridge: float = 8.0
+    ridge: float = 800.0
     popularity: float = 0.25
     weight: float = 2.0
 
@@ -135,18 +134,27 @@ class LinearConfig:
                 raise ValueError(f"linear: {name} {value} is not {least} or more")
 
     @classmethod
-    def for_data(cls, rows: int, items: int, entries: int) -> LinearConfig | None:
-        """The linear part that `sparsejax train` gives data of these sizes by default.
+    def for_data(
+        cls, rows: int, items: int, entries: int
+    ) -> tuple[LinearConfig | None, str]:
+        """What `sparsejax train` gives data of these sizes by default, and why.
 
-        >>> LinearConfig.for_data(rows=6_040, items=3_706, entries=800_000).rank
-        1024
+        >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
+        >>> linear.weight, why
+        (2.0, 'linear part of rank 1,024 and weight 2: an item has 215.9 entries')
 
-        None if items have fewer than 5 entries each: then little is learned from pairs of
-        items. Also None if rows and items are too many for factors of this rank.
+        The more entries an item has, the more is known about pairs of items: the weight
+        is a hundredth of their number, at most 2. None if the factors would take over
+        1 GB.
         """
-        linear = cls()
-        is_large = items * linear.rank > _LARGEST_LINEAR
-        return None if is_large or entries < _FEWEST_ENTRIES * items else linear
+        each = entries / max(items, 1)
+        linear = cls(weight=round(min(each / _ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT), 2))
+        if items * linear.rank > _LARGEST_LINEAR:
+            return None, f"no linear part: {items:,} items are too many for one"
+        return linear, (
+            f"linear part of rank {linear.rank:,} and weight {linear.weight:g}: an item "
+            f"has {each:,.1f} entries"
+        )
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig

@@ -54,10 +54,11 @@ class LinearPart(nnx.Module):
 
         A      = rows of the data, divided by their norms, and column i by n_i^popularity
         A      ~ P diag(sigma) Q^T                           of the given rank
-        U      = Q diag(sigma / sqrt(sigma^2 + ridge'))      ridge' = ridge * mean |A_i|^2
+        U      = Q diag(sigma / sqrt(sigma^2 + ridge'))      ridge' = ridge / mean |row|^2
         score  = (a U) . U_i / (1 - |U_i|^2)                 of a row `a` without item i
 
-    n_i is the number of entries of item i. With the full rank this is the score of EASE:
+    n_i is the number of entries of item i, divided by its mean; the mean of the squared norms is over the
+    rows that have entries, so that `ridge` is in EASE's unit. With the full rank this is the score of EASE:
     the ridge regression of each item on all others, in the closed form
     `-(a C)_i / C_ii` with `C = (A^T A + ridge' I)^-1`, as `1 - ridge' C = U U^T`. No
     `[items, items]` matrix is made. In `1 - |U_i|^2`, what the rank leaves out counts
@@ -132,7 +133,6 @@ def closed_form(
         np.repeat(1 / np.maximum(norms, _TINY), lengths) * damping[data.indices]
     )
     diagonal = np.bincount(data.indices, data.data.astype(np.float64) ** 2, items)
-    mean = max(float(diagonal.mean()), _TINY)
     width = min(config.rank + _MORE_COLUMNS, rows, items)
     rank = min(config.rank, width)
     if not width or not data.nnz:
@@ -147,7 +147,8 @@ def closed_form(
         _applied(blocks, basis),
         jnp.asarray(diagonal, jnp.float32),
         jnp.asarray(damping, jnp.float32),
-        config.ridge * mean,
+        config.ridge
+        / max(float(np.square(norms).sum() / max(np.count_nonzero(norms), 1)), _TINY),
         rows,
         rank,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.evaluation import INSIDE, Setup, prepare
+from sparsejax.prediction.evaluation import INSIDE, Evaluation, Setup, prepare
 from sparsejax.prediction.recommender import Recommender
 
 
@@ -93,15 +93,36 @@ def evaluate(
         `inputs`, or has no candidates. An argument does not fit the model or another
         argument.
     """
-    setup = Setup(
+    prepared = prepared_for(
+        inputs,
+        heldout,
+        fold_in=fold_in,
+        features=features,
+        seed=seed,
         k=k,
         exclude=exclude,
         unknown=unknown,
         candidates=candidates,
         popularity=popularity,
         batch_size=batch_size,
-        trained_on_inputs=fold_in is None,
     )
+    return prepared.run(model, optimizer=optimizer)
+
+
+def prepared_for(
+    inputs: Sources,
+    heldout: Source | None = None,
+    *,
+    fold_in: float | None = None,
+    features: SparseDataset | Iterable[object] | None = None,
+    seed: int = 0,
+    **setup: Any,
+) -> Evaluation:
+    """What `evaluate` does before it runs the model, so that several can be measured.
+
+    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
+    """
+    chosen = Setup(**setup, trained_on_inputs=fold_in is None)
     if fold_in is not None:
         inputs, heldout = _folded_in(inputs, heldout, fold_in, seed, features)
     elif features is not None:
@@ -110,7 +131,7 @@ def evaluate(
         )
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
-    return prepare(inputs, heldout, setup).run(model, optimizer=optimizer)
+    return prepare(inputs, heldout, chosen)
 
 
 def _folded_in(

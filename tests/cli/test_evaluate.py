@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from run_folders import ITEMS, USERS, write_lines
 
+from sparsejax import baselines
 from sparsejax.cli import run
 from sparsejax.cli.main import main
 from sparsejax.data import SparseDataset, read
@@ -159,3 +160,36 @@ def test_rows_that_are_only_held_out_are_reported(board, tmp_path, capsys):
     captured = capsys.readouterr()
     assert "warning: " in captured.err and "'nobody'" in captured.err
     assert json.loads(captured.out.splitlines()[-1])["users"] == 1
+
+
+def test_evaluate_beside_baselines(board, capsys):
+    argv = [board.run, *board.files, "--baselines"]
+    measured, _ = measured_by(argv, capsys)
+    train, heldout = (read(path, features=board.train) for path in board.files)
+    for name, model in (
+        ("ease", baselines.ease(train)),
+        ("item_knn", baselines.item_knn(train)),
+    ):
+        found = evaluate(model, train, heldout, k=2)
+        for metric in ("ndcg@2", "coverage@2", "gini@2", "mean_popularity@2"):
+            assert measured[f"{name}_{metric}"] == pytest.approx(found[metric])
+    # The colours are clear to both.
+    assert measured["ease_recall@2"] > 0.95 > measured["popularity_recall@2"]
+    assert main(["evaluate", *argv, "--k", "2"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["model", "popularity", "item_knn", "ease"]
+    row = next(row for row in rows if row.startswith("coverage@2 ")).split()
+    assert float(row[4]) == pytest.approx(measured["ease_coverage@2"], abs=1e-4)
+    # Rows to be measured on would be a part of the training data.
+    argv = ["evaluate", board.run, board.files[0], "--fold-in", "0.5", "--baselines"]
+    assert main(argv) == 1
+    assert "--baselines with --fold-in needs --popularity" in capsys.readouterr().err
+
+
+def test_evaluate_leaves_out_baselines_beyond_memory(board, capsys, monkeypatch):
+    monkeypatch.setattr("sparsejax.ops.item_weights.available_memory", lambda: 1000)
+    argv = ["evaluate", board.run, *board.files, "--baselines", "--k", "2"]
+    assert main(argv) == 0
+    printed, said = capsys.readouterr()
+    assert "left out: EASE of 20 items needs 6,400 bytes, but 1,000 bytes are" in said
+    assert printed.splitlines()[0].split() == ["model", "popularity", "item_knn"]

@@ -11,7 +11,7 @@ from sparsejax.nn.config import LinearConfig
 from sparsejax.nn.linear_part import LinearPart, closed_form
 
 ROWS, ITEMS = 90, 40
-WHOLE = LinearConfig(rank=ITEMS, ridge=2.0, popularity=0.0, weight=1.5)
+WHOLE = LinearConfig(rank=ITEMS, ridge=20.0, popularity=0.0, weight=1.5)
 
 
 def some_data(*, valued=False):
@@ -34,6 +34,12 @@ def normalised(data, popularity):
     return dense / np.maximum(np.linalg.norm(dense, axis=1), 1e-30)[:, None] * damping
 
 
+def mean_square(data):
+    """Of the norms of the rows that have entries."""
+    squares = np.square(data.toarray()).sum(axis=1)
+    return squares[squares > 0].mean()
+
+
 def up_to_a_factor(got, want):
     """`got` in the unit of `want`, as the scores are scaled to a standard deviation."""
     return got * (got * want).sum() / np.square(got).sum()
@@ -42,10 +48,10 @@ def up_to_a_factor(got, want):
 @pytest.mark.parametrize(("popularity", "valued"), [(0.0, False), (0.5, True)])
 def test_is_ease_on_items_that_a_row_does_not_have(popularity, valued):
     data = some_data(valued=valued)
-    config = LinearConfig(rank=ITEMS, ridge=2.0, popularity=popularity, weight=1.5)
+    config = LinearConfig(rank=ITEMS, ridge=20.0, popularity=popularity, weight=1.5)
     kernel, scale = (np.asarray(a, np.float64) for a in closed_form(data, config))
     a = normalised(data, popularity)
-    ridge = 2.0 * np.square(a).sum(axis=0).mean()
+    ridge = 20.0 / mean_square(data)
     inverse = np.linalg.inv(a.T @ a + ridge * np.eye(ITEMS))
     ease = -(a @ inverse) / np.diag(inverse)
     scores = normalised(data, 0.0) @ kernel @ kernel.T * scale
@@ -60,12 +66,12 @@ def test_a_lower_rank_keeps_the_largest_components():
     data = some_data()
     kernel, scale = (
         np.asarray(a, np.float64)
-        for a in closed_form(data, LinearConfig(rank=4, ridge=2.0, popularity=0.0))
+        for a in closed_form(data, LinearConfig(rank=4, ridge=20.0, popularity=0.0))
     )
     a = normalised(data, 0.0)
     _, sigma, q = np.linalg.svd(a, full_matrices=False)
     diagonal = np.square(a).sum(axis=0)
-    ridge = 2.0 * diagonal.mean()
+    ridge = 20.0 / mean_square(data)
     u = q[:4].T * (sigma / np.sqrt(sigma**2 + ridge))[:4]
     left_out = diagonal - np.square(q[:4].T) @ sigma[:4] ** 2
     error = 1 - np.square(u).sum(axis=1)
@@ -84,7 +90,7 @@ def test_one_item_is_in_nearly_all_rows_and_most_are_in_none():
     )
     assert np.all(np.isfinite(kernel)) and np.all(np.isfinite(scale))
     a = dense / np.linalg.norm(dense, axis=1)[:, None]
-    ridge = 8 * np.square(a).sum(axis=0).mean()
+    ridge = 800 / mean_square(scipy.sparse.csr_array(dense))
     want = np.eye(400) - ridge * np.linalg.inv(a.T @ a + ridge * np.eye(400))
     np.testing.assert_allclose(kernel @ kernel.T, want, atol=2e-3)
 

@@ -1,0 +1,313 @@
+"""What `sparsejax tune` does: trains with many settings, and keeps the best.
+
+::
+
+    trials.log        every trial, as Optuna writes it; a tuning goes on from there
+    network.json      the network of the best trial, for `sparsejax train --config`
+    trial-17/         the run of the best trial
+
+Only the validation part of the data decides. No other held-out data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import shlex
+import sys
+import time
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from sparsejax.cli import flags, run
+from sparsejax.cli import train as training
+from sparsejax.data.files import shown
+from sparsejax.mesh import processes
+from sparsejax.training.fit import fit
+from sparsejax.whole_files import whole_text_file
+
+_TRIALS, _NETWORK = "trials.log", "network.json"
+_SIZES = (64, 128, 256, 512, 1024)
+_RANGES = {  # the last is whether the logarithm is drawn evenly
+    "temperature": (0.03, 1.0, True),
+    "corruption": (0.0, 0.8, False),
+    "learning_rate": (2e-4, 1e-2, True),
+}
+# Trials that are not pruned, and that are drawn without a look at those before.
+_FIRST_TRIALS = 5
+# Epochs before which no trial is pruned.
+_FIRST_EPOCHS = 3
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class _Enough(Exception):
+    """A trial has ended: it does not get better, or the time is over."""
+
+
+def tune(command: flags.Tune) -> None:
+    """`sparsejax tune`."""
+    optuna = _optuna()
+    seconds = math.inf if command.time is None else _seconds(command.time)
+    deadline = time.monotonic() + seconds
+    if command.trials < 1:
+        raise ValueError(f"trials={command.trials} must be at least 1")
+    first = _train_command(command, _start(command))
+    source = training.whole(first)
+    network, chosen = training.with_linear_part(
+        training.network_of(first), first, source
+    )
+    if chosen:
+        print(chosen, file=sys.stderr)
+    settings = training.settings_of(first, network, source)
+    command.run.mkdir(parents=True, exist_ok=True)
+    with processes.alone_in(command.run):
+        study = _opened(optuna, command, settings)
+        while (number := _num_done(study)) < command.trials:
+            if time.monotonic() > deadline and number:
+                print(f"the time is over after {number} trials", file=sys.stderr)
+                break
+            trial = study.ask()
+            chosen = _train_command(command, _choice(trial, command))
+            began = time.monotonic()
+            state, score, why = _trained(optuna, trial, chosen, source, deadline)
+            study.tell(trial, score if state is None else None, state=state)
+            took = f"{time.monotonic() - began:.0f} s"
+            said = " ".join(f"{n} {_short(v)}" for n, v in trial.params.items())
+            print(
+                f"trial {trial.number}: ndcg@{command.k} {score:.4f}, {took}{why}: {said}",
+                file=sys.stderr,
+            )
+            # Each trial has programs of its own.
+            jax.clear_caches()
+        _finish(study, command, source)
+
+
+def _optuna() -> types.ModuleType:
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError(
+            "tune needs another package: pip install 'sparsejax[tune]'"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+\.?\d*)([smhd])", text)
+    if found is None:
+        raise ValueError(f"--time {text}: expected a time such as 90s, 30m, 1.5h or 2d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
+    """The study of the folder. Trials that were interrupted are put first again.
+
+    Raises:
+      ValueError: the folder holds something else, or a tuning with other settings.
+    """
+    path = command.run / _TRIALS
+    others = {p.name for p in command.run.iterdir() if p.name[0] != "."}
+    if others and not path.exists():
+        raise ValueError(
+            f"{command.run}: does not hold a tuning, but {min(others)}; name a new folder"
+        )
+    # A process that was killed may leave half a line, and Optuna's lock. We have our own.
+    if path.exists():
+        whole = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(whole.rfind(b"\n") + 1)
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+    journal = optuna.storages.journal
+    lock = journal.JournalFileOpenLock(str(path))
+    file = journal.JournalFileBackend(str(path), lock_obj=lock)
+    study = optuna.create_study(
+        storage=optuna.storages.JournalStorage(file),
+        study_name="tune",
+        load_if_exists=True,
+        direction="maximize",
+        pruner=optuna.pruners.MedianPruner(
+            n_startup_trials=_FIRST_TRIALS, n_warmup_steps=_FIRST_EPOCHS
+        ),
+    )
+    identity = settings.identity() | {"epochs": command.epochs}
+    identity = json.loads(json.dumps(identity))
+    before = study.user_attrs.setdefault("identity", identity)
+    for name, value in identity.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{command.run}: was begun with {name} {before.get(name)}, and now it is "
+                f"{value}; name a new folder"
+            )
+    trials = study.get_trials(deepcopy=False)
+    if not trials:
+        study.set_user_attr("identity", identity)
+        study.enqueue_trial(_start(command))
+    for trial in trials:
+        if trial.state == optuna.trial.TrialState.RUNNING:
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            study.enqueue_trial(trial.params)
+    # Another seed than before, or the same settings would be drawn again.
+    seed = command.seed + len(trials)
+    study.sampler = optuna.samplers.TPESampler(
+        n_startup_trials=_FIRST_TRIALS, seed=seed
+    )
+    if trials:
+        print(f"continues after {_num_done(study)} trials", file=sys.stderr)
+    return study
+
+
+def _num_done(study: Any) -> int:
+    """Number of trials that have ended, and were not interrupted."""
+    trials = study.get_trials(deepcopy=False)
+    return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
+
+
+def _start(command: flags.Tune) -> dict[str, Any]:
+    """The settings to begin with: those of the flags that are tuned."""
+    network = command.network
+    start: dict[str, Any] = {
+        "corruption": network.corruption,
+        "learning_rate": command.learning_rate,
+    }
+    if len(network.hidden) == 1:
+        start["hidden"] = network.hidden[0]
+    if network.temperature is not None:
+        start["temperature"] = network.temperature
+    return start
+
+
+def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
+    """What the trial draws for each of the settings in `_start`."""
+    chosen = {}
+    for name, start in _start(command).items():
+        if name == "hidden":
+            sizes = sorted({*_SIZES, start})
+            chosen[name] = trial.suggest_categorical(name, sizes)
+            continue
+        low, high, log = _RANGES[name]
+        low, high = min(low, start), max(high, start)
+        drawn = trial.suggest_float(name, low, high, log=log)
+        chosen[name] = start if drawn == start else _short(drawn)
+    return chosen
+
+
+def _short(value: float) -> float:
+    """Three digits are enough, and can be read."""
+    return value if isinstance(value, int) else float(f"{value:.3g}")
+
+
+def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
+    """The training with the chosen settings."""
+    tuned = dict(chosen)
+    learning_rate = tuned.pop("learning_rate")
+    if "hidden" in tuned:
+        tuned["hidden"] = (tuned["hidden"],)
+    return flags.Train(
+        data=command.data,
+        run=command.run,
+        format=command.format,
+        validation=command.validation,
+        k=command.k,
+        patience=command.patience,
+        optimizer=command.optimizer,
+        learning_rate=learning_rate,
+        batch_size=command.batch_size,
+        epochs=command.epochs,
+        seed=command.seed,
+        network=dataclasses.replace(command.network, **tuned),
+        columns=command.columns,
+        compilation=command.compilation,
+    )
+
+
+def _trained(
+    optuna: Any, trial: Any, command: flags.Train, source: Any, deadline: float
+) -> tuple[Any, float, str]:
+    """Trains with the settings of a trial.
+
+    Returns:
+      Its state, None for a complete one; the best score; and why it ended, to be printed.
+    """
+    network, _ = training.with_linear_part(
+        training.network_of(command), command, source
+    )
+    settings = training.settings_of(command, network, source)
+    best, best_epoch = -math.inf, 0
+
+    def log(step: int, entry: Mapping[str, float]) -> None:
+        nonlocal best, best_epoch
+        score, epoch = entry[f"ndcg@{command.k}"], int(entry["epoch"])
+        trial.report(score, epoch)
+        if score > best:
+            best, best_epoch = score, epoch
+            trial.set_user_attr("epoch", epoch)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+        if epoch - best_epoch >= (command.patience or math.inf):
+            raise _Enough
+        if time.monotonic() > deadline:
+            raise _Enough
+
+    pruned = optuna.trial.TrialState.PRUNED
+    try:
+        model, optimizer = settings.build(source.data)
+        fit(
+            model,
+            optimizer,
+            source.data,
+            batch_size=command.batch_size,
+            num_epochs=command.epochs,
+            seed=command.seed,
+            validation=source.heldout,
+            k=command.k,
+            log=log,
+        )
+    except _Enough:
+        pass
+    except optuna.TrialPruned:
+        return pruned, best, ", pruned"
+    except FloatingPointError:
+        return pruned, best, ", pruned, as the loss was not finite"
+    except jax.errors.JaxRuntimeError as error:
+        if "Out of memory" not in str(error):
+            raise
+        return pruned, best, ", pruned, as it does not fit in memory"
+    return None, best, ""
+
+
+def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
+    """Writes the best network, trains its run, and prints how to train it again."""
+    complete = [t for t in study.get_trials() if t.state.name == "COMPLETE"]
+    if not complete:
+        raise ValueError("no trial could be trained; begin with other settings")
+    trial = max(complete, key=lambda t: t.value)
+    chosen = _train_command(command, _choice(trial, command))
+    config = command.run / _NETWORK
+    with whole_text_file(config) as file:
+        network = training.network_of(chosen)
+        network, _ = training.with_linear_part(network, chosen, source)
+        file.write(json.dumps(network.to_json(), indent=2) + "\n")
+    folder = command.run / f"trial-{trial.number}"
+    print(
+        f"the best is trial {trial.number}: ndcg@{command.k} {trial.value:.4f} in epoch "
+        f"{trial.user_attrs['epoch']}; its run is trained into {folder}",
+        file=sys.stderr,
+    )
+    training.train(
+        dataclasses.replace(
+            chosen, run=folder, config=config, resume=run.has_checkpoints(folder)
+        )
+    )
+    words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
+    words += ["--run", "RUN", "--config", config, "--optimizer", command.optimizer]
+    words += ["--learning-rate", str(chosen.learning_rate)]
+    words += ["--batch-size", str(command.batch_size)]
+    words += ["--epochs", str(trial.user_attrs["epoch"])]
+    print(shlex.join(map(str, words)))

@@ -1,0 +1,139 @@
+"""`sparsejax tune`."""
+
+import json
+import math
+import shlex
+
+import optuna
+import pytest
+from run_folders import write_lines
+
+from sparsejax.cli import run, tune
+from sparsejax.cli.main import main
+
+SMALL = ["--hidden", "8", "--batch-size", "32", "--k", "2", "--validation", ".2"]
+
+
+@pytest.fixture
+def argv(board, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "data.txt", board.train)
+    return ["tune", "data.txt", *SMALL]
+
+
+def trials() -> list[optuna.trial.FrozenTrial]:
+    journal = optuna.storages.journal.JournalFileBackend("tuned/trials.log")
+    storage = optuna.storages.JournalStorage(journal)
+    return optuna.load_study(study_name="tune", storage=storage).get_trials()
+
+
+def score(trial: optuna.trial.FrozenTrial) -> float:
+    assert trial.value is not None
+    return trial.value
+
+
+def test_the_result_can_be_used_and_trained_again(argv, capsys):
+    assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
+    printed, said = capsys.readouterr()
+    first, second = trials()
+    # It begins with the settings of the flags.
+    start = {"hidden": 8, "temperature": 0.1, "corruption": 0.5, "learning_rate": 1e-3}
+    assert first.params == start != second.params
+    best = max(first, second, key=score)
+    assert score(best) >= score(first) and f"the best is trial {best.number}" in said
+    folder = f"tuned/trial-{best.number}"
+    settings, _ = run.load_run(folder)
+    progress = run.checkpoints_of(folder, settings).progress()
+    assert progress is not None
+    scores = [entry["ndcg@2"] for entry in progress["history"]]
+    assert max(scores) == pytest.approx(best.value)
+    words = shlex.split(printed.replace("RUN", "again"))
+    assert main(words[1:]) == 0
+    again, _ = run.load_run("again")
+    assert again.network == settings.network and again.optimizer == settings.optimizer
+    assert again.num_epochs == best.user_attrs["epoch"] == 1 + scores.index(max(scores))
+    # Nothing is left to do.
+    capsys.readouterr()
+    assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
+    assert capsys.readouterr().out == printed and len(trials()) == 2
+
+
+@pytest.fixture
+def curves(monkeypatch) -> list[float]:
+    """Trainings are curves that rise for six epochs, to a height that settings decide."""
+    heights = []
+
+    def fit(model, optimizer, data, *, num_epochs, k, log, **_):
+        if heights and math.isnan(heights[-1]):
+            heights.pop()
+            raise KeyboardInterrupt
+        config = model.config
+        away = math.log(config.output.temperature / 0.2) ** 2
+        height = math.exp(-away - (config.input.corruption - 0.3) ** 2)
+        heights.append(height)
+        for epoch in range(1, num_epochs + 1):
+            log(epoch, {"epoch": epoch, f"ndcg@{k}": height * min(epoch, 6) / 6})
+
+    monkeypatch.setattr(tune, "fit", fit)
+    monkeypatch.setattr(tune.training, "train", lambda command: None)
+    return heights
+
+
+def test_it_is_interrupted_and_goes_on(argv, curves, tmp_path, capsys):
+    curves.append(math.nan)
+    assert main([*argv, "--trials", "20"]) == 130
+    assert "to continue, repeat the command" in capsys.readouterr().err
+    assert main([*argv, "--trials", "8"]) == 0
+    curves.append(math.nan)
+    assert main([*argv, "--trials", "20"]) == 130
+    interrupted = trials()[-1]
+    assert interrupted.state.name == "RUNNING"
+    # As after kill -9.
+    with open("tuned/trials.log", "a") as file:
+        file.write('{"op_code": 5, "work')
+    (tmp_path / "tuned" / "trials.log.lock").touch()
+    assert main([*argv, "--trials", "20"]) == 0
+    found = trials()
+    states = [trial.state.name for trial in found]
+    assert states.count("FAIL") == 2 and "RUNNING" not in states
+    assert states.count("COMPLETE") + states.count("PRUNED") == 20
+    again = found[interrupted.number + 1]
+    assert again.params == interrupted.params and again.state.name != "FAIL"
+    ended = [trial for trial in found if trial.state.name != "FAIL"]
+    assert len({tuple(trial.params.values()) for trial in ended}) == 20
+    # Bad trials are pruned, and good ones end when they do not rise any more.
+    for trial in found:
+        last = {"COMPLETE": 6 + 5, "FAIL": 0}.get(trial.state.name)
+        steps = len(trial.intermediate_values)
+        assert steps == last if last is not None else 3 <= steps < 11
+    assert "PRUNED" in states
+    best = max(score(t) for t in found if t.state.name == "COMPLETE")
+    assert best > score(found[1])  # the defaults, after an interruption
+    config = json.loads((tmp_path / "tuned" / "network.json").read_text())
+    temperature = config["layers"][-1]["temperature"]
+    assert math.exp(-(math.log(temperature / 0.2) ** 2)) >= best
+    # What was begun otherwise cannot be continued.
+    capsys.readouterr()
+    for other in (["--k", "3"], ["--activation", "relu"], ["--validation", ".4"]):
+        assert main([*argv, *other]) == 1
+        assert "tuned: was begun with " in capsys.readouterr().err
+
+
+def test_it_ends_when_the_time_is_over(argv, curves, capsys):
+    assert main([*argv, "--time", "0s"]) == 0
+    assert "the time is over after 1 trials" in capsys.readouterr().err
+    assert len(trials()) == 1
+
+
+def test_what_is_refused(argv, tmp_path, monkeypatch, capsys):
+    for more, message in [
+        (["--time", "soon"], "--time soon: expected a time such as 90s"),
+        (["--trials", "0"], "--trials 0 must be at least 1"),
+        (["--run", "."], ".: does not hold a tuning, but data.txt"),
+        (["--validation", "1.5"], "a share must be between 0 and 1"),
+    ]:
+        assert main([*argv, *more]) == 1
+        assert message in capsys.readouterr().err
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    assert main(argv) == 1
+    assert "pip install 'sparsejax[tune]'" in capsys.readouterr().err
