@@ -57,8 +57,8 @@ class LinearPart(nnx.Module):
         U      = Q diag(sigma / sqrt(sigma^2 + ridge'))      ridge' = ridge / mean |row|^2
         score  = (a U) . U_i / (1 - |U_i|^2)                 of a row `a` without item i
 
-    n_i is the number of entries of item i, divided by its mean; the mean of the squared norms is over the
-    rows that have entries, so that `ridge` is in EASE's unit. With the full rank this is the score of EASE:
+    n_i is the number of entries of item i, divided by its mean. The mean of the squared
+    norms is over the rows that have entries. With the full rank this is the score of EASE:
     the ridge regression of each item on all others, in the closed form
     `-(a C)_i / C_ii` with `C = (A^T A + ridge' I)^-1`, as `1 - ridge' C = U U^T`. No
     `[items, items]` matrix is made. In `1 - |U_i|^2`, what the rank leaves out counts
