@@ -1,38 +1,62 @@
-"""Quality on Gowalla with the defaults of `sparsejax train`, for several seeds.
+"""Quality with the defaults of `sparsejax train`, on six data sets, for several seeds.
 
-    python benchmarks/quality.py run --data FOLDER [--seeds N] [--commit NAME]
+    python benchmarks/quality.py run --data FOLDER [--sets NAME ...] [--seeds N]
     python benchmarks/quality.py table
 
-FOLDER holds `train.txt.xz` and `test.txt.xz` of Gowalla in the split of the LightGCN paper.
-With each seed a model is trained on all of `train`. It is measured on `test` once after 20
-epochs and once after 50: all items are ranked, except those that a user has in `train`.
-Nothing is chosen on `test`.
+FOLDER holds what there is of `train.txt.xz` and `test.txt.xz` (Gowalla in the split of the
+LightGCN paper), `user_movie.csv.xz` (MovieLens-1M), `Beauty.txt.xz` (Amazon Beauty, a
+history on each line) and `movielens_input_1024.txt.xz` (users 1 to 1024 of MovieLens-20M in
+DSSTNE's form). The bundled data set and a generated one need no file. But for Gowalla, a
+fifth of the entries of each row is held out for the test, with the seed of the training.
+
+With each seed a model is trained on all of the rest. It is measured with its linear part,
+with its layers alone, with less of what is popular, and as its linear part alone. All items
+are ranked, except those that a user has in the training data. EASE is computed where
+the items are few enough. Nothing is chosen on the test.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import json
 import pathlib
 import statistics
 import sys
+import time
+from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
+import numpy as np
+import scipy.sparse
 from report import RESULTS, origin, table, write_section
 
 _RESULTS = RESULTS / "quality.json"
-_EPOCHS = (20, 50)
-_METRICS = ("recall@20", "ndcg@20")
+_FILES = {
+    "gowalla": "train.txt.xz",
+    "ml-1m": "user_movie.csv.xz",
+    "msweb": None,
+    "beauty": "Beauty.txt.xz",
+    "ml-20m-1024": "movielens_input_1024.txt.xz",
+    "generated": None,
+}
+_EPOCHS = {"gowalla": (20, 50)}
+_METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
+# From the bias of an item's score, this times the log of its entries is subtracted.
+_PENALTIES = (0.25, 0.5, 1.0)
+_EASE_ITEMS = 15_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=["run", "table"])
     parser.add_argument("--data", type=pathlib.Path, help="folder of the files")
+    parser.add_argument("--sets", nargs="+", choices=list(_FILES), default=list(_FILES))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, help="instead of 20, and 50 on Gowalla")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     arguments = parser.parse_args()
@@ -41,55 +65,168 @@ def main() -> None:
         return
     if arguments.data is None:
         parser.error("run needs --data FOLDER")
-    report = _run(arguments.data, arguments.seeds)
-    report["commit"] = arguments.commit
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    _run(arguments)
 
 
-def _run(folder: pathlib.Path, seeds: int) -> dict:
+def _run(arguments: argparse.Namespace) -> None:
+    import jax
+
+    results: list[dict[str, Any]] = []
+    for seed in range(arguments.seeds):
+        for name in arguments.sets:
+            file = _FILES[name]
+            if file is not None and not (arguments.data / file).exists():
+                continue
+            epochs = _EPOCHS.get(name, (20,))
+            if arguments.epochs is not None:
+                epochs = (arguments.epochs,)
+            result = _trained(arguments.data, name, seed, epochs)
+            results.append({"set": name, "seed": seed, **result})
+            report = {
+                "date": datetime.date.today().isoformat(),
+                "commit": arguments.commit,
+                "command": "python benchmarks/quality.py run",
+                "versions": {
+                    "jax": jax.__version__,
+                    "device": jax.devices()[0].device_kind,
+                },
+                "results": results,
+            }
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            shown = {k: v[:2] if isinstance(v, list) else v for k, v in result.items()}
+            print(json.dumps({"set": name, "seed": seed, **shown}), flush=True)
+
+
+def _trained(
+    folder: pathlib.Path, name: str, seed: int, epochs: tuple[int, ...]
+) -> dict[str, Any]:
+    """Seconds, and a list of metrics for each number of epochs and form of the model."""
     import jax
 
     import sparsejax as sj
 
-    train = sj.read(folder / "train.txt.xz")
-    test = sj.read(folder / "test.txt.xz", features=train)
-    results = []
-    for seed in range(seeds):
-        config = sj.NetworkConfig.autoencoder()
-        model, optimizer = sj.build(config, train, seed=seed)
-        result: dict[str, float] = {"seed": seed}
-
-        def measure(step, entry, *, result=result, model=model, optimizer=optimizer):
-            if entry["epoch"] in _EPOCHS:
-                measured = sj.evaluate(model, train, test, k=20, optimizer=optimizer)
-                for metric in _METRICS:
-                    result[f"{metric}, {entry['epoch']} epochs"] = measured[metric]
-
-        sj.fit(model, optimizer, train, num_epochs=max(_EPOCHS), seed=seed, log=measure)
-        results.append(result)
-        print(json.dumps(result), flush=True)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": "python benchmarks/quality.py run",
-        "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
-        "results": results,
+    train, test = _load(folder, name, seed)
+    sizes = train.num_rows, train.num_features, train.num_entries
+    linear, _ = sj.LinearConfig.for_data(*sizes)
+    start = time.perf_counter()
+    config = sj.NetworkConfig.autoencoder(linear=linear)
+    model, optimizer = sj.build(config, train, seed=seed)
+    jax.block_until_ready(model.output.kernel[...])
+    result: dict[str, Any] = {
+        "linear": None if linear is None else vars(linear),
+        "entries of an item": sizes[2] / sizes[1],
+        "build, s": time.perf_counter() - start,
     }
+    counts = np.bincount(train.matrix.indices, minlength=sizes[1])
+    excess = np.log(np.maximum(counts, 1))
+    measuring = [0.0]
+
+    def measured(form: str, epoch: int) -> None:
+        found = sj.evaluate(model, train, test, k=20, optimizer=optimizer)
+        result[f"{epoch} epochs, {form}"] = [float(found[m]) for m in _METRICS]
+
+    def measure(step, entry):
+        if entry["epoch"] not in epochs:
+            return
+        began = time.perf_counter()
+        output = model.output
+        measured("default", entry["epoch"])
+        bias = output.bias[...]
+        for penalty in _PENALTIES:
+            less = np.pad(excess, (0, len(bias) - len(excess)))
+            output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
+            measured(f"penalty {penalty}", entry["epoch"])
+        output.bias.set_value(bias)
+        if linear is not None:
+            scale, kernel = output.linear.scale[...], output.kernel[...]
+            output.linear.scale.set_value(scale * 0)
+            measured("layers alone", entry["epoch"])
+            output.linear.scale.set_value(scale)
+            output.kernel.set_value(kernel * 0)
+            output.bias.set_value(bias * 0)
+            measured("linear part alone", entry["epoch"])
+            output.kernel.set_value(kernel)
+            output.bias.set_value(bias)
+        measuring[0] += time.perf_counter() - began
+
+    start = time.perf_counter()
+    sj.fit(model, optimizer, train, num_epochs=max(epochs), seed=seed, log=measure)
+    result["fit, s"] = time.perf_counter() - start - measuring[0]
+    if train.num_features <= _EASE_ITEMS:
+        start = time.perf_counter()
+        found = sj.evaluate(sj.baselines.ease(train), train, test, k=20)
+        result["EASE"] = [float(found[m]) for m in _METRICS]
+        result["EASE, s"] = time.perf_counter() - start
+    return result
+
+
+def _load(folder: pathlib.Path, name: str, seed: int):
+    import sparsejax as sj
+
+    if name == "gowalla":
+        train = sj.read(folder / "train.txt.xz")
+        return train, sj.read(folder / "test.txt.xz", features=train)
+    match name, _FILES[name]:
+        case "msweb", _:
+            data = sj.datasets.msweb().train
+        case "generated", _:
+            data = sj.SparseDataset.from_scipy(_generated())
+        case _, str(file):
+            data = sj.read(folder / file)
+    parts = data.split(0.8, seed=seed)
+    return parts.train, parts.heldout
+
+
+def _generated() -> scipy.sparse.csr_array:
+    """Users who like two of 24 groups; in a group items are popular by Zipf's law."""
+    rng = np.random.default_rng(0)
+    users, items, groups = 20_000, 8_000, 24
+    popularity, group = (
+        1 / np.arange(1, items + 1) ** 0.9,
+        rng.integers(0, groups, items),
+    )
+    lengths = np.minimum(rng.lognormal(2.7, 0.8, users).astype(int) + 5, 400)
+    chances = [
+        np.cumsum(np.where(group == g, 1, 0.02) * popularity) for g in range(groups)
+    ]
+    rows, columns = [], []
+    for user in range(users):
+        for g in rng.choice(groups, 2):
+            size = lengths[user] // 2 + 1
+            found = np.searchsorted(chances[g], rng.random(size) * chances[g][-1])
+            columns.append(np.minimum(found, items - 1))
+            rows.append(np.full(size, user))
+    place = np.concatenate(rows), np.concatenate(columns)
+    matrix = scipy.sparse.csr_array(
+        (np.ones(len(place[0])), place), shape=(users, items)
+    )
+    return matrix.astype(bool)
 
 
 def _write_table(report: dict) -> None:
     """Mean and sample standard deviation over the seeds."""
-    results = report["results"]
+    groups: dict[str, list[dict]] = collections.defaultdict(list)
+    for result in report["results"]:
+        groups[result["set"]].append(result)
     rows = []
-    for epochs in _EPOCHS:
-        columns: list[object] = [epochs]
-        for metric in _METRICS:
-            values = [result[f"{metric}, {epochs} epochs"] for result in results]
-            mean, spread = statistics.mean(values), statistics.stdev(values)
-            columns.append(f"{mean:.4f} ± {spread:.4f}")
-        rows.append(columns)
-    lines = table(["epochs", "recall@20", "nDCG@20"], rows)
-    seeds = f"{len(results)} seeds: mean ± standard deviation. "
-    write_section("quality", [*lines, "", seeds + origin(report)])
+    for name, results in groups.items():
+        for form in results[0]:
+            if not isinstance(results[0][form], list):
+                continue
+            columns: list[object] = [name, form]
+            for place in range(len(_METRICS)):
+                values = [result[form][place] for result in results]
+                spread = statistics.stdev(values) if len(values) > 1 else 0.0
+                columns.append(
+                    f"{statistics.mean(values):.4f} ± {spread:.4f}"
+                    if place < 2
+                    else f"{statistics.mean(values):.3f}"
+                )
+            rows.append(columns)
+    head = ["set", "model", "recall@20", "nDCG@20", "coverage", "Gini", "popularity"]
+    seeds = len(report["results"]) // max(len(groups), 1)
+    note = f"{seeds} seeds: mean ± standard deviation. "
+    write_section("quality", [*table(head, rows), "", note + origin(report)])
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ from .mesh.processes import OtherProcessError as OtherProcessError
 from .mesh.processes import join_processes as join_processes
 from .nn.config import HiddenConfig as HiddenConfig
 from .nn.config import InputConfig as InputConfig
+from .nn.config import LinearConfig as LinearConfig
 from .nn.config import NetworkConfig as NetworkConfig
 from .nn.config import OutputConfig as OutputConfig
 from .nn.layers import SparseDropout as SparseDropout

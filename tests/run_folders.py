@@ -12,7 +12,7 @@ from sparsejax.cli import run
 from sparsejax.data import SparseDataset
 
 USERS, ITEMS = 60, 20
-NETWORK = ["--hidden", "16"]
+NETWORK = ["--hidden", "16", "--linear", "None"]
 FIT = ["--learning-rate", "0.01", "--batch-size", "16"]
 
 

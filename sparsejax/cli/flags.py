@@ -53,6 +53,8 @@ class Network:
         2^-16. default is the fastest on this device.
       param_dtype: Type in which the first and the last layer are stored. bfloat16 takes half
         the memory. It is rounded at random in training, so that small steps are not lost.
+      linear: Rank of a linear part, which is computed from the data and whose scores are
+        added. auto chooses it by the number of entries of an item, and prints it.
     """
 
     hidden: tuple[int, ...] = (256,)
@@ -70,6 +72,9 @@ class Network:
         Precision | None, _value("{highest,high,default}", "default")
     ] = None
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    linear: Annotated[
+        int | Literal["auto"] | None, _value("{auto,INT,None}", "auto")
+    ] = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

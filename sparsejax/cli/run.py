@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import optimizers
-from sparsejax.data import SparseDataset
+from sparsejax.data import ScannedDataset, SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import sharding_of
@@ -32,7 +32,7 @@ from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-from sparsejax.training.build import make_modules, new_modules
+from sparsejax.training.build import build, make_modules
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
 from sparsejax.whole_files import whole_text_file
 
@@ -81,13 +81,16 @@ class Run:
     k: int
     patience: int | None
 
-    def build(self) -> tuple[FeedForward, Optimizer]:
-        """A new model and its optimizer, placed on the mesh if one is set.
+    def build(
+        self, data: SparseDataset | ScannedDataset
+    ) -> tuple[FeedForward, Optimizer]:
+        """A new model and its optimizer for the data, placed on the mesh if one is set.
 
         Raises:
           ValueError: no such network can be built.
+          NotImplementedError: the network has a linear part, and the data is scanned.
         """
-        return new_modules(self.network, self.optimizer, **self._sizes())
+        return build(self.network, data, self.optimizer, seed=self.seed)
 
     def shapes(self) -> tuple[FeedForward, Optimizer]:
         """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.
@@ -200,6 +203,8 @@ class Run:
             settings |= {
                 f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()
             }
+        if network.linear is not None:
+            settings |= {f"linear {n}": v for n, v in vars(network.linear).items()}
         settings |= {"optimizer": rule.pop("name"), **rule}
         plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
         return settings | {name: getattr(self, name) for name in plain}

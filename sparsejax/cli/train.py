@@ -21,7 +21,7 @@ from sparsejax.data import ScannedDataset, SparseDataset, Split, scan_parquet
 from sparsejax.data.files import shown
 from sparsejax.data.names import find_names
 from sparsejax.mesh import processes
-from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.config import LinearConfig, NetworkConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
@@ -41,9 +41,12 @@ def train(command: flags.Train) -> None:
     stopping = _early_stopping(command)
     network = network_of(command)
     source = whole(command) if command.chunk_rows is None else _scanned(command)
+    network, chosen = with_linear_part(network, command, source)
+    if chosen:
+        print(chosen, file=sys.stderr)
     check_seed(command.seed)
     settings = settings_of(command, network, source)
-    model, optimizer = settings.build()
+    model, optimizer = settings.build(source.data)
     features = source.data.feature_names
     with (
         run.begun(
@@ -78,8 +81,13 @@ def plan(command: flags.Plan) -> bool:
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
     memory = command.memory
+    network = network_of(command)
+    if command.features is None and _chooses(command):
+        sizes = command.rows, command.items, command.entries
+        linear, _ = LinearConfig.for_data(*sizes)
+        network = dataclasses.replace(network, linear=linear)
     planned = planning.plan(
-        network_of(command),
+        network,
         optimizers.get(command.optimizer, learning_rate=1e-3),
         inputs=command.items if command.features is None else command.features,
         outputs=None if command.features is None else command.items,
@@ -101,10 +109,34 @@ def plan(command: flags.Plan) -> bool:
 
 
 def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
-    """The network that a file or the flags describe."""
-    if command.config is None:
-        return NetworkConfig.autoencoder(**vars(command.network))
-    return NetworkConfig.load(command.config)
+    """The network that a file or the flags describe; without a linear part that depends
+    on the data.
+    """
+    if command.config is not None:
+        return NetworkConfig.load(command.config)
+    options, rank = dict(vars(command.network)), command.network.linear
+    options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
+    return NetworkConfig.autoencoder(**options)
+
+
+def _chooses(command: flags.Train | flags.Plan) -> bool:
+    """Whether the linear part depends on the data."""
+    return command.config is None and command.network.linear == "auto"
+
+
+def with_linear_part(
+    network: NetworkConfig, command: flags.Train, source: Source
+) -> tuple[NetworkConfig, str]:
+    """The network, with the linear part that suits the data, and what to say about it."""
+    if not _chooses(command):
+        return network, ""
+    data = source.data
+    if isinstance(data, ScannedDataset):
+        return network, "no linear part: it needs all of the data in memory"
+    linear, why = LinearConfig.for_data(
+        data.num_rows, data.num_features, data.num_entries
+    )
+    return dataclasses.replace(network, linear=linear), why
 
 
 def rule_of(command: flags.Train, chunks: Sequence[int]) -> optimizers.Rule:

@@ -59,7 +59,12 @@ def tune(command: flags.Tune) -> None:
         raise ValueError(f"trials={command.trials} must be at least 1")
     first = _train_command(command, _start(command))
     source = training.whole(first)
-    settings = training.settings_of(first, training.network_of(first), source)
+    network, chosen = training.with_linear_part(
+        training.network_of(first), first, source
+    )
+    if chosen:
+        print(chosen, file=sys.stderr)
+    settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
     with processes.alone_in(command.run):
         study = _opened(optuna, command, settings)
@@ -80,7 +85,7 @@ def tune(command: flags.Tune) -> None:
             )
             # Each trial has programs of its own.
             jax.clear_caches()
-        _finish(study, command)
+        _finish(study, command, source)
 
 
 def _optuna() -> types.ModuleType:
@@ -230,7 +235,10 @@ def _trained(
     Returns:
       Its state, None for a complete one; the best score; and why it ended, to be printed.
     """
-    settings = training.settings_of(command, training.network_of(command), source)
+    network, _ = training.with_linear_part(
+        training.network_of(command), command, source
+    )
+    settings = training.settings_of(command, network, source)
     best, best_epoch = -math.inf, 0
 
     def log(step: int, entry: Mapping[str, float]) -> None:
@@ -249,7 +257,7 @@ def _trained(
 
     pruned = optuna.trial.TrialState.PRUNED
     try:
-        model, optimizer = settings.build()
+        model, optimizer = settings.build(source.data)
         fit(
             model,
             optimizer,
@@ -274,7 +282,7 @@ def _trained(
     return None, best, ""
 
 
-def _finish(study: Any, command: flags.Tune) -> None:
+def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
     """Writes the best network, trains its run, and prints how to train it again."""
     complete = [t for t in study.get_trials() if t.state.name == "COMPLETE"]
     if not complete:
@@ -283,8 +291,9 @@ def _finish(study: Any, command: flags.Tune) -> None:
     chosen = _train_command(command, _choice(trial, command))
     config = command.run / _NETWORK
     with whole_text_file(config) as file:
-        network = training.network_of(chosen).to_json()
-        file.write(json.dumps(network, indent=2) + "\n")
+        network = training.network_of(chosen)
+        network, _ = training.with_linear_part(network, chosen, source)
+        file.write(json.dumps(network.to_json(), indent=2) + "\n")
     folder = command.run / f"trial-{trial.number}"
     print(
         f"the best is trial {trial.number}: ndcg@{command.k} {trial.value:.4f} in epoch "

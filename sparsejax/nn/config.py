@@ -16,6 +16,10 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
+# `LinearConfig.for_data`: entries of an item for which the weight is 1, the largest weight,
+# and the most elements of the kernel: 1 GB.
+_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 100, 2.0, 2**28
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputConfig:
@@ -96,6 +100,63 @@ class OutputConfig:
     dtype: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Scores that are linear in the row, computed from the data and added to the others.
+
+    They need no training: see `LinearPart`. The defaults were chosen on held-out parts of
+    the training data of six sets.
+
+    >>> LinearConfig(rank=512).popularity
+    0.25
+
+    Attributes:
+      rank: width of the factors, at most the number of items.
+      ridge: how strongly small components are damped: EASE's lambda, in its unit.
+      popularity: exponent of an item's number of entries by which its column is divided.
+      weight: standard deviation of these scores over the rows and items of the data.
+    """
+
+    rank: int = 1024
+    ridge: float = 800.0
+    popularity: float = 0.25
+    weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("rank", 1),
+            ("ridge", 0),
+            ("popularity", 0),
+            ("weight", 0),
+        ):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"linear: {name} {value} is not {least} or more")
+
+    @classmethod
+    def for_data(
+        cls, rows: int, items: int, entries: int
+    ) -> tuple[LinearConfig | None, str]:
+        """What `sparsejax train` gives data of these sizes by default, and why.
+
+        >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
+        >>> linear.weight, why
+        (2.0, 'linear part of rank 1,024 and weight 2: an item has 215.9 entries')
+
+        The more entries an item has, the more is known about pairs of items: the weight
+        is a hundredth of their number, at most 2. None if the factors would take over
+        1 GB.
+        """
+        each = entries / max(items, 1)
+        linear = cls(weight=round(min(each / _ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT), 2))
+        if items * linear.rank > _LARGEST_LINEAR:
+            return None, f"no linear part: {items:,} items are too many for one"
+        return linear, (
+            f"linear part of rank {linear.rank:,} and weight {linear.weight:g}: an item "
+            f"has {each:,.1f} entries"
+        )
+
+
 LayerConfig = InputConfig | HiddenConfig | OutputConfig
 _KINDS = {c.kind: c for c in (InputConfig, HiddenConfig, OutputConfig)}
 
@@ -123,6 +184,8 @@ class NetworkConfig:
       param_dtype: "float32" or "bfloat16", the dtype in which kernel and bias of the first
         and of the last layer are stored. Bfloat16 takes half the memory; it is rounded at
         random in training, see docs/optimizers.md. What lies between is always float32.
+      linear: scores that are added to those of the layers, for networks whose items are
+        their features. The layers are trained without them. None adds nothing.
 
     Raises:
       ValueError: the layers are not a chain, or a value is out of its range; the message
@@ -134,6 +197,7 @@ class NetworkConfig:
     loss_options: tuple[tuple[str, float], ...] = ()
     precision: Precision = None
     param_dtype: str = "float32"
+    linear: LinearConfig | None = None
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
@@ -174,6 +238,7 @@ class NetworkConfig:
         loss: str = "softmax_cross_entropy",
         loss_options: Mapping[str, float] = types.MappingProxyType({}),
         precision: Precision = None,
+        linear: LinearConfig | None = None,
     ) -> NetworkConfig:
         """Layers `input -> hidden1 -> ... -> output`, with the same options in all hidden ones.
 
@@ -206,6 +271,7 @@ class NetworkConfig:
             loss_options=tuple(sorted(loss_options.items())),
             precision=precision,
             param_dtype=param_dtype,
+            linear=linear,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -216,6 +282,7 @@ class NetworkConfig:
             "loss": {"name": self.loss, **dict(self.loss_options)},
             **({} if self.precision is None else {"precision": self.precision}),
             **(stored if self.param_dtype != type(self).param_dtype else {}),
+            **({} if self.linear is None else {"linear": vars(self.linear)}),
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -228,7 +295,7 @@ class NetworkConfig:
         """
         if not isinstance(document, dict):
             raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        known = "version", "loss", "precision", "param_dtype", "layers"
+        known = "version", "loss", "precision", "param_dtype", "linear", "layers"
         _no_unknown_keys(document, known, "the network")
         if type(document.get("version")) is not int or document["version"] != VERSION:
             raise ValueError(
@@ -246,13 +313,18 @@ class NetworkConfig:
         for key, value in options.items():
             if not isinstance(value, int | float):  # or bool, which is an int
                 raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
-        precision = document.get("precision")
+        precision, linear = document.get("precision"), document.get("linear")
+        if not isinstance(linear, dict | None):
+            raise ValueError(f'"linear" must be an object or null, got {linear!r}')
         return cls(
             layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),
             loss=name,
             loss_options=tuple(sorted(options.items())),
             precision=None if precision is None else check_precision(precision),
             param_dtype=document.get("param_dtype", cls.param_dtype),
+            linear=None
+            if linear is None
+            else LinearConfig(**checked(LinearConfig, linear, "linear")),
         )
 
     @classmethod

@@ -21,6 +21,7 @@ from sparsejax.mesh.layout import (
     out_sharding,
     padded_rows,
 )
+from sparsejax.nn.linear_part import LinearPart
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
@@ -152,6 +153,8 @@ class SparseOutput(nnx.Module):
       kernel_init: initialises the `[num_items, in_features]` kernel.
       bias_init: initialises the bias.
       kernel: a parameter to share; by default the layer makes one.
+      linear: adds its scores to those of `h` where `u`, the result of its `encode`, is
+        given; `loss` never adds them.
       implementation: see `sparsejax.output_loss`.
       precision: "highest", "high" or "default" (None), of products of float32 operands;
         see `sparsejax.output_loss` for `loss`, and `sparsejax.top_k` for `top_k` and
@@ -171,6 +174,7 @@ class SparseOutput(nnx.Module):
         kernel_init: Initializer = _default_kernel_init,
         bias_init: Initializer = _default_bias_init,
         kernel: nnx.Param | None = None,
+        linear: LinearPart | None = None,
         implementation: Implementation = None,
         precision: Precision = None,
         rngs: nnx.Rngs,
@@ -195,9 +199,14 @@ class SparseOutput(nnx.Module):
         _check_kernel(kernel, num_items, in_features)
         self.kernel = kernel
         self.bias = made(bias_init, num_items) if use_bias else None
+        self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
 
-    def scores(self, h: Float[Array, "batch hidden"]) -> Float[Array, "batch items"]:
+    def scores(
+        self,
+        h: Float[Array, "batch hidden"],
+        u: Float[Array, "batch rank"] | None = None,
+    ) -> Float[Array, "batch items"]:
         """All scores, `[batch, num_items]`, in float32 or finer; meant for few items."""
 
         def all_scores(h, kernel, bias, scale):
@@ -208,7 +217,7 @@ class SparseOutput(nnx.Module):
                 scores = scores + bias[None, :]
             return scores[:, : self.num_items]
 
-        operands = self._operands(h)
+        operands = self._operands(h, u)
         return call_with_auto_axes(all_scores, *operands, out_specs=_BATCH)
 
     def loss(
@@ -292,9 +301,10 @@ class SparseOutput(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
+        u: Float[Array, "batch rank"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
-        h, kernel, bias, scale = self._operands(h)
+        h, kernel, bias, scale = self._operands(h, u)
         return topk.top_k(
             h,
             kernel,
@@ -309,13 +319,17 @@ class SparseOutput(nnx.Module):
         )
 
     def item_scores(
-        self, h: Float[Array, "batch hidden"], ids: Int[Array, "batch count"]
+        self,
+        h: Float[Array, "batch hidden"],
+        ids: Int[Array, "batch count"],
+        u: Float[Array, "batch rank"] | None = None,
     ) -> Float[Array, "batch count"]:
         """Scores of some items for each row. It gathers their kernel rows.
 
         Args:
           h: hidden vectors.
           ids: item numbers, in `[0, num_items)`.
+          u: of the linear part.
         """
 
         def some_scores(h, kernel, bias, scale, ids):
@@ -330,7 +344,7 @@ class SparseOutput(nnx.Module):
                 scores = scores * scale[ids]
             return scores if bias is None else scores + bias[ids]
 
-        operands = self._operands(h)
+        operands = self._operands(h, u)
         return call_with_auto_axes(some_scores, *operands, ids, out_specs=_BATCH)
 
     @property
@@ -362,17 +376,37 @@ class SparseOutput(nnx.Module):
     def fold(self) -> None:
         """Computes once what every call computes from the kernel alone.
 
-        That is the kernel in the dtype of the products, and the scale of cosines. After
-        it the layer cannot be trained.
+        That is the kernel in the dtype of the products, and the scale of cosines; with a
+        linear part, one kernel of both. After it the layer cannot be trained.
         """
         kernel = self.kernel[...]
-        if self.temperature is not None:
-            self.folded_scale = nnx.Variable(self.score_scale(kernel))
+        scale = None if self.temperature is None else self.score_scale(kernel)
+        if self.linear is not None:
+            kernel = self._joined(kernel.astype(jnp.float32), scale)
+            self.kernel = nnx.Param(kernel)
+            self.folded_scale = nnx.Variable(jnp.ones(len(kernel)))
+        elif scale is not None:
+            self.folded_scale = nnx.Variable(scale)
         if self.dtype is not None:
             # A new parameter: a tied layer keeps the old one.
             self.kernel = nnx.Param(kernel.astype(self.dtype))
 
-    def _operands(self, h):
+    def _joined(self, kernel, scale):
+        """One kernel for `[h, u]`, without a scale."""
+        assert self.linear is not None
+
+        def joined(kernel, scale, more, factors):
+            if scale is not None:
+                kernel = kernel * scale.astype(kernel.dtype)[:, None]
+            more = (more * factors[:, None]).astype(kernel.dtype)
+            return jnp.concatenate([kernel, more], axis=1)
+
+        more = self.linear.kernel[...], self.linear.scale[...]
+        return call_with_auto_axes(
+            joined, kernel, scale, *more, out_specs=self.kernel_spec
+        )
+
+    def _operands(self, h, u=None):
         kernel, h = self.kernel[...], self.hidden_operand(h)
         bias = None if self.bias is None else self.bias[...]
         bias = None if bias is None else bias.astype(accumulator(bias.dtype))
@@ -380,7 +414,12 @@ class SparseOutput(nnx.Module):
             scale = self.folded_scale[...]
         else:
             scale = None if self.temperature is None else self.score_scale(kernel)
-        return h, kernel.astype(h.dtype), bias, scale
+        kernel = kernel.astype(h.dtype)
+        if u is not None:
+            if self.folded_scale is None:
+                kernel, scale = self._joined(kernel, scale), None
+            h = jnp.concatenate([h, u.astype(h.dtype)], axis=1)
+        return h, kernel, bias, scale
 
 
 class SparseDropout(nnx.Module):

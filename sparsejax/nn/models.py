@@ -21,6 +21,7 @@ from sparsejax.nn.layers import (
     SparseOutput,
     normalize_rows,
 )
+from sparsejax.nn.linear_part import LinearPart
 
 
 class FeedForward(nnx.Module):
@@ -51,6 +52,11 @@ class FeedForward(nnx.Module):
         for h in config.hidden:
             activation(h.activation)  # raises if it is unknown
         sizes = [h.size for h in config.hidden]
+        if config.linear is not None and inputs != outputs:
+            raise ValueError(
+                f"a linear part needs as many items as features, got {outputs:,} and "
+                f"{inputs:,}"
+            )
         self.output = SparseOutput(
             sizes[-1],
             outputs,
@@ -59,6 +65,7 @@ class FeedForward(nnx.Module):
             dtype=config.output.dtype,
             precision=config.precision,
             param_dtype=config.param_dtype,
+            linear=LinearPart(config.linear, inputs) if config.linear else None,
             rngs=rngs,
         )
         tied = config.output.tied is not None
@@ -130,7 +137,8 @@ class FeedForward(nnx.Module):
         self, x: SparseRows, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
         """All scores, `[batch, num_items]`; for many items use `top_k`."""
-        return self.output.scores(self.encode(x, deterministic=deterministic))
+        h = self.encode(x, deterministic=deterministic)
+        return self.output.scores(h, self._linear(x))
 
     def loss(
         self,
@@ -140,7 +148,10 @@ class FeedForward(nnx.Module):
         weights: Float[Array, "batch"] | None = None,
         deterministic: bool | None = None,
     ) -> Float[Array, ""]:
-        """`sum_b weights_b loss_b` with the loss of the configuration; weights are 1 by default."""
+        """`sum_b weights_b loss_b` with the loss of the configuration; weights are 1 by default.
+
+        It is the loss of the layers' scores, without those of a linear part.
+        """
         h = self.encode(x, deterministic=deterministic)
         return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
@@ -152,13 +163,19 @@ class FeedForward(nnx.Module):
         exclude: SparseRows | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, without noise."""
-        return self.output.top_k(self.encode(x, deterministic=True), k, exclude=exclude)
+        h = self.encode(x, deterministic=True)
+        return self.output.top_k(h, k, exclude=exclude, u=self._linear(x))
 
     def item_scores(
         self, x: SparseRows, ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
         """Scores of the items `ids` of each row, without noise."""
-        return self.output.item_scores(self.encode(x, deterministic=True), ids)
+        h = self.encode(x, deterministic=True)
+        return self.output.item_scores(h, ids, self._linear(x))
+
+    def _linear(self, x: SparseRows) -> Float[Array, "batch rank"] | None:
+        """What the output's linear part makes of the rows, if there is one."""
+        return None if self.output.linear is None else self.output.linear.encode(x)
 
 
 def _divided(inputs: int, outputs: int, *, by_inputs: bool) -> dict[str, Any]:

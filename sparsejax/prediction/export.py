@@ -16,6 +16,7 @@ from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.nn.linear_part import LinearPart
 from sparsejax.prediction.click_scores import ClickModel, Clicks
 from sparsejax.prediction.export_clicks import export_clicks, is_click_model
 from sparsejax.prediction.loop import check_positive
@@ -116,7 +117,7 @@ def _export_recommender(
         if isinstance(node, SparseOutput):
             node.fold()
     for _, node in nnx.iter_graph(model):
-        if isinstance(node, SparseLinear | SparseOutput):
+        if isinstance(node, SparseLinear | SparseOutput | LinearPart):
             # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"
         elif isinstance(node, nnx.Variable):

@@ -46,7 +46,7 @@ def build(
     Args:
       config: the layers and the loss.
       data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
-        SciPy matrix. Only its number of columns is used.
+        SciPy matrix. Beside its number of columns, only a linear part reads it.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
       targets: `[rows, items]`, of the same types; `data` itself by default.
       seed: seed of the random initial parameters, of the noise in training, and of the
@@ -59,15 +59,35 @@ def build(
       TypeError: `data` or `targets` has another type.
       ValueError: the network cannot be made. For example, a tied output has another
         number of items than features.
+      NotImplementedError: the data of a linear part is scanned.
     """
     features = _num_columns("data", data)
-    return new_modules(
+    modules = new_modules(
         config,
         optimizers.adam(1e-3) if rule is None else rule,
         inputs=features,
         outputs=features if targets is None else _num_columns("targets", targets),
         seed=seed,
     )
+    set_linear_part(modules[0], data)
+    return modules
+
+
+def set_linear_part(model: FeedForward, data: Any) -> None:
+    """Computes the linear part of a model from the data, if it has one.
+
+    Raises:
+      NotImplementedError: the data is scanned, so that it is not in memory.
+    """
+    linear = model.output.linear
+    if linear is None:
+        return
+    if isinstance(data, ScannedDataset):
+        raise NotImplementedError(
+            "the linear part of a network is computed from data in memory, and this is "
+            "scanned; leave linear out of the network"
+        )
+    linear.set_from(data if scipy.sparse.issparse(data) else data.to_scipy())
 
 
 def new_modules(

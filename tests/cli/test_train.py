@@ -16,7 +16,7 @@ from sparsejax import optimizers
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
-from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.config import LinearConfig, NetworkConfig
 from sparsejax.training.checkpoint import Checkpoints
 
 
@@ -265,3 +265,21 @@ def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, cap
     error = capsys.readouterr().err.splitlines()[-1]
     assert re.search("^sparsejax: error: the loss is (inf|nan) in epoch", error)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("linear", ["auto", "5", None])
+def test_linear_part(small, tmp_path, capsys, linear):
+    argv = [word for word in small if word not in NETWORK[2:]]
+    argv += [] if linear == "auto" else ["--linear", str(linear)]
+    assert main(argv) == 0
+    said, found = capsys.readouterr().err, run.load_run(tmp_path / "run")[0].network
+    sizes = checkerboard()[0]
+    chosen, why = LinearConfig.for_data(
+        sizes.num_rows, sizes.num_features, sizes.num_entries
+    )
+    assert (why in said) == (linear == "auto")
+    wanted = {"auto": chosen, "5": LinearConfig(rank=5), None: None}
+    assert found.linear == wanted[linear]
+    model, _ = run.load_model(tmp_path / "run")
+    if linear is not None:
+        assert float(abs(model.output.linear.scale[...]).sum()) > 0

@@ -606,3 +606,14 @@ def test_random_changes_of_bytes(shop, shop_path, tmp_path):
             sj.load_predictor(target)  # a date, or a constant of a program
         except ValueError as error:
             assert str(error).startswith(f"{target}: ") and "\n" not in str(error)
+
+
+def test_a_linear_part_becomes_one_kernel_with_the_output(tmp_path):
+    data = random_rows(60, ITEMS, 5)
+    config = NetworkConfig.autoencoder((8,), linear=sj.LinearConfig(rank=12))
+    model, _ = sj.build(config, data)
+    sj.export_predictor(model, tmp_path / "linear", k=K, batch_size=8)
+    found = sj.load_predictor(tmp_path / "linear").recommend(data[:5])
+    expected = sj.recommend(model, data[:5], K)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
