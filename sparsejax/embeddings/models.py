@@ -7,6 +7,7 @@ Flax layers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -161,12 +162,42 @@ class DLRM(_ClickModel):
         given = []
         if self.bottom is not None:
             given = [self.bottom(dense)]
-            rows = jnp.concatenate([given[0][:, None], rows], axis=1)
-        products = jnp.einsum("bid,bjd->bij", rows, rows)
-        places = np.triu_indices(rows.shape[1], 1)
-        # No pair occurs twice: so the derivative stores, and adds nothing atomically.
-        pairs = products.at[:, *places].get(unique_indices=True)
+            rows = _joined(given[0], rows)
+        pairs = _pairs(jnp.einsum("bid,bjd->bij", rows, rows))
         return _logit(self.top(jnp.concatenate([*given, pairs], axis=1)))
+
+
+def _joined(first: Float[Array, "batch dim"], rows: jax.Array) -> jax.Array:
+    """`rows` behind `first`. A sum takes a third of a concatenation's time on a GPU."""
+    behind = jnp.pad(rows, ((0, 0), (1, 0), (0, 0)))
+    return behind + jnp.pad(first[:, None], ((0, 0), (0, rows.shape[1]), (0, 0)))
+
+
+@jax.custom_vjp
+def _pairs(products: Float[Array, "batch n n"]) -> Float[Array, "batch pairs"]:
+    """The products of i and j for all i < j.
+
+    No product is in two pairs, so the gradient gathers too. Scattering takes ten times as long.
+    """
+    batch, n, _ = products.shape
+    return products.reshape(batch, n * n)[
+        :, np.flatnonzero(np.triu(np.ones((n, n)), 1))
+    ]
+
+
+def _pairs_forward(products: jax.Array) -> tuple[jax.Array, None]:
+    return _pairs(products), None
+
+
+def _pairs_backward(_: None, slopes: jax.Array) -> tuple[jax.Array]:
+    n = (1 + math.isqrt(1 + 8 * slopes.shape[1])) // 2  # there are n (n - 1) / 2 pairs
+    above = np.triu(np.ones((n, n), bool), 1).reshape(-1)
+    place = np.where(above, np.cumsum(above) - 1, slopes.shape[1])
+    slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]  # zero where there is no pair
+    return (slopes.reshape(len(slopes), n, n),)
+
+
+_pairs.defvjp(_pairs_forward, _pairs_backward)
 
 
 class DCN(_ClickModel):
