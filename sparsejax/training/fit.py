@@ -134,7 +134,7 @@ def fit(
     cross-entropy of the logits `model(dense, ids)`::
 
         model = DLRM(DLRMConfig(), num_dense=13, features=train.num_ids, rngs=nnx.Rngs(0))
-        optimizer = Optimizer(model, optimizers.adagrad(0.02))
+        optimizer = Optimizer(model, optimizers.adam(5e-4))
         fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
 
     While it runs on a terminal, a bar shows loss, examples per second and time left.
