@@ -145,25 +145,27 @@ def main(
         on = jax.set_mesh(sj.make_mesh(data=axes[0], model=axes[1]))
     with on:
         model = sj.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
-        optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.05))
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(5e-4))
         given = model, optimizer, train, validation, settings, stopping
         history = by_loop(*given) if loop else by_fit(*given, checkpoints)
         for epoch, (loss, auc) in enumerate(history, 1):
             say(f"epoch {epoch}: loss {loss:.6f}, auc {auc:.4f} of validation")
-        found = {}
+        reached, scores = {}, []
         for part, clicks in parts.items():
-            found[part] = sj.evaluate(model, clicks)
-            say(
-                f"{part}:",
-                {name: round(value, 4) for name, value in found[part].items()},
-            )
-        probabilities = sj.predict_clicks(model, parts["test"])
-    # The same bits give the same digest.
-    say("digest of the predictions", hashlib.sha256(probabilities).hexdigest()[:16])
-    reached = {part: measured["auc"] for part, measured in found.items()}
+            measured = sj.evaluate(model, clicks)
+            say(f"{part}:", {name: round(v, 4) for name, v in measured.items()})
+            reached[part] = measured["auc"]
+            scores.append(sj.predict_clicks(model, clicks))
+    if len(parts) > 1:
+        labels = np.concatenate([clicks.labels for clicks in parts.values()])
+        reached["all"] = sj.metrics.auc(np.concatenate(scores), labels)
+        say(f"auc of {' and '.join(parts)} together {reached['all']:.4f}")
     if logits is not None:
         reached["planted"] = sj.metrics.auc(logits, parts["test"].labels)
         say(f"auc of the model that drew the clicks {reached['planted']:.4f}")
+    # The same bits give the same digest.
+    digest = hashlib.sha256(np.concatenate(scores)).hexdigest()[:16]
+    say("digest of the predictions", digest)
     return reached | {"loss": history[-1][0]}
 
 

@@ -134,7 +134,7 @@ def fit(
     cross-entropy of the logits `model(dense, ids)`::
 
         model = DLRM(DLRMConfig(), num_dense=13, features=train.num_ids, rngs=nnx.Rngs(0))
-        optimizer = Optimizer(model, optimizers.adagrad(0.02))
+        optimizer = Optimizer(model, optimizers.adam(5e-4))
         fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
 
     While it runs on a terminal, a bar shows loss, examples per second and time left.
@@ -145,10 +145,10 @@ def fit(
       optimizer: the optimizer of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
         `scan_parquet` gives, which is read from disk a chunk at a time; or clicks, also of
-        `scan_clicks`, from Parquet; or several by
-        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
-        rows are those of the first source with row names. The other sources are matched
-        by row name, or by position if they have no names.
+        `scan_clicks`, from Parquet; or several by name, `{name: source}`, among them
+        `DenseDataset`s and arrays `[rows, ...]`. The rows are those of the first source
+        with row names. The other sources are matched by row name, or by position if they
+        have no names.
       targets: `[rows, items]`, matched by row name if both have names; or the name of a
         sparse input. By default the single input itself (an autoencoder). Or several
         by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.
