@@ -404,8 +404,9 @@ def _cell(row: dict[str, Any] | None, ours: float, shape: Shape) -> str:
         ratio = f"{shape.floor / time:.0%}"
     else:
         ratio = f"{time / ours:.1f}x"
-    wrong = " (wrong gradient)" if max(row["errors"]) > 0.05 else ""
-    return f"{time / 1e3:.1f} ({ratio}), {size:.2f} GiB{wrong}"
+    error = max(row["errors"])
+    off = f", gradient off by {error:.0%}" if error > 0.01 else ""
+    return f"{time / 1e3:.1f} ({ratio}), {size:.2f} GiB{off}"
 
 
 if __name__ == "__main__":
