@@ -37,6 +37,9 @@ CPU_CHUNK_SCORES = 2**20
 # ten bytes with XLA, and two with the Mosaic programs.
 GPU_CHUNK_SCORES = 2**25
 MOSAIC_CHUNK_SCORES = 2**27
+# But with fewer items than this in a chunk, the program that makes the kernel's gradient
+# has too few tiles for all SMs. More scores than the second number are not worth it.
+_MOSAIC_CHUNK_ITEMS, _MOST_MOSAIC_SCORES = 2**14, 2**28
 # With more scores than this, float32 operands are rounded for the Mosaic programs. With
 # fewer, XLA's TF32 products win: a step takes .4 ms longer (1,024 x 27,278, hidden 1,024),
 # but they are lowered and compiled 3 s sooner (H200). At 2^30 a step takes 12 ms longer.
@@ -486,7 +489,7 @@ class MosaicChunks(Chunks):
     def size(self, num_items, chunk_scores):
         batch = len(item_chunks.pad_rows(self.h))
         size = item_chunks.chunk_size(
-            batch, num_items, chunk_scores or MOSAIC_CHUNK_SCORES
+            batch, num_items, chunk_scores or mosaic_chunk_scores(batch)
         )
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
@@ -547,6 +550,12 @@ class MosaicChunks(Chunks):
             shape = len(arguments["h"]), size
             words = self.entries.words(start, shape, counted=True)
         return mosaic.normalise(known=known, words=words, **arguments)
+
+
+def mosaic_chunk_scores(batch: int) -> int:
+    """About how many scores a chunk of the GPU programs has."""
+    most = min(batch * _MOSAIC_CHUNK_ITEMS, _MOST_MOSAIC_SCORES)
+    return max(MOSAIC_CHUNK_SCORES, most)
 
 
 def operand_dtype(

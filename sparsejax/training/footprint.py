@@ -283,7 +283,7 @@ def _output(job: Job, data: int, model: int) -> _Output:
     budget = chunked_loss.GPU_CHUNK_SCORES
     if with_kernel:
         batch = -(-batch // score_tiles.TILE_ROWS) * score_tiles.TILE_ROWS
-        budget = chunked_loss.MOSAIC_CHUNK_SCORES
+        budget = chunked_loss.mosaic_chunk_scores(batch)
     size = item_chunks.chunk_size(batch, items, budget)
     scores, rows = batch * size, size * width
     # Slopes and the bits of labels. Or scores, and where labels are; or also their values.
