@@ -19,7 +19,12 @@ from sparsejax.embeddings.feature_batch import divides_batch
 from sparsejax.embeddings.placement import Stack
 from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows
-from sparsejax.mesh.layout import axis_sizes, call_on_each_device, call_with_auto_axes
+from sparsejax.mesh.layout import (
+    axis_sizes,
+    call_on_each_device,
+    call_with_auto_axes,
+    mesh_is_set,
+)
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops.implementations import Implementation
@@ -82,6 +87,11 @@ def _rows(
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
+        if not mesh_is_set() or x.indptr.shape[:-1] != axis_sizes():
+            raise ValueError(
+                f"the batch is packed for a mesh of data and model {x.indptr.shape[:-1]}, "
+                "which is not set; pack it under the mesh where it is used"
+            )
         nse, parts = x.indices.size, _combined_parts(stack, x)
     model = axis_sizes()[1]
     owned, examples = stack.ids_of_owners(model), parts.num_rows // stack.bags

@@ -384,8 +384,11 @@ class ShardedCSR:
         return dense[:, : self.num_cols]
 
 
-SparseRows = CSR | ShardedCSR | DividedRows
-"""Sparse rows, on one device or in parts on a mesh. Every operation takes the first two."""
+SparseRows = CSR | ShardedCSR
+"""Sparse rows, on one device or in blocks on a mesh. Every operation takes both."""
+
+LookupRows = CSR | ShardedCSR | DividedRows
+"""What a lookup and the gradient of its kernel take."""
 
 
 def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:

@@ -114,8 +114,8 @@ def bytes_sent(
     mine, of_id = -(-entries // devices), 8 + 4 * weighted
     if replicated_rows is not None:
         if adds_all(replicated_rows, entries):
-            # A sum over devices is in float32.
-            reduced = 2 * (devices - 1) * replicated_rows * dim * 4 // devices
+            # In float32, and of each row whether it was touched.
+            reduced = 2 * (devices - 1) * replicated_rows * (dim + 1) * 4 // devices
             return Sent(0, 0, reduced)
         others = devices - 1
         bags = rows // devices
@@ -546,5 +546,5 @@ def own_terms(x: DividedRows, dy: jax.Array, width: int, *, gather: bool) -> Own
         block, slopes = x.route.owned, x.owned_slopes(dy)
     column, row = entries_over_data(block)
     column = jnp.where(column < block.num_cols, column, width)
-    slopes = _crossing(lambda s: lax.all_gather(s, "data", tiled=True), slopes)
+    slopes = _crossing(gather_over_data, slopes)
     return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dy.dtype))

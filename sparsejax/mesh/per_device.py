@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsejax.mesh.layout import axis_sizes
 from sparsejax.sparse import CSR, Transposed, segment_ids
 
 
@@ -44,7 +45,9 @@ def entries_over_data(block: CSR) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_over_data(arrays: Any) -> Any:
-    """The arrays `[n]` of all devices along "data", one after the other."""
+    """The arrays `[n, ...]` of all devices along "data", one after the other."""
+    if axis_sizes()[0] == 1:  # XLA would copy them
+        return arrays
     return jax.tree.map(lambda a: lax.all_gather(a, "data", tiled=True), arrays)
 
 

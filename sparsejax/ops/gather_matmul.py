@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
+from sparsejax.mesh.blocks import LookupRows, ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     call_on_each_device,
@@ -34,7 +34,7 @@ Combiner = Literal["sum", "mean", "sqrtn"]
 
 
 def gather_matmul(
-    x: SparseRows,
+    x: LookupRows,
     w: Float[Array, "features hidden"],
     *,
     combiner: Combiner = "sum",
@@ -90,14 +90,14 @@ def gather_matmul(
     check_implementation(implementation)
     if kernel_spec is not None:
         check_kernel_spec(kernel_spec)
-        x = x if isinstance(x, ShardedCSR) else ShardedCSR.of(x)
+        x = ShardedCSR.of(x) if isinstance(x, CSR) else x
     if isinstance(x, ShardedCSR):
         check_kernel_rows("w", w, x)
     x, w = vary_alike(combined(x, combiner), w)
     return _gather_sum(x, w, implementation)
 
 
-def combined[Matrix: SparseRows](x: Matrix, combiner: Combiner) -> Matrix:
+def combined[Matrix: LookupRows](x: Matrix, combiner: Combiner) -> Matrix:
     """`x` with each row times its factor `s_b`, see `gather_matmul`.
 
     Differentiable in `x.data`. Each row is first divided by a power of 2 near its largest
@@ -197,7 +197,7 @@ def _over_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _gather_sum(
-    x: SparseRows, w: jax.Array, implementation: Implementation
+    x: LookupRows, w: jax.Array, implementation: Implementation
 ) -> jax.Array:
     return gather_sum(x, w, implementation)
 

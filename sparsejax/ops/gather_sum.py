@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
-from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.blocks import LookupRows
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     call_on_each_device,
@@ -40,7 +40,7 @@ _UNROLL = 8
 
 
 def gather_sum(
-    x: SparseRows,
+    x: LookupRows,
     w: Float[Array, "features hidden"],
     implementation: Implementation,
     *,

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import row_update as mosaic
 from pallas_kernels.rounding import Noise
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.mesh.per_device import own_block
@@ -417,7 +417,7 @@ def current_rows(
 def gather_current(
     rule: RowRule,
     trained: TrainedKernel,
-    x: SparseRows,
+    x: LookupRows,
     count: jax.Array,
     *,
     noise: Noise | None = None,

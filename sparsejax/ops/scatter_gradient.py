@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows, adds_all, own_terms
 from sparsejax.mesh.layout import (
     call_on_each_device,
@@ -37,7 +37,7 @@ COUNTING_LIMIT = 16
 
 
 def row_gradient(
-    xs: Sequence[SparseRows],
+    xs: Sequence[LookupRows],
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
     *,
@@ -86,9 +86,10 @@ def row_gradient(
         if adds_all(num_rows, sum(x.nse for x in xs)):
             return _reduced_rows(xs, dys, num_rows)
         xs, dys = _gathered(xs), [replicated(dy) for dy in dys]
-    if any(not isinstance(x, CSR) for x in xs):
+    plain = [x for x in xs if isinstance(x, CSR)]
+    if len(plain) < len(xs):
         return sort(xs, dys)
-    sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
+    sorted_ahead = len(plain) == 1 and plain[0].transposed is not None
     large = num_rows > COUNTING_LIMIT * sum(x.nse for x in xs)
     if sorted_ahead or large or implementation in FOR_GPU:
         return sort(xs, dys)
@@ -171,7 +172,7 @@ class Terms(NamedTuple):
 
 
 def row_terms(
-    xs: Sequence[SparseRows],
+    xs: Sequence[LookupRows],
     dys: Sequence[Float[Array, "_ hidden"]],
     num_rows: int,
 ) -> Terms:
@@ -298,7 +299,7 @@ def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
     )
 
 
-def _gathered(xs: Sequence[SparseRows]) -> list[SparseRows]:
+def _gathered(xs: Sequence[LookupRows]) -> list[LookupRows]:
     """Matrices with all entries where the rows of the kernel are."""
 
     def gathered(x):
@@ -339,7 +340,7 @@ def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def dense_gradient(
-    x: SparseRows,
+    x: LookupRows,
     dy: Float[Array, "batch hidden"],
     num_rows: int,
     *,
@@ -490,7 +491,7 @@ def _add_rows(num_slots, slot, row, value, dy, count):
     return lax.fori_loop(0, count, entry, zeros)
 
 
-def _nothing_to_add(xs: Sequence[SparseRows]) -> bool:
+def _nothing_to_add(xs: Sequence[LookupRows]) -> bool:
     """Whether no row can have an entry: then no program is made."""
     return all(x.nse == 0 or x.num_rows == 0 for x in xs)
 

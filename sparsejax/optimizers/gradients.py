@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from sparsejax.mesh.blocks import ShardedCSR, SparseRows
+from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
@@ -45,7 +45,7 @@ from sparsejax.sparse import CSR
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
-Reader = Callable[[SparseRows, jax.Array, Implementation], jax.Array]
+Reader = Callable[[LookupRows, jax.Array, Implementation], jax.Array]
 
 
 class RowParam(nnx.Param):
@@ -61,7 +61,7 @@ class RowParam(nnx.Param):
 
 def lookup(
     kernel: nnx.Variable,
-    x: SparseRows,
+    x: LookupRows,
     *,
     combiner: gather.Combiner = "sum",
     implementation: Implementation = None,
@@ -302,7 +302,7 @@ def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
     return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
-def _plain(x: SparseRows, w: jax.Array, implementation: Implementation) -> jax.Array:
+def _plain(x: LookupRows, w: jax.Array, implementation: Implementation) -> jax.Array:
     return gather.gather_matmul(x, w, implementation=implementation)
 
 
@@ -324,7 +324,7 @@ class _Recorder:
         self.paths = {id(kernel): path for path, kernel in kernels.items()}
         self.known = {id(v) for v in row_params(arguments, ...).values()}
         self.calls: list[_Call] = []
-        self.inputs: list[SparseRows] = []
+        self.inputs: list[LookupRows] = []
         # None in the abstract pass.
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.rounding import Noise
-from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.blocks import LookupRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
@@ -328,7 +328,7 @@ class Optimizer(nnx.Pytree):
             differentiation: the branches would have copies of the kernel as residuals.)
         """
 
-        def read(x: SparseRows, w: jax.Array, implementation: Implementation):
+        def read(x: LookupRows, w: jax.Array, implementation: Implementation):
             trained, step = self._trained(path, w), self.step[...]
 
             def plain():

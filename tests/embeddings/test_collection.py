@@ -616,6 +616,11 @@ def test_what_is_wrong_on_a_mesh():
 
             found = run(collection, arrays, on_device(ids), on_device(narrow))
             results.append(jax.tree.map(np.asarray, found))
+            packed = jax.jit(arrays.pack)(on_device(narrow))
+    with pytest.raises(
+        ValueError, match=r"a mesh of data and model \(2, 4\), which is"
+    ):
+        arrays(packed)
     want, got = results
     assert all(np.isnan(rows["item"]).any() for rows in want[1:])
     jax.tree.map(
