@@ -18,6 +18,8 @@ from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.files import DataError as DataError
+from sparsejax.data.folder import Manifest as Manifest
+from sparsejax.data.preparation import prepare as prepare
 from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read
 from sparsejax.data.readers import read_adjacency as read_adjacency
