@@ -356,6 +356,50 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Turns events into a data set in a folder; they need not fit in memory.
+
+    Other commands take the folder: OUT is what to train on, OUT/test what was held out.
+    Needs pip install 'sparsejax[prepare]'.
+
+    Attributes:
+      events: File of events, which may be compressed (.gz, .xz). For Parquet also a folder,
+        or an address such as s3://bucket/folder.
+      out: Folder to make, or an address.
+      duplicates: Value of an entry that has several events: their sum (add), that of the
+        latest (last), or the largest (max).
+      min_user: Leave out users with fewer items, again and again until all have as many.
+      min_item: Leave out items with fewer users, likewise.
+      features: Keep only the features of this file, such as a run's vocabulary.parquet,
+        in the order of that file.
+      split_time: Hold out all interactions from this point in time on, written as in the
+        file; a date as 2024-12-31.
+      split_last: Hold out so many of the last interactions of each user.
+      split_fraction: Hold out a random part; this is the share that stays in train.
+      seed: Seed of the random choice.
+      skip_bad: Leave out wrong events, and count them, instead of stopping.
+      memory: Memory for the engine, for example 4GB.
+      format: Format of EVENTS.
+      columns: Which columns of a table hold what. By default their names say it.
+    """
+
+    events: Annotated[Positional[str], arg(metavar="EVENTS")]
+    out: Annotated[Positional[str], arg(metavar="OUT")]
+    duplicates: Literal["add", "last", "max"] = "add"
+    min_user: int = 1
+    min_item: int = 1
+    features: Annotated[str | None, _value("FILE", "keep all")] = None
+    split_time: Annotated[str | None, _value("TIME", "")] = None
+    split_last: Annotated[int | None, _value("INT", "")] = None
+    split_fraction: Annotated[float | None, _value("FLOAT", "")] = None
+    seed: int = 0
+    skip_bad: Flag = False
+    memory: Annotated[str | None, _value("SIZE", "80 % of all")] = None
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
     """Splits interactions into DIR/train.parquet and DIR/heldout.parquet.
 
@@ -523,6 +567,7 @@ Command = (
     | Predict
     | Export
     | Convert
+    | Prepare
     | Split
     | Report
     | Vectors

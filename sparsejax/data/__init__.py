@@ -1,8 +1,8 @@
 """From files to a `SparseDataset`, and from there to batches on the devices.
 
 This wing stands beside `nn`, above `mesh` and below `prediction`. The names below are
-public. Other wings may also import `batching`, `files`, `lines`, `names`, `sources`,
-`values` and `writers`.
+public. Other wings may also import `batching`, `files`, `folder`, `lines`, `names`,
+`preparation`, `sources`, `stores`, `values` and `writers`.
 """
 
 from sparsejax.data import datasets as datasets

@@ -277,7 +277,7 @@ def read_rows(group: Group) -> PreparedRows:
     Raises:
       DataError: the file is missing, is damaged or was changed.
     """
-    with group.file.open() as file:
+    with group.file.open(one_group=True) as file:
         if group.number >= file.metadata.num_row_groups:
             raise group.file.changed()
         table = file.read_row_group(group.number).combine_chunks()

@@ -171,15 +171,18 @@ class ParquetPath:
     crc32: int | None = None
 
     @contextlib.contextmanager
-    def open(self) -> Generator[pq.ParquetFile]:
-        """Opens the file. Errors of reading within the block become `DataError`."""
+    def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
+        """Opens the file. Errors of reading within the block become `DataError`.
+
+        With `one_group` only one row group is read, and its columns are asked for together.
+        """
         with (
             stores.naming(self.path, "is not a Parquet file, or is damaged"),
             self.filesystem.open_input_file(self.inner) as stream,
         ):
             if stream.size() != self.size:
                 raise self.changed()
-            with opened(self.path, stream) as file:
+            with opened(self.path, stream, pre_buffer=one_group) as file:
                 yield file
 
     def changed(self) -> DataError:
@@ -190,10 +193,14 @@ class ParquetPath:
 
 
 @contextlib.contextmanager
-def opened(path: Path, stream: pa.NativeFile) -> Generator[pq.ParquetFile]:
+def opened(
+    path: Path, stream: pa.NativeFile, *, pre_buffer: bool = False
+) -> Generator[pq.ParquetFile]:
     """Opens a stream. Errors of reading within the block become `DataError`."""
     try:
-        with pq.ParquetFile(stream, page_checksum_verification=True) as file:
+        with pq.ParquetFile(
+            stream, page_checksum_verification=True, pre_buffer=pre_buffer
+        ) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]

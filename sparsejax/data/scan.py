@@ -151,7 +151,7 @@ class ScannedDataset:
     def _read_group(self, group: Group, low: int, high: int):
         """Lengths, indices and values of some rows of a group."""
         columns = ["indices"] if self.indicator else ["indices", "values"]
-        with group.file.open() as file:
+        with group.file.open(one_group=True) as file:
             if not set(columns) <= set(file.schema_arrow.names):
                 raise group.file.changed()
             table = file.read_row_group(group.number, columns=columns)

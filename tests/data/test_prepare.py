@@ -14,6 +14,7 @@ from contents import Contents, contents
 from hypothesis import given
 
 import sparsejax as sj
+from sparsejax.data.folder import Part
 
 pytest.importorskip("duckdb")
 
@@ -116,7 +117,7 @@ def test_the_same_as_read(kind, table, least, indicator):
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "out")
         manifest = sj.prepare(pa.table(table), out, **options)
-        found = {"train": sj.read(out)}
+        found: dict[Part, sj.SparseDataset] = {"train": sj.read(out)}
         if heldout is not None:
             found["test"] = sj.read(out / "test")
         scanned = sj.scan_parquet(out)
