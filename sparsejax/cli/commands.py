@@ -33,6 +33,8 @@ from sparsejax.prediction import recommend as recommendation
 from sparsejax.prediction import recommendation_files
 from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
+from sparsejax.prediction.parts import Parts
+from sparsejax.prediction.predictor_files import load_predictor
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -86,6 +88,11 @@ def _data_to_evaluate(
 
 def predict(command: flags.Predict) -> None:
     """`sparsejax predict`."""
+    if command.parts is not None:
+        _predict_parts(command, command.parts)
+        return
+    if command.part is not None or command.finish:
+        raise ValueError("--part and --finish go with --parts, the number of all parts")
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
     reading = meanwhile(
@@ -109,6 +116,33 @@ def predict(command: flags.Predict) -> None:
             command.out, data.row_names, found, names
         )
     )
+
+
+def _predict_parts(command: flags.Predict, count: int) -> None:
+    """`sparsejax predict --parts`."""
+    if command.users is not None or command.exclude is not None:
+        raise ValueError("--users and --exclude do not go with --parts")
+    if command.part is not None and command.finish:
+        raise ValueError("--part writes one part, --finish the manifest: leave one out")
+    parts = Parts.of(
+        command.run,
+        command.data,
+        command.out,
+        count=count,
+        k=command.k,
+        exclude_seen=command.exclude_seen,
+    )
+    wanted = range(count) if command.part is None else [command.part]
+    if not command.finish:
+        predictor = load_predictor(command.run)
+        written = sum(parts.write(part, predictor) for part in wanted)
+        print(
+            f"{shown(command.out)}: wrote {written:,} parts, {len(wanted) - written:,} were "
+            "there",
+            file=sys.stderr,
+        )
+    if command.part is None:
+        parts.finish()
 
 
 def export(command: flags.Export) -> None:

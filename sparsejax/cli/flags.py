@@ -276,10 +276,18 @@ class Predict:
     Any other name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and
     \\\\ in a name stand for comma, colon, TAB, line end and backslash.
 
+    With --parts, the first argument is a predictor that export wrote, DATA a folder that
+    prepare wrote, and --out a folder. All three may be addresses. Parts can run anywhere and
+    in any order; one that is complete is not written again.
+
     Attributes:
       run: Folder of the run that train wrote.
       data: File of the interactions to recommend from.
       out: File to write. An existing file is replaced.
+      parts: Write recommendations in so many parts, to a folder.
+      part: With --parts: write only the part of this number, from 0. Without it all parts
+        are written, and the manifest.
+      finish: With --parts: only write the manifest, or say which parts are missing.
       users: Only these rows, in this order: names separated by commas, or a file with one
         name per line.
       k: Number of items for each row.
@@ -292,9 +300,12 @@ class Predict:
       compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
+    run: Annotated[Positional[str], _Folder]
     data: Annotated[Positional[str], arg(metavar="DATA")]
-    out: Annotated[pathlib.Path, _File]
+    out: Annotated[str, _File]
+    parts: Annotated[int | None, _value("INT", "")] = None
+    part: Annotated[int | None, _value("INT", "all")] = None
+    finish: Flag = False
     users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
     k: int = 10
     exclude_seen: Flag = False

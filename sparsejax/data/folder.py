@@ -68,6 +68,11 @@ class DataFile:
 class Manifest:
     """What a folder says of itself.
 
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> manifest = prepare(pandas.DataFrame(table), "events")
+    >>> manifest.num_rows("train"), manifest.num_entries("train"), manifest.num_items
+    (2, 3, 2)
+
     Attributes:
       id: a hash of the events and the settings; it is part of the names of files.
       indicator: whether every entry is 1.

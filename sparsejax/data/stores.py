@@ -80,6 +80,18 @@ class Place:
             info = self.filesystem.get_file_info(self.inner)
         return info.size if info.type == pa.fs.FileType.File else None
 
+    def version(self) -> str | None:
+        """Size and time of the last change, in one word; None if there is no such file.
+
+        Raises:
+          DataError: the store does not answer.
+        """
+        with naming(self.path):
+            info = self.filesystem.get_file_info(self.inner)
+        if info.type != pa.fs.FileType.File:
+            return None
+        return f"{info.size}-{info.mtime_ns}"
+
     def read(self) -> bytes | None:
         """The content of the file, or None if there is no such file.
 
@@ -92,17 +104,6 @@ class Place:
                     return stream.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
-
-    def names(self) -> list[str]:
-        """The names of what is in this folder; none if there is no such folder.
-
-        Raises:
-          DataError: the store does not answer.
-        """
-        selector = pa.fs.FileSelector(self.inner, allow_not_found=True)
-        with naming(self.path):
-            found = self.filesystem.get_file_info(selector)
-        return sorted(info.base_name for info in found)
 
     @contextlib.contextmanager
     def writing(self) -> Generator[IO[bytes]]:

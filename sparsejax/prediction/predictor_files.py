@@ -17,7 +17,10 @@ programs are compressed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import hashlib
 import io
 import itertools
 import json
@@ -27,13 +30,17 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 from jax import export
 
+from sparsejax.data.files import is_address, shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
+from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.mesh.xla_options import gpu_options
@@ -140,12 +147,17 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     >>> predictor.names(predictor.recommend(train, exclude=train))
     [['/...', '/...'], ...]
 
+    Args:
+      path: the file, or its address in a store, like `s3://bucket/model.predictor`. It is
+        then copied once to the cache folder of the user, where later calls find it as
+        long as it does not change. The processes of a host wait for the first copy.
+
     Raises:
       OSError: the file cannot be read.
       ValueError: the file is not a predictor, is damaged, has another version, or does
         something that a predictor may not do.
     """
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         try:
             settings, items, programs, weights = _read(file)
         except MemoryError:
@@ -168,6 +180,48 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
         },
         weights=[jnp.asarray(weight) for weight in weights],
     )
+
+
+def predictor_identity(path: str | os.PathLike[str]) -> str:
+    """A hash of a predictor's content, by the checksums of its parts.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not a predictor.
+    """
+    with _opened(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                facts = [(e.filename, e.file_size, e.CRC) for e in archive.infolist()]
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
+    return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+    """Opens a predictor. One in a store is copied to this host before, if it is new."""
+    if not is_address(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    place = Place.of(path)
+    version = place.version()
+    if version is None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", shown(path))
+    folder = platformdirs.user_cache_path("sparsejax") / "predictors"
+    folder.mkdir(parents=True, exist_ok=True)
+    address = hashlib.blake2b(os.fspath(path).encode(), digest_size=8).hexdigest()
+    with contextlib.ExitStack() as stack:
+        with filelock.FileLock(folder / f"{address}.lock"):
+            copy = folder / f"{address}-{version}"
+            if not copy.is_file():
+                for older in folder.glob(f"{address}-*"):
+                    older.unlink(missing_ok=True)
+                place.fetch(copy)
+            # Who has opened a file keeps it, also if a newer one takes its place.
+            file = stack.enter_context(open(copy, "rb"))
+        yield file
 
 
 @dataclasses.dataclass(frozen=True)
