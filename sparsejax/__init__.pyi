@@ -17,6 +17,7 @@ from .data import DataError as DataError
 from .data import DenseColumn as DenseColumn
 from .data import DenseDataset as DenseDataset
 from .data import HashedColumn as HashedColumn
+from .data import Manifest as Manifest
 from .data import ScannedClicks as ScannedClicks
 from .data import ScannedDataset as ScannedDataset
 from .data import SparseDataset as SparseDataset
@@ -26,6 +27,7 @@ from .data import UnseenUsers as UnseenUsers
 from .data import VocabularyColumn as VocabularyColumn
 from .data import datasets as datasets
 from .data import from_arrow as from_arrow
+from .data import prepare as prepare
 from .data import random_candidates as random_candidates
 from .data import read as read
 from .data import read_adjacency as read_adjacency

@@ -92,6 +92,24 @@ def run_program(running):
     return call
 
 
+@pytest.fixture(scope="module")
+def bucket():
+    """The address of an empty bucket of a local server that speaks S3, and its query."""
+    server = pytest.importorskip("moto.moto_server.threaded_moto_server")
+    fs = pytest.importorskip("pyarrow.fs")
+    server = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    query = f"?region=us-east-1&scheme=http&endpoint_override={host}:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+        create = f"s3://shop{query}&allow_bucket_creation=true"
+        fs.FileSystem.from_uri(create)[0].create_dir("shop")
+        yield "s3://shop", query
+    server.stop()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is none."""
     if jax.default_backend() != "gpu":

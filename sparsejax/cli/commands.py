@@ -17,9 +17,15 @@ from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, run
 from sparsejax.cli import report as reports
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import meanwhile, read_file, read_heldout, with_times
-from sparsejax.data import SparseDataset, read, writers
-from sparsejax.data.files import lines_of
+from sparsejax.cli.reading import (
+    meanwhile,
+    read_features,
+    read_file,
+    read_heldout,
+    with_times,
+)
+from sparsejax.data import SparseDataset, preparation, writers
+from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
@@ -28,6 +34,8 @@ from sparsejax.prediction import recommend as recommendation
 from sparsejax.prediction import recommendation_files
 from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
+from sparsejax.prediction.parts import Parts
+from sparsejax.prediction.predictor_files import load_predictor
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -107,6 +115,11 @@ def _data_to_evaluate(
 
 def predict(command: flags.Predict) -> None:
     """`sparsejax predict`."""
+    if command.parts is not None:
+        _predict_parts(command, command.parts)
+        return
+    if command.part is not None or command.finish:
+        raise ValueError("--part and --finish go with --parts, the number of all parts")
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
     reading = meanwhile(
@@ -132,6 +145,33 @@ def predict(command: flags.Predict) -> None:
     )
 
 
+def _predict_parts(command: flags.Predict, count: int) -> None:
+    """`sparsejax predict --parts`."""
+    if command.users is not None or command.exclude is not None:
+        raise ValueError("--users and --exclude do not go with --parts")
+    if command.part is not None and command.finish:
+        raise ValueError("--part writes one part, --finish the manifest: leave one out")
+    parts = Parts.of(
+        command.run,
+        command.data,
+        command.out,
+        count=count,
+        k=command.k,
+        exclude_seen=command.exclude_seen,
+    )
+    wanted = range(count) if command.part is None else [command.part]
+    if not command.finish:
+        predictor = load_predictor(command.run)
+        written = sum(parts.write(part, predictor) for part in wanted)
+        print(
+            f"{shown(command.out)}: wrote {written:,} parts, {len(wanted) - written:,} were "
+            "there",
+            file=sys.stderr,
+        )
+    if command.part is None:
+        parts.finish()
+
+
 def export(command: flags.Export) -> None:
     """`sparsejax export`."""
     settings, names = run.load_run(command.run)
@@ -147,7 +187,7 @@ def convert(command: flags.Convert) -> None:
     """`sparsejax convert`."""
     to = command.to or _format_of(command.output)
     whole_files.check_writable(command.output)
-    features = None if command.features is None else read(command.features)
+    features = None if command.features is None else read_features(command.features)
     data = read_file(command.input, command, features=features)
     if to == "parquet":
         data.save(command.output)
@@ -161,6 +201,34 @@ def convert(command: flags.Convert) -> None:
             case "pairs":
                 comma = ".csv" in command.output.suffixes
                 writers.write_pairs(file, data, delimiter="," if comma else "\t")
+
+
+def prepare(command: flags.Prepare) -> None:
+    """`sparsejax prepare`."""
+    features = None if command.features is None else read_features(command.features)
+    time = None if command.split_time is None else _number(command.split_time)
+    manifest = preparation.prepare(
+        command.events,
+        command.out,
+        user=command.columns.user,
+        item=command.columns.item,
+        value=command.columns.value,
+        time=command.columns.time,
+        format=command.format,
+        delimiter=command.columns.delimiter,
+        duplicates=command.duplicates,
+        min_user=command.min_user,
+        min_item=command.min_item,
+        features=features,
+        indicator=command.columns.no_value,
+        split_time=time,
+        split_last=command.split_last,
+        split_fraction=command.split_fraction,
+        seed=command.seed,
+        skip_bad=command.skip_bad,
+        memory=command.memory,
+    )
+    print(f"{shown(command.out)}: {manifest}", file=sys.stderr)
 
 
 def split(command: flags.Split) -> None:
@@ -294,6 +362,11 @@ def _time(text: str, data: SparseDataset) -> int | float | str:
     """The time as a number if the times of the data are numbers, else as it is."""
     if data.times is not None and data.times.dtype.kind == "M":
         return text
+    return _number(text)
+
+
+def _number(text: str) -> int | float | str:
+    """The number that the text is, or the text."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)

@@ -341,10 +341,18 @@ class Predict:
     Any other name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and
     \\\\ in a name stand for comma, colon, TAB, line end and backslash.
 
+    With --parts, the first argument is a predictor that export wrote, DATA a folder that
+    prepare wrote, and --out a folder. All three may be addresses. Parts can run anywhere and
+    in any order; one that is complete is not written again.
+
     Attributes:
       run: Folder of the run that train wrote.
       data: File of the interactions to recommend from.
       out: File to write. An existing file is replaced.
+      parts: Write recommendations in so many parts, to a folder.
+      part: With --parts: write only the part of this number, from 0. Without it all parts
+        are written, and the manifest.
+      finish: With --parts: only write the manifest, or say which parts are missing.
       users: Only these rows, in this order: names separated by commas, or a file with one
         name per line.
       k: Number of items for each row.
@@ -357,9 +365,12 @@ class Predict:
       compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
+    run: Annotated[Positional[str], _Folder]
     data: Annotated[Positional[str], arg(metavar="DATA")]
-    out: Annotated[pathlib.Path, _File]
+    out: Annotated[str, _File]
+    parts: Annotated[int | None, _value("INT", "")] = None
+    part: Annotated[int | None, _value("INT", "all")] = None
+    finish: Flag = False
     users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
     k: int = 10
     exclude_seen: Flag = False
@@ -417,6 +428,50 @@ class Convert:
         Format | None, _value("{text,pairs,adjacency,parquet}", "from the name")
     ] = None
     features: Annotated[str | None, _value("FILE", "keep all")] = None
+    columns: Columns = Columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Turns events into a data set in a folder; they need not fit in memory.
+
+    Other commands take the folder: OUT is what to train on, OUT/test what was held out.
+    Needs pip install 'sparsejax[prepare]'.
+
+    Attributes:
+      events: File of events, which may be compressed (.gz, .xz). For Parquet also a folder,
+        or an address such as s3://bucket/folder.
+      out: Folder to make, or an address.
+      duplicates: Value of an entry that has several events: their sum (add), that of the
+        latest (last), or the largest (max).
+      min_user: Leave out users with fewer items, again and again until all have as many.
+      min_item: Leave out items with fewer users, likewise.
+      features: Keep only the features of this file, such as a run's vocabulary.parquet,
+        in the order of that file.
+      split_time: Hold out all interactions from this point in time on, written as in the
+        file; a date as 2024-12-31.
+      split_last: Hold out so many of the last interactions of each user.
+      split_fraction: Hold out a random part; this is the share that stays in train.
+      seed: Seed of the random choice.
+      skip_bad: Leave out wrong events, and count them, instead of stopping.
+      memory: Memory for the engine, for example 4GB.
+      format: Format of EVENTS.
+      columns: Which columns of a table hold what. By default their names say it.
+    """
+
+    events: Annotated[Positional[str], arg(metavar="EVENTS")]
+    out: Annotated[Positional[str], arg(metavar="OUT")]
+    duplicates: Literal["add", "last", "max"] = "add"
+    min_user: int = 1
+    min_item: int = 1
+    features: Annotated[str | None, _value("FILE", "keep all")] = None
+    split_time: Annotated[str | None, _value("TIME", "")] = None
+    split_last: Annotated[int | None, _value("INT", "")] = None
+    split_fraction: Annotated[float | None, _value("FLOAT", "")] = None
+    seed: int = 0
+    skip_bad: Flag = False
+    memory: Annotated[str | None, _value("SIZE", "80 % of all")] = None
+    format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
 
 
@@ -589,6 +644,7 @@ Command = (
     | Predict
     | Export
     | Convert
+    | Prepare
     | Split
     | Report
     | Vectors

@@ -14,6 +14,7 @@ from sparsejax.data import DataError, SparseDataset, read
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of
 from sparsejax.data.files import shown
+from sparsejax.data.folder import DataFolder
 from sparsejax.data.names import find_names, quoted
 
 
@@ -42,6 +43,12 @@ def read_file(
     account = str(data.columns or account_of(data.matrix))
     print(f"{shown(path)}: {in_flags(account, command)}", file=sys.stderr)
     return data
+
+
+def read_features(path: str) -> Features:
+    """The features of a file, to read others against."""
+    folder = DataFolder.find(path)
+    return read(path) if folder is None else folder.vocabulary()
 
 
 def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:

@@ -1,8 +1,8 @@
 """From files to a `SparseDataset`, and from there to batches on the devices.
 
 This wing stands beside `nn`, above `mesh` and below `prediction`. The names below are
-public. Other wings may also import `batching`, `files`, `lines`, `names`, `sources`,
-`values` and `writers`.
+public. Other wings may also import `batching`, `files`, `folder`, `lines`, `names`,
+`preparation`, `sources`, `stores`, `values` and `writers`.
 """
 
 from sparsejax.data import datasets as datasets
@@ -18,6 +18,8 @@ from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.files import DataError as DataError
+from sparsejax.data.folder import Manifest as Manifest
+from sparsejax.data.preparation import prepare as prepare
 from sparsejax.data.protocols import UnseenUsers as UnseenUsers
 from sparsejax.data.protocols import random_candidates as random_candidates
 from sparsejax.data.protocols import read_vae_cf as read_vae_cf

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import parquet, scan_tables, tables
+from sparsejax.data import parquet, tables
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
 from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
@@ -83,10 +83,10 @@ class ClickGroup(NamedTuple):
             if self.number >= file.metadata.num_row_groups or not set(names) <= set(
                 file.schema_arrow.names
             ):
-                raise scan_tables.changed(self.source)
+                raise self.source.changed()
             table = file.read_row_group(self.number, columns=list(names))
         if len(table) < stop:
-            raise scan_tables.changed(self.source)
+            raise self.source.changed()
         part = table.slice(start, stop - start)
         columns = {name: _one_array(part.column(name)) for name in names}
         return _parquet_block(self.source, columns, self.first + start)

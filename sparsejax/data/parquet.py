@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from sparsejax.data import arrow
+from sparsejax.data import arrow, stores
 from sparsejax.data.files import DataError, Path, check_regular, is_address
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR
@@ -161,25 +161,51 @@ class ParquetPath:
       filesystem: the file system with the file.
       inner: the path of the file in that file system.
       size: in bytes.
+      crc32: checksum of its bytes, if a manifest has it.
     """
 
     path: Path
     filesystem: pa.fs.FileSystem
     inner: str
     size: int
+    crc32: int | None = None
 
     @contextlib.contextmanager
-    def open(self) -> Generator[pq.ParquetFile]:
-        """Opens the file. Errors of reading within the block become `DataError`."""
-        try:
-            with (
-                self.filesystem.open_input_file(self.inner) as stream,
-                pq.ParquetFile(stream, page_checksum_verification=True) as file,
-            ):
+    def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
+        """Opens the file. Errors of reading within the block become `DataError`.
+
+        With `one_group` only one row group is read, and its columns are asked for together.
+        """
+        with (
+            stores.naming(self.path, "is not a Parquet file, or is damaged"),
+            self.filesystem.open_input_file(self.inner) as stream,
+        ):
+            if stream.size() != self.size:
+                raise self.changed()
+            with opened(self.path, stream, pre_buffer=one_group) as file:
                 yield file
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            message = f"is not a Parquet file, or is damaged: {_first_line(error)}"
-            raise DataError.at(self.path, message) from error
+
+    def changed(self) -> DataError:
+        """The error for a file that is not what it was, or was said to be."""
+        return DataError.at(
+            self.path, "is damaged, or was changed since it was scanned"
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path, stream: pa.NativeFile, *, pre_buffer: bool = False
+) -> Generator[pq.ParquetFile]:
+    """Opens a stream. Errors of reading within the block become `DataError`."""
+    try:
+        with pq.ParquetFile(
+            stream, page_checksum_verification=True, pre_buffer=pre_buffer
+        ) as file:
+            yield file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        first = str(error).partition("\n")[0]
+        message = f"is not a Parquet file, or is damaged: {first}"
+        raise DataError.at(path, message) from error
 
 
 def parquet_files(path: Path) -> list[ParquetPath]:
@@ -195,11 +221,9 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     """
     if not is_address(path) and not os.path.isdir(path):
         check_regular(path)
-    try:
-        if is_address(path):
-            filesystem, inner = pa.fs.FileSystem.from_uri(os.fspath(path))
-        else:
-            filesystem, inner = pa.fs.LocalFileSystem(), os.fspath(path)
+    place = stores.Place.of(path)
+    filesystem, inner = place.filesystem, place.inner
+    with stores.naming(path):
         info = filesystem.get_file_info(inner)
         if info.type == pa.fs.FileType.File:
             return [ParquetPath(path, filesystem, inner, info.size)]
@@ -207,8 +231,6 @@ def parquet_files(path: Path) -> list[ParquetPath]:
             raise DataError.at(path, "no such file")
         selector = pa.fs.FileSelector(inner, recursive=True)
         found = filesystem.get_file_info(selector)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError.at(path, f"cannot be read: {_first_line(error)}") from error
     folder = os.fspath(path)
     if is_address(path):
         folder = folder.partition("?")[0]
@@ -229,10 +251,6 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     if not files:
         raise DataError.at(path, "is a directory without a .parquet file")
     return files
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def check_schema(path: Path, schema: pa.Schema) -> None:

@@ -34,7 +34,8 @@ counts. A column whose name is known for times is left out if its first cell is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -45,6 +46,7 @@ from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.folder import DataFolder, check_no_part
 from sparsejax.data.pair_layout import find_layout
 
 
@@ -243,7 +245,8 @@ def read_parquet(
 
     Args:
       path: a file or a folder. The `.parquet` files of a folder and its subfolders are
-        read in the order of their names. It may be an address that pyarrow's file systems
+        read in the order of their names. A folder that `sparsejax.prepare` wrote stands
+        for its part `train`; the path of `test` in it reads what was held out. It may be an address that pyarrow's file systems
         know, like `s3://bucket/purchases/`. Credentials and region come from the
         environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
         than Amazon's, `?endpoint_override=` may be added to the address.
@@ -259,19 +262,16 @@ def read_parquet(
       ValueError: a column is chosen for two roles, or columns are chosen but a saved data
         set has none.
     """
+    chosen = Chosen(user, item, value, time)
+    if (folder := DataFolder.find(path)) is not None:
+        return _saved(path, folder.read, chosen, features, indicator)
     files = parquet.parquet_files(path)
     with files[0].open() as file:
         schema = file.schema_arrow
-    chosen = Chosen(user, item, value, time)
+    check_no_part(files[0].path, schema)
     if len(files) == 1 and parquet.is_dataset(schema):
-        if chosen:
-            raise ValueError(
-                f"{shown(path)}: is a saved data set, so it has no columns to name"
-            )
-        dataset = SparseDataset.load(path)
-        if indicator:
-            dataset = dataset.without_values()
-        return dataset if features is None else align_to(dataset, features, path)
+        load = functools.partial(SparseDataset.load, path)
+        return _saved(path, load, chosen, features, indicator)
     layout = tables.find_table_layout(
         files[0].path,
         schema,
@@ -282,6 +282,24 @@ def read_parquet(
         each = ((file.path, _batches(file, layout, bar)) for file in files)
         blocks = tables.table_blocks(each, layout)
         return assemble(blocks, path, features=features, columns=layout.source)
+
+
+def _saved(
+    path: Path,
+    load: Callable[[], SparseDataset],
+    chosen: Chosen,
+    features: Features,
+    indicator: bool,
+) -> SparseDataset:
+    """A saved data set, read by `load`."""
+    if chosen:
+        raise ValueError(
+            f"{shown(path)}: is a saved data set, so it has no columns to name"
+        )
+    dataset = load()
+    if indicator:
+        dataset = dataset.without_values()
+    return dataset if features is None else align_to(dataset, features, path)
 
 
 def from_arrow(

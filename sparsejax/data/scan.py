@@ -19,6 +19,7 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Path, shown
+from sparsejax.data.folder import DataFolder, check_no_part
 from sparsejax.data.names import Names, as_names, check_unique, quoted
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
@@ -69,7 +70,7 @@ class ScannedDataset:
 
     @property
     def num_entries(self) -> int:
-        """Number of entries; a row without entries counts as one."""
+        """Number of entries. In files without a manifest an empty row counts as one."""
         return sum(group.entries for group in self.groups)
 
     def read(self, start: int, stop: int) -> CSR:
@@ -150,9 +151,9 @@ class ScannedDataset:
     def _read_group(self, group: Group, low: int, high: int):
         """Lengths, indices and values of some rows of a group."""
         columns = ["indices"] if self.indicator else ["indices", "values"]
-        with group.file.open() as file:
+        with group.file.open(one_group=True) as file:
             if not set(columns) <= set(file.schema_arrow.names):
-                raise scan_tables.changed(group.file)
+                raise group.file.changed()
             table = file.read_row_group(group.number, columns=columns)
         lists = [
             table.column(name).drop_null().slice(low, high - low) for name in columns
@@ -161,7 +162,7 @@ class ScannedDataset:
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
         ):
-            raise scan_tables.changed(group.file)
+            raise group.file.changed()
         indices = _flat(lists[0], pa.int32())
         values = None if self.indicator else _flat(lists[1], pa.float32())
         return lengths[0], indices, values
@@ -172,7 +173,10 @@ class ScannedDataset:
         if self.layout is not None:
             digest.update(repr((self.layout, self.feature_names.tolist())).encode())
         for group in self.groups:
-            facts = (group.file.size, group.number, group.rows, group.entries)
+            file = group.file
+            facts = (file.size, group.number, group.rows, group.entries)
+            if file.crc32 is not None:
+                facts = (*facts, file.crc32)
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
@@ -200,6 +204,8 @@ def scan_parquet(
 
     The files hold one of these:
 
+    * a folder that `sparsejax.prepare` wrote. Only its manifest and its vocabulary are read
+      at first, however many files it has, and its rows are shuffled already;
     * what `SparseDataset.save` or `sparsejax convert` wrote: the quickest to read;
     * a table with a list of items on each row, as `from_arrow` takes it. Each row is an
       example: rows of the same user are not merged, and a user column is not needed;
@@ -229,16 +235,22 @@ def scan_parquet(
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
+    chosen = Chosen(user, item, value)
+    if (folder := DataFolder.find(path)) is not None:
+        _check_own(path, chosen, features)
+        return ScannedDataset(
+            path,
+            folder.vocabulary(),
+            indicator or folder.manifest.indicator,
+            chunk_rows,
+            tuple(folder.groups()),
+        )
     files = parquet.parquet_files(path)
     with files[0].open() as opened:
         schema = opened.schema_arrow
-    chosen = Chosen(user, item, value)
+    check_no_part(files[0].path, schema)
     if parquet.is_dataset(schema):
-        if chosen or features is not None:
-            raise ValueError(
-                f"{shown(path)}: is a saved data set, so it has no columns to name and "
-                "has its own vocabulary; leave out user, item, value and features"
-            )
+        _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
         files[0].path,
@@ -268,6 +280,15 @@ def scan_parquet(
                 f"lacks; it has {quoted(names)}",
             )
     return scanned
+
+
+def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
+    """Raises ValueError if the caller chooses what a saved data set has."""
+    if chosen or features is not None:
+        raise ValueError(
+            f"{shown(path)}: is a saved data set, so it has no columns to name and "
+            "has its own vocabulary; leave out user, item, value and features"
+        )
 
 
 def _names(features: Features) -> Names | None:

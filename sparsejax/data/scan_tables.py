@@ -232,7 +232,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
     """Lengths of some rows, and their entries in blocks."""
     table = _read(group, layout.columns)
     if table.num_rows != group.rows:
-        raise changed(group.file)
+        raise group.file.changed()
     blocks = _blocks(table.slice(low, high - low), layout, group, low)
     found = [block.lengths for block in blocks if block.lengths is not None]
     return joined(found, np.int64), blocks
@@ -246,7 +246,7 @@ def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
     )
     begins = begins[begins >= group.head]
     if len(begins) != group.rows or begins[0] != group.head:
-        raise changed(group.file)
+        raise group.file.changed()
     ends = np.append(begins, table.num_rows)
     lengths, (begin, end) = np.diff(ends[low : high + 1]), ends[[low, high]].tolist()
     blocks = _blocks(table.slice(begin, end - begin), layout, group, begin)
@@ -263,7 +263,7 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
         if number >= opened.metadata.num_row_groups or not set(columns) <= set(
             opened.schema_arrow.names
         ):
-            raise changed(group.file)
+            raise group.file.changed()
         if rows is None:
             return opened.read_row_group(number, columns=columns)
         found, here = [], 0
@@ -272,12 +272,7 @@ def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table
             here += len(batch)
             if here >= rows:
                 return pa.Table.from_batches(found).slice(0, rows)
-    raise changed(group.file)
-
-
-def changed(file: ParquetPath) -> DataError:
-    """The error for a file that was changed."""
-    return DataError.at(file.path, "is damaged, or was changed since it was scanned")
+    raise group.file.changed()
 
 
 def _blocks(

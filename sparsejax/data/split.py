@@ -25,20 +25,44 @@ def heldout_entries(
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
-    indptr = np.asarray(matrix.indptr)
+    return heldout_by_hash(
+        np.asarray(matrix.indptr),
+        np.asarray(matrix.indices),
+        hashes(row_names, seed),
+        hashes(feature_names, seed),
+        fraction,
+    )
+
+
+def heldout_by_hash(
+    indptr: np.ndarray,
+    columns: np.ndarray,
+    row_hashes: np.ndarray,
+    feature_hashes: np.ndarray,
+    fraction: float,
+) -> np.ndarray:
+    """As `heldout_entries`, of some rows, with the `hashes` of names.
+
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      columns: `[entries]` positions in `feature_hashes`.
+      row_hashes: `[rows]`.
+      feature_hashes: `[features]`.
+      fraction: share of the entries that stays in train.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
     lengths = np.diff(indptr)
     counts = _num_held(lengths, fraction)
-    rows = np.repeat(np.arange(matrix.num_rows), lengths)
-    keys = _mix(
-        _hashes(row_names, seed)[rows]
-        ^ _mix(_hashes(feature_names, seed)[matrix.indices])
-    )
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    keys = _mix(row_hashes[rows] ^ _mix(feature_hashes[columns]))
     # Sorted by key within each row: one sort of (row, high bits of the key).
-    row_bits = np.uint64(max(matrix.num_rows.bit_length(), 1))
+    row_bits = np.uint64(max(len(lengths).bit_length(), 1))
     row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
     order = np.argsort(row_part | (keys >> row_bits))
-    place = np.arange(matrix.nse) - np.repeat(indptr[:-1], lengths)
-    is_held = np.zeros(matrix.nse, bool)
+    place = np.arange(len(columns)) - np.repeat(indptr[:-1], lengths)
+    is_held = np.zeros(len(columns), bool)
     is_held[order] = place < counts[rows]
     return is_held
 
@@ -82,7 +106,7 @@ def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime
     Raises:
       ValueError: `fraction` is outside (0, 1), or all times are the same.
     """
-    _check_fraction(fraction)
+    check_fraction(fraction)
     distinct, counts = np.unique(times, return_counts=True)
     if len(distinct) < 2:
         raise ValueError(f"all entries have the same time: {distinct[0]}")
@@ -147,7 +171,7 @@ def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
     count = int(_num_held(np.array([len(row_names)]), fraction)[0])
     is_held = np.zeros(len(row_names), bool)
     # Mixed, so that this choice differs from that of entries with the same seed.
-    is_held[np.argsort(_mix(_hashes(row_names, seed)), kind="stable")[:count]] = True
+    is_held[np.argsort(_mix(hashes(row_names, seed)), kind="stable")[:count]] = True
     return is_held
 
 
@@ -161,7 +185,7 @@ def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
       ValueError: `fraction` is outside (0, 1).
     """
     held = int(_num_held(np.array([count]), fraction)[0])
-    start = _hashes(as_names([""]), seed)
+    start = hashes(as_names([""]), seed)
     is_held = np.zeros(count, bool)
     keys = _mix(start ^ _mix(np.arange(count, dtype=np.uint64)))
     is_held[np.argsort(keys, kind="stable")[:held]] = True
@@ -170,18 +194,19 @@ def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
 
 def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
     """How many of each of `counts` are held out: rounded half up, but one stays."""
-    _check_fraction(fraction)
+    check_fraction(fraction)
     # 1 - 0.9 is a little below 0.1, but 5 times it must be rounded up. Nine decimals do.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
 
 
-def _check_fraction(fraction: float) -> None:
+def check_fraction(fraction: float) -> None:
+    """Raises ValueError unless it is between 0 and 1."""
     if not 0 < fraction < 1:
         raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
 
 
-def _hashes(names: Names, seed: int) -> np.ndarray:
+def hashes(names: Names, seed: int) -> np.ndarray:
     """`[n]` uint64 from each name and the seed, the same on every machine and version."""
     keyed = hashlib.blake2b(str(seed).encode() + b"\0", digest_size=8)
     digests = bytearray()

@@ -196,7 +196,7 @@ def table_blocks(
             block, valued, kind = _block(part, layout, valued, kind, path, row, encoded)
         except _MissingName as missing:
             count = missing.count + sum(
-                int(_is_missing(_flat(part.column(missing.column))).sum())
+                int(are_missing(_flat(part.column(missing.column))).sum())
                 for _, _, part in parts
             )
             raise DataError.at(
@@ -273,7 +273,7 @@ def _block(
         return column.flatten()
 
     def names_of(names: pa.Array, column: str, problem: str, flat: bool) -> pa.Array:
-        missing = _is_missing(names)
+        missing = are_missing(names)
         if missing.any():
             row = first + int(np.argmax(missing if flat else rows_of(missing)))
             raise _MissingName(column, problem, row, int(missing.sum()))
@@ -387,19 +387,19 @@ def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
 
 def check_users(users: pa.Array, path: Path, first: int) -> None:
     """Raises DataError if a row has no user; `first` is the number of the first row."""
-    missing = _is_missing(users)
+    missing = are_missing(users)
     if missing.any():
         row = first + int(np.argmax(missing))
         raise DataError.at(path, f"row {row:,}: {_NO_USER}")
 
 
-def _is_missing(names: pa.Array) -> np.ndarray:
+def are_missing(names: pa.Array) -> np.ndarray:
     """`[n]` bool: whether a name is empty, null or NaN."""
     missing = names.is_null(nan_is_null=pt.is_floating(names.type))
     missing = missing.to_numpy(zero_copy_only=False)
     if pt.is_dictionary(names.type):
         at = names.indices.fill_null(0)
-        empty = _is_missing(names.dictionary)
+        empty = are_missing(names.dictionary)
         return missing | (empty[at.to_numpy()] if empty.any() else False)
     if not is_text(names.type):
         return missing

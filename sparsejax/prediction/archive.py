@@ -18,6 +18,9 @@ programs are compressed.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import io
 import itertools
 import json
 import math
@@ -26,11 +29,15 @@ import zipfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 from jax import export
 
+from sparsejax.data.files import is_address, shown
+from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
 from sparsejax.prediction.programs import ClickSignature, Signature
 from sparsejax.whole_files import check_writable, whole_file
@@ -135,6 +142,32 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     return memoryview(array.reshape(-1).view(np.uint8))
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
+    """Opens a predictor. One in a store is copied to this host before, if it is new."""
+    if not is_address(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    place = Place.of(path)
+    version = place.version()
+    if version is None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", shown(path))
+    folder = platformdirs.user_cache_path("sparsejax") / "predictors"
+    folder.mkdir(parents=True, exist_ok=True)
+    address = hashlib.blake2b(os.fspath(path).encode(), digest_size=8).hexdigest()
+    with contextlib.ExitStack() as stack:
+        with filelock.FileLock(folder / f"{address}.lock"):
+            copy = folder / f"{address}-{version}"
+            if not copy.is_file():
+                for older in folder.glob(f"{address}-*"):
+                    older.unlink(missing_ok=True)
+                place.fetch(copy)
+            # Who has opened a file keeps it, also if a newer one takes its place.
+            file = stack.enter_context(open(copy, "rb"))
+        yield file
 
 
 @contextlib.contextmanager

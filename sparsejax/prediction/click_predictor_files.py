@@ -79,12 +79,15 @@ def load_click_predictor(path: str | os.PathLike[str]) -> ClickPredictor:
     >>> predictor.predict(np.ones((2, 1)), ids).shape
     (2,)
 
+    Args:
+      path: the file, or its address in a store, see `load_predictor`.
+
     Raises:
       OSError: the file cannot be read.
       ValueError: the file is not a predictor of clicks, is damaged, has another version, or
         does something that a predictor may not do.
     """
-    with open(path, "rb") as file, archive.reading(path):
+    with archive.opened(path) as file, archive.reading(path):
         settings, vocabularies, programs, weights = _read(file)
     options = dict(gpu_options()) or None
     return ClickPredictor(

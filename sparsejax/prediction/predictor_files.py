@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from sparsejax.data.files import shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
 from sparsejax.mesh.layout import to_host_in_pieces
@@ -74,12 +76,17 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     >>> predictor.names(predictor.recommend(train, exclude=train))
     [['/...', '/...'], ...]
 
+    Args:
+      path: the file, or its address in a store, like `s3://bucket/model.predictor`. It is
+        then copied once to the cache folder of the user, where later calls find it as
+        long as it does not change. The processes of a host wait for the first copy.
+
     Raises:
       OSError: the file cannot be read.
       ValueError: the file is not a predictor, is damaged, has another version, or does
         something that a predictor may not do.
     """
-    with open(path, "rb") as file, archive.reading(path):
+    with archive.opened(path) as file, archive.reading(path):
         settings, items, programs, weights = _read(file)
     options = dict(gpu_options()) or None
     return Predictor(
@@ -93,6 +100,22 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
         },
         weights=[jnp.asarray(weight) for weight in weights],
     )
+
+
+def predictor_identity(path: str | os.PathLike[str]) -> str:
+    """A hash of a predictor's content, by the checksums of its parts.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not a predictor.
+    """
+    with archive.opened(path) as file:
+        try:
+            with zipfile.ZipFile(file) as parts:
+                facts = [(e.filename, e.file_size, e.CRC) for e in parts.infolist()]
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
+    return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

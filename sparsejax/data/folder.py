@@ -1,0 +1,319 @@
+"""A data set as a folder of files, which `sparsejax.prepare` writes.
+
+::
+
+    vocabulary.parquet              item, rows: the columns of the matrix, in their order
+    train/part-ID-00000.parquet     row, indices, values, left_out: rows of the matrix
+    train/part-ID-00001.parquet     ...
+    test/part-ID-00000.parquet      rows of what was held out, if anything was
+    manifest.json                   what is in the files; it is written last
+
+`row` is the name of a row, `indices` are its columns in ascending order, and `values` their
+values, which an indicator data set does not have. `left_out` is there if entries of items
+that the vocabulary lacks were left out, and has their number for each row. Row groups have
+about 2^20 entries and files about 2^26. The manifest has the version, the settings, the
+number and a hash of the items, and of each file its size, its checksum, and the rows and the
+entries of each row group. So a reader opens a file only to read rows of it. A folder without
+a manifest is unfinished.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data import arrow
+from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.parquet import ParquetPath, opened
+from sparsejax.data.scan_tables import Group, joined
+from sparsejax.data.stores import Place
+from sparsejax.sparse import CSR, MAX_ENTRIES
+
+VERSION = 1
+MANIFEST, VOCABULARY = "manifest.json", "vocabulary.parquet"
+# The schema's metadata of a part has the identity of its folder.
+PART_KEY = b"sparsejax.folder"
+
+Part = Literal["train", "test"]
+PARTS: tuple[Part, ...] = ("train", "test")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFile:
+    """A file of a folder.
+
+    Attributes:
+      path: its path in the folder.
+      size: in bytes.
+      crc32: checksum of its bytes.
+      groups: number of rows and number of entries of each row group.
+    """
+
+    path: str
+    size: int
+    crc32: int
+    groups: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder says of itself.
+
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> manifest = prepare(pandas.DataFrame(table), "events")
+    >>> manifest.num_rows("train"), manifest.num_entries("train"), manifest.num_items
+    (2, 3, 2)
+
+    Attributes:
+      id: a hash of the events and the settings; it is part of the names of files.
+      indicator: whether every entry is 1.
+      num_items: number of items, which are the columns of the matrix.
+      vocabulary: a hash of the names of the items.
+      train: the files of the rows to train on.
+      test: the files of what was held out.
+      left_out: number of entries that were left out of each part because the vocabulary
+        lacks their items.
+      skipped: number of wrong events that were left out, by what was wrong.
+      settings: how the folder was made.
+    """
+
+    id: str
+    indicator: bool
+    num_items: int
+    vocabulary: str
+    train: tuple[DataFile, ...]
+    test: tuple[DataFile, ...]
+    left_out: Mapping[str, int]
+    skipped: Mapping[str, int]
+    settings: Mapping[str, Any]
+
+    def num_rows(self, part: Part = "train") -> int:
+        """Number of rows of a part."""
+        return sum(rows for file in getattr(self, part) for rows, _ in file.groups)
+
+    def num_entries(self, part: Part = "train") -> int:
+        """Number of entries of a part."""
+        return sum(count for file in getattr(self, part) for _, count in file.groups)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{part}: {self.num_rows(part):,} rows, {self.num_entries(part):,} entries"
+            + f", {count:,} of unknown items left out" * bool(count)
+            for part in PARTS
+            if getattr(self, part)
+            for count in [self.left_out.get(part, 0)]
+        ]
+        skipped = [f"{count:,} {what}" for what, count in self.skipped.items()]
+        parts.append(f"{self.num_items:,} items")
+        if skipped:
+            parts.append(f"left out: {', '.join(skipped)}")
+        return "; ".join(parts)
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, path: Path, text: bytes) -> Manifest:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          DataError: it is something else, or has another version.
+        """
+        try:
+            document = json.loads(text)
+            version = document.pop("version")
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise DataError.at(
+                path, "is not the manifest of a prepared data set"
+            ) from error
+        if version != VERSION:
+            raise DataError.at(
+                path,
+                f"is of version {version!r}, but this release reads version {VERSION}; "
+                "install a newer release, or prepare the data again",
+            )
+        try:
+            for part in PARTS:
+                document[part] = tuple(
+                    DataFile(**f | {"groups": tuple(map(_group, f["groups"]))})
+                    for f in document[part]
+                )
+            return cls(**document)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+
+def _group(stated: Any) -> tuple[int, int]:
+    rows, entries = stated
+    if type(rows) is not int or type(entries) is not int or min(rows, entries) < 0:
+        raise ValueError(f"a row group of {stated!r}")
+    return rows, entries
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFolder:
+    """A part of a prepared folder.
+
+    Attributes:
+      place: the folder.
+      part: "train" or "test".
+      manifest: of the folder.
+    """
+
+    place: Place
+    part: Part
+    manifest: Manifest
+
+    @classmethod
+    def find(cls, path: Path) -> DataFolder | None:
+        """The prepared folder at a path, or None if there is none.
+
+        The path of the folder stands for its train part. The paths of `train` and `test`
+        in it stand for the parts.
+
+        Raises:
+          DataError: the manifest is wrong, or cannot be read.
+        """
+        place = Place.of(path)
+        folder, name = place.parent
+        candidates: list[tuple[Place, Part]] = [(place, "train")]
+        candidates += [(folder, part) for part in PARTS if part == name]
+        for where, part in candidates:
+            text = where.below(MANIFEST).read()
+            if text is not None:
+                found = Manifest.from_json(where.below(MANIFEST).path, text)
+                return cls(where, part, found)
+        return None
+
+    def vocabulary(self) -> Names:
+        """The names of the items.
+
+        Raises:
+          DataError: the file is damaged, or belongs to another manifest.
+        """
+        place = self.place.below(VOCABULARY)
+        content = place.read()
+        if content is None:
+            raise DataError.at(place.path, "no such file")
+        with opened(place.path, pa.BufferReader(content)) as file:
+            names = as_names(file.read(columns=["item"]).column(0))
+        if vocabulary_hash(names) != self.manifest.vocabulary:
+            raise DataError.at(place.path, "is not the vocabulary of the manifest")
+        return names
+
+    def groups(self) -> list[Group]:
+        """The row groups that have rows, in order."""
+        found = []
+        for stated in getattr(self.manifest, self.part):
+            place = self.place.below(stated.path)
+            file = ParquetPath(
+                place.path, place.filesystem, place.inner, stated.size, stated.crc32
+            )
+            found += [
+                Group(file, number, rows, entries)
+                for number, (rows, entries) in enumerate(stated.groups)
+                if rows
+            ]
+        return found
+
+    def read(self) -> SparseDataset:
+        """All rows, in memory.
+
+        Raises:
+          DataError: a file is missing or damaged, or there are too many entries.
+        """
+        groups = self.groups()
+        if self.manifest.num_entries(self.part) > MAX_ENTRIES:
+            raise DataError.at(
+                self.place.path,
+                f"more than {MAX_ENTRIES:,} entries; scan them with scan_parquet",
+            )
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            parts = list(threads.map(read_rows, groups))
+        none = pa.array([], pa.large_string())
+        names = as_names(pa.chunked_array([p.names for p in parts], none.type))
+        lengths = joined([part.lengths for part in parts], np.int64)
+        values = None
+        if not self.manifest.indicator:
+            values = joined([part.values for part in parts], np.float32)
+        indices = joined([part.indices for part in parts], np.int32)
+        indptr = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        vocabulary = self.vocabulary()
+        left_out = joined([part.left_out for part in parts], np.int32)
+        try:
+            matrix = CSR(values, indices, indptr, num_cols=len(vocabulary))
+            return SparseDataset(matrix, names, vocabulary, left_out)
+        except ValueError as error:
+            raise DataError.at(self.place.path, f"is damaged: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRows:
+    """Rows of a prepared folder.
+
+    Attributes:
+      names: `[rows]` text.
+      lengths: `[rows]` number of entries.
+      indices: `[entries]` int32.
+      values: `[entries]` float32; None for an indicator data set.
+      left_out: `[rows]` int32, entries of items that the vocabulary lacks.
+    """
+
+    names: pa.Array
+    lengths: np.ndarray
+    indices: np.ndarray
+    values: np.ndarray | None
+    left_out: np.ndarray
+
+
+def read_rows(group: Group) -> PreparedRows:
+    """The rows of a row group.
+
+    Raises:
+      DataError: the file is missing, is damaged or was changed.
+    """
+    with group.file.open(one_group=True) as file:
+        if group.number >= file.metadata.num_row_groups:
+            raise group.file.changed()
+        table = file.read_row_group(group.number).combine_chunks()
+    if table.num_rows != group.rows:
+        raise group.file.changed()
+    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+    indices = columns["indices"]
+    values, left_out = columns.get("values"), columns.get("left_out")
+    return PreparedRows(
+        columns["row"],
+        arrow.numbers(indices.value_lengths()),
+        arrow.numbers(indices.flatten()),
+        None if values is None else arrow.numbers(values.flatten()),
+        np.zeros(group.rows, np.int32) if left_out is None else arrow.numbers(left_out),
+    )
+
+
+def check_no_part(path: Path, schema: pa.Schema) -> None:
+    """Raises DataError if a file of this schema is a part of a prepared folder."""
+    if PART_KEY in (schema.metadata or {}):
+        raise DataError.at(
+            path,
+            f"is a part of a prepared data set, which is read as a whole: name its folder. "
+            f"If that has no {MANIFEST}, preparing it was not finished; do it again",
+        )
+
+
+def vocabulary_hash(names: Names) -> str:
+    """A hash of the names of the items, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    encoded = to_arrow(names)
+    for buffer in encoded.buffers()[1:]:
+        digest.update(buffer)
+    return digest.hexdigest()

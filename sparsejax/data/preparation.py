@@ -1,0 +1,542 @@
+"""From events to a folder of sorted rows, on one machine, by DuckDB."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data import arrow, queries, split
+from sparsejax.data.assemble import Features
+from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.events import Events, events_of
+from sparsejax.data.files import DataError, Path, is_address, shown
+from sparsejax.data.folder import (
+    MANIFEST,
+    PARTS,
+    VERSION,
+    Manifest,
+    vocabulary_hash,
+)
+from sparsejax.data.folder_files import (
+    SortedEntries,
+    part_writer,
+    rows_of,
+    whole_users,
+    write_vocabulary,
+)
+from sparsejax.data.names import (
+    Names,
+    as_names,
+    check_unique,
+    find_names,
+    quoted,
+    to_arrow,
+)
+from sparsejax.data.stores import Place
+from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.whole_files import whole_folder
+
+_BATCH = 2**18  # sorted entries that come from the engine at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How entries are split into train and test; at most one field is given.
+
+    Attributes:
+      time: entries at or after it are held out.
+      last: how many of the last entries of each row are held out.
+      fraction: share of the entries of each row that stays in train.
+      seed: of the choice by `fraction`.
+    """
+
+    time: split.Time | None = None
+    last: int | None = None
+    fraction: float | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for wrong values, or for several splits."""
+        given = [
+            f"split_{name}"
+            for name in ("time", "last", "fraction")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"there is one split, but {' and '.join(given)} are given")
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"split_last must be 1 or more, got {self.last}")
+        if self.fraction is not None:
+            split.check_fraction(self.fraction)
+
+    def __bool__(self) -> bool:
+        return not self.time is self.last is self.fraction is None
+
+    def chooser(
+        self, before: Any, items: Names
+    ) -> Callable[[SortedEntries, pa.Array], np.ndarray]:
+        """A function of entries of whole users and the users' names.
+
+        It returns `[entries]` bool, the entries that are held out.
+
+        Args:
+          before: the time, as the entries have it.
+          items: names by the codes of the entries.
+        """
+        if self.time is not None:
+            return lambda entries, names: _times(entries) >= before
+        if self.last is not None:
+            last = self.last
+            # Of equal times the item that comes later in the order of text is later.
+            rank = np.empty(len(items), np.int64)
+            rank[np.argsort(items, stable=True)] = np.arange(len(items))
+            return lambda entries, names: split.heldout_last(
+                _indptr(entries), _times(entries), rank[entries.columns], last
+            )
+        if self.fraction is not None:
+            fraction, seed = self.fraction, self.seed
+            hashes = split.hashes(items, seed)
+            return lambda entries, names: split.heldout_by_hash(
+                _indptr(entries),
+                entries.columns,
+                split.hashes(as_names(names), seed),
+                hashes,
+                fraction,
+            )
+        return lambda entries, names: np.zeros(len(entries.users), bool)
+
+
+def prepare(
+    events: Any,
+    out: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: Column = None,
+    format: str | None = None,
+    delimiter: str | None = None,
+    duplicates: Literal["add", "last", "max"] = "add",
+    min_user: int = 1,
+    min_item: int = 1,
+    features: Features = None,
+    indicator: bool = False,
+    split_time: split.Time | None = None,
+    split_last: int | None = None,
+    split_fraction: float | None = None,
+    seed: int = 0,
+    skip_bad: bool = False,
+    memory: str | None = None,
+) -> Manifest:
+    """Turns events into a data set in a folder, which need not fit in memory.
+
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> print(prepare(pandas.DataFrame(table), "prepared"))
+    train: 2 rows, 3 entries; 2 items
+    >>> read("prepared").feature_names.tolist()
+    ['tea', 'rye']
+    >>> scan_parquet("prepared").num_rows
+    2
+
+    The folder has the vocabulary, `train/`, `test/` if there is a split, and a manifest.
+    `read`, `scan_parquet` and all commands take it: its path is that of the part `train`,
+    and `test` in it has what is held out. Vocabulary, columns and values are those of
+    `read` of the same events. Rows have a pseudo-random order, and rows without entries
+    are left out.
+
+    DuckDB does the work; it needs `pip install 'sparsejax[prepare]'`. What exceeds the
+    memory is written to a temporary folder beside `out`, or if `out` is an address, to
+    that of the system. The vocabulary must fit in memory. A local folder appears whole or
+    not at all. In a store the manifest is written last, and a folder without it is
+    unfinished: repeat the call.
+
+    Args:
+      events: a file or a folder or an address, see `read`; or a table in memory, see
+        `from_arrow`. Tables may have a list of items on each row.
+      out: the folder to make, or an address in a store.
+      user: the column with the users; see `read`.
+      item: the column with the items.
+      value: the column with the values.
+      time: the column with the times. It is read only if `split_time`, `split_last` or
+        `duplicates="last"` needs it.
+      format: see `read`.
+      delimiter: see `read`.
+      duplicates: the value of an entry that has several events: their sum ("add"), that
+        of the latest (of equally late ones the largest), or the largest ("max").
+      min_user: leave out users with fewer entries, before the split. As this may make
+        items rare, and the other way round, both are repeated until nothing changes.
+      min_item: leave out items with fewer users.
+      features: vocabulary to prepare against: names or a data set. By default it is the
+        items, in the order of `vocabulary_order`.
+      indicator: ignore values.
+      split_time: hold out entries whose latest event is at or after this time, as
+        `SparseDataset.split_at`. The vocabulary is then that of the earlier entries.
+        Later entries of other items are left out and counted.
+      split_last: hold out so many of the last entries of each row, as
+        `SparseDataset.split_last`. Of equal times the item whose name is greater is later.
+      split_fraction: hold out a random share: the same entries as
+        `SparseDataset.split(fraction, seed=seed)`. It is the share that stays in train.
+      seed: of `split_fraction`.
+      skip_bad: leave out events without a user or an item, with a value that is not finite
+        as float32, or without a time where it is needed. The manifest has their number.
+      memory: how much memory the engine may take, like "4GB"; by default 80 % of all.
+
+    Raises:
+      DataError: the events cannot be read, or some are wrong: the message counts them and
+        has one. Nothing is left, or nothing is held out.
+      FileExistsError: `out` exists.
+      ImportError: DuckDB is not installed.
+      OSError: `out` cannot be written.
+      ValueError: an argument is wrong.
+    """
+    cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    cut.check()
+    if duplicates not in ("add", "last", "max"):
+        raise ValueError(f'duplicates is "add", "last" or "max", got {duplicates!r}')
+    for name, least in (("min_user", min_user), ("min_item", min_item)):
+        if least < 1:
+            raise ValueError(f"{name} must be 1 or more, got {least}")
+    known = None
+    if features is not None:
+        known = (
+            features.feature_names
+            if isinstance(features, SparseDataset)
+            else as_names(features)
+        )
+        check_unique(known, "feature")
+    settings = {
+        "columns": [user, item, value, time],
+        "duplicates": duplicates,
+        "min_user": min_user,
+        "min_item": min_item,
+        "features": None if known is None else vocabulary_hash(known),
+        "indicator": indicator,
+        "split_time": None if split_time is None else str(split_time),
+        "split_last": split_last,
+        "split_fraction": split_fraction,
+        "seed": seed,
+        "skip_bad": skip_bad,
+    }
+    with _writing(out) as folder, _engine(folder, memory) as engine:
+        found = events_of(
+            events,
+            chosen=Chosen(user, item, value, time),
+            format=format,
+            delimiter=delimiter,
+            indicator=indicator,
+            with_time=cut.time is not None
+            or cut.last is not None
+            or duplicates == "last",
+            skip_bad=skip_bad,
+        )
+        preparation = _Preparation(engine, found, cut, settings)
+        return preparation.run(folder, known)
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Generator[Place]:
+    """The folder to write to. A local one appears when the block is done."""
+    place = Place.of(out)
+    if is_address(out):
+        if place.below(MANIFEST).size() is not None:
+            raise FileExistsError(f"{shown(out)}: already exists; name another folder")
+        yield place
+        return
+    with whole_folder(out) as folder:
+        yield Place.of(folder)
+
+
+@contextlib.contextmanager
+def _engine(folder: Place, memory: str | None) -> Generator[Any]:
+    """A database that writes what exceeds the memory to a temporary folder."""
+    try:
+        import duckdb
+    except ImportError:
+        raise ImportError(
+            "preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
+        ) from None
+
+    beside = (
+        None if folder.is_remote else os.path.dirname(os.path.abspath(folder.inner))
+    )
+    with (
+        tempfile.TemporaryDirectory(
+            prefix=".sparsejax-", suffix=".tmp", dir=beside
+        ) as spill,
+        duckdb.connect() as engine,
+    ):
+        engine.execute("SET temp_directory = $1", [spill])
+        engine.execute("SET preserve_insertion_order = false")
+        if memory is not None:
+            try:
+                engine.execute("SET memory_limit = $1", [memory])
+            except duckdb.Error as error:
+                raise ValueError(
+                    f"memory={memory!r} is no amount of memory, like '4GB'"
+                ) from error
+        try:
+            yield engine
+        except duckdb.OutOfMemoryException as error:
+            raise MemoryError(
+                "the engine needs more memory, or more room in its temporary folder: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
+
+
+@dataclasses.dataclass
+class _Preparation:
+    """The steps from events to files."""
+
+    engine: Any
+    events: Events
+    cut: Cut
+    settings: dict[str, Any]
+
+    def run(self, folder: Place, known: Names | None) -> Manifest:
+        events = self.events
+        before = self._time()
+        pairs = self._frequent(self._pairs())
+        names, counts, size = self._vocabulary(pairs, known, before)
+        identity = self._identity()
+        codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
+        given = pa.table({"item": to_arrow(names), "code": codes})
+        self.engine.register("given", given)  # only for this connection
+        self._make("codes", "SELECT item, code FROM given")
+        self._make("people", queries.people(queries.DUCKDB, pairs))
+        timed = self.cut.time is not None or self.cut.last is not None
+        query = queries.entries(pairs, valued=events.valued, timed=timed)
+        held_out = self.cut.chooser(before, names)
+        # Entries of items that the vocabulary lacks have the codes behind it.
+        some_unknown = {part: len(names) > size for part in PARTS}
+        if known is None:
+            some_unknown["train"] = False
+        writers = {}
+        with contextlib.ExitStack() as stack:
+            for part in PARTS if self.cut else PARTS[:1]:
+                writers[part] = stack.enter_context(part_writer(folder, part, identity))
+            people = _Names(self._stream(queries.names()))
+            for entries in whole_users(map(SortedEntries.of, self._stream(query))):
+                users = people.take(entries.users)
+                self._check_values(entries, users, names)
+                is_held = held_out(entries, users)
+                columns = np.where(entries.columns < size, entries.columns, -1)
+                entries = dataclasses.replace(entries, columns=columns)
+                for part, writer in writers.items():
+                    chosen = is_held if part == "test" else ~is_held
+                    rows = rows_of(
+                        entries, chosen, users, with_left_out=some_unknown[part]
+                    )
+                    writer.add(rows)
+        write_vocabulary(folder, names[:size], counts)
+        manifest = Manifest(
+            id=identity,
+            indicator=not events.valued,
+            num_items=size,
+            vocabulary=vocabulary_hash(names[:size]),
+            train=tuple(writers["train"].files),
+            test=tuple(writers["test"].files) if self.cut else (),
+            left_out={part: w.left_out for part, w in writers.items() if w.left_out},
+            skipped=dict(events.wrong.counts),
+            settings=self.settings,
+        )
+        self._check(manifest)
+        with folder.below(MANIFEST).writing() as file:
+            file.write(manifest.to_json().encode())
+        return manifest
+
+    def _time(self) -> Any:
+        """The time of the split, as the engine has it."""
+        if self.cut.time is None or self.events.times is None:
+            return None
+        time = split.as_time(self.cut.time, self.events.times)
+        if isinstance(time, np.datetime64):
+            return int(time.astype(np.int64))
+        # Times beyond all integers are before or after all of them.
+        return time
+
+    def _pairs(self) -> str:
+        events = self.events
+        timed = events.times is not None
+        duplicates = self.settings["duplicates"]
+        query = queries.pairs(
+            queries.DUCKDB, duplicates, valued=events.valued, timed=timed
+        )
+        self.engine.register("events", events.reader())
+        try:
+            self._make("pairs", query)
+        except Exception:
+            events.check()  # this says more, if the events are the cause
+            raise
+        finally:
+            self.engine.unregister("events")
+        if events.wrong.counts and not self.settings["skip_bad"]:
+            raise DataError.at(
+                events.path,
+                f"{events.wrong}; correct them, or leave them out by skip_bad=True",
+            )
+        if not self._count("pairs"):
+            raise DataError.at(
+                events.path, f"holds no data: there are no events{self._skipped()}"
+            )
+        return "pairs"
+
+    def _skipped(self) -> str:
+        counts = self.events.wrong.counts
+        return f" but wrong ones: {self.events.wrong}" if counts else ""
+
+    def _frequent(self, table: str) -> str:
+        """The pairs of users and items that are frequent enough."""
+        steps = [
+            (column, self.settings[which])
+            for column, which in (("item", "min_item"), ("name", "min_user"))
+            if self.settings[which] > 1
+        ]
+        count = self._count(table)
+        unchanged, turn = 0, 0
+        while steps and unchanged < len(steps):
+            column, least = steps[turn % len(steps)]
+            turn += 1
+            following = f"pairs{turn}"
+            self._make(following, queries.frequent(table, column, least))
+            self._run(f"DROP TABLE {table}")
+            table = following
+            left = self._count(table)
+            unchanged, count = (unchanged + 1 if left == count else 0), left
+            if len(steps) == 1:
+                break
+        if not count:
+            raise DataError.at(
+                self.events.path,
+                "nothing is left: no users have min_user="
+                f"{self.settings['min_user']:,} items that have min_item="
+                f"{self.settings['min_item']:,} such users",
+            )
+        return table
+
+    def _vocabulary(
+        self, pairs: str, known: Names | None, before: Any
+    ) -> tuple[Names, np.ndarray, int]:
+        """All items, those of the vocabulary first; its counts, and its size."""
+        text = None if before is None else repr(before)
+        found = self._table(queries.items(pairs, text))
+        names, counts = (
+            as_names(found["item"]),
+            arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
+        )
+        if known is None:
+            size = int(np.count_nonzero(counts))
+            if not size:
+                raise DataError.at(
+                    self.events.path,
+                    "everything is held out, nothing to train on: no event is before "
+                    f"split_time={self.cut.time}",
+                )
+            order = popularity_ranks(size)
+            order = np.append(order, np.arange(size, len(names)))
+            return names[order], counts[order[:size]], size
+        place = find_names(known, names)
+        if (place < 0).all():
+            raise DataError.at(
+                self.events.path,
+                f"all entries are of items that the vocabulary lacks: {quoted(names)}; it "
+                f"has {quoted(known)}",
+            )
+        rest = names[find_names(names, known) < 0]
+        counts = np.where(place < 0, 0, counts[place])
+        return np.concatenate([known, rest]), counts, len(known)
+
+    def _check_values(
+        self, entries: SortedEntries, users: pa.Array, items: Names
+    ) -> None:
+        if entries.values is None:
+            return
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(entries.values.astype(np.float32))
+        if not finite.all():
+            at = int(np.argmin(finite))
+            row = np.searchsorted(np.unique(entries.users), entries.users[at])
+            raise DataError.at(
+                self.events.path,
+                f"the values of {users[int(row)].as_py()!r} and "
+                f"{items[entries.columns[at]]!r} have too large a sum",
+            )
+
+    def _check(self, manifest: Manifest) -> None:
+        if not manifest.num_entries():
+            raise DataError.at(
+                self.events.path,
+                "there is nothing to train on: all entries are held out, or are of items "
+                "that the vocabulary lacks",
+            )
+        if self.cut and not manifest.num_rows("test"):
+            raise DataError.at(
+                self.events.path,
+                "nothing is held out: rows are too short, or the time is too late",
+            )
+
+    def _identity(self) -> str:
+        """A hash of the events and the settings."""
+        facts = [VERSION, self.settings, self.events.sources]
+        text = json.dumps(facts, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    def _run(self, query: str) -> list[tuple]:
+        return self.engine.execute(query).fetchall()
+
+    def _make(self, table: str, query: str) -> None:
+        self._run(f"CREATE TABLE {table} AS {query}")
+
+    def _count(self, table: str) -> int:
+        [[count]] = self._run(f"SELECT count(*) FROM {table}")
+        return count
+
+    def _table(self, query: str) -> pa.Table:
+        return self.engine.sql(query).to_arrow_table()
+
+    def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
+        """The rows of a result, while other queries run."""
+        yield from self.engine.cursor().sql(query).to_arrow_reader(_BATCH)
+
+
+class _Names:
+    """The names of users, which are asked for in ascending order."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]):
+        self._batches = batches
+        self._waiting: list[pa.Array] = []
+        self._first = 0  # the number of the first user that waits
+        self._num_waiting = 0
+
+    def take(self, users: np.ndarray) -> pa.Array:
+        """The names of all users from the first that is left to the last of `users`."""
+        count = int(users[-1]) + 1 - self._first
+        while self._num_waiting < count:
+            names = next(self._batches).column("name").cast(pa.large_string())
+            self._waiting.append(names)
+            self._num_waiting += len(names)
+        names = pa.concat_arrays(self._waiting)
+        self._waiting = [names[count:]]
+        self._first += count
+        self._num_waiting -= count
+        return names[:count]
+
+
+def _times(entries: SortedEntries) -> np.ndarray:
+    assert entries.times is not None  # they were asked for
+    return entries.times
+
+
+def _indptr(entries: SortedEntries) -> np.ndarray:
+    """`[users + 1]` where each user begins."""
+    starts = np.flatnonzero(np.diff(entries.users, prepend=-1))
+    return np.append(starts, len(entries.users))

@@ -1,0 +1,91 @@
+"""The SQL by which engines turn events into sorted entries.
+
+Tables and their columns::
+
+    events   name (of the user), item, value, time     one for each event
+    pairs    name, item, value, time                   one for each user and item
+    items    item, n                                   the most frequent first
+    codes    item, code                                the column of each item
+    people   name, number                              users in pseudo-random order
+
+The text is the same for all engines, except for what a `Dialect` has. `value` and `time`
+are there if they are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """What engines have different words for.
+
+    Attributes:
+      total: the sum of `{}` with as few rounding errors as the engine can.
+      latest: the `value` of the greatest pair of `time` and `value`.
+      hash: a hash of `{}` for a pseudo-random order.
+    """
+
+    total: str
+    latest: str
+    hash: str
+
+
+DUCKDB = Dialect(
+    total="fsum({})",
+    latest="arg_max(value, (time, value))",
+    hash="hash({})",
+)
+
+
+def pairs(dialect: Dialect, duplicates: str, *, valued: bool, timed: bool) -> str:
+    """The entries: one for each user and item."""
+    value = {
+        "add": dialect.total.format("value"),
+        "last": dialect.latest,
+        "max": "max(value)",
+    }[duplicates]
+    columns = ["name", "item"]
+    columns += [f"{value} AS value"] * valued + ["max(time) AS time"] * timed
+    return f"SELECT {', '.join(columns)} FROM events GROUP BY name, item"
+
+
+def frequent(table: str, column: str, least: int) -> str:
+    """The pairs whose user (or item) has at least so many pairs."""
+    return (
+        f"SELECT * FROM {table} WHERE {column} IN "
+        f"(SELECT {column} FROM {table} GROUP BY {column} HAVING count(*) >= {least})"
+    )
+
+
+def items(table: str, before: str | None) -> str:
+    """All items. `n` counts the pairs, or those before a time."""
+    which = "" if before is None else f" FILTER (WHERE time < {before})"
+    return (
+        f"SELECT item, count(*){which} AS n FROM {table} GROUP BY item "
+        "ORDER BY n DESC, item"
+    )
+
+
+def people(dialect: Dialect, table: str) -> str:
+    """The users, numbered from 0 in pseudo-random order."""
+    order = f"{dialect.hash.format('name')}, name"
+    return (
+        f"SELECT name, row_number() OVER (ORDER BY {order}) - 1 AS number "
+        f"FROM (SELECT DISTINCT name FROM {table})"
+    )
+
+
+def names() -> str:
+    """The names of the users by their numbers."""
+    return "SELECT name FROM people ORDER BY number"
+
+
+def entries(table: str, *, valued: bool, timed: bool) -> str:
+    """The entries as numbers, sorted by user and column."""
+    more = ", value" * valued + ", time" * timed
+    return (
+        f"SELECT number, code{more} FROM {table} JOIN people USING (name) "
+        "JOIN codes USING (item) ORDER BY number, code"
+    )

@@ -1,0 +1,248 @@
+"""Recommendations for a prepared folder in numbered parts, which any scheduler can run.
+
+::
+
+    part-ID-00000.parquet   row, items, scores: for some row groups of the folder
+    part-ID-00001.parquet   ...
+    _manifest.json          written when all parts are there
+
+A part is a fixed set of row groups. It appears whole, and it is not written again. `ID` is a
+hash of the predictor, the data and the settings, so parts of another prediction never mix in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data import arrow
+from sparsejax.data.files import DataError, Path, shown
+from sparsejax.data.folder import (
+    DataFolder,
+    PreparedRows,
+    read_rows,
+    vocabulary_hash,
+)
+from sparsejax.data.names import to_arrow
+from sparsejax.data.parquet import ParquetPath
+from sparsejax.data.scan_tables import Group
+from sparsejax.data.stores import Place
+from sparsejax.prediction.predictor import Predictor
+from sparsejax.prediction.predictor_files import predictor_identity
+from sparsejax.sparse import CSR
+
+_VERSION = 1
+# Whatever reads a folder of Parquet skips names that begin so.
+_MANIFEST = "_manifest.json"
+_KEY = b"sparsejax.recommendations"
+_SHOWN = 10  # numbers of missing parts that a message has
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A prediction in parts; see `Parts.of`.
+
+    Attributes:
+      identity: a hash of the predictor, the data and the settings.
+      data: the prepared folder.
+      out: the folder of the parts.
+      count: number of parts.
+      k: number of items for each row.
+      exclude_seen: do not recommend what a row already has.
+    """
+
+    identity: str
+    data: DataFolder
+    out: Place
+    count: int
+    k: int
+    exclude_seen: bool
+
+    @classmethod
+    def of(
+        cls,
+        predictor: Path,
+        data: Path,
+        out: Path,
+        *,
+        count: int,
+        k: int,
+        exclude_seen: bool,
+    ) -> Parts:
+        """Describes a prediction. Nothing is computed.
+
+        Args:
+          predictor: a file of `export_predictor`, or its address.
+          data: a folder that `sparsejax.prepare` wrote, or its address.
+          out: a folder, or an address. It is made by the first part.
+          count: number of parts. If there are more than row groups, some are empty.
+          k: number of items for each row.
+          exclude_seen: do not recommend what a row already has.
+
+        Raises:
+          DataError: `data` is no prepared folder.
+          ValueError: `count` is not positive, or `predictor` is none.
+        """
+        if count < 1:
+            raise ValueError(f"parts must be 1 or more, got {count}")
+        folder = DataFolder.find(data)
+        if folder is None:
+            raise DataError.at(
+                data,
+                "is no prepared folder, which prediction in parts needs; make one with "
+                "sparsejax prepare",
+            )
+        facts = [
+            _VERSION,
+            predictor_identity(predictor),
+            folder.manifest.vocabulary,
+            [(g.file.crc32, g.number) for g in folder.groups()],
+            [count, k, exclude_seen],
+        ]
+        identity = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8)
+        return cls(
+            identity=identity.hexdigest(),
+            data=folder,
+            out=Place.of(out),
+            count=count,
+            k=k,
+            exclude_seen=exclude_seen,
+        )
+
+    def groups(self, part: int) -> list[Group]:
+        """The row groups of a part."""
+        groups = self.data.groups()
+        ends = [number * len(groups) // self.count for number in (part, part + 1)]
+        return groups[slice(*ends)]
+
+    def is_complete(self, part: int) -> bool:
+        """Whether the part is there, whole."""
+        place = self._place(part)
+        size = place.size()
+        if size is None:
+            return False
+        try:
+            file = ParquetPath(place.path, place.filesystem, place.inner, size)
+            with file.open() as opened:
+                metadata = opened.schema_arrow.metadata or {}
+                rows = opened.metadata.num_rows
+        except DataError:
+            return False
+        wanted = sum(group.rows for group in self.groups(part))
+        return metadata.get(_KEY) == self.identity.encode() and rows == wanted
+
+    def write(self, part: int, predictor: Predictor) -> bool:
+        """Writes a part, unless it is complete; whether it did.
+
+        Raises:
+          DataError: a file of the data is damaged.
+          OSError: the part cannot be written.
+          ValueError: there is no such part, or the predictor has no names of items or
+            other ones than the data.
+        """
+        if not 0 <= part < self.count:
+            raise ValueError(
+                f"part is {part}, but the {self.count:,} parts have the numbers 0 to "
+                f"{self.count - 1:,}"
+            )
+        if self.is_complete(part):
+            return False
+        self._check(predictor)
+        tables = [
+            self._table(read_rows(group), predictor) for group in self.groups(part)
+        ]
+        schema = _SCHEMA.with_metadata({_KEY: self.identity.encode()})
+        with (
+            self._place(part).writing() as file,
+            pq.ParquetWriter(
+                file, schema, compression="zstd", write_page_checksum=True
+            ) as writer,
+        ):
+            for table in tables:
+                writer.write_table(table)
+        return True
+
+    def finish(self) -> None:
+        """Writes the manifest, when all parts are complete.
+
+        Raises:
+          ValueError: parts are missing; the message has their numbers.
+        """
+        missing = [part for part in range(self.count) if not self.is_complete(part)]
+        if missing:
+            numbers = ", ".join(map(str, missing[:_SHOWN]))
+            more = ", ..." if len(missing) > _SHOWN else ""
+            raise ValueError(
+                f"{shown(self.out.path)}: {len(missing):,} of {self.count:,} parts are "
+                f"missing: {numbers}{more}"
+            )
+        files = [
+            {
+                "path": self._name(part),
+                "size": self._place(part).size(),
+                "rows": sum(group.rows for group in self.groups(part)),
+            }
+            for part in range(self.count)
+        ]
+        manifest = {
+            "version": _VERSION,
+            "kind": "recommendations",
+            "id": self.identity,
+            "k": self.k,
+            "exclude_seen": self.exclude_seen,
+            "files": files,
+        }
+        with self.out.below(_MANIFEST).writing() as file:
+            file.write(json.dumps(manifest, indent=1).encode())
+
+    def _name(self, part: int) -> str:
+        return f"part-{self.identity}-{part:05}.parquet"
+
+    def _place(self, part: int) -> Place:
+        return self.out.below(self._name(part))
+
+    def _check(self, predictor: Predictor) -> None:
+        if predictor.items is None:
+            raise ValueError(
+                "the predictor has no names of items; export it with names=..."
+            )
+        if vocabulary_hash(predictor.items) != self.data.manifest.vocabulary:
+            raise ValueError(
+                f"{shown(self.data.place.path)} has other items than the predictor, or "
+                "another order of them; prepare the data with the vocabulary that the "
+                "model was trained on: features=..."
+            )
+
+    def _table(self, rows: PreparedRows, predictor: Predictor) -> pa.Table:
+        """The recommendations for some rows."""
+        assert predictor.items is not None  # it was checked
+        indptr = np.append(0, np.cumsum(rows.lengths)).astype(np.int32)
+        size = self.data.manifest.num_items
+        matrix = CSR(rows.values, rows.indices, indptr, num_cols=size)
+        exclude = matrix if self.exclude_seen else None
+        found = predictor.recommend(matrix, k=self.k, exclude=exclude)
+        is_item = found.ids >= 0
+        ends = np.append(0, np.cumsum(is_item.sum(axis=1))).astype(np.int32)
+        offsets = arrow.from_numbers(ends)
+        items = to_arrow(predictor.items[found.ids[is_item]])
+        scores = arrow.from_numbers(found.scores[is_item].astype(np.float32))
+        columns = [
+            rows.names,
+            pa.ListArray.from_arrays(offsets, items),
+            pa.ListArray.from_arrays(offsets, scores),
+        ]
+        return pa.table(columns, schema=_SCHEMA)
+
+
+_SCHEMA = pa.schema(
+    {
+        "row": pa.large_string(),
+        "items": pa.list_(pa.large_string()),
+        "scores": pa.list_(pa.float32()),
+    }
+)

@@ -1,0 +1,240 @@
+"""Data sets as folders: what is written, how little is read, and what is refused."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+from contents import contents
+
+import sparsejax as sj
+from sparsejax.data import folder_files
+
+pytest.importorskip("duckdb")
+
+
+def events(rows=300, items=20, count=4000, seed=0):
+    """Events of integer users and items, one of which is in a third of them."""
+    rng = np.random.default_rng(seed)
+    item = rng.integers(0, items, count)
+    item[rng.random(count) < 1 / 3] = 7
+    user = rng.integers(0, rows, count)
+    user[:15] = 3  # a user with most items
+    item[:15] = np.arange(15)
+    value = rng.integers(1, 9, count) / 2
+    return pa.table({"user": user, "item": item, "value": value})
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Row groups of 100 entries, and files of 500."""
+    monkeypatch.setattr(folder_files, "GROUP_ENTRIES", 100)
+    monkeypatch.setattr(folder_files, "FILE_ENTRIES", 500)
+
+
+def test_groups_and_files(tmp_path, small_groups):
+    table = events()
+    users = pa.table(
+        {"user": ["one"] * 700, "item": np.arange(700), "value": [1.0] * 700}
+    )
+    table = pa.concat_tables(
+        [t.set_column(0, "user", t["user"].cast(pa.string())) for t in (table, users)]
+    )
+    whole = sj.from_arrow(table)
+    manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.7)
+    again = sj.prepare(table, tmp_path / "again", split_fraction=0.7)
+    assert again.train == manifest.train  # the same bytes
+    groups = [group for file in manifest.train for group in file.groups]
+    lengths = sorted(sum(group) for group in groups)  # an empty row takes room, too
+    assert lengths[-1] > 490 and lengths[-2] <= 100 and lengths[1] > 60
+    assert len(manifest.train) > 3
+    for part, data in zip(("train", "test"), whole.split(0.7, seed=0), strict=True):
+        found = sj.read(tmp_path / "out" / part)
+        order = data.align_rows(found.row_names)
+        assert contents(found) == contents(order)
+        scanned = sj.scan_parquet(tmp_path / "out" / part)
+        some = scanned.read(17, 200).to_scipy().toarray()
+        np.testing.assert_array_equal(some, found.to_scipy().toarray()[17:200])
+    # Rows lie in another order than that of their names and of the table.
+    rows = sj.read(tmp_path / "out").row_names[:-1].astype("T")
+    assert abs(np.corrcoef(np.argsort(rows), np.arange(len(rows)))[0, 1]) < 0.3
+    counts = pq.read_table(tmp_path / "out" / "vocabulary.parquet")
+    assert counts["item"].to_pylist() == whole.feature_names.tolist()
+    assert counts["rows"].to_pylist() == np.bincount(whole.matrix.indices).tolist()
+
+
+def test_what_is_no_finished_folder(tmp_path):
+    out = tmp_path / "out"
+    sj.prepare(events(), out)
+    with pytest.raises(FileExistsError):
+        sj.prepare(events(), out)
+    with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
+        sj.read(out, user="user")
+    with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
+        sj.scan_parquet(out, features=["1"])
+    [part] = (out / "train").iterdir()
+    with pytest.raises(sj.DataError, match="part of a prepared data set.*its folder"):
+        sj.read(part)
+    scanned, content = sj.scan_parquet(out), part.read_bytes()
+    before = scanned.fingerprint()
+    part.write_bytes(content[:-1])
+    for read in (lambda: sj.read(out), lambda: scanned.read(0, 5)):
+        with pytest.raises(sj.DataError, match="is damaged, or was changed"):
+            read()
+    part.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(sj.DataError, match="is damaged"):
+        sj.read(out)
+    part.unlink()
+    with pytest.raises(sj.DataError, match="No such file"):
+        sj.read(out)
+    part.write_bytes(content)
+    path = out / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["train"][0]["crc32"] += 1
+    path.write_text(json.dumps(manifest))
+    assert sj.scan_parquet(out).fingerprint() != before  # other data
+    path.write_text(json.dumps(manifest | {"vocabulary": "0"}))
+    with pytest.raises(sj.DataError, match="is not the vocabulary of the manifest"):
+        sj.read(out)
+    path.write_text(json.dumps(manifest | {"version": 9}))
+    with pytest.raises(sj.DataError, match="is of version 9, but this release reads"):
+        sj.read(out)
+    for text in ("{}", "nonsense", json.dumps(manifest | {"train": [{}]})):
+        path.write_text(text)
+        with pytest.raises(sj.DataError, match=r"manifest.json: is"):
+            sj.read(out)
+    path.unlink()
+    for read in (sj.read, sj.scan_parquet):
+        with pytest.raises(sj.DataError, match="preparing it was not finished"):
+            read(out)
+
+
+BAD = {
+    "user": ["ann", None, "", "bob", "bob", "eve", "eve"],
+    "item": ["tea", "tea", "rye", None, "tea", "rye", "tea"],
+    "value": [1.0, 2.0, 3.0, 4.0, np.nan, 1e39, 7.0],
+    "time": ["2024-01-05", "", None, "2024-01-06", "2024-01-07", "x", "soon"],
+}
+
+
+@pytest.mark.parametrize("form", [pa.table, pd.DataFrame, "file"])
+def test_wrong_events_are_counted(tmp_path, form):
+    table = pa.table(BAD)
+    if form == "file":
+        pq.write_table(table, tmp_path / "events.parquet")
+        table = str(tmp_path / "events.parquet")
+    elif form is pd.DataFrame:
+        table = form(BAD)
+    with pytest.raises(
+        sj.DataError,
+        match=r"2 events without a user, 1 events without an item, 2 events whose value "
+        r"is null or not finite as float32, 1 events whose time .* the first is row 1 of "
+        r".*skip_bad=True",
+    ):
+        sj.prepare(table, tmp_path / "out", duplicates="last")
+    assert not (tmp_path / "out").exists()
+    manifest = sj.prepare(table, tmp_path / "out", duplicates="last", skip_bad=True)
+    assert sum(manifest.skipped.values()) == 6
+    assert "2 events without a user" in str(manifest)
+    assert contents(sj.read(tmp_path / "out")) == {"ann": {"tea": 1.0}}
+
+
+def test_duplicates_and_what_is_left(tmp_path):
+    table = {"user": [1, 1, 1, 2], "item": [9, 9, 9, 10], "value": [1.0, 4, 2, 5]}
+    table = pa.table(table | {"time": [3.5, 1, 3.5, 0]})
+    for duplicates, value in (("add", 7.0), ("last", 2.0), ("max", 4.0)):
+        sj.prepare(table, tmp_path / duplicates, duplicates=duplicates)
+        found = contents(sj.read(tmp_path / duplicates))
+        assert found == {"1": {"9": value}, "2": {"10": 5.0}}
+    assert sj.read(tmp_path / "add").feature_names.tolist() == ["10", "9"]  # as text
+    out = tmp_path / "out"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"min_user": 2}, "nothing is left: no users have min_user=2"),
+        ({"split_time": 0}, "everything is held out.* no event is before split_time=0"),
+        ({"split_time": 9.0}, "nothing is held out"),
+        ({"features": ["none"]}, "the vocabulary lacks: '10', '9'; it has 'none'"),
+        ({"time": "none", "split_last": 1}, "no column 'none'"),
+        ({"split_last": 1, "split_time": 3}, "there is one split, but split_time and"),
+        ({"split_fraction": 1.0}, "fraction must lie in"),
+        ({"min_item": 0}, "min_item must be 1 or more, got 0"),
+        ({"split_time": "2024-01-01"}, "the times are numbers, from 0.0 to 3.5"),
+        ({"memory": "much"}, "memory='much' is no amount of memory"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sj.prepare(table, out, **options)
+    sums = pa.table({"user": [1, 1], "item": [2, 2], "value": [3e38, 3e38]})
+    with pytest.raises(sj.DataError, match="the values of '1' and '2' have too large"):
+        sj.prepare(sums, out)
+    with pytest.raises(sj.DataError, match="holds no data: there are no events"):
+        sj.prepare(table.slice(0, 0), out)
+    with pytest.raises(sj.DataError, match="column 'item' holds 4.5, which cannot be"):
+        sj.prepare(pa.table({"user": [1], "item": [4.5]}), out)
+    assert not [
+        p.name for p in tmp_path.iterdir() if p.name not in ("add", "last", "max")
+    ]
+
+
+def test_formats_and_lists(tmp_path):
+    (tmp_path / "events.csv").write_text("user,item,rating\nann,tea,4\nbob,rye,1\n")
+    (tmp_path / "events.tsv").write_text("ann\ttea,4:milk,2\nbob\trye,1\n")
+    lists = pa.table({"user": ["ann", "bob"], "items": [["tea", "milk"], ["rye"]]})
+    pq.write_table(lists, tmp_path / "events.parquet")
+    for name in ("events.csv", "events.tsv", "events.parquet"):
+        out = tmp_path / f"{name}.out"
+        sj.prepare(tmp_path / name, out)
+        expected, found = sj.read(tmp_path / name), sj.read(out)
+        assert contents(found) == contents(expected.align_rows(found.row_names))
+        assert found.feature_names.tolist() == expected.feature_names.tolist()
+    with pytest.raises(ValueError, match="skip_bad=True is for Parquet"):
+        sj.prepare(tmp_path / "events.csv", tmp_path / "out", skip_bad=True)
+    with pytest.raises(
+        sj.DataError, match="is a saved data set, not a table of events"
+    ):
+        expected.save(tmp_path / "saved.parquet")
+        sj.prepare(tmp_path / "saved.parquet", tmp_path / "out")
+
+
+def test_in_a_store(bucket, monkeypatch, small_groups):
+    address, query = bucket
+    store, _ = pa.fs.FileSystem.from_uri(address + query)
+    table = events()
+    store.create_dir("shop/log")
+    for number in range(2):
+        part = table.slice(number * 2000, 2000)
+        pq.write_table(part, f"shop/log/{number}.parquet", filesystem=store)
+    out = f"{address}/prepared{query}"
+    manifest = sj.prepare(f"{address}/log{query}", out, split_fraction=0.8)
+    found = sj.read(out)
+    data = sj.from_arrow(table).split(0.8, seed=0).train
+    assert contents(found) == contents(data.align_rows(found.row_names))
+    assert sj.read(f"{address}/prepared/test{query}").num_rows == manifest.num_rows(
+        "test"
+    )
+    with pytest.raises(FileExistsError, match="^s3://shop/prepared.*: already exists"):
+        sj.prepare(table, out)
+
+    from moto.moto_server import werkzeug_app
+
+    requests, answer = [], werkzeug_app.DomainDispatcherApplication.__call__
+
+    def counted(self, environ, start_response):
+        requests.append(environ["PATH_INFO"])
+        return answer(self, environ, start_response)
+
+    monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
+    scanned = sj.scan_parquet(out)
+    assert len(manifest.train) > 3
+    assert len(requests) <= 4, requests  # however many files there are
+    requests.clear()
+    # A process that reads a third of the rows opens the files of these rows.
+    scanned.read(100, 200)
+    files = {path for path in requests if path.endswith(".parquet")}
+    assert 1 <= len(files) < len(manifest.train)
+    store.delete_file("shop/prepared/manifest.json")
+    with pytest.raises(sj.DataError, match="preparing it was not finished"):
+        sj.scan_parquet(out)
