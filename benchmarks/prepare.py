@@ -1,0 +1,104 @@
+"""Times `sparsejax.prepare` on generated events.
+
+    python benchmarks/prepare.py --events 20000000 --memory 4GB
+
+Makes events in a temporary folder (text users and items, integer times; the popularity of
+items falls as in a shop), prepares them in a process of its own, and writes
+`results/prepare.json`. Seconds of a core are the processor's, of all threads; peak memory is
+the whole process's (VmHWM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from report import peak_host_bytes
+
+import sparsejax as sj
+
+_RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "prepare.json"
+_BLOCK = 2**20  # events that are generated at a time
+_EVENTS_PER_USER, _EVENTS_PER_ITEM = 20, 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=20_000_000)
+    parser.add_argument("--memory", default="4GB")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "events.parquet")
+        make_events(source, arguments.events)
+        command = [sys.executable, __file__, "time", str(source), arguments.memory]
+        result = json.loads(subprocess.check_output(command))
+        size = source.stat().st_size
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"python benchmarks/prepare.py --events {arguments.events} "
+        f"--memory {arguments.memory}",
+        "versions": {"duckdb": duckdb.__version__, "pyarrow": pa.__version__},
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "events": arguments.events,
+        "file_bytes": size,
+        **result,
+        "events_per_core_second": round(arguments.events / result["core_seconds"]),
+    }
+    _RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+def make_events(path: pathlib.Path, count: int) -> None:
+    """Writes events of random users, and of items of which few are frequent."""
+    rng = np.random.default_rng(0)
+    users, items = count // _EVENTS_PER_USER + 1, count // _EVENTS_PER_ITEM + 1
+    fields = {"user": pa.string(), "item": pa.string(), "time": pa.int64()}
+    with pq.ParquetWriter(path, pa.schema(list(fields.items()))) as writer:
+        for start in range(0, count, _BLOCK):
+            size = min(_BLOCK, count - start)
+            user = rng.integers(0, users, size)
+            item = (items * rng.random(size) ** 3).astype(np.int64)
+            columns = [_named("user-", user), _named("item-", item)]
+            writer.write_table(
+                pa.table([*columns, np.arange(start, start + size)], list(fields))
+            )
+
+
+def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
+    texts = pa.array(numbers).cast(pa.string())
+    return pc.call_function("binary_join_element_wise", [pa.scalar(prefix), texts, ""])
+
+
+def timed(path: str, memory: str) -> dict[str, float]:
+    """Prepares a file, holding out the last entry of each user."""
+    out = pathlib.Path(path).with_name("prepared")
+    start, cpu = time.perf_counter(), time.process_time()
+    manifest = sj.prepare(path, out, split_last=1, memory=memory)
+    return {
+        "seconds": round(time.perf_counter() - start, 2),
+        "core_seconds": round(time.process_time() - cpu, 2),
+        "peak_bytes": peak_host_bytes(),
+        "entries": manifest.num_entries("train") + manifest.num_entries("test"),
+        "rows": manifest.num_rows("train"),
+        "items": manifest.num_items,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["time"]:
+        print(json.dumps(timed(*sys.argv[2:])))
+    else:
+        main()
