@@ -20,6 +20,7 @@ from sparsejax.mesh.layout import (
     padded_rows,
     without_mesh,
 )
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.implementations import Implementation
@@ -140,9 +141,9 @@ def closed_form(
     blocks = _blocks(data)
     basis = jax.random.normal(jax.random.key(0), (items, width))
     for _ in range(_PRODUCTS):
-        basis = _applied(blocks, _orthonormal(basis))
-    basis = _orthonormal(basis)
-    kernel, scale = _finished(
+        basis = _applied(blocks, _orthonormal[True](basis))
+    basis = _orthonormal[True](basis)
+    kernel, scale = _finished[True](
         basis,
         _applied(blocks, basis),
         jnp.asarray(diagonal, jnp.float32),
@@ -177,16 +178,16 @@ def _applied(
     """`A^T A basis`."""
     total = jnp.zeros_like(basis)
     for block in blocks:
-        total = _added(total, basis, *block)
+        total = _added[True](total, basis, *block)
     return total
 
 
-@jax.jit
+@Programs
 def _added(total, basis, block: CSR, transposed: CSR):
     return total + gather_matmul(transposed, gather_matmul(block, basis))
 
 
-@jax.jit
+@Programs
 def _orthonormal(basis):
     """The same space, by Cholesky decompositions: on a CPU ten times as fast as QR."""
     for _ in range(_PASSES):
@@ -197,7 +198,7 @@ def _orthonormal(basis):
     return basis
 
 
-@functools.partial(jax.jit, static_argnames="rank")
+@functools.partial(Programs, static_argnames="rank")
 def _finished(basis, applied, diagonal, damping, ridge, rows, rank):
     """Kernel, and the scale that gives scores a standard deviation of 1."""
     squares, turn = jnp.linalg.eigh(_product(basis.T, applied))
