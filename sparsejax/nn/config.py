@@ -118,7 +118,7 @@ class LinearConfig:
     """
 
     rank: int = 1024
-    ridge: float = 800.0
+    ridge: float = 1000.0
     popularity: float = 0.25
     weight: float = 1.0
 

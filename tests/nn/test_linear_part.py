@@ -90,7 +90,7 @@ def test_one_item_is_in_nearly_all_rows_and_most_are_in_none():
     )
     assert np.all(np.isfinite(kernel)) and np.all(np.isfinite(scale))
     a = dense / np.linalg.norm(dense, axis=1)[:, None]
-    ridge = 800 / mean_square(scipy.sparse.csr_array(dense))
+    ridge = 1000 / mean_square(scipy.sparse.csr_array(dense))
     want = np.eye(400) - ridge * np.linalg.inv(a.T @ a + ridge * np.eye(400))
     np.testing.assert_allclose(kernel @ kernel.T, want, atol=2e-3)
 
