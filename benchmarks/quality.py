@@ -129,7 +129,7 @@ def _trained(
         if entry["epoch"] not in epochs:
             return
         began = time.perf_counter()
-        output = model.output
+        output: Any = model.output
         measured("default", entry["epoch"])
         bias = output.bias[...]
         for penalty in _PENALTIES if seed == 0 else ():
@@ -166,13 +166,13 @@ def _load(folder: pathlib.Path, name: str, seed: int):
     if name == "gowalla":
         train = sj.read(folder / "train.txt.xz")
         return train, sj.read(folder / "test.txt.xz", features=train)
-    match name, _FILES[name]:
-        case "msweb", _:
-            data = sj.datasets.msweb().train
-        case "generated", _:
-            data = sj.SparseDataset.from_scipy(_generated())
-        case _, str(file):
-            data = sj.read(folder / file)
+    file = _FILES[name]
+    if file is not None:
+        data = sj.read(folder / file)
+    elif name == "msweb":
+        data = sj.datasets.msweb().train
+    else:
+        data = sj.SparseDataset.from_scipy(_generated())
     parts = data.split(0.8, seed=seed)
     return parts.train, parts.heldout
 

@@ -125,7 +125,7 @@ def closed_form(
     """
     data = scipy.sparse.csr_array(matrix, dtype=np.float32, copy=True)
     data.sum_duplicates()
-    rows, items = data.shape
+    rows, items = CSR.from_scipy(data).shape
     norms = np.sqrt(data.multiply(data).sum(axis=1))
     counts = np.maximum(np.bincount(data.indices, minlength=items), 1)
     damping = (counts / counts.mean()) ** -config.popularity
@@ -138,7 +138,7 @@ def closed_form(
     rank = min(config.rank, width)
     if not width or not data.nnz:
         return jnp.zeros((items, rank)), jnp.zeros(items)
-    blocks = _blocks(data)
+    blocks = _blocks(data, items)
     basis = jax.random.normal(jax.random.key(0), (items, width))
     for _ in range(_PRODUCTS):
         basis = _applied(blocks, _orthonormal[True](basis))
@@ -156,17 +156,17 @@ def closed_form(
     return kernel, config.weight * scale
 
 
-def _blocks(data: scipy.sparse.csr_array) -> list[tuple[CSR, CSR]]:
+def _blocks(data: scipy.sparse.csr_array, items: int) -> list[tuple[CSR, CSR]]:
     """Blocks of rows with their transposes, all of the same shapes."""
-    rows = data.shape[0]
+    rows = len(data.indptr) - 1
     size = min(BLOCK_ROWS, rows)
     starts = range(0, rows, size)
     counts = [int(data.indptr[min(s + size, rows)] - data.indptr[s]) for s in starts]
     blocks = []
     for start in starts:
-        block = data[start : start + size]
-        block.resize((size, data.shape[1]))
-        pair = (block, block.T.tocsr())
+        block = scipy.sparse.csr_array(data[start : start + size])
+        block.resize((size, items))
+        pair = (block, scipy.sparse.csr_array(block.transpose()))
         first, second = (CSR.from_scipy(part, nse=max(counts)) for part in pair)
         blocks.append((jax.device_put(first), jax.device_put(second)))
     return blocks
