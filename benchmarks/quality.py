@@ -216,16 +216,14 @@ def _write_table(report: dict) -> None:
             columns: list[object] = [name, form]
             for place in range(len(_METRICS)):
                 values = [result[form][place] for result in results if form in result]
-                spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                columns.append(
-                    f"{statistics.mean(values):.4f} ± {spread:.4f}"
-                    if place < 2
-                    else f"{statistics.mean(values):.3f}"
-                )
+                shown = f"{statistics.mean(values):.{4 if place < 2 else 3}f}"
+                if place < 2 and len(values) > 1:
+                    shown += f" ± {statistics.stdev(values):.4f}"
+                columns.append(shown)
             rows.append(columns)
     head = ["set", "model", "recall@20", "nDCG@20", "coverage", "Gini", "popularity"]
     seeds = len(report["results"]) // max(len(groups), 1)
-    note = f"{seeds} seeds: mean ± standard deviation. "
+    note = f"{seeds} seeds: mean ± standard deviation. " if seeds > 1 else "One seed. "
     write_section("quality", [*table(head, rows), "", note + origin(report)])
 
 
