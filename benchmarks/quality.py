@@ -129,10 +129,10 @@ def _trained(
         if entry["epoch"] not in epochs:
             return
         began = time.perf_counter()
-        output = model.output
+        output: Any = model.output
         measured("default", entry["epoch"])
         bias = output.bias[...]
-        for penalty in _PENALTIES:
+        for penalty in _PENALTIES if seed == 0 else ():
             less = np.pad(excess, (0, len(bias) - len(excess)))
             output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
             measured(f"penalty {penalty}", entry["epoch"])
@@ -166,13 +166,13 @@ def _load(folder: pathlib.Path, name: str, seed: int):
     if name == "gowalla":
         train = sj.read(folder / "train.txt.xz")
         return train, sj.read(folder / "test.txt.xz", features=train)
-    match name, _FILES[name]:
-        case "msweb", _:
-            data = sj.datasets.msweb().train
-        case "generated", _:
-            data = sj.SparseDataset.from_scipy(_generated())
-        case _, str(file):
-            data = sj.read(folder / file)
+    file = _FILES[name]
+    if file is not None:
+        data = sj.read(folder / file)
+    elif name == "msweb":
+        data = sj.datasets.msweb().train
+    else:
+        data = sj.SparseDataset.from_scipy(_generated())
     parts = data.split(0.8, seed=seed)
     return parts.train, parts.heldout
 
@@ -215,17 +215,15 @@ def _write_table(report: dict) -> None:
                 continue
             columns: list[object] = [name, form]
             for place in range(len(_METRICS)):
-                values = [result[form][place] for result in results]
-                spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                columns.append(
-                    f"{statistics.mean(values):.4f} ± {spread:.4f}"
-                    if place < 2
-                    else f"{statistics.mean(values):.3f}"
-                )
+                values = [result[form][place] for result in results if form in result]
+                shown = f"{statistics.mean(values):.{4 if place < 2 else 3}f}"
+                if place < 2 and len(values) > 1:
+                    shown += f" ± {statistics.stdev(values):.4f}"
+                columns.append(shown)
             rows.append(columns)
     head = ["set", "model", "recall@20", "nDCG@20", "coverage", "Gini", "popularity"]
     seeds = len(report["results"]) // max(len(groups), 1)
-    note = f"{seeds} seeds: mean ± standard deviation. "
+    note = f"{seeds} seeds: mean ± standard deviation. " if seeds > 1 else "One seed. "
     write_section("quality", [*table(head, rows), "", note + origin(report)])
 
 

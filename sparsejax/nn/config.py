@@ -18,7 +18,7 @@ VERSION = 1
 
 # `LinearConfig.for_data`: entries of an item for which the weight is 1, the largest weight,
 # and the most elements of the kernel: 1 GB.
-_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 100, 2.0, 2**28
+_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 150, 2.0, 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,9 @@ class LinearConfig:
     """
 
     rank: int = 1024
-    ridge: float = 800.0
+    ridge: float = 1000.0
     popularity: float = 0.25
-    weight: float = 2.0
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -141,10 +141,10 @@ class LinearConfig:
 
         >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
         >>> linear.weight, why
-        (2.0, 'linear part of rank 1,024 and weight 2: an item has 215.9 entries')
+        (1.44, 'linear part of rank 1,024 and weight 1.44: an item has 215.9 entries')
 
         The more entries an item has, the more is known about pairs of items: the weight
-        is a hundredth of their number, at most 2. None if the factors would take over
+        is their number divided by 150, at most 2. None if the factors would take over
         1 GB.
         """
         each = entries / max(items, 1)

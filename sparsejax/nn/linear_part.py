@@ -20,6 +20,7 @@ from sparsejax.mesh.layout import (
     padded_rows,
     without_mesh,
 )
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.implementations import Implementation
@@ -124,7 +125,7 @@ def closed_form(
     """
     data = scipy.sparse.csr_array(matrix, dtype=np.float32, copy=True)
     data.sum_duplicates()
-    rows, items = data.shape
+    rows, items = CSR.from_scipy(data).shape
     norms = np.sqrt(data.multiply(data).sum(axis=1))
     counts = np.maximum(np.bincount(data.indices, minlength=items), 1)
     damping = (counts / counts.mean()) ** -config.popularity
@@ -137,12 +138,12 @@ def closed_form(
     rank = min(config.rank, width)
     if not width or not data.nnz:
         return jnp.zeros((items, rank)), jnp.zeros(items)
-    blocks = _blocks(data)
+    blocks = _blocks(data, items)
     basis = jax.random.normal(jax.random.key(0), (items, width))
     for _ in range(_PRODUCTS):
-        basis = _applied(blocks, _orthonormal(basis))
-    basis = _orthonormal(basis)
-    kernel, scale = _finished(
+        basis = _applied(blocks, _orthonormal[True](basis))
+    basis = _orthonormal[True](basis)
+    kernel, scale = _finished[True](
         basis,
         _applied(blocks, basis),
         jnp.asarray(diagonal, jnp.float32),
@@ -155,17 +156,17 @@ def closed_form(
     return kernel, config.weight * scale
 
 
-def _blocks(data: scipy.sparse.csr_array) -> list[tuple[CSR, CSR]]:
+def _blocks(data: scipy.sparse.csr_array, items: int) -> list[tuple[CSR, CSR]]:
     """Blocks of rows with their transposes, all of the same shapes."""
-    rows = data.shape[0]
+    rows = len(data.indptr) - 1
     size = min(BLOCK_ROWS, rows)
     starts = range(0, rows, size)
     counts = [int(data.indptr[min(s + size, rows)] - data.indptr[s]) for s in starts]
     blocks = []
     for start in starts:
-        block = data[start : start + size]
-        block.resize((size, data.shape[1]))
-        pair = (block, block.T.tocsr())
+        block = scipy.sparse.csr_array(data[start : start + size])
+        block.resize((size, items))
+        pair = (block, scipy.sparse.csr_array(block.transpose()))
         first, second = (CSR.from_scipy(part, nse=max(counts)) for part in pair)
         blocks.append((jax.device_put(first), jax.device_put(second)))
     return blocks
@@ -177,16 +178,16 @@ def _applied(
     """`A^T A basis`."""
     total = jnp.zeros_like(basis)
     for block in blocks:
-        total = _added(total, basis, *block)
+        total = _added[True](total, basis, *block)
     return total
 
 
-@jax.jit
+@Programs
 def _added(total, basis, block: CSR, transposed: CSR):
     return total + gather_matmul(transposed, gather_matmul(block, basis))
 
 
-@jax.jit
+@Programs
 def _orthonormal(basis):
     """The same space, by Cholesky decompositions: on a CPU ten times as fast as QR."""
     for _ in range(_PASSES):
@@ -197,7 +198,7 @@ def _orthonormal(basis):
     return basis
 
 
-@functools.partial(jax.jit, static_argnames="rank")
+@functools.partial(Programs, static_argnames="rank")
 def _finished(basis, applied, diagonal, damping, ridge, rows, rank):
     """Kernel, and the scale that gives scores a standard deviation of 1."""
     squares, turn = jnp.linalg.eigh(_product(basis.T, applied))

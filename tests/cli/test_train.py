@@ -281,5 +281,6 @@ def test_linear_part(small, tmp_path, capsys, linear):
     wanted = {"auto": chosen, "5": LinearConfig(rank=5), None: None}
     assert found.linear == wanted[linear]
     model, _ = run.load_model(tmp_path / "run")
-    if linear is not None:
-        assert float(abs(model.output.linear.scale[...]).sum()) > 0
+    part = model.output.linear
+    assert (part is None) == (linear is None)
+    assert part is None or float(abs(part.scale[...]).sum()) > 0

@@ -90,7 +90,7 @@ def test_one_item_is_in_nearly_all_rows_and_most_are_in_none():
     )
     assert np.all(np.isfinite(kernel)) and np.all(np.isfinite(scale))
     a = dense / np.linalg.norm(dense, axis=1)[:, None]
-    ridge = 800 / mean_square(scipy.sparse.csr_array(dense))
+    ridge = 1000 / mean_square(scipy.sparse.csr_array(dense))
     want = np.eye(400) - ridge * np.linalg.inv(a.T @ a + ridge * np.eye(400))
     np.testing.assert_allclose(kernel @ kernel.T, want, atol=2e-3)
 
@@ -119,6 +119,7 @@ def a_model(**options):
 def test_scores_are_sums(temperature):
     model, optimizer = a_model(temperature=temperature)
     data, part = some_data(), model.output.linear
+    assert part is not None
     sj.fit(model, optimizer, data, num_epochs=2, batch_size=32)
     want = [np.asarray(a) for a in closed_form(data, WHOLE)]
     np.testing.assert_array_equal(part.kernel[:ITEMS], want[0])  # it is not trained
@@ -158,6 +159,7 @@ def test_a_resumed_training_has_it(tmp_path):
         sj.fit(
             model, optimizer, some_data(), num_epochs=epochs, checkpoint_dir=tmp_path, **options
         )  # fmt: skip
+        assert model.output.linear is not None
         return np.asarray(model.output.linear.scale)
 
     np.testing.assert_array_equal(trained(1, 0), trained(2, 1, resume=True))
