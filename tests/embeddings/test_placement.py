@@ -138,3 +138,17 @@ def test_widths_that_cannot_be_cut():
         stack_tables({"cut": table}, {}, {})
     with pytest.raises(ValueError, match="pieces must be at least 1"):
         TableConfig(90, 9, placement="columns", pieces=0)
+
+
+def test_an_id_outside_is_nan_whatever_its_owner():
+    """Of whole tables, more bags may ask the first device then than have ids there."""
+    tables = {f"t{i}": TableConfig(40, 8, placement="table") for i in range(8)}
+    features = {f"f{i}": f"t{i}" for i in range(8)}
+    ids = {name: jnp.full(64, 40, jnp.int32).at[::2].set(1) for name in features}
+    with mesh_of((1, 8)):
+        embeddings = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+        got, _ = _call(embeddings, ids)
+        for i, name in enumerate(features):
+            row = np.asarray(embeddings.table(f"t{i}"))[1]
+            assert np.isnan(got[name][1::2]).all()
+            np.testing.assert_array_equal(got[name][::2], np.tile(row, (32, 1)))
