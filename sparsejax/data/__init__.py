@@ -18,6 +18,7 @@ from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.files import DataError as DataError
+from sparsejax.data.read_sequences import read_sequences as read_sequences
 from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read
 from sparsejax.data.readers import read_adjacency as read_adjacency
@@ -28,5 +29,10 @@ from sparsejax.data.scan import ScannedDataset as ScannedDataset
 from sparsejax.data.scan import scan_parquet as scan_parquet
 from sparsejax.data.scan_clicks import ScannedClicks as ScannedClicks
 from sparsejax.data.scan_clicks import scan_clicks as scan_clicks
+from sparsejax.data.scan_sequences import ScannedSequences as ScannedSequences
+from sparsejax.data.scan_sequences import scan_sequences as scan_sequences
+from sparsejax.data.sequences import Histories as Histories
+from sparsejax.data.sequences import SequenceDataset as SequenceDataset
+from sparsejax.data.sequences import SequenceSplit as SequenceSplit
 from sparsejax.data.sniff import guess_format as guess_format
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

@@ -81,12 +81,7 @@ class ScannedDataset:
           DataError: a file is damaged, or was changed since it was scanned. A row of a
             table is wrong; the message has its number.
         """
-        wanted, first = [], 0
-        for group in self.groups:
-            low, high = max(start - first, 0), min(stop - first, group.rows)
-            if low < high:
-                wanted.append((group, low, high))
-            first += group.rows
+        wanted = scan_tables.pieces(self.groups, start, stop)
         if self.layout is not None:
             return self._read_table(wanted)[0]
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -157,13 +152,13 @@ class ScannedDataset:
         lists = [
             table.column(name).drop_null().slice(low, high - low) for name in columns
         ]
-        lengths = [_lengths(column) for column in lists]
+        lengths = [list_lengths(column) for column in lists]
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
         ):
             raise scan_tables.changed(group.file)
-        indices = _flat(lists[0], pa.int32())
-        values = None if self.indicator else _flat(lists[1], pa.float32())
+        indices = flat_list(lists[0], pa.int32())
+        values = None if self.indicator else flat_list(lists[1], pa.float32())
         return lengths[0], indices, values
 
     def fingerprint(self) -> str:
@@ -233,7 +228,7 @@ def scan_parquet(
     with files[0].open() as opened:
         schema = opened.schema_arrow
     chosen = Chosen(user, item, value)
-    if parquet.is_dataset(schema):
+    if parquet.is_dataset(schema) or parquet.is_sequences(schema):
         if chosen or features is not None:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name and "
@@ -291,10 +286,11 @@ def _saved(
     for file in files:
         with file.open() as opened:
             parquet.check_schema(file.path, opened.schema_arrow)
-            features = _features(opened)
+            features = saved_features(opened)
             has_values = "values" in opened.schema_arrow.names
             found = [
-                _group(file, opened, number) for number in range(opened.num_row_groups)
+                saved_group(file, opened, number)
+                for number in range(opened.num_row_groups)
             ]
         if vocabulary is None:
             vocabulary, valued = features, has_values
@@ -320,12 +316,12 @@ def _check_entries(count: int) -> None:
         )
 
 
-def _features(file: pq.ParquetFile) -> pa.Array:
+def saved_features(file: pq.ParquetFile) -> pa.Array:
     names = file.read(columns=["feature"]).column("feature")
     return names.cast(pa.large_string()).drop_null().combine_chunks()
 
 
-def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
+def saved_group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
     """A row group, from the metadata if it has the numbers.
 
     Behind the last row, the names of rows are null.
@@ -345,11 +341,11 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
     return Group(file, number, group.num_rows - missing, entries)
 
 
-def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+def list_lengths(column: pa.ChunkedArray) -> np.ndarray:
     parts = [chunk.value_lengths().to_numpy() for chunk in column.chunks]
     return scan_tables.joined(parts, np.int64)
 
 
-def _flat(column: pa.ChunkedArray, dtype: pa.DataType) -> np.ndarray:
+def flat_list(column: pa.ChunkedArray, dtype: pa.DataType) -> np.ndarray:
     parts = [chunk.flatten().cast(dtype).to_numpy() for chunk in column.chunks]
     return scan_tables.joined(parts, dtype.to_pandas_dtype())

@@ -9,36 +9,51 @@ import math
 import numpy as np
 
 from sparsejax.data.names import Names, as_names
-from sparsejax.sparse import CSR
 
 Time = float | str | datetime.date | np.datetime64 | np.number
 
 
 def heldout_entries(
-    matrix: CSR, row_names: Names, feature_names: Names, fraction: float, seed: int
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    row_names: Names,
+    feature_names: Names,
+    fraction: float,
+    seed: int,
+    *,
+    occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
     """`[entries]` bool: the entries that `SparseDataset.split` holds out.
 
     Each entry gets a 64-bit key: a hash of seed, row name and feature name. In each row
     the entries with the smallest keys are held out.
 
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      indices: `[entries]` the feature of each entry.
+      row_names: `[rows]`.
+      feature_names: `[features]`.
+      fraction: share of each row that stays.
+      seed: any integer.
+      occurrences: `[entries]` how many entries of the row before it have the same
+        feature; None if there are none.
+
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
-    indptr = np.asarray(matrix.indptr)
     lengths = np.diff(indptr)
     counts = _num_held(lengths, fraction)
-    rows = np.repeat(np.arange(matrix.num_rows), lengths)
-    keys = _mix(
-        _hashes(row_names, seed)[rows]
-        ^ _mix(_hashes(feature_names, seed)[matrix.indices])
-    )
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    of_features = _hashes(feature_names, seed)[indices]
+    if occurrences is not None:
+        of_features += occurrences.astype(np.uint64)
+    keys = _mix(_hashes(row_names, seed)[rows] ^ _mix(of_features))
     # Sorted by key within each row: one sort of (row, high bits of the key).
-    row_bits = np.uint64(max(matrix.num_rows.bit_length(), 1))
+    row_bits = np.uint64(max(len(lengths).bit_length(), 1))
     row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
     order = np.argsort(row_part | (keys >> row_bits))
-    place = np.arange(matrix.nse) - np.repeat(indptr[:-1], lengths)
-    is_held = np.zeros(matrix.nse, bool)
+    place = np.arange(len(indices)) - np.repeat(indptr[:-1], lengths)
+    is_held = np.zeros(len(indices), bool)
     is_held[order] = place < counts[rows]
     return is_held
 
@@ -67,6 +82,29 @@ def heldout_last(
     is_held = np.empty(len(times), bool)
     is_held[ascending] = np.arange(len(times)) >= first_held[rows]
     return is_held
+
+
+def heldout_from(
+    times: np.ndarray, time: Time | None, fraction: float | None
+) -> tuple[np.ndarray, str]:
+    """`[entries]` bool: the entries that `split_at` holds out; and the span of the times.
+
+    Raises:
+      ValueError: see `SparseDataset.split_at`.
+    """
+    if not times.size:
+        raise ValueError("nothing is held out: there are no entries")
+    if time is not None and fraction is None:
+        cut = as_time(time, times)
+    elif fraction is not None and time is None:
+        cut = time_of_share(times, fraction)
+    else:
+        raise ValueError("pass either a time or a fraction")
+    is_held = times >= cut
+    span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
+    if is_held.all():
+        raise ValueError(f"everything is held out, nothing to train on: {span}")
+    return is_held, span
 
 
 def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:
