@@ -94,6 +94,8 @@ from .prediction.vectors import item_vectors as item_vectors
 from .prediction.vectors import save_vectors as save_vectors
 from .prediction.vectors import similar_items as similar_items
 from .prediction.vectors import user_vectors as user_vectors
+from .sequence.config import SASRecConfig as SASRecConfig
+from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
 from .training.build import build as build
 from .training.checkpoint import CheckpointWarning as CheckpointWarning

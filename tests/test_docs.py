@@ -178,9 +178,11 @@ def test_sequences(trained):
     for u in range(10):
         lines += [f"u{u},i{(u + i) % 7},2024-05-{30 - i}" for i in range(u + 1)]
     pathlib.Path("purchases.csv").write_text("\n".join(lines))
+    trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
     for code in python("sequences.md"):
         exec(compile(code, "sequences.md", "exec"), trained)  # noqa: S102
     assert trained["heldout"].num_entries == 9
+    assert trained["names"].shape == (10, 10) and trained["loss"] > 0
     np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
 
 
