@@ -17,9 +17,13 @@ from .data import DataError as DataError
 from .data import DenseColumn as DenseColumn
 from .data import DenseDataset as DenseDataset
 from .data import HashedColumn as HashedColumn
+from .data import Histories as Histories
 from .data import Manifest as Manifest
 from .data import ScannedClicks as ScannedClicks
 from .data import ScannedDataset as ScannedDataset
+from .data import ScannedSequences as ScannedSequences
+from .data import SequenceDataset as SequenceDataset
+from .data import SequenceSplit as SequenceSplit
 from .data import SparseDataset as SparseDataset
 from .data import Split as Split
 from .data import UnknownFeaturesWarning as UnknownFeaturesWarning
@@ -34,10 +38,12 @@ from .data import read_adjacency as read_adjacency
 from .data import read_clicks as read_clicks
 from .data import read_pairs as read_pairs
 from .data import read_parquet as read_parquet
+from .data import read_sequences as read_sequences
 from .data import read_text as read_text
 from .data import read_vae_cf as read_vae_cf
 from .data import scan_clicks as scan_clicks
 from .data import scan_parquet as scan_parquet
+from .data import scan_sequences as scan_sequences
 from .embeddings.collection import EmbeddingCollection as EmbeddingCollection
 from .embeddings.config import FeatureConfig as FeatureConfig
 from .embeddings.config import TableConfig as TableConfig
@@ -102,6 +108,8 @@ from .prediction.vectors import item_vectors as item_vectors
 from .prediction.vectors import save_vectors as save_vectors
 from .prediction.vectors import similar_items as similar_items
 from .prediction.vectors import user_vectors as user_vectors
+from .sequence.config import SASRecConfig as SASRecConfig
+from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
 from .training.build import build as build
 from .training.checkpoint import CheckpointWarning as CheckpointWarning

@@ -186,6 +186,20 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     assert given["probabilities"].shape == (300,) and "group_auc" in given["measured"]
 
 
+def test_sequences(trained):
+    """Of ten users, one has a single purchase."""
+    lines = ["user,item,date"]
+    for u in range(10):
+        lines += [f"u{u},i{(u + i) % 7},2024-05-{30 - i}" for i in range(u + 1)]
+    pathlib.Path("purchases.csv").write_text("\n".join(lines))
+    trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
+    for code in python("sequences.md"):
+        exec(compile(code, "sequences.md", "exec"), trained)  # noqa: S102
+    assert trained["heldout"].num_entries == 9
+    assert trained["names"].shape == (10, 10) and trained["loss"] > 0
+    np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
+
+
 def test_splits(trained, capsys):
     """Forty users, of whom two and two items come after May."""
     dates = np.array(["2024-05-01", "2024-05-20", "2024-06-01", "2024-06-30"])

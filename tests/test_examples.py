@@ -122,6 +122,12 @@ def test_own_transformer(capsys):
     assert "of mere popularity" in capsys.readouterr().out
 
 
+def test_sasrec(capsys):
+    reached = example("09_sasrec").main(num_epochs=4)
+    assert reached["recall"] > 3 * reached["popularity"]
+    assert "of popularity" in capsys.readouterr().out
+
+
 def test_own_loop_at_full_speed(capsys):
     losses = example("08_own_loop_at_full_speed").main(num_epochs=2)
     train, _ = sj.datasets.msweb().train.split(0.8, seed=0)

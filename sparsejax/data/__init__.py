@@ -23,6 +23,7 @@ from sparsejax.data.preparation import prepare as prepare
 from sparsejax.data.protocols import UnseenUsers as UnseenUsers
 from sparsejax.data.protocols import random_candidates as random_candidates
 from sparsejax.data.protocols import read_vae_cf as read_vae_cf
+from sparsejax.data.read_sequences import read_sequences as read_sequences
 from sparsejax.data.readers import from_arrow as from_arrow
 from sparsejax.data.readers import read as read
 from sparsejax.data.readers import read_adjacency as read_adjacency
@@ -33,5 +34,10 @@ from sparsejax.data.scan import ScannedDataset as ScannedDataset
 from sparsejax.data.scan import scan_parquet as scan_parquet
 from sparsejax.data.scan_clicks import ScannedClicks as ScannedClicks
 from sparsejax.data.scan_clicks import scan_clicks as scan_clicks
+from sparsejax.data.scan_sequences import ScannedSequences as ScannedSequences
+from sparsejax.data.scan_sequences import scan_sequences as scan_sequences
+from sparsejax.data.sequences import Histories as Histories
+from sparsejax.data.sequences import SequenceDataset as SequenceDataset
+from sparsejax.data.sequences import SequenceSplit as SequenceSplit
 from sparsejax.data.sniff import guess_format as guess_format
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -73,40 +74,11 @@ def assemble(
       DataError: there are no rows, no features, too many entries, or only unknown
         features.
     """
-    row_encoder, feature_encoder = NameEncoder(), NameEncoder()
-    lengths: list[np.ndarray] = []
-    values: list[np.ndarray] = []
-    dates: list[np.ndarray] = []
-    num_entries = 0
-    for block in blocks:
-        row_encoder.add(block.rows)
-        feature_encoder.add(block.features)
-        num_entries += len(block.features)
-        if num_entries > MAX_ENTRIES:
-            raise DataError.at(
-                path,
-                f"more than {MAX_ENTRIES:,} entries; split the file by rows",
-            )
-        if block.lengths is not None:
-            lengths.append(block.lengths.astype(np.int32))
-        if block.values is not None:
-            values.append(block.values)
-        if block.times is not None:
-            dates.append(block.times)
-    row_names, rows = row_encoder.finish()
-    feature_names, codes = feature_encoder.finish()
-    if columns is not None:
-        if columns.user is not None:
-            row_names = _without_point_zero(row_names, columns.user, path)
-        feature_names = _without_point_zero(feature_names, columns.item, path)
-    if not row_names.size:
-        raise DataError.at(path, "holds no data: the file is empty")
-    if not feature_names.size and features is None:
-        raise DataError.at(path, "none of the rows has a feature")
-    if lengths:
-        rows = np.repeat(rows, np.concatenate(lengths))
-    data = np.concatenate(values) if values else np.ones(num_entries, bool)
-    del values
+    row_names, rows, feature_names, codes, found, times = encode(
+        blocks, path, columns=columns, has_vocabulary=features is not None
+    )
+    data = np.ones(len(codes), bool) if found is None else found
+    del found
     shape = (row_names.size, feature_names.size)
     matrix = scipy.sparse.coo_array((data, (rows, codes)), shape=shape).tocsr()
     del data
@@ -118,11 +90,10 @@ def assemble(
         matrix.indices = column[matrix.indices].astype(np.int32)
         matrix.has_sorted_indices = False
         feature_names = feature_names[order]
-        if dates:
+        if times is not None:
             codes = column[codes]
-    times = order = None
-    if dates:
-        times = np.concatenate(dates)
+    order = None
+    if times is not None:
         order = latest_events(rows, codes, times)
         times = times[order]
     del rows, codes  # the larger part of what is held
@@ -153,6 +124,80 @@ def assemble(
             dataset, columns=columns.accounted(dataset.matrix)
         )
     return dataset
+
+
+class Encoded(NamedTuple):
+    """The entries of a file, in its order.
+
+    Attributes:
+      row_names: `[rows]`, in order of first appearance.
+      rows: `[entries]` the row of each entry.
+      feature_names: `[features]`, in order of first appearance.
+      features: `[entries]` the feature of each entry.
+      values: `[entries]` float64, or None.
+      times: `[entries]`, or None.
+    """
+
+    row_names: Names
+    rows: np.ndarray
+    feature_names: Names
+    features: np.ndarray
+    values: np.ndarray | None
+    times: np.ndarray | None
+
+
+def encode(
+    blocks: Iterable[Block],
+    path: Path,
+    *,
+    columns: Columns | None = None,
+    has_vocabulary: bool = False,
+) -> Encoded:
+    """Joins the blocks of one file, and numbers its names. See `assemble`.
+
+    Raises:
+      DataError: there are no rows, too many entries, or no features and no vocabulary.
+    """
+    row_encoder, feature_encoder = NameEncoder(), NameEncoder()
+    lengths: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    dates: list[np.ndarray] = []
+    num_entries = 0
+    for block in blocks:
+        row_encoder.add(block.rows)
+        feature_encoder.add(block.features)
+        num_entries += len(block.features)
+        if num_entries > MAX_ENTRIES:
+            raise DataError.at(
+                path,
+                f"more than {MAX_ENTRIES:,} entries; split the file by rows",
+            )
+        if block.lengths is not None:
+            lengths.append(block.lengths.astype(np.int32))
+        if block.values is not None:
+            values.append(block.values)
+        if block.times is not None:
+            dates.append(block.times)
+    row_names, rows = row_encoder.finish()
+    feature_names, codes = feature_encoder.finish()
+    if columns is not None:
+        if columns.user is not None:
+            row_names = _without_point_zero(row_names, columns.user, path)
+        feature_names = _without_point_zero(feature_names, columns.item, path)
+    if not row_names.size:
+        raise DataError.at(path, "holds no data: the file is empty")
+    if not feature_names.size and not has_vocabulary:
+        raise DataError.at(path, "none of the rows has a feature")
+    if lengths:
+        rows = np.repeat(rows, np.concatenate(lengths))
+    return Encoded(
+        row_names,
+        rows,
+        feature_names,
+        codes,
+        np.concatenate(values) if values else None,
+        np.concatenate(dates) if dates else None,
+    )
 
 
 def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names:

@@ -21,6 +21,7 @@ from sparsejax.data import parquet
 from sparsejax.data.click_schema import ClickSchema, num_ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.parquet import id_lists
 from sparsejax.sparse import CSR
 
 _VERSION = 1
@@ -55,18 +56,6 @@ class Facts(NamedTuple):
     rows: int
     sizes: Mapping[str, int]
     checksum: int
-
-
-def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
-    """Lists of ids, `[examples]`, that keep their order.
-
-    Args:
-      flat: `[entries]` int32.
-      indptr: `[examples + 1]` where each list begins.
-      size: number of ids that there are.
-    """
-    # Not the constructor, which wants ascending columns.
-    return CSR.tree_unflatten(size, (None, flat, indptr.astype(np.int32), None))
 
 
 def write_clicks(path: Path, parts: ClickParts) -> None:

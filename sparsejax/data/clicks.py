@@ -23,9 +23,10 @@ from sparsejax.data.click_schema import (
     VocabularyColumn,
     num_ids,
 )
-from sparsejax.data.click_storage import Ids, id_lists
+from sparsejax.data.click_storage import Ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names
+from sparsejax.data.parquet import id_lists
 from sparsejax.data.split import heldout_positions
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 

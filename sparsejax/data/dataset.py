@@ -18,11 +18,10 @@ from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import (
     Time,
-    as_time,
     heldout_entries,
+    heldout_from,
     heldout_last,
     heldout_rows,
-    time_of_share,
 )
 from sparsejax.sparse import CSR
 
@@ -212,7 +211,12 @@ class SparseDataset:
             to be held out.
         """
         is_held = heldout_entries(
-            self.matrix, self.row_names, self.feature_names, fraction, seed
+            np.asarray(self.matrix.indptr),
+            np.asarray(self.matrix.indices),
+            self.row_names,
+            self.feature_names,
+            fraction,
+            seed,
         )
         longest = np.diff(self.matrix.indptr).max(initial=0)
         return self._split(
@@ -265,19 +269,7 @@ class SparseDataset:
             empty.
         """
         times, _ = self._known_times()
-        if not times.size:
-            raise ValueError("nothing is held out: there are no entries")
-        if time is not None and fraction is None:
-            cut = as_time(time, times)
-        elif fraction is not None and time is None:
-            cut = time_of_share(times, fraction)
-        else:
-            raise ValueError("pass either a time or a fraction")
-        is_held = times >= cut
-        span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
-        if is_held.all():
-            raise ValueError(f"everything is held out, nothing to train on: {span}")
-        return self._split(is_held, span)
+        return self._split(*heldout_from(times, time, fraction))
 
     def split_rows(self, fraction: float, *, seed: int) -> Split:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
@@ -434,7 +426,7 @@ class SparseDataset:
         """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
         indptr = np.asarray(self.matrix.indptr)
         lengths = np.append(np.diff(indptr), 0)[rows]
-        taken = _offsets(lengths)
+        taken = offsets(lengths)
         entries = np.repeat(indptr[rows] - taken[:-1], lengths)
         entries += np.arange(len(entries))
         return self._take(
@@ -458,7 +450,7 @@ class SparseDataset:
         return Split(self._entries(~is_held), self._entries(is_held))
 
     def _entries(self, keep: np.ndarray) -> SparseDataset:
-        return self._take(keep, _offsets(keep)[self.matrix.indptr])
+        return self._take(keep, offsets(keep)[self.matrix.indptr])
 
     def _take(
         self,
@@ -546,22 +538,9 @@ def align_features(
     matrix = dataset.matrix
     columns = column[matrix.indices]
     known = columns >= 0
-    left_out = dataset.num_entries - int(known.sum())
-    message = None
-    if left_out:
-        unknown = dataset.feature_names[column < 0]
-        if left_out == dataset.num_entries:
-            raise ValueError(
-                f"all {left_out:,} entries are of features that the vocabulary lacks: "
-                f"{_names.quoted(unknown)}; it has {_names.quoted(wanted)}"
-            )
-        message = (
-            f"{left_out:,} of {dataset.num_entries:,} entries are left out: "
-            f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
-            f"{_names.quoted(unknown)}"
-        )
+    message = about_unknown(known, dataset.feature_names[column < 0], wanted)
     counts = np.diff(matrix.indptr)
-    indptr = _offsets(known)[matrix.indptr]
+    indptr = offsets(known)[matrix.indptr]
     counts -= np.diff(indptr)
     if dataset.left_out is not None:
         counts += dataset.left_out
@@ -578,6 +557,32 @@ def align_features(
         left_out=counts,
     )
     return aligned, message
+
+
+def about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
+    """The text of a warning of entries whose features a vocabulary lacks; None if none.
+
+    Args:
+      known: `[entries]` bool: whether the vocabulary has the entry's feature.
+      unknown: the features that it lacks.
+      wanted: the vocabulary.
+
+    Raises:
+      ValueError: there are entries, and all are of unknown features.
+    """
+    left_out = len(known) - int(known.sum())
+    if not left_out:
+        return None
+    if left_out == len(known):
+        raise ValueError(
+            f"all {left_out:,} entries are of features that the vocabulary lacks: "
+            f"{_names.quoted(unknown)}; it has {_names.quoted(wanted)}"
+        )
+    return (
+        f"{left_out:,} of {len(known):,} entries are left out: "
+        f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
+        f"{_names.quoted(unknown)}"
+    )
 
 
 def latest_events(
@@ -656,12 +661,17 @@ def _check_times(
             f"there are {count:,} entries, but times has the shape {times.shape} and "
             f"order {order.shape}"
         )
+    check_times(times)
+    if order.dtype != np.int64:
+        raise ValueError(f"order must be int64, got {order.dtype}")
+
+
+def check_times(times: np.ndarray) -> None:
+    """Raises ValueError unless these are finite and of a type that times have."""
     if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
         raise ValueError(
             f"times must be int64, float64 or datetime64[us], got {times.dtype}"
         )
-    if order.dtype != np.int64:
-        raise ValueError(f"order must be int64, got {order.dtype}")
     if not np.isfinite(times).all():
         raise ValueError(f"entry {np.argmin(np.isfinite(times)):,} has no finite time")
 
@@ -671,7 +681,7 @@ def _lengths(dataset: SparseDataset) -> np.ndarray:
     return np.diff(dataset.matrix.indptr)
 
 
-def _offsets(lengths: np.ndarray) -> np.ndarray:
+def offsets(lengths: np.ndarray) -> np.ndarray:
     """`[n + 1]` int32: 0 and the running sums."""
     total = np.cumsum(lengths, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), total]).astype(np.int32)

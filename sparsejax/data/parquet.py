@@ -13,6 +13,9 @@ An indicator data set has no `values` (list<float32>). If the data set has times
 `times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>). If
 entries were left out, `left_out` (int32) has their number for each row. The schema's
 metadata has the version of this form, and a checksum of the whole content.
+
+`SequenceDataset.save` writes the same with another key of the version. There indices are
+the items in the order of time, and there is neither `values` nor `order`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ VERSION = 1
 # Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
 _VERSION_KEY = b"sparsejax.dataset.version"
+_SEQUENCES_KEY = b"sparsejax.sequences.version"
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 _COLUMNS = {
     "row": pa.large_string(),
@@ -64,10 +68,22 @@ class Parts(NamedTuple):
     order: np.ndarray | None = None
 
 
-def write_parquet(path: Path, parts: Parts) -> None:
+def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
+    """Lists of ids, `[examples]`, that keep their order.
+
+    Args:
+      flat: `[entries]` int32.
+      indptr: `[examples + 1]` where each list begins.
+      size: number of ids that there are.
+    """
+    # Not the constructor, which wants ascending columns.
+    return CSR.tree_unflatten(size, (None, flat, indptr.astype(np.int32), None))
+
+
+def write_parquet(path: Path, parts: Parts, *, sequences: bool = False) -> None:
     """Writes a data set, whole or not at all.
 
-    The matrix has NumPy leaves without padding.
+    The matrix has NumPy leaves without padding. `sequences` says that it has `id_lists`.
 
     Raises:
       OSError: the file cannot be written.
@@ -95,7 +111,8 @@ def write_parquet(path: Path, parts: Parts) -> None:
             for name, column in columns.items()
         }
     )
-    metadata = {_VERSION_KEY: str(VERSION).encode(), _CHECKSUM_KEY: _checksum(parts)}
+    key = _SEQUENCES_KEY if sequences else _VERSION_KEY
+    metadata = {key: str(VERSION).encode(), _CHECKSUM_KEY: _checksum(parts)}
     table = table.replace_schema_metadata(metadata)
 
     write_whole(path, table, group_rows=_GROUP_ROWS)
@@ -115,8 +132,8 @@ def write_whole(path: Path, table: pa.Table, *, group_rows: int) -> None:
         os.fsync(file.fileno())
 
 
-def read_parquet(path: Path) -> Parts:
-    """Reads a file that `write_parquet` wrote.
+def read_parquet(path: Path, *, sequences: bool = False) -> Parts:
+    """Reads a file that `write_parquet` wrote with the same `sequences`.
 
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
@@ -125,8 +142,8 @@ def read_parquet(path: Path) -> Parts:
     if files[0].path != path:
         raise DataError.at(path, "is a directory; expected a file")
     with files[0].open() as file:
-        check_schema(path, file.schema_arrow)
-        parts = _read_table(path, file)
+        check_schema(path, file.schema_arrow, sequences=sequences)
+        parts = _read_table(path, file, sequences)
         # Pages have checksums of their own, but the records of their places do not.
         if file.schema_arrow.metadata.get(_CHECKSUM_KEY) != _checksum(parts):
             raise DataError.at(
@@ -148,8 +165,13 @@ def _checksum(parts: Parts) -> bytes:
 
 
 def is_dataset(schema: pa.Schema) -> bool:
-    """Whether a file of this schema was made by `write_parquet`."""
+    """Whether a file of this schema was made by `SparseDataset.save`."""
     return _VERSION_KEY in (schema.metadata or {})
+
+
+def is_sequences(schema: pa.Schema) -> bool:
+    """Whether a file of this schema was made by `SequenceDataset.save`."""
+    return _SEQUENCES_KEY in (schema.metadata or {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,9 +275,22 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     return files
 
 
-def check_schema(path: Path, schema: pa.Schema) -> None:
+def check_schema(path: Path, schema: pa.Schema, *, sequences: bool = False) -> None:
     """Raises DataError unless a file of this schema was made by `write_parquet`."""
-    version = (schema.metadata or {}).get(_VERSION_KEY, b"").decode(errors="replace")
+    key = _SEQUENCES_KEY if sequences else _VERSION_KEY
+    version = (schema.metadata or {}).get(key, b"").decode(errors="replace")
+    if is_sequences(schema) and not sequences:
+        raise DataError.at(
+            path,
+            "holds saved sequences: read it with read_sequences, or scan it with "
+            "scan_sequences; to_sparse() makes a SparseDataset of them",
+        )
+    if sequences and not version:
+        raise DataError.at(
+            path,
+            "holds no saved sequences; read other files with read_sequences, and save "
+            "them with SequenceDataset.save",
+        )
     if not version or not {"row", "indices", "feature"} <= set(schema.names):
         raise DataError.at(
             path,
@@ -271,7 +306,7 @@ def check_schema(path: Path, schema: pa.Schema) -> None:
         )
 
 
-def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
+def _read_table(path: Path, file: pq.ParquetFile, sequences: bool) -> Parts:
     types = _types(path, file.schema_arrow)
     found: dict[str, list[pa.Array]] = {name: [] for name in types}
     lengths = [np.zeros(1, np.int64)]
@@ -301,12 +336,18 @@ def _read_table(path: Path, file: pq.ParquetFile) -> Parts:
         )
         for name, parts in found.items()
     }
+    indptr = np.cumsum(np.concatenate(lengths)).astype(np.int32)
+    size = len(feature_names)
     try:
-        matrix = CSR(
-            leaves.pop("values", None),
-            leaves.pop("indices"),
-            np.cumsum(np.concatenate(lengths)).astype(np.int32),
-            num_cols=len(feature_names),
+        matrix = (
+            id_lists(leaves.pop("indices"), indptr, size)
+            if sequences
+            else CSR(
+                leaves.pop("values", None),
+                leaves.pop("indices"),
+                indptr,
+                num_cols=size,
+            )
         )
     except ValueError as error:
         raise DataError.at(path, f"is damaged: {error}") from error

@@ -269,6 +269,8 @@ def read_parquet(
     with files[0].open() as file:
         schema = file.schema_arrow
     check_no_part(files[0].path, schema)
+    if parquet.is_sequences(schema):
+        parquet.check_schema(path, schema)  # says what to do
     if len(files) == 1 and parquet.is_dataset(schema):
         load = functools.partial(SparseDataset.load, path)
         return _saved(path, load, chosen, features, indicator)
@@ -279,7 +281,7 @@ def read_parquet(
         indicator=indicator,
     )
     with progress_bar(path, sum(file.size for file in files)) as bar:
-        each = ((file.path, _batches(file, layout, bar)) for file in files)
+        each = ((file.path, file_batches(file, layout, bar)) for file in files)
         blocks = tables.table_blocks(each, layout)
         return assemble(blocks, path, features=features, columns=layout.source)
 
@@ -365,7 +367,7 @@ def from_arrow(
         raise DataError.at(path, f"cannot be read: {error}") from error
 
 
-def _batches(
+def file_batches(
     source: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the layout, some rows at a time."""

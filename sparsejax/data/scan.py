@@ -82,12 +82,7 @@ class ScannedDataset:
           DataError: a file is damaged, or was changed since it was scanned. A row of a
             table is wrong; the message has its number.
         """
-        wanted, first = [], 0
-        for group in self.groups:
-            low, high = max(start - first, 0), min(stop - first, group.rows)
-            if low < high:
-                wanted.append((group, low, high))
-            first += group.rows
+        wanted = scan_tables.pieces(self.groups, start, stop)
         if self.layout is not None:
             return self._read_table(wanted)[0]
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -158,13 +153,13 @@ class ScannedDataset:
         lists = [
             table.column(name).drop_null().slice(low, high - low) for name in columns
         ]
-        lengths = [_lengths(column) for column in lists]
+        lengths = [list_lengths(column) for column in lists]
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
         ):
             raise group.file.changed()
-        indices = _flat(lists[0], pa.int32())
-        values = None if self.indicator else _flat(lists[1], pa.float32())
+        indices = flat_list(lists[0], pa.int32())
+        values = None if self.indicator else flat_list(lists[1], pa.float32())
         return lengths[0], indices, values
 
     def fingerprint(self) -> str:
@@ -249,7 +244,7 @@ def scan_parquet(
     with files[0].open() as opened:
         schema = opened.schema_arrow
     check_no_part(files[0].path, schema)
-    if parquet.is_dataset(schema):
+    if parquet.is_dataset(schema) or parquet.is_sequences(schema):
         _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
@@ -312,10 +307,11 @@ def _saved(
     for file in files:
         with file.open() as opened:
             parquet.check_schema(file.path, opened.schema_arrow)
-            features = _features(opened)
+            features = saved_features(opened)
             has_values = "values" in opened.schema_arrow.names
             found = [
-                _group(file, opened, number) for number in range(opened.num_row_groups)
+                saved_group(file, opened, number)
+                for number in range(opened.num_row_groups)
             ]
         if vocabulary is None:
             vocabulary, valued = features, has_values
@@ -341,12 +337,12 @@ def _check_entries(count: int) -> None:
         )
 
 
-def _features(file: pq.ParquetFile) -> pa.Array:
+def saved_features(file: pq.ParquetFile) -> pa.Array:
     names = file.read(columns=["feature"]).column("feature")
     return names.cast(pa.large_string()).drop_null().combine_chunks()
 
 
-def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
+def saved_group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
     """A row group, from the metadata if it has the numbers.
 
     Behind the last row, the names of rows are null.
@@ -366,11 +362,11 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
     return Group(file, number, group.num_rows - missing, entries)
 
 
-def _lengths(column: pa.ChunkedArray) -> np.ndarray:
+def list_lengths(column: pa.ChunkedArray) -> np.ndarray:
     parts = [chunk.value_lengths().to_numpy() for chunk in column.chunks]
     return scan_tables.joined(parts, np.int64)
 
 
-def _flat(column: pa.ChunkedArray, dtype: pa.DataType) -> np.ndarray:
+def flat_list(column: pa.ChunkedArray, dtype: pa.DataType) -> np.ndarray:
     parts = [chunk.flatten().cast(dtype).to_numpy() for chunk in column.chunks]
     return scan_tables.joined(parts, dtype.to_pandas_dtype())

@@ -58,11 +58,13 @@ class Rows(NamedTuple):
       lengths: `[rows]` number of entries.
       columns: `[entries]` int32, -1 for items that the vocabulary lacks.
       values: `[entries]` float64, or None.
+      times: `[entries]`, or None.
     """
 
     lengths: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
+    times: np.ndarray | None = None
 
 
 class Vocabulary:
@@ -104,6 +106,19 @@ def _integers(names: pa.Array) -> np.ndarray | None:
     except pa.ArrowInvalid:
         return None
     return numbers.to_numpy() if numbers.cast(names.type).equals(names) else None
+
+
+def pieces(
+    groups: Iterable[Group], start: int, stop: int
+) -> list[tuple[Group, int, int]]:
+    """The groups that have some of the rows `start .. stop - 1`, and which rows of each."""
+    wanted, first = [], 0
+    for group in groups:
+        low, high = max(start - first, 0), min(stop - first, group.rows)
+        if low < high:
+            wanted.append((group, low, high))
+        first += group.rows
+    return wanted
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:
@@ -210,20 +225,28 @@ def read_rows(
         path = part[0].file.path
         columns = [vocabulary.find(block.features, path) for block in blocks]
         values = [block.values for block in blocks if block.values is not None]
-        return Rows(lengths, joined(columns, np.int32), joined(values, np.float64))
+        times = [block.times for block in blocks if block.times is not None]
+        return Rows(
+            lengths,
+            joined(columns, np.int32),
+            joined(values, np.float64),
+            np.concatenate(times) if times else None,
+        )
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = list(threads.map(read_part, parts))
+    times = [rows.times for rows in found if rows.times is not None]
     return Rows(
         joined([rows.lengths for rows in found], np.int64),
         joined([rows.columns for rows in found], np.int32),
         None
         if layout.value is None
         else joined([rows.values for rows in found], np.float64),
+        np.concatenate(times) if times else None,
     )
 
 
-def joined(parts: Iterable, dtype: type) -> np.ndarray:
+def joined(parts: Iterable, dtype: type | np.dtype) -> np.ndarray:
     """The parts one after the other; an empty array if there are no parts."""
     return np.concatenate([np.empty(0, dtype), *parts])
 
@@ -298,7 +321,7 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
     Raises:
       DataError: a file has other columns, or an item is missing.
     """
-    items = dataclasses.replace(layout, user=None, value=None)
+    items = dataclasses.replace(layout, user=None, value=None, time=None)
     waiting, size, known, type_ = [], 0, 0, None
     for file in files:
         with file.open() as opened:

@@ -9,46 +9,65 @@ import math
 import numpy as np
 
 from sparsejax.data.names import Names, as_names
-from sparsejax.sparse import CSR
 
 Time = float | str | datetime.date | np.datetime64 | np.number
 
 
 def heldout_entries(
-    matrix: CSR, row_names: Names, feature_names: Names, fraction: float, seed: int
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    row_names: Names,
+    feature_names: Names,
+    fraction: float,
+    seed: int,
+    *,
+    occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
     """`[entries]` bool: the entries that `SparseDataset.split` holds out.
 
     Each entry gets a 64-bit key: a hash of seed, row name and feature name. In each row
     the entries with the smallest keys are held out.
 
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      indices: `[entries]` the feature of each entry.
+      row_names: `[rows]`.
+      feature_names: `[features]`.
+      fraction: share of each row that stays.
+      seed: any integer.
+      occurrences: `[entries]` how many entries of the row before it have the same
+        feature; None if there are none.
+
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
     return heldout_by_hash(
-        np.asarray(matrix.indptr),
-        np.asarray(matrix.indices),
+        indptr,
+        indices,
         hashes(row_names, seed),
         hashes(feature_names, seed),
         fraction,
+        occurrences,
     )
 
 
 def heldout_by_hash(
     indptr: np.ndarray,
-    columns: np.ndarray,
+    indices: np.ndarray,
     row_hashes: np.ndarray,
     feature_hashes: np.ndarray,
     fraction: float,
+    occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
     """As `heldout_entries`, of some rows, with the `hashes` of names.
 
     Args:
       indptr: `[rows + 1]` the begin of each row.
-      columns: `[entries]` positions in `feature_hashes`.
+      indices: `[entries]` positions in `feature_hashes`.
       row_hashes: `[rows]`.
       feature_hashes: `[features]`.
       fraction: share of the entries that stays in train.
+      occurrences: see `heldout_entries`.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
@@ -56,13 +75,16 @@ def heldout_by_hash(
     lengths = np.diff(indptr)
     counts = _num_held(lengths, fraction)
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    keys = _mix(row_hashes[rows] ^ _mix(feature_hashes[columns]))
+    of_features = feature_hashes[indices]
+    if occurrences is not None:
+        of_features += occurrences.astype(np.uint64)
+    keys = _mix(row_hashes[rows] ^ _mix(of_features))
     # Sorted by key within each row: one sort of (row, high bits of the key).
     row_bits = np.uint64(max(len(lengths).bit_length(), 1))
     row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
     order = np.argsort(row_part | (keys >> row_bits))
-    place = np.arange(len(columns)) - np.repeat(indptr[:-1], lengths)
-    is_held = np.zeros(len(columns), bool)
+    place = np.arange(len(indices)) - np.repeat(indptr[:-1], lengths)
+    is_held = np.zeros(len(indices), bool)
     is_held[order] = place < counts[rows]
     return is_held
 
@@ -91,6 +113,29 @@ def heldout_last(
     is_held = np.empty(len(times), bool)
     is_held[ascending] = np.arange(len(times)) >= first_held[rows]
     return is_held
+
+
+def heldout_from(
+    times: np.ndarray, time: Time | None, fraction: float | None
+) -> tuple[np.ndarray, str]:
+    """`[entries]` bool: the entries that `split_at` holds out; and the span of the times.
+
+    Raises:
+      ValueError: see `SparseDataset.split_at`.
+    """
+    if not times.size:
+        raise ValueError("nothing is held out: there are no entries")
+    if time is not None and fraction is None:
+        cut = as_time(time, times)
+    elif fraction is not None and time is None:
+        cut = time_of_share(times, fraction)
+    else:
+        raise ValueError("pass either a time or a fraction")
+    is_held = times >= cut
+    span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
+    if is_held.all():
+        raise ValueError(f"everything is held out, nothing to train on: {span}")
+    return is_held, span
 
 
 def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:

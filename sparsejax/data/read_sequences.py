@@ -1,0 +1,180 @@
+"""Reading histories from files and tables, in memory or a part at a time."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import scipy.sparse
+
+from sparsejax.data import lines, pairs, parquet, sniff, tables
+from sparsejax.data.assemble import Block, encode
+from sparsejax.data.columns import Chosen, Column, Columns
+from sparsejax.data.dataset import (
+    SparseDataset,
+    UnknownFeaturesWarning,
+    offsets,
+)
+from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.pair_layout import find_layout
+from sparsejax.data.readers import file_batches
+from sparsejax.data.sequences import (
+    FeatureNames,
+    SequenceDataset,
+    align_sequences,
+)
+from sparsejax.data.vocabulary import vocabulary_order
+
+Vocabulary = FeatureNames | Iterable[object] | None
+
+
+def read_sequences(
+    source: Path | Any,
+    *,
+    format: str | None = None,
+    user: Column = None,
+    item: Column = None,
+    time: Column = None,
+    delimiter: str | None = None,
+    features: Vocabulary = None,
+) -> SequenceDataset:
+    """Reads the events of each user in the order of time, with every repeat.
+
+    >>> table = {"user": ["ann", "ann", "ann"], "item": ["tea", "rye", "tea"]}
+    >>> frame = pandas.DataFrame(table | {"date": ["2024-03-01", "2024-01-01", "2024-02-01"]})
+    >>> read_sequences(frame).times.astype("datetime64[D]").astype(str).tolist()
+    ['2024-01-01', '2024-02-01', '2024-03-01']
+
+    It takes the forms of `read`, and tables in memory as `from_arrow` does. Users come in
+    order of first appearance, and items have the numbers that `read` gives them. Events of
+    the same time keep their order in the file. If there are no times, that order is the
+    history: of pairs, of a list on each row, or of the items on a line. Values are ignored.
+
+    What `SparseDataset.save` wrote is read if it has times, see
+    `SequenceDataset.from_sparse`.
+
+    Args:
+      source: a file, or a folder or an address of Parquet files; or a table with Arrow's
+        PyCapsule interface, for example of polars, pandas or pyarrow.
+      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; see `read`.
+      user: the column with the row's name, for a table.
+      item: the column with the feature's name, or with a list of names.
+      time: the column with the time, or with a list of times.
+      delimiter: what separates the columns of pairs.
+      features: vocabulary to read against: names, or a data set. Entries of other items are
+        left out, with a warning.
+
+    Raises:
+      DataError: the file cannot be read, a time is missing, or times are of several kinds.
+      ValueError: there is no such format, or columns are chosen but it has none.
+    """
+    chosen = Chosen(user, item, None, time)
+    if hasattr(source, "__arrow_c_stream__"):
+        path, data = "the table", _of_table(source, chosen)
+    else:
+        path, data = source, _of_file(source, format, chosen, delimiter)
+    if features is None:
+        return data
+    try:
+        data, unknown = align_sequences(data, features)
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    if unknown:
+        warnings.warn(
+            f"{shown(path)}: {unknown}",
+            UnknownFeaturesWarning,
+            skip_file_prefixes=(os.path.dirname(__file__),),
+        )
+    return data
+
+
+def _of_table(table: Any, chosen: Chosen) -> SequenceDataset:
+    path = "the table"
+    try:
+        batches = pa.RecordBatchReader.from_stream(table)
+        layout = tables.find_table_layout(path, batches.schema, chosen, indicator=True)
+        blocks = tables.table_blocks([(path, batches)], layout)
+        return _assemble(blocks, path, layout.source)
+    except (pa.ArrowException, OverflowError) as error:
+        raise DataError.at(path, f"cannot be read: {error}") from error
+
+
+def _of_file(
+    path: Path, format: str | None, chosen: Chosen, delimiter: str | None
+) -> SequenceDataset:
+    if format is None:
+        format = sniff.guess_format(path) if delimiter is None else "pairs"
+    if format in ("text", "adjacency") and chosen:
+        raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
+    if format != "pairs" and delimiter is not None:
+        raise ValueError(f"{shown(path)}: the format {format} has its own delimiter")
+    match format:
+        case "text":
+            with open_data(path) as stream:
+                return _assemble(lines.text_blocks(stream, path, indicator=True), path)
+        case "adjacency":
+            with open_data(path) as stream:
+                return _assemble(lines.adjacency_blocks(stream, path), path)
+        case "pairs":
+            layout = find_layout(
+                path, chosen, delimiter=delimiter, header=None, indicator=True
+            )
+            with open_data(path) as stream:
+                blocks = pairs.pair_blocks(stream, path, layout)
+                return _assemble(blocks, path, layout.columns)
+        case "parquet":
+            return _of_parquet(path, chosen)
+    raise ValueError(
+        f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
+    )
+
+
+def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
+    files = parquet.parquet_files(path)
+    with files[0].open() as file:
+        schema = file.schema_arrow
+    is_ours = parquet.is_sequences(schema) or parquet.is_dataset(schema)
+    if is_ours and len(files) == 1:
+        if chosen:
+            raise ValueError(
+                f"{shown(path)}: is a saved data set, so it has no columns to name"
+            )
+        if parquet.is_sequences(schema):
+            return SequenceDataset.load(path)
+        try:
+            return SequenceDataset.from_sparse(SparseDataset.load(path))
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError.at(path, str(error)) from error
+    layout = tables.find_table_layout(files[0].path, schema, chosen, indicator=True)
+    with progress_bar(path, sum(file.size for file in files)) as bar:
+        each = ((file.path, file_batches(file, layout, bar)) for file in files)
+        return _assemble(tables.table_blocks(each, layout), path, layout.source)
+
+
+def _assemble(
+    blocks: Iterable[Block], path: Path, columns: Columns | None = None
+) -> SequenceDataset:
+    """Joins the blocks of one file; see `read_sequences`."""
+    found = encode(blocks, path, columns=columns)
+    shape = (found.row_names.size, found.feature_names.size)
+    ones = np.ones(len(found.features), bool)
+    once = scipy.sparse.coo_array((ones, (found.rows, found.features)), shape=shape)
+    counts = np.bincount(once.tocsr().indices, minlength=shape[1])
+    order = vocabulary_order(counts, found.feature_names)
+    column = np.empty(len(order), np.int32)
+    column[order] = np.arange(len(order))
+    keys = (found.rows,) if found.times is None else (found.times, found.rows)
+    in_order = np.lexsort(keys)  # stable: equal ones keep their order
+    return SequenceDataset(
+        offsets(np.bincount(found.rows, minlength=shape[0])),
+        column[found.features[in_order]],
+        found.row_names,
+        found.feature_names[order],
+        None if found.times is None else found.times[in_order],
+    )

@@ -1,0 +1,471 @@
+"""Histories: the events of each row in the order of time, repeats kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from sparsejax.data import names as _names
+from sparsejax.data import parquet
+from sparsejax.data.dataset import (
+    SparseDataset,
+    UnknownFeaturesWarning,
+    about_unknown,
+    check_times,
+    latest_events,
+    offsets,
+)
+from sparsejax.data.files import DataError, Path
+from sparsejax.data.names import Names
+from sparsejax.data.split import Time, heldout_entries, heldout_from, heldout_rows
+from sparsejax.sparse import CSR
+
+
+@runtime_checkable
+class FeatureNames(Protocol):
+    """A data set whose feature names are used."""
+
+    @property
+    def feature_names(self) -> Names:
+        """`[features]` text."""
+        ...
+
+
+class Histories(NamedTuple):
+    """Some histories, one after the other, without names.
+
+    >>> Histories(np.array([0, 3, 3]), np.array([5, 2, 5])).padded(2).tolist()
+    [[2, 5], [-1, -1]]
+
+    Attributes:
+      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
+      times: `[entries]`, or None.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    times: np.ndarray | None = None
+
+    def padded(self, length: int) -> np.ndarray:
+        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+
+        The oldest of them comes first, so that with causal attention nothing attends to
+        the padding.
+
+        Raises:
+          ValueError: `length` is not positive.
+        """
+        if length < 1:
+            raise ValueError(f"length must be 1 or more, got {length}")
+        kept = np.minimum(np.diff(self.indptr), length)
+        place = np.arange(length)
+        is_entry = place < kept[:, None]
+        rows = np.full(is_entry.shape, -1, np.int32)
+        entries = (self.indptr[1:] - kept)[:, None] + place
+        rows[is_entry] = self.indices[entries[is_entry]]
+        return rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceDataset:
+    """What each row did, in order, in host memory, with names.
+
+    >>> table = {"user": ["ann", "bob", "ann", "ann"], "item": ["tea", "rye", "rye", "tea"]}
+    >>> data = read_sequences(pandas.DataFrame(table | {"time": [3, 5, 1, 9]}))
+    >>> data
+    SequenceDataset(2 rows, 2 features, 4 entries, times)
+    >>> data.feature_names[data.indices[data.indptr[0] : data.indptr[1]]].tolist()
+    ['rye', 'tea', 'tea']
+
+    `read_sequences` makes it from files and tables, and `from_sparse` from a
+    `SparseDataset` that has times. A row may have no entries. Rows and features have names
+    as in `SparseDataset`.
+
+    Attributes:
+      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
+      row_names: `[rows]` text.
+      feature_names: `[features]` text.
+      times: `[entries]` int64, float64 or datetime64[us] (in UTC if the source has a
+        zone). In a row they do not fall. None if they are not known.
+      left_out: `[rows]` int32, how many entries of each row were left out because
+        `feature_names` lacks their features. None if there are none.
+
+    Raises:
+      ValueError: the sizes do not agree, an index is no feature, a name occurs twice, or a
+        time is not finite or earlier than the one before it.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    row_names: Names
+    feature_names: Names
+    times: np.ndarray | None = None
+    left_out: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("indptr", "indices"):
+            given = np.asarray(getattr(self, name))
+            if given.ndim != 1 or given.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} must be integers of one dimension, got "
+                    f"{given.dtype}{list(given.shape)}"
+                )
+            put(name, given.astype(np.int32, copy=False))
+        for what in ("row", "feature"):
+            put(f"{what}_names", _names.as_names(getattr(self, f"{what}_names")))
+            _names.check_unique(getattr(self, f"{what}_names"), what)
+        ends = self.indptr
+        if len(ends) != len(self.row_names) + 1:
+            raise ValueError(
+                f"indptr must have one number more than there are row names, got "
+                f"{len(ends):,} and {len(self.row_names):,}"
+            )
+        if ends[0] != 0 or ends[-1] != len(self.indices) or (np.diff(ends) < 0).any():
+            raise ValueError(
+                f"indptr must rise from 0 to the {len(self.indices):,} entries"
+            )
+        wrong = (self.indices < 0) | (self.indices >= self.num_features)
+        if wrong.any():
+            entry = int(np.argmax(wrong))
+            raise ValueError(
+                f"entry {entry:,} is feature {self.indices[entry]}, but there are "
+                f"{self.num_features:,} features"
+            )
+        if self.times is not None:
+            self._check_times(self.times)
+        if self.left_out is not None:
+            left_out = np.asarray(self.left_out, np.int32)
+            if left_out.shape != (self.num_rows,) or left_out.min(initial=0) < 0:
+                raise ValueError(
+                    f"left_out must be a count for each of the {self.num_rows:,} rows"
+                )
+            put("left_out", left_out if left_out.any() else None)
+
+    def _check_times(self, times: np.ndarray) -> None:
+        if times.shape != self.indices.shape:
+            raise ValueError(
+                f"there are {self.num_entries:,} entries, but times has the shape "
+                f"{times.shape}"
+            )
+        check_times(times)
+        falls = times[1:] < times[:-1]
+        starts = self.indptr[1:-1]
+        falls[starts[(starts > 0) & (starts < len(times))] - 1] = False
+        if falls.any():
+            entry = int(np.argmax(falls)) + 1
+            row = int(np.searchsorted(self.indptr, entry, side="right")) - 1
+            raise ValueError(
+                f"row {row} has the time {times[entry]} after {times[entry - 1]}; sort "
+                "the entries of each row by time, as read_sequences does"
+            )
+
+    def __repr__(self) -> str:
+        known = "no times" if self.times is None else "times"
+        return (
+            f"SequenceDataset({self.num_rows:,} rows, {self.num_features:,} features, "
+            f"{self.num_entries:,} entries, {known})"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_names)
+
+    @property
+    def num_features(self) -> int:
+        return len(self.feature_names)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.indices)
+
+    @property
+    def histories(self) -> Histories:
+        """The same without names."""
+        return Histories(self.indptr, self.indices, self.times)
+
+    def padded(self, length: int) -> np.ndarray:
+        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+
+        See `Histories.padded`.
+        """
+        return self.histories.padded(length)
+
+    # Other forms
+
+    @classmethod
+    def from_sparse(cls, data: SparseDataset) -> SequenceDataset:
+        """The entries of each row in the order of their times.
+
+        A `SparseDataset` has one entry for each (row, feature), at the time of its latest
+        event: earlier repeats are not known. Values are left out.
+
+        Raises:
+          ValueError: the data set has no times.
+        """
+        if data.times is None or data.order is None:
+            raise ValueError(
+                "the data set has no times, so the order is not known; read it with "
+                "time=COLUMN"
+            )
+        indptr = np.asarray(data.matrix.indptr)
+        rows = np.repeat(np.arange(data.num_rows), np.diff(indptr))
+        order = np.lexsort((data.order, data.times, rows))
+        return cls(
+            indptr,
+            np.asarray(data.matrix.indices)[order],
+            data.row_names,
+            data.feature_names,
+            data.times[order],
+            data.left_out,
+        )
+
+    def to_sparse(self) -> SparseDataset:
+        """One entry of value 1 for each (row, feature), as `read` makes without values.
+
+        If there are times, an entry has that of its latest event.
+        """
+        rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
+        # In a row entries have the order of time, so their places do for the times.
+        place = np.arange(self.num_entries)
+        latest = latest_events(rows, self.indices, place)
+        counts = np.bincount(rows[latest], minlength=self.num_rows)
+        return SparseDataset(
+            CSR(
+                None,
+                self.indices[latest],
+                offsets(counts),
+                num_cols=self.num_features,
+            ),
+            self.row_names,
+            self.feature_names,
+            self.left_out,
+            None if self.times is None else self.times[latest],
+            None if self.times is None else place[latest],
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes the data set as one Parquet file, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written; nothing is left behind.
+        """
+        matrix = parquet.id_lists(self.indices, self.indptr, self.num_features)
+        names = self.row_names, self.feature_names
+        parts = parquet.Parts(matrix, *names, self.left_out, self.times)
+        parquet.write_parquet(path, parts, sequences=True)
+
+    @classmethod
+    def load(cls, path: Path) -> SequenceDataset:
+        """Reads what `save` wrote, exactly.
+
+        Raises:
+          DataError: the file is missing, holds no saved sequences, or is damaged.
+        """
+        parts = parquet.read_parquet(path, sequences=True)
+        arrays = np.asarray(parts.matrix.indptr), np.asarray(parts.matrix.indices)
+        names = parts.row_names, parts.feature_names
+        try:
+            return cls(*arrays, *names, parts.times, parts.left_out)
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+    # Splits
+
+    def split_last(self, n: int = 1) -> SequenceSplit:
+        """Holds out the last `n` entries of each row: `(train, heldout)`.
+
+        One entry of each row always stays in train. So from a row of one entry nothing is
+        held out. Both parts have all rows and features.
+
+        Raises:
+          ValueError: `n` is not positive, or no row has two entries.
+        """
+        if n < 1:
+            raise ValueError(f"n must be 1 or more, got {n}")
+        lengths = np.diff(self.indptr)
+        first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
+        is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
+        return self._split(is_held, "no row has more than one entry")
+
+    def split_at(
+        self, time: Time | None = None, *, fraction: float | None = None
+    ) -> SequenceSplit:
+        """Holds out all entries from a point in time on: `(train, heldout)`.
+
+        See `SparseDataset.split_at`. Rows that begin later have an empty history in train.
+
+        Raises:
+          ValueError: there are no times, `time` is of another kind, or one part would be
+            empty.
+        """
+        if self.times is None:
+            raise ValueError("the data set has no times; read it with time=COLUMN")
+        return self._split(*heldout_from(self.times, time, fraction))
+
+    def split(self, fraction: float, *, seed: int) -> SequenceSplit:
+        """Splits the entries of each row at random into `(train, heldout)`.
+
+        See `SparseDataset.split`. Each repeat of an item is drawn for itself. What stays in
+        train keeps its order. For the question what comes next, use `split_last` or
+        `split_at`.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
+            to be held out.
+        """
+        rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
+        order = np.lexsort((self.indices, rows))  # equal ones stay in order
+        begins = np.ones(len(order), bool)
+        begins[1:] = (np.diff(rows[order]) != 0) | (np.diff(self.indices[order]) != 0)
+        place = np.arange(len(order))
+        occurrences = np.empty(len(order), np.int64)
+        occurrences[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
+        is_held = heldout_entries(
+            self.indptr,
+            self.indices,
+            self.row_names,
+            self.feature_names,
+            fraction,
+            seed,
+            occurrences=occurrences,
+        )
+        longest = np.diff(self.indptr).max(initial=0)
+        return self._split(
+            is_held,
+            f"the longest row has {longest:,} entries, too few to hold out "
+            f"{1 - fraction:.3g} of them; hold out a larger share",
+        )
+
+    def split_rows(self, fraction: float, *, seed: int) -> SequenceSplit:
+        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+
+        The same rows are held out as by `SparseDataset.split_rows`.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
+            be held out.
+        """
+        is_held = heldout_rows(self.row_names, fraction, seed)
+        if not is_held.any():
+            raise ValueError(
+                f"nothing is held out: {self.num_rows:,} rows are too few to hold out "
+                f"{1 - fraction:.3g} of them; hold out a larger share"
+            )
+        lengths = np.diff(self.indptr)
+        parts = []
+        for rows in (~is_held, is_held):
+            part = self._entries(np.repeat(rows, lengths))
+            parts.append(
+                dataclasses.replace(
+                    part,
+                    indptr=offsets(lengths[rows]),
+                    row_names=self.row_names[rows],
+                    left_out=None if self.left_out is None else self.left_out[rows],
+                )
+            )
+        return SequenceSplit(*parts)
+
+    def align_features(
+        self, features: FeatureNames | Iterable[object]
+    ) -> SequenceDataset:
+        """The same rows over another data set's features, in its order.
+
+        Entries of features that are not among the given ones are left out. A warning says
+        how many, and `left_out` has the number for each row.
+
+        Args:
+          features: names, or a data set whose feature names are used.
+
+        Raises:
+          ValueError: there are entries, and all are of unknown features.
+        """
+        aligned, unknown = align_sequences(self, features)
+        if unknown:
+            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
+        return aligned
+
+    def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
+        if not is_held.any():
+            raise ValueError(f"nothing is held out: {why_nothing}")
+        parts = self._entries(~is_held), self._entries(is_held)
+        # As in SparseDataset: what was left out before is in neither part.
+        return SequenceSplit(*(dataclasses.replace(p, left_out=None) for p in parts))
+
+    def _entries(self, keep: np.ndarray) -> SequenceDataset:
+        return dataclasses.replace(
+            self,
+            indptr=offsets(keep)[self.indptr],
+            indices=self.indices[keep],
+            times=None if self.times is None else self.times[keep],
+        )
+
+
+class SequenceSplit(NamedTuple):
+    """Two parts of a data set, made by its methods `split_last`, `split_at`, ...
+
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> split = read_sequences(pandas.DataFrame(table)).split_last()
+    >>> print(split)
+    held out 1 of 3 entries (33.3%), in 1 rows; new rows: 0, new features: 1
+
+    Attributes:
+      train: the entries to train on.
+      heldout: all other entries, over the same features.
+    """
+
+    train: SequenceDataset
+    heldout: SequenceDataset
+
+    @property
+    def new_rows(self) -> int:
+        """Number of rows that have held-out entries but no entry in train."""
+        known, held = (part.row_names[np.diff(part.indptr) > 0] for part in self)
+        return int(np.sum(_names.find_names(held, known) < 0))
+
+    @property
+    def new_features(self) -> int:
+        """Number of features that have held-out entries but no entry in train."""
+        return len(np.setdiff1d(self.heldout.indices, self.train.indices))
+
+    def __str__(self) -> str:
+        entries = self.train.num_entries + self.heldout.num_entries
+        rows = np.sum(np.diff(self.heldout.indptr) > 0)
+        return (
+            f"held out {self.heldout.num_entries:,} of {entries:,} entries "
+            f"({self.heldout.num_entries / max(entries, 1):.1%}), in {rows:,} rows; "
+            f"new rows: {self.new_rows:,}, new features: {self.new_features:,}"
+        )
+
+
+def align_sequences(
+    data: SequenceDataset, features: FeatureNames | Iterable[object]
+) -> tuple[SequenceDataset, str | None]:
+    """As `SequenceDataset.align_features`, but returns the text of the warning."""
+    if isinstance(features, FeatureNames):
+        wanted = features.feature_names
+    else:
+        wanted = _names.as_names(features)
+        _names.check_unique(wanted, "feature")
+    column = _names.find_names(data.feature_names, wanted)
+    indices = column[data.indices]
+    known = indices >= 0
+    message = about_unknown(known, data.feature_names[column < 0], wanted)
+    indptr = offsets(known)[data.indptr]
+    left_out = np.diff(data.indptr) - np.diff(indptr)
+    return SequenceDataset(
+        indptr,
+        indices[known],
+        data.row_names,
+        wanted,
+        None if data.times is None else data.times[known],
+        left_out if data.left_out is None else left_out + data.left_out,
+    ), message
