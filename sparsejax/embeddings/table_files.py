@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.mesh import processes
-from sparsejax.mesh.layout import jit_sharded, replicated
+from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, replicated
 from sparsejax.whole_files import check_writable, whole_file
 
 FORMATS = (".npy", ".parquet")
@@ -55,9 +56,13 @@ def _rows_from(
     start: ArrayLike,
 ) -> jax.Array:
     last = pieces[0].config.num_rows - 1
-    ids = jnp.minimum(start + jnp.arange(count, dtype=jnp.int32), last)
-    parts = [kernel[stack.row_of(ids, piece.place)] for piece in pieces]
-    return replicated(jnp.concatenate(parts, axis=1))
+
+    def rows(kernel, start):
+        ids = jnp.minimum(start + jnp.arange(count, dtype=jnp.int32), last)
+        parts = [kernel[stack.row_of(ids, piece.place)] for piece in pieces]
+        return replicated(jnp.concatenate(parts, axis=1))
+
+    return call_with_auto_axes(rows, kernel, start, out_specs=P())
 
 
 def save_table(

@@ -15,24 +15,27 @@ from sparsejax.embeddings import row_codes, table_files
 TABLES = {
     "user": sj.TableConfig(1001, 8, placement="rows"),
     "item": sj.TableConfig(7, 8, placement="rows", dtype="bfloat16"),
+    "cut": sj.TableConfig(1001, 8, placement="columns", pieces=4),
 }
 FEATURES = {name: name for name in TABLES}
 
 
-@pytest.mark.parametrize("model", [None, 8])
-def test_a_table_by_pieces(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("model", "axes"), [(1, "Auto"), (8, "Auto"), (8, "Explicit")])
+def test_a_table_by_pieces(model, axes, tmp_path, monkeypatch):
     monkeypatch.setattr(table_files, "BLOCK_NUMBERS", 8 * 300)
-    mesh = sj.make_mesh(model=model or 1)
+    types = (jax.sharding.AxisType[axes],) * 2
+    mesh = jax.make_mesh((1, model), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh):
         collection = sj.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
         expected = {name: np.asarray(collection.table(name)) for name in TABLES}
-        pieces = list(collection.table_rows("user"))
-        assert [len(piece) for piece in pieces] == [300, 300, 300, 101]
+        for name in ("user", "cut"):
+            pieces = list(collection.table_rows(name))
+            assert [len(piece) for piece in pieces] == [300, 300, 300, 101]
+            np.testing.assert_array_equal(np.concatenate(pieces), expected[name])
         names = [f"é{i}" for i in range(999)]
         collection.save_table("user", tmp_path / "user.parquet", names=names)
         collection.save_table("user", tmp_path / "user.npy")
         collection.save_table("item", tmp_path / "item.parquet")
-    np.testing.assert_array_equal(np.concatenate(pieces), expected["user"])
     np.testing.assert_array_equal(np.load(tmp_path / "user.npy"), expected["user"])
     found = pq.read_table(tmp_path / "user.parquet")
     assert found["id"].to_pylist() == list(range(1001))

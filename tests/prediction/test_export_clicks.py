@@ -74,14 +74,14 @@ def columns(rows=ROWS, seed=0):
 
 
 class Clicks(nnx.Module):
-    """Two collections, a shared width, lists in order and lists that are summed."""
+    """Two collections, every placement, lists in order and lists that are summed."""
 
     def __init__(self, num_ids, rngs):
         tables = {
             "user": sj.TableConfig(num_ids["user"], 8, placement="rows"),
-            "item": sj.TableConfig(num_ids["item"], 8),
-            "seen": sj.TableConfig(num_ids["seen"], 4, placement="rows"),
-            "tags": sj.TableConfig(num_ids["tags"], 4, placement="rows"),
+            "item": sj.TableConfig(num_ids["item"], 8, placement="columns"),
+            "seen": sj.TableConfig(num_ids["seen"], 4, placement="columns"),
+            "tags": sj.TableConfig(num_ids["tags"], 4, placement="table"),
         }
         features = {
             "tags": sj.FeatureConfig("tags", combiner="mean"),
