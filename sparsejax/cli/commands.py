@@ -149,6 +149,14 @@ def _predict_parts(command: flags.Predict, count: int) -> None:
     """`sparsejax predict --parts`."""
     if command.users is not None or command.exclude is not None:
         raise ValueError("--users and --exclude do not go with --parts")
+    no_value = command.columns.no_value
+    if command.format is not None or command.columns != flags.Columns(
+        no_value=no_value
+    ):
+        raise ValueError(
+            "--parts takes a folder that prepare wrote: leave out --format and the flags "
+            "that name columns"
+        )
     if command.part is not None and command.finish:
         raise ValueError("--part writes one part, --finish the manifest: leave one out")
     parts = Parts.of(
@@ -158,6 +166,7 @@ def _predict_parts(command: flags.Predict, count: int) -> None:
         count=count,
         k=command.k,
         exclude_seen=command.exclude_seen,
+        indicator=no_value,
     )
     wanted = range(count) if command.part is None else [command.part]
     if not command.finish:

@@ -25,7 +25,8 @@ from sparsejax.data.names import NameEncoder, Names, as_names
 from sparsejax.data.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-_DECIMAL = re.compile(r"-?\d+\.\d+", re.ASCII)
+# A number with a point.
+DECIMAL = re.compile(r"-?\d+\.\d+", re.ASCII)
 
 Features = SparseDataset | Iterable[object] | None
 
@@ -206,19 +207,33 @@ def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names
     Raises:
       DataError: all names are numbers with a point, and not all are whole.
     """
-    if not len(names) or not _DECIMAL.fullmatch(names[0]):
+    if not len(names) or not DECIMAL.fullmatch(names[0]):
         return names  # most files end here, at no cost
     texts = names.tolist()
-    if not all(map(_DECIMAL.fullmatch, texts)):
+    if not are_floats(texts, column, path):
         return names
-    fraction = next((text for text in texts if not text.endswith(".0")), None)
+    return as_names([text.removesuffix(".0") for text in texts])
+
+
+def are_floats(texts: Iterable[str], column: SourceColumn, path: Path) -> bool:
+    """Whether all names are integers that became floats: they end in ".0".
+
+    Raises:
+      DataError: all names are numbers with a point, and not all are whole.
+    """
+    fraction = None
+    for text in texts:
+        if not DECIMAL.fullmatch(text):
+            return False
+        if fraction is None and not text.endswith(".0"):
+            fraction = text
     if fraction is not None:
         raise DataError.at(
             path,
             f"the {column} holds fractions like {fraction}, which cannot be names; "
             "choose another column, or write the names as text that is not a number",
         )
-    return as_names([text.removesuffix(".0") for text in texts])
+    return True
 
 
 def align_to(

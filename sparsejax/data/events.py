@@ -16,6 +16,7 @@ from sparsejax.data.assemble import Block
 from sparsejax.data.columns import Chosen, Column, Columns
 from sparsejax.data.files import DataError, Path, open_data, shown
 from sparsejax.data.folder import check_no_part
+from sparsejax.data.lines import mixed_values
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.stores import naming
@@ -294,6 +295,7 @@ class _Cleaner:
     wrong: Wrong
     skip_bad: bool
     kind: str | None = None
+    valued: bool | None = None
 
     def batches(
         self, sources: Iterable[tuple[Path, Iterable[pa.RecordBatch]]]
@@ -354,7 +356,8 @@ class _Cleaner:
         leave_out(tables.are_missing(users), NO_USER, users)
         leave_out(tables.are_missing(items), NO_ITEM, items)
         values = times = None
-        if (column := entries_of(layout.value)) is not None:
+        column = entries_of(layout.value)
+        if column is not None and self._are_valued(column, keep, path, first, rows):
             values = column.cast(pa.float64(), safe=False).fill_null(np.nan)
             values = values.to_numpy(zero_copy_only=False)
             with np.errstate(over="ignore"):
@@ -373,6 +376,25 @@ class _Cleaner:
             self._names(items, path, layout.item),
         )
         return Batch(*names, values, times)
+
+    def _are_valued(
+        self,
+        column: pa.Array,
+        keep: np.ndarray,
+        path: Path,
+        first: int,
+        rows: np.ndarray,
+    ) -> bool:
+        """Whether events have values: they have none if those of the first batch are null."""
+        given = keep & column.is_valid().to_numpy(zero_copy_only=False)
+        if self.valued is None and keep.any():
+            self.valued = bool(given.any())
+        if self.valued is False and given.any():
+            raise DataError.at(
+                path,
+                f"row {first + int(rows[np.argmax(given)]):,}: {mixed_values(False)}",
+            )
+        return bool(self.valued)
 
     def _names(self, names: pa.Array, path: Path, column: str | None) -> pa.Array:
         names, is_wrong, problem = tables.as_integers_or_text(names)

@@ -191,7 +191,13 @@ class DataFolder:
         for where, part in candidates:
             text = where.below(MANIFEST).read()
             if text is not None:
-                found = Manifest.from_json(where.below(MANIFEST).path, text)
+                try:
+                    found = Manifest.from_json(where.below(MANIFEST).path, text)
+                except DataError:
+                    # Other programs write files of this name, too.
+                    if where.below(VOCABULARY).size() is None:
+                        continue
+                    raise
                 return cls(where, part, found)
         return None
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow, queries, split
-from sparsejax.data.assemble import Features
+from sparsejax.data.assemble import DECIMAL, Features, are_floats
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.events import Events, events_of
@@ -305,7 +305,7 @@ class _Preparation:
     def run(self, folder: Place, known: Names | None) -> Manifest:
         events = self.events
         before = self._time()
-        pairs = self._frequent(self._pairs())
+        pairs = self._frequent(self._without_point_zero(self._pairs()))
         names, counts, size = self._vocabulary(pairs, known, before)
         identity = self._identity()
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
@@ -390,6 +390,28 @@ class _Preparation:
             )
         return "pairs"
 
+    def _without_point_zero(self, table: str) -> str:
+        """The pairs, with names as `read` has them where integers became floats."""
+        events, which = self.events, []
+        columns = {}
+        if events.columns is not None:
+            columns = {"name": events.columns.user, "item": events.columns.item}
+        for column, source in columns.items():
+            [[first]] = self._run(f"SELECT {column} FROM {table} LIMIT 1")
+            # Most columns end here, at no cost.
+            if source is None or not DECIMAL.fullmatch(first):
+                continue
+            batches = self._stream(f"SELECT DISTINCT {column} FROM {table}")
+            names = (name for b in batches for name in b.column(0).to_pylist())
+            if are_floats(names, source, events.path):
+                which.append(column)
+        if not which:
+            return table
+        more = ["value"] * events.valued + ["time"] * (events.times is not None)
+        self._make("whole", queries.without_point_zero(table, which, more))
+        self._run(f"DROP TABLE {table}")
+        return "whole"
+
     def _skipped(self) -> str:
         counts = self.events.wrong.counts
         return f" but wrong ones: {self.events.wrong}" if counts else ""
@@ -427,7 +449,9 @@ class _Preparation:
         self, pairs: str, known: Names | None, before: Any
     ) -> tuple[Names, np.ndarray, int]:
         """All items, those of the vocabulary first; its counts, and its size."""
-        text = None if before is None else repr(before)
+        text = None if before is None else str(before)
+        if isinstance(before, float):  # "inf" would be the name of a column
+            text = f"CAST('{before}' AS DOUBLE)"
         found = self._table(queries.items(pairs, text))
         names, counts = (
             as_names(found["item"]),

@@ -15,6 +15,7 @@ are there if they are needed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,23 @@ def pairs(dialect: Dialect, duplicates: str, *, valued: bool, timed: bool) -> st
     columns = ["name", "item"]
     columns += [f"{value} AS value"] * valued + ["max(time) AS time"] * timed
     return f"SELECT {', '.join(columns)} FROM events GROUP BY name, item"
+
+
+def without_point_zero(table: str, which: Sequence[str], more: Sequence[str]) -> str:
+    """The pairs without the ".0" at the end of all names of some columns.
+
+    Args:
+      table: of pairs.
+      which: "name", "item" or both.
+      more: those of the columns `value` and `time` that are there.
+    """
+    columns = [
+        f"substr({column}, 1, length({column}) - 2) AS {column}"
+        if column in which
+        else column
+        for column in ("name", "item", *more)
+    ]
+    return f"SELECT {', '.join(columns)} FROM {table}"
 
 
 def frequent(table: str, column: str, least: int) -> str:

@@ -92,6 +92,16 @@ class Place:
             return None
         return f"{info.size}-{info.mtime_ns}"
 
+    def names(self) -> list[str]:
+        """The names of what is in the folder; none if there is no such folder.
+
+        Raises:
+          DataError: the store does not answer.
+        """
+        selector = pa.fs.FileSelector(self.inner, allow_not_found=True)
+        with naming(self.path):
+            return [info.base_name for info in self.filesystem.get_file_info(selector)]
+
     def read(self) -> bytes | None:
         """The content of the file, or None if there is no such file.
 

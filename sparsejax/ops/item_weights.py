@@ -87,7 +87,8 @@ def nearest_items(
 
         cosine_ij = x_i . x_j / (|x_i| |x_j| + shrink)
 
-    Ties go to the lower number. Where a column has fewer neighbours, cosines of 0 fill up.
+    Negative ones count as 0. Ties go to the lower number. Where a column has fewer
+    neighbours, cosines of 0 fill up.
 
     Args:
       x: `[rows, items]`, on the host. Values count.
@@ -117,7 +118,7 @@ def nearest_items(
 def _nearest(products: jax.Array, shrink: jax.Array, k: int):
     norms = jnp.sqrt(jnp.diagonal(products))
     scale = norms[:, None] * norms[None] + shrink
-    cosines = jnp.where(scale > 0, products / jnp.where(scale > 0, scale, 1), 0)
+    cosines = jnp.maximum(products, 0) / jnp.where(scale > 0, scale, 1)
     itself = jnp.eye(len(products), dtype=bool)
     cosines, ids = lax.top_k(jnp.where(itself, -jnp.inf, cosines), k)
     return ids, jnp.where(cosines == -jnp.inf, 0, cosines)
@@ -136,8 +137,9 @@ def _nearest_by_block(x: CSR, k: int, shrink: float):
     for start, stop in zip([0, *cuts], [*cuts, items], strict=True):
         found = scipy.sparse.coo_array(by_item[start:stop] @ matrix)
         row, column = found.coords
-        value = found.data / (norms[start + row] * norms[column] + np.float32(shrink))
-        other = column != start + row
+        scale = norms[start + row] * norms[column] + np.float32(shrink)
+        value = found.data / np.where(scale > 0, scale, 1)
+        other = (column != start + row) & (value > 0)
         row, column, value = row[other], column[other], value[other]
         order = np.lexsort((column, -value, row))
         lengths = np.bincount(row, minlength=stop - start)

@@ -7,7 +7,7 @@
     _manifest.json          written when all parts are there
 
 A part is a fixed set of row groups. It appears whole, and it is not written again. `ID` is a
-hash of the predictor, the data and the settings, so parts of another prediction never mix in.
+hash of the predictor, the data and the settings. A folder has the parts of one prediction.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Parts:
       count: number of parts.
       k: number of items for each row.
       exclude_seen: do not recommend what a row already has.
+      indicator: ignore values.
     """
 
     identity: str
@@ -62,6 +63,7 @@ class Parts:
     count: int
     k: int
     exclude_seen: bool
+    indicator: bool
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class Parts:
         count: int,
         k: int,
         exclude_seen: bool,
+        indicator: bool = False,
     ) -> Parts:
         """Describes a prediction. Nothing is computed.
 
@@ -83,6 +86,7 @@ class Parts:
           count: number of parts. If there are more than row groups, some are empty.
           k: number of items for each row.
           exclude_seen: do not recommend what a row already has.
+          indicator: ignore values, as in the training of the model.
 
         Raises:
           DataError: `data` is no prepared folder.
@@ -102,7 +106,7 @@ class Parts:
             predictor_identity(predictor),
             folder.manifest.vocabulary,
             [(g.file.crc32, g.number) for g in folder.groups()],
-            [count, k, exclude_seen],
+            [count, k, exclude_seen, indicator],
         ]
         identity = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8)
         return cls(
@@ -112,6 +116,7 @@ class Parts:
             count=count,
             k=k,
             exclude_seen=exclude_seen,
+            indicator=indicator,
         )
 
     def groups(self, part: int) -> list[Group]:
@@ -143,7 +148,7 @@ class Parts:
           DataError: a file of the data is damaged.
           OSError: the part cannot be written.
           ValueError: there is no such part, or the predictor has no names of items or
-            other ones than the data.
+            other ones than the data. Or `out` has parts of another prediction.
         """
         if not 0 <= part < self.count:
             raise ValueError(
@@ -153,6 +158,7 @@ class Parts:
         if self.is_complete(part):
             return False
         self._check(predictor)
+        self._check_out()
         tables = [
             self._table(read_rows(group), predictor) for group in self.groups(part)
         ]
@@ -171,8 +177,10 @@ class Parts:
         """Writes the manifest, when all parts are complete.
 
         Raises:
-          ValueError: parts are missing; the message has their numbers.
+          ValueError: parts are missing; the message has their numbers. Or `out` has parts
+            of another prediction.
         """
+        self._check_out()
         missing = [part for part in range(self.count) if not self.is_complete(part)]
         if missing:
             numbers = ", ".join(map(str, missing[:_SHOWN]))
@@ -195,6 +203,7 @@ class Parts:
             "id": self.identity,
             "k": self.k,
             "exclude_seen": self.exclude_seen,
+            "indicator": self.indicator,
             "files": files,
         }
         with self.out.below(_MANIFEST).writing() as file:
@@ -218,12 +227,24 @@ class Parts:
                 "model was trained on: features=..."
             )
 
+    def _check_out(self) -> None:
+        """Raises ValueError if who reads the folder would find other parts, too."""
+        names = [n for n in self.out.names() if n.startswith("part-")]
+        others = [n for n in names if not n.startswith(f"part-{self.identity}-")]
+        if others:
+            raise ValueError(
+                f"{shown(self.out.path)}: has parts of another prediction, such as "
+                f"{min(others)}; name another folder. Each predictor, data set, k and number "
+                "of parts needs a folder of its own"
+            )
+
     def _table(self, rows: PreparedRows, predictor: Predictor) -> pa.Table:
         """The recommendations for some rows."""
         assert predictor.items is not None  # it was checked
         indptr = np.append(0, np.cumsum(rows.lengths)).astype(np.int32)
         size = self.data.manifest.num_items
-        matrix = CSR(rows.values, rows.indices, indptr, num_cols=size)
+        values = None if self.indicator else rows.values
+        matrix = CSR(values, rows.indices, indptr, num_cols=size)
         exclude = matrix if self.exclude_seen else None
         found = predictor.recommend(matrix, k=self.k, exclude=exclude)
         is_item = found.ids >= 0

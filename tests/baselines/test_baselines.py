@@ -40,7 +40,8 @@ def knn_oracle(x: np.ndarray, k: int, shrink: float) -> np.ndarray:
     """`[items, items]` the cosines of the k nearest items of each, and 0."""
     norms = np.linalg.norm(x, axis=0)
     scale = np.outer(norms, norms) + shrink
-    cosines = np.divide(x.T @ x, scale, out=np.zeros_like(scale), where=scale > 0)
+    products = np.maximum(x.T @ x, 0)
+    cosines = np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
     kept = np.zeros_like(cosines)
     for i, row in enumerate(cosines):
         order = [j for j in np.argsort(-row, kind="stable") if j != i][:k]
@@ -60,9 +61,10 @@ def test_ease_is_the_closed_form(items, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("items", "k", "shrink"), [(1, 3, 0), (7, 3, 2.5), (7, 9, 0)])
-def test_nearest_items(monkeypatch, items, k, shrink, form):
+@pytest.mark.parametrize("values", [False, True])
+def test_nearest_items(monkeypatch, items, k, shrink, form, values):
     monkeypatch.setattr("sparsejax.ops.item_weights._BLOCK", 40)  # some blocks
-    x = awkward(items)
+    x = awkward(items, values=values)
     ids, cosines = nearest_items(x, k, shrink=shrink, implementation=form)
     found = np.zeros((items, items))
     np.add.at(found, (np.arange(items)[:, None], np.asarray(ids)), cosines)

@@ -121,6 +121,15 @@ BAD = {
 }
 
 
+def test_a_manifest_of_another_program_is_none(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "manifest.json").write_text('{"files": []}')
+    table = pa.table({"user": ["a", "b"], "item": ["x", "y"]})
+    pq.write_table(table, tmp_path / "train" / "log.parquet")
+    for path in (tmp_path, tmp_path / "train"):
+        assert sj.read(path).num_rows == 2
+
+
 @pytest.mark.parametrize("form", [pa.table, pd.DataFrame, "file"])
 def test_wrong_events_are_counted(tmp_path, form):
     table = pa.table(BAD)

@@ -99,6 +99,8 @@ def expected(whole: sj.SparseDataset, kind: str):
 
 @pytest.mark.filterwarnings("ignore::sparsejax.UnknownFeaturesWarning")
 @pytest.mark.parametrize("kind", ["all", "fraction", "last", "time", "features"])
+# Of many small tables nothing is left or held out.
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
 @given(
     table=tables(),
     least=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]),
@@ -136,3 +138,38 @@ def test_the_same_as_read(kind, table, least, indicator):
             assert manifest.left_out[part] == given_.left_out.sum()
     np.testing.assert_array_equal(rows.indices, found["train"].matrix.indices)
     np.testing.assert_array_equal(rows.indptr, found["train"].matrix.indptr)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"user": ["1.0", "2.0", "2.0"], "item": ["x", "2.5", "7.0"]},
+        {"user": ["a", "2.0", "a"], "item": ["3.0", "4.0", "4.0"], "time": [2, 1, 3]},
+        {"user": ["a", "b", "a"], "item": [1, 1, 2], "rating": [None] * 3},
+        {"user": ["a", "b"], "item": [[1, 2], [1]], "rating": [[None] * 2, [None]]},
+    ],
+)
+def test_names_that_were_floats_and_values_that_are_null(columns, tmp_path):
+    table = pa.table(columns)
+    manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.5)
+    train, heldout = sj.from_arrow(table).split(0.5, seed=0)
+    assert entries(sj.read(tmp_path / "out")) == entries(train)
+    assert entries(sj.read(tmp_path / "out" / "test")) == entries(heldout)
+    assert manifest.indicator
+
+
+def test_names_that_are_fractions_and_values_after_nulls(tmp_path):
+    wrong = {"user": ["a", "b"], "item": ["3.5", "4.0"]}
+    with pytest.raises(sj.DataError, match=r"fractions like 3\.5"):
+        sj.prepare(pa.table(wrong), tmp_path / "out")
+    values = pa.chunked_array([pa.array([None], pa.float64()), [2.0]])
+    wrong = {"user": ["a", "b"], "item": ["x", "y"], "value": values}
+    with pytest.raises(sj.DataError, match="row 1: an entry has a value but earlier"):
+        sj.prepare(pa.table(wrong), tmp_path / "out")
+
+
+@pytest.mark.parametrize(("time", "problem"), [(1, "nothing"), (-1, "everything")])
+def test_a_split_at_an_infinite_time(time, problem, tmp_path):
+    table = pa.table({"user": ["a", "a"], "item": ["x", "y"], "time": [1.5, 2.5]})
+    with pytest.raises(sj.DataError, match=f"{problem} is held out"):
+        sj.prepare(table, tmp_path / "out", split_time=time * float("inf"))

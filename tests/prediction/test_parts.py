@@ -84,6 +84,29 @@ def test_from_a_log_in_a_store_to_metrics(
     ]
     np.testing.assert_allclose(np.mean(hits), measured[f"recall@{K}"], rtol=1e-6)
 
+    # The folder takes no parts of another prediction: its readers would mix them.
+    assert main([*argv, "--part", "0", "--k", "3"]) == 1
+    assert "has parts of another prediction" in capsys.readouterr().err
+    assert main([*argv, "--part", "0", "--format", "pairs"]) == 1
+    assert "leave out --format" in capsys.readouterr().err
+
+    # Values count, unless they are ignored.
+    valued = tmp_path / "valued"
+    weights = {"weight": np.arange(len(log)) % 5 + 1.0}
+    events = pa.table({name: log[name] for name in log.column_names} | weights)
+    sj.prepare(events, valued, value="weight", features=names)
+    scores = []
+    for more in ([], ["--no-value"]):
+        out = str(tmp_path / f"out{len(more)}")
+        argv[1:5] = [predictor, str(valued), "--out", out]
+        assert main([*argv, *more]) == 0
+        scores.append(pq.read_table(out).sort_by("row")["scores"].to_pylist())
+    known = sj.read(valued).without_values()
+    known = known.align_rows(np.sort(known.row_names))
+    expected = sj.recommend(model, known, K, exclude=known).scores
+    np.testing.assert_allclose(scores[1], expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(np.subtract(*scores)).max() > 0.01
+
     # Another vocabulary, a part that there is not, and data that is no folder.
     other = tmp_path / "other"
     sj.prepare(log.slice(0, 900), other)
