@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule
@@ -53,8 +54,7 @@ class TableConfig:
         for name in ("num_rows", "dim", "pieces"):
             _check_positive(name, getattr(self, name))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise TypeError(f"dtype of a table must be floating, got {self.dtype}")
+        check_floating("dtype of a table", self.dtype)
         if self.placement is not None:
             check_placement(self.placement)
         if self.rule is not None and not isinstance(self.rule, Rule):
@@ -112,6 +112,12 @@ def check_placement(placement: str) -> None:
     if placement not in get_args(Placement):
         known = ", ".join(map(repr, get_args(Placement)))
         raise ValueError(f"placement is one of {known}, got {placement!r}")
+
+
+def check_floating(what: str, dtype: np.dtype) -> None:
+    """Raises TypeError unless arithmetic takes a dtype: floats of 8 bits are for exports."""
+    if not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+        raise TypeError(f"{what} must be floating, of 16 bits or more, got {dtype}")
 
 
 def _check_positive(name: str, value: int) -> None:
