@@ -319,6 +319,12 @@ class EmbeddingCollection(nnx.Module):
     def _rows(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack."""
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
+        read = {stack.name for stack in self.stacks if stack.features}
+        if not read <= batch.stacks.keys():
+            raise ValueError(
+                f"the batch is packed for the stacks {sorted(batch.stacks)}, but this "
+                f"collection has {sorted(read)}; pack it by the collection that reads it"
+            )
         rows, crowded = {}, []
         for stack in self.stacks:
             if not stack.features:

@@ -618,6 +618,8 @@ def test_what_is_wrong_on_a_mesh():
             found = run(collection, arrays, on_device(ids), on_device(narrow))
             results.append(jax.tree.map(np.asarray, found))
             packed = jax.jit(arrays.pack)(on_device(narrow))
+    with pytest.raises(ValueError, match="the batch is packed for the stacks"):
+        collection(packed)
     with pytest.raises(
         ValueError, match=r"a mesh of data and model \(2, 4\), which is"
     ):
