@@ -8,7 +8,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule
@@ -114,10 +113,11 @@ def check_placement(placement: str) -> None:
         raise ValueError(f"placement is one of {known}, got {placement!r}")
 
 
-def check_floating(what: str, dtype: np.dtype) -> None:
+def check_floating(what: str, dtype: jax.typing.DTypeLike) -> None:
     """Raises TypeError unless arithmetic takes a dtype: floats of 8 bits are for exports."""
-    if not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
-        raise TypeError(f"{what} must be floating, of 16 bits or more, got {dtype}")
+    kind = jnp.dtype(dtype)
+    if not (jnp.issubdtype(kind, jnp.floating) and kind.itemsize > 1):
+        raise TypeError(f"{what} must be floating, of 16 bits or more, got {kind}")
 
 
 def _check_positive(name: str, value: int) -> None:
