@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from sparsejax.embeddings import feature_batch, table_files
-from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
+from sparsejax.embeddings.config import (
+    FeatureConfig,
+    Placement,
+    TableConfig,
+    check_floating,
+)
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
@@ -61,10 +66,11 @@ class EmbeddingCollection(nnx.Module):
     >>> jax.tree.map(jnp.shape, embeddings(ids))
     {'item': (2, 8), 'recent': (2, 3, 8), 'user': (2, 4)}
 
-    Tables of one width, dtype, placement and rule lie below each other in one `RowParam`, a
-    *stack*. However many tables a stack has, a step reads it by one lookup, sorts the ids
-    once, and updates the touched rows once. `sparsejax.Optimizer` and
-    `sparsejax.value_and_grad` treat it as the kernel of a `SparseLinear`.
+    Tables of one width, dtype and rule lie below each other in one `RowParam`, a *stack*.
+    Those that are replicated have a stack of their own. However many tables a stack has, a step
+    reads it by one lookup, sorts the ids once, and updates the touched rows once.
+    `sparsejax.Optimizer` and `sparsejax.value_and_grad` treat it as the kernel of a
+    `SparseLinear`.
 
     Ids of a feature are an int32 array, `[batch]` or `[batch, n]`, where -1 stands for no id,
     or a `CSR` `[batch, num_rows]` of the ids, whose data are weights. An id counts as often as
@@ -96,7 +102,7 @@ class EmbeddingCollection(nnx.Module):
       ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
         is one of other tables, pieces do not divide a width, or `exchange_room` is not
         positive.
-      TypeError: `wire_dtype` is not floating.
+      TypeError: `wire_dtype` is not floating, or has 8 bits.
     """
 
     def __init__(
@@ -187,7 +193,8 @@ class EmbeddingCollection(nnx.Module):
         Args:
           ids: of each feature.
           nse: by the name of a stack, how many ids there is room for; by default for as many
-            as the arguments have room. One program serves all batches of one `nse`.
+            as the arguments have room. One program serves all batches of one `nse`. An id
+            of a table that is cut by columns counts once for each piece.
 
         Raises:
           ValueError: a feature is missing or unknown; shapes do not fit. If all ids are NumPy
@@ -312,6 +319,12 @@ class EmbeddingCollection(nnx.Module):
     def _rows(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack."""
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
+        read = {stack.name for stack in self.stacks if stack.features}
+        if not read <= batch.stacks.keys():
+            raise ValueError(
+                f"the batch is packed for the stacks {sorted(batch.stacks)}, but this "
+                f"collection has {sorted(read)}; pack it by the collection that reads it"
+            )
         rows, crowded = {}, []
         for stack in self.stacks:
             if not stack.features:
@@ -334,8 +347,8 @@ class EmbeddingCollection(nnx.Module):
 
 def _wire(dtype: jax.typing.DTypeLike | None, room: float | None) -> Wire:
     kind = None if dtype is None else jnp.dtype(dtype)
-    if kind is not None and not jnp.issubdtype(kind, jnp.floating):
-        raise TypeError(f"wire_dtype must be floating, got {kind}")
+    if kind is not None:
+        check_floating("wire_dtype", kind)
     if room is not None and not room > 0:
         raise ValueError(f"exchange_room must be positive, got {room}")
     return Wire(kind, room)

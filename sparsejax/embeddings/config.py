@@ -53,8 +53,7 @@ class TableConfig:
         for name in ("num_rows", "dim", "pieces"):
             _check_positive(name, getattr(self, name))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise TypeError(f"dtype of a table must be floating, got {self.dtype}")
+        check_floating("dtype of a table", self.dtype)
         if self.placement is not None:
             check_placement(self.placement)
         if self.rule is not None and not isinstance(self.rule, Rule):
@@ -112,6 +111,13 @@ def check_placement(placement: str) -> None:
     if placement not in get_args(Placement):
         known = ", ".join(map(repr, get_args(Placement)))
         raise ValueError(f"placement is one of {known}, got {placement!r}")
+
+
+def check_floating(what: str, dtype: jax.typing.DTypeLike) -> None:
+    """Raises TypeError unless arithmetic takes a dtype: floats of 8 bits are for exports."""
+    kind = jnp.dtype(dtype)
+    if not (jnp.issubdtype(kind, jnp.floating) and kind.itemsize > 1):
+        raise TypeError(f"{what} must be floating, of 16 bits or more, got {kind}")
 
 
 def _check_positive(name: str, value: int) -> None:

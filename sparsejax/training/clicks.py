@@ -87,17 +87,22 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
     Raises:
       ValueError: there are no examples, or a weight is wrong.
     """
-    if clicks.num_rows == 0:
-        raise ValueError("the data have no examples")
+    _check_rows(clicks)
     roles = ClickTask.of_data(clicks)
     weights = checked_weights(weights, clicks.num_rows)
     return Examples(roles, tuple(roles.matrices(clicks)), weights)
+
+
+def _check_rows(clicks: Clicks) -> None:
+    if clicks.num_rows == 0:
+        raise ValueError("the data have no examples")
 
 
 class ScanOfClicks:
     """Clicks on disk, see `streaming.Scanned`."""
 
     def __init__(self, clicks: ScannedClicks):
+        _check_rows(clicks)
         self._clicks, self.num_rows = clicks, clicks.num_rows
         self.chunk_rows: int | None = clicks.chunk_rows
         # Only the values of a column say whether it has lists.
@@ -141,6 +146,14 @@ def click_job(
                 f"{type(validation).__name__}"
             )
         check_same_columns(clicks, validation)
+        # All labels of files are not here yet.
+        if (
+            isinstance(validation, ClickDataset)
+            and len(np.unique(validation.labels)) < 2
+        ):
+            raise ValueError(
+                "validation needs examples with label 0 and with label 1, for its AUC"
+            )
         prepare = functools.partial(_measure, validation)
     if isinstance(clicks, ClickDataset):
         return Job(click_examples(clicks, weights), metric, prepare)

@@ -282,6 +282,7 @@ def test_bad_ids(collection, ids, error, message):
     [
         (lambda: sj.TableConfig(0, 4), ValueError, "num_rows must be at least 1"),
         (lambda: sj.TableConfig(4, 4, dtype=jnp.int32), TypeError, "floating"),
+        (lambda: sj.TableConfig(4, 4, dtype="float8_e5m2"), TypeError, "16 bits or"),
         (lambda: sj.FeatureConfig("item", combiner=None), ValueError, "length"),
         (lambda: sj.FeatureConfig("item", length=3), ValueError, "length"),
         (lambda: collection_of(features={}), ValueError, "at least one feature"),
@@ -617,6 +618,8 @@ def test_what_is_wrong_on_a_mesh():
             found = run(collection, arrays, on_device(ids), on_device(narrow))
             results.append(jax.tree.map(np.asarray, found))
             packed = jax.jit(arrays.pack)(on_device(narrow))
+    with pytest.raises(ValueError, match="the batch is packed for the stacks"):
+        collection(packed)
     with pytest.raises(
         ValueError, match=r"a mesh of data and model \(2, 4\), which is"
     ):
@@ -629,7 +632,8 @@ def test_what_is_wrong_on_a_mesh():
 
 
 def test_bad_options():
-    with pytest.raises(TypeError, match="wire_dtype must be floating, got int8"):
-        collection_of(wire_dtype="int8")
+    for kind in "int8", "float8_e4m3fn":
+        with pytest.raises(TypeError, match="wire_dtype must be floating, of 16 bits"):
+            collection_of(wire_dtype=kind)
     with pytest.raises(ValueError, match="exchange_room must be positive, got 0"):
         collection_of(exchange_room=0.0)

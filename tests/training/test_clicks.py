@@ -139,6 +139,9 @@ def test_streamed_clicks(tmp_path):
     text.write_text("click,age,price,user,tags\n1,1,2,3,4\n")
     with pytest.raises(NotImplementedError, match="save them as Parquet"):
         trained(sj.scan_clicks(text, SCHEMA))
+    clicks.rows(slice(0, 0)).save(tmp_path / "none.parquet")
+    with pytest.raises(ValueError, match="the data have no examples"):
+        trained(sj.scan_clicks(tmp_path / "none.parquet"))
 
 
 @pytest.mark.parametrize("lists", [False, True])
@@ -256,6 +259,10 @@ def test_what_does_not_fit_together():
     refused(
         ValueError, "no validation metric 'ndcg@20'.* auc, log_loss", sj.fit, model, optimizer,
         clicks, validation=clicks, early_stopping=sj.EarlyStopping(metric="ndcg@20"),
+    )  # fmt: skip
+    refused(
+        ValueError, "examples with label 0 and with label 1", sj.fit, model, optimizer,
+        clicks, validation=clicks.rows(np.flatnonzero(clicks.labels)),
     )  # fmt: skip
     refused(NotImplementedError, "fused", sj.fit, model, optimizer, clicks, fused=True)
 
