@@ -310,4 +310,10 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
     words += ["--learning-rate", str(chosen.learning_rate)]
     words += ["--batch-size", str(command.batch_size)]
     words += ["--epochs", str(trial.user_attrs["epoch"])]
+    given = {"format": command.format, "seed": command.seed, **vars(command.columns)}
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words += [f"--{name.replace('_', '-')}"] * value
+        elif value is not None:
+            words += [f"--{name}", str(value)]
     print(shlex.join(map(str, words)))

@@ -152,8 +152,8 @@ class LinearConfig:
         if items * linear.rank > _LARGEST_LINEAR:
             return None, f"no linear part: {items:,} items are too many for one"
         return linear, (
-            f"linear part of rank {linear.rank:,} and weight {linear.weight:g}: an item "
-            f"has {each:,.1f} entries"
+            f"linear part of rank {min(linear.rank, items):,} and weight "
+            f"{linear.weight:g}: an item has {each:,.1f} entries"
         )
 
 

@@ -35,6 +35,7 @@ def score(trial: optuna.trial.FrozenTrial) -> float:
 
 
 def test_the_result_can_be_used_and_trained_again(argv, capsys):
+    argv += ["--format", "text", "--no-value", "--seed", "7"]
     assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
     printed, said = capsys.readouterr()
     first, second = trials()
@@ -50,6 +51,7 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     scores = [entry["ndcg@2"] for entry in progress["history"]]
     assert max(scores) == pytest.approx(best.value)
     words = shlex.split(printed.replace("RUN", "again"))
+    assert " ".join(words).endswith("--format text --seed 7 --no-value")
     assert main(words[1:]) == 0
     again, _ = run.load_run("again")
     assert again.network == settings.network and again.optimizer == settings.optimizer
