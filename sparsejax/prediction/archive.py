@@ -26,7 +26,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import filelock
@@ -39,6 +39,7 @@ from jax import export
 from sparsejax.data.files import is_address, shown
 from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
+from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.prediction.programs import ClickSignature, Signature
 from sparsejax.whole_files import check_writable, whole_file
 
@@ -188,6 +189,18 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
 def read_settings(archive: zipfile.ZipFile, name: str) -> Any:
     """The JSON of the settings."""
     return json.loads(read_part(archive, name, _MOST_SETTINGS))
+
+
+def ready(
+    programs: Mapping[int, export.Exported], weights: Iterable[np.ndarray]
+) -> tuple[dict[int, Callable[..., Any]], list[jax.Array]]:
+    """Programs that are compiled when they are first called, and weights on the device."""
+    options = dict(gpu_options()) or None
+    compiled: dict[int, Callable[..., Any]] = {
+        size: jax.jit(program.call, compiler_options=options)
+        for size, program in programs.items()
+    }
+    return compiled, [jnp.asarray(weight) for weight in weights]
 
 
 def check_version(settings: Any, version: int) -> None:

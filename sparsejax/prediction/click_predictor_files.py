@@ -18,12 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import export
 
 from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.names import Names, as_names
-from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.prediction import archive
 from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.click_predictor import (
@@ -89,17 +87,14 @@ def load_click_predictor(path: str | os.PathLike[str]) -> ClickPredictor:
     """
     with archive.opened(path) as file, archive.reading(path):
         settings, vocabularies, programs, weights = _read(file)
-    options = dict(gpu_options()) or None
+    compiled, on_device = archive.ready(programs, weights)
     return ClickPredictor(
         num_dense=settings.num_dense,
         stacks=settings.stacks,
         schema=settings.schema,
         vocabularies=vocabularies,
-        programs={
-            size: jax.jit(program.call, compiler_options=options)
-            for size, program in programs.items()
-        },
-        weights=[jnp.asarray(weight) for weight in weights],
+        programs=compiled,
+        weights=on_device,
     )
 
 

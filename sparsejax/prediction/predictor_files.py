@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import export
 
@@ -27,7 +26,6 @@ from sparsejax.data.files import shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
 from sparsejax.mesh.layout import to_host_in_pieces
-from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.prediction import archive
 from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.predictor import Predictor
@@ -88,17 +86,14 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     """
     with archive.opened(path) as file, archive.reading(path):
         settings, items, programs, weights = _read(file)
-    options = dict(gpu_options()) or None
+    compiled, on_device = archive.ready(programs, weights)
     return Predictor(
         k=settings.k,
         num_features=settings.num_features,
         num_items=settings.num_items,
         items=items,
-        programs={
-            size: jax.jit(program.call, compiler_options=options)
-            for size, program in programs.items()
-        },
-        weights=[jnp.asarray(weight) for weight in weights],
+        programs=compiled,
+        weights=on_device,
     )
 
 
