@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow
-from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.dataset import SparseDataset, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import ParquetPath, opened
@@ -253,7 +253,7 @@ class DataFolder:
         if not self.manifest.indicator:
             values = joined([part.values for part in parts], np.float32)
         indices = joined([part.indices for part in parts], np.int32)
-        indptr = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        indptr = offsets(lengths)
         vocabulary = self.vocabulary()
         left_out = joined([part.left_out for part in parts], np.int32)
         try:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
+from sparsejax.data.dataset import offsets
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.folder import (
     DataFolder,
@@ -241,21 +242,20 @@ class Parts:
     def _table(self, rows: PreparedRows, predictor: Predictor) -> pa.Table:
         """The recommendations for some rows."""
         assert predictor.items is not None  # it was checked
-        indptr = np.append(0, np.cumsum(rows.lengths)).astype(np.int32)
+        indptr = offsets(rows.lengths)
         size = self.data.manifest.num_items
         values = None if self.indicator else rows.values
         matrix = CSR(values, rows.indices, indptr, num_cols=size)
         exclude = matrix if self.exclude_seen else None
         found = predictor.recommend(matrix, k=self.k, exclude=exclude)
         is_item = found.ids >= 0
-        ends = np.append(0, np.cumsum(is_item.sum(axis=1))).astype(np.int32)
-        offsets = arrow.from_numbers(ends)
+        ends = arrow.from_numbers(offsets(is_item.sum(axis=1)))
         items = to_arrow(predictor.items[found.ids[is_item]])
         scores = arrow.from_numbers(found.scores[is_item].astype(np.float32))
         columns = [
             rows.names,
-            pa.ListArray.from_arrays(offsets, items),
-            pa.ListArray.from_arrays(offsets, scores),
+            pa.ListArray.from_arrays(ends, items),
+            pa.ListArray.from_arrays(ends, scores),
         ]
         return pa.table(columns, schema=_SCHEMA)
 
