@@ -140,7 +140,7 @@ def evaluate(
         _refuse("histories", **given, groups=groups)
         if heldout is None:
             raise ValueError("give heldout, as split_last makes it")
-        options = {"k": k, "exclude": exclude, "unknown": unknown}
+        options: dict[str, Any] = {"k": k, "exclude": exclude, "unknown": unknown}
         options |= {"popularity": popularity, "batch_size": rows}
         prepared = prepared_sequences(model, inputs, heldout, **options)
         return prepared.run(NextItems(model), optimizer=optimizer)

@@ -32,7 +32,7 @@ Unordered = Source | SequenceDataset | str | None
 class HistoryModel(Protocol):
     """What `fit`, `recommend` and `evaluate` need of a model of histories.
 
-    It is an `nnx.Module`, such as `SASRec`. Histories are `[batch, length]` int32, the oldest
+    It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are `[batch, length]` int32, the oldest
     item first, then -1. If the model has an attribute `uses_times` that is true, it is also
     given `times=`, `[batch, length]` float32, see `Histories.padded_times`.
     """
@@ -47,17 +47,16 @@ class HistoryModel(Protocol):
         """Number of items that are read and scored."""
         ...
 
-    def loss(self, histories: jax.Array) -> jax.Array:
-        """The mean of a loss of the next item, over all places that have one.
-
-        Histories have up to `max_length + 1` places.
+    def loss(self, *histories: Any, **times: Any) -> jax.Array:
+        """`loss(histories)`: the mean of a loss of the next item, over all places that have
+        one. Histories have up to `max_length + 1` places.
         """
         ...
 
-    def top_k(
-        self, histories: jax.Array, k: int, *, exclude: SparseRows | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Ids and scores of the items that are most likely next, `[batch, k]`."""
+    def top_k(self, *histories: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        """`top_k(histories, k, exclude=None)`: ids and scores of the items that are most
+        likely next, `[batch, k]`. Histories have up to `max_length` places.
+        """
         ...
 
 
