@@ -195,8 +195,12 @@ def test_sequences(trained):
     trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
     for code in python("sequences.md"):
         exec(compile(code, "sequences.md", "exec"), trained)  # noqa: S102
-    assert trained["heldout"].num_entries == 9
-    assert trained["names"].shape == (10, 10) and trained["loss"] > 0
+    assert (
+        trained["heldout"].num_entries == 9 and trained["validation"].num_entries == 8
+    )
+    assert len(trained["history"]) <= 5 and trained["measured"]["users"] == 9
+    assert len(trained["names"][0]) == 7 and trained["fresh"].ids[9].max() == -1
+    assert trained["loss"] > 0
     np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
 
 

@@ -60,15 +60,43 @@ class Histories(NamedTuple):
         Raises:
           ValueError: `length` is not positive.
         """
+        is_entry, entries = self._last(length)
+        rows = np.full(is_entry.shape, -1, np.int32)
+        rows[is_entry] = self.indices[entries]
+        return rows
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, since the last entry of its row.
+
+        They are 0 or less; of dates in seconds. Where there is no entry they are 0.
+
+        >>> times = np.array([3, 5, 4])
+        >>> Histories(np.array([0, 2, 3]), np.array([5, 2, 5]), times).padded_times(2).tolist()
+        [[-2.0, 0.0], [0.0, 0.0]]
+
+        Raises:
+          ValueError: `length` is not positive, or there are no times.
+        """
+        if self.times is None:
+            raise ValueError("there are no times; read the data with time=COLUMN")
+        is_entry, entries = self._last(length)
+        last = np.repeat(self.indptr[1:] - 1, is_entry.sum(axis=1))
+        since = self.times[entries] - self.times[last]
+        if since.dtype.kind == "m":
+            since = since / np.timedelta64(1, "s")
+        rows = np.zeros(is_entry.shape, np.float32)
+        rows[is_entry] = since
+        return rows
+
+    def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where `padded` has entries, `[rows, length]`, and which entries these are."""
         if length < 1:
             raise ValueError(f"length must be 1 or more, got {length}")
         kept = np.minimum(np.diff(self.indptr), length)
         place = np.arange(length)
         is_entry = place < kept[:, None]
-        rows = np.full(is_entry.shape, -1, np.int32)
         entries = (self.indptr[1:] - kept)[:, None] + place
-        rows[is_entry] = self.indices[entries[is_entry]]
-        return rows
+        return is_entry, entries[is_entry]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,6 +226,10 @@ class SequenceDataset:
         See `Histories.padded`.
         """
         return self.histories.padded(length)
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, see `Histories.padded_times`."""
+        return self.histories.padded_times(length)
 
     # Other forms
 

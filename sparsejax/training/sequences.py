@@ -1,0 +1,172 @@
+"""Models of histories in `fit`: what comes next, in memory or from disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from sparsejax.data.scan_sequences import ScannedSequences
+from sparsejax.data.scan_tables import chunk_ends
+from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sources import check_columns
+from sparsejax.prediction.evaluate import prepared_sequences
+from sparsejax.prediction.evaluation import metric_names
+from sparsejax.prediction.next_items import (
+    NextItems,
+    arrays_of,
+    check_history_model,
+    uses_times,
+)
+from sparsejax.training.job import Job, Measure, metric_of
+from sparsejax.training.progress import EarlyStopping
+from sparsejax.training.resident import Examples
+from sparsejax.training.streaming import Matrix, Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceTask:
+    """The `Task` of models of histories.
+
+    Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, and
+    their times if the model uses them.
+    """
+
+    @property
+    def inputs(self) -> list[str]:
+        return []
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def of(self, matrices: Sequence) -> tuple[Any, Any]:
+        return matrices, None
+
+    def check(self, model: Any) -> None:
+        check_history_model(model)
+
+    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+        """`model.loss`, the mean over all items of the batch but the first of each row."""
+        histories, *times = x
+        # A row that only fills up the batch has no items, so nothing to learn.
+        histories = jnp.where(weights[:, None] > 0, histories, -1)
+        named = {"times": times[0]} if times else {}
+        return model.loss(histories, **named)
+
+
+def sequence_examples(
+    model: Any, sequences: SequenceDataset, weights: ArrayLike | None = None
+) -> Examples:
+    """What to train a model on: the rows with two entries or more.
+
+    Raises:
+      TypeError: the model is no model of histories.
+      ValueError: the data have other items than the model, or no times that it needs; no
+        row has two entries; or there are weights.
+    """
+    _check(model, sequences, weights)
+    kept = np.flatnonzero(np.diff(sequences.indptr) > 1)
+    if not kept.size:
+        raise ValueError(
+            "no row has two entries, an item and the next, so there is nothing to learn"
+        )
+    arrays = arrays_of(model, sequences, model.config.max_length + 1)
+    return Examples(SequenceTask(), tuple(a[kept] for a in arrays.values()), None)
+
+
+def _check(model: Any, data: Any, weights: ArrayLike | None) -> None:
+    check_history_model(model)
+    check_columns("inputs", data.num_features, model.num_items, "items")
+    if weights is not None:
+        raise NotImplementedError(
+            "the loss of histories is a mean over their items: rows cannot have weights"
+        )
+
+
+class ScanOfSequences:
+    """Histories on disk, see `streaming.Scanned`."""
+
+    roles = SequenceTask()
+
+    def __init__(self, model: Any, sequences: ScannedSequences):
+        self._model, self._sequences = model, sequences
+        self._length = model.config.max_length + 1
+        self.num_rows = sequences.num_rows
+        self.chunk_rows: int | None = sequences.chunk_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.num_rows * self._length * (2 if uses_times(self._model) else 1)
+
+    def ends(self, chunk_rows: int) -> list[int]:
+        """Chunks end where a group of rows does."""
+        return chunk_ends(self._sequences.groups, chunk_rows)
+
+    def read(self, start: int, stop: int) -> list[Matrix]:
+        histories = self._sequences.read(start, stop)
+        return [*arrays_of(self._model, histories, self._length).values()]
+
+    def fingerprint(self) -> str:
+        return self._sequences.fingerprint()
+
+
+def sequence_job(
+    model: Any,
+    sequences: SequenceDataset | ScannedSequences,
+    targets: Any,
+    weights: ArrayLike | None,
+    validation: Any,
+    stopping: EarlyStopping | None,
+    *,
+    k: int,
+) -> Job:
+    """The arguments of `fit`, checked."""
+    if targets is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out targets"
+        )
+    if validation is not None and not isinstance(validation, SequenceDataset):
+        raise TypeError(
+            "histories are validated on a SequenceDataset, as split_last makes it, got "
+            f"{type(validation).__name__}"
+        )
+    if isinstance(sequences, ScannedSequences):
+        _check(model, sequences, weights)
+        if validation is not None:
+            raise ValueError(
+                "validation needs the histories in host memory, and these are scanned; "
+                "call evaluate with some of them, for example in log=..."
+            )
+        return Job(Stream(ScanOfSequences(model, sequences), None), None, None)
+    examples = sequence_examples(model, sequences, weights)
+    if validation is None:
+        return Job(examples, None, None)
+    metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
+
+    def measure(batch_size: int) -> Measure:
+        repeats = sequences.to_sparse().num_entries < sequences.num_entries
+        evaluation = prepared_sequences(
+            model,
+            sequences,
+            validation,
+            k=k,
+            exclude=None if repeats else "inputs",
+            popularity=None,
+            batch_size=batch_size,
+        )
+
+        def measured(model, *, optimizer, deterministic):
+            found = evaluation.run(
+                NextItems(model), optimizer=optimizer, deterministic=deterministic
+            )
+            return {name: value for name, value in found.items() if "@" in name}
+
+        return measured
+
+    return Job(examples, metric, measure)
