@@ -59,7 +59,9 @@ def _measure_jax() -> Iterator[dict]:
     import sparsejax as sj
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    config = sj.SASRecConfig(max_length=LENGTH, width=WIDTH, blocks=BLOCKS)
+    config = sj.SASRecConfig(
+        max_length=LENGTH, width=WIDTH, blocks=BLOCKS, dropout=0.2, temperature=None
+    )
     keys = jax.random.split(jax.random.key(0), 3)
     histories = jax.random.randint(keys[0], (BATCH, LENGTH + 1), 0, ITEMS)
     sampler = sj.NegativeSampler.uniform(ITEMS)
@@ -88,7 +90,8 @@ def _measure_jax() -> Iterator[dict]:
             @functools.partial(jax.jit, donate_argnums=(0, 1))
             def step(params, state, rest, step, graph=graph, loss=loss):
                 def value(params):
-                    return loss(nnx.merge(graph, params, rest), histories, step)
+                    model = nnx.merge(graph, params, rest, copy=True)
+                    return loss(model, histories, step)
 
                 value, gradients = jax.value_and_grad(value)(params)
                 updates, state = rule.update(gradients, state, params)
