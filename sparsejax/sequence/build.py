@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from flax import nnx
 
-from sparsejax.sequence.config import SASRecConfig, SequenceConfig
+from sparsejax.sequence.config import (
+    GRUConfig,
+    HSTUConfig,
+    SASRecConfig,
+    SequenceConfig,
+)
+from sparsejax.sequence.gru import GRU
+from sparsejax.sequence.hstu import HSTU
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.sasrec import SASRec
 
@@ -29,5 +36,12 @@ def build_sequence_model(
     match config:
         case SASRecConfig():
             return SASRec(config, items=items, rngs=rngs)
+        case HSTUConfig():
+            return HSTU(config, items=items, rngs=rngs)
+        case GRUConfig():
+            return GRU(config, items=items, rngs=rngs)
         case _:
-            raise TypeError(f"expected a SASRecConfig, got {type(config).__name__}")
+            raise TypeError(
+                "expected a SASRecConfig, HSTUConfig or GRUConfig, got "
+                f"{type(config).__name__}"
+            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_type_hints
 
 from sparsejax.model_json import ModelConfig
 
@@ -34,9 +33,9 @@ class SequenceConfig(ModelConfig):
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            if kind is int:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if type(field.default) is int:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"{name} must be an integer, got {value!r}")
                 if value < 1:
@@ -76,7 +75,45 @@ class SASRecConfig(SequenceConfig):
         check_heads(self)
 
 
-def check_heads(config: SASRecConfig) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSTUConfig(SequenceConfig):
+    """What an `HSTU` is made of; see `SequenceConfig` too.
+
+    >>> HSTUConfig(times=False).to_json()
+    {'version': 1, 'model': 'hstu', 'times': False}
+
+    Attributes:
+      heads: of each attention; a divisor of `width`.
+      times: whether it is given the times of the entries. False if there are none.
+
+    Raises:
+      ValueError: a value is out of range.
+      TypeError: a value is no number, or not an integer.
+    """
+
+    model = "hstu"
+    heads: int = 2
+    times: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self)
+        if not isinstance(self.times, bool):
+            raise TypeError(f"times must be true or false, got {self.times!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRUConfig(SequenceConfig):
+    """What a `GRU` is made of; see `SequenceConfig`.
+
+    >>> GRUConfig(blocks=1).to_json()
+    {'version': 1, 'model': 'gru', 'blocks': 1}
+    """
+
+    model = "gru"
+
+
+def check_heads(config: SASRecConfig | HSTUConfig) -> None:
     """That heads divide the width."""
     if config.width % config.heads:
         raise ValueError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -49,7 +47,7 @@ class SequenceModel(nnx.Module):
       ValueError: `items` is not positive.
     """
 
-    uses_times: ClassVar[bool] = False
+    uses_times: bool = False
 
     def __init__(self, config: SequenceConfig, *, items: int, rngs: nnx.Rngs):
         if items < 1:

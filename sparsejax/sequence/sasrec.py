@@ -24,7 +24,7 @@ class SASRec(SequenceModel):
 
     With E the vectors of the items and P those of the places::
 
-        x_t  = dropout(E[item_t] + P_t)
+        x_t  = dropout(sqrt(width) E[item_t] + P_t)
         x    = x + dropout(attention(norm(x)))          t sees the places up to t
         x    = x + dropout(W2 gelu(W1 norm(x)))         ... `blocks` times
         h_t  = norm(x_t)
@@ -50,8 +50,8 @@ class SASRec(SequenceModel):
 
     def __call__(self, histories: Ids, times: Times = None) -> Vectors:
         """The hidden vector of each place. Times make no difference."""
-        x = self.embed(histories) + self.places[...][None, : histories.shape[1]]
-        x = self.dropout(x)
+        vectors = self.embed(histories) * self.config.width**0.5
+        x = self.dropout(vectors + self.places[...][None, : histories.shape[1]])
         for block in self.blocks:
             x = block(x)
         return self.norm(x)

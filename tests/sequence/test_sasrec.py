@@ -34,7 +34,7 @@ def linear(x, layer):
 def hidden(model: sj.SASRec, items: np.ndarray) -> np.ndarray:
     """`[length, width]` of one history without padding, in float64."""
     x = (
-        np.asarray(model.output.kernel[...], np.float64)[items]
+        np.sqrt(8) * np.asarray(model.output.kernel[...], np.float64)[items]
         + np.asarray(model.places[...], np.float64)[: len(items)]
     )
     for block in model.blocks:
