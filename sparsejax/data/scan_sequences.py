@@ -15,7 +15,7 @@ from sparsejax.data import parquet, scan_tables, tables
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import UnknownFeaturesWarning, offsets
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import FeatureNames, Names, of_features
+from sparsejax.data.names import FeatureNames, Names, as_names, of_features
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan import flat_list, list_lengths, saved_features, saved_group
 from sparsejax.data.scan_tables import Group
