@@ -422,6 +422,32 @@ class SparseDataset:
             warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
         return aligned
 
+    def append_features(
+        self, features: SparseDataset | Iterable[object]
+    ) -> SparseDataset:
+        """The same rows over other features, followed by those of its own that are new.
+
+        >>> data = SparseDataset.from_scipy(
+        ...     scipy.sparse.csr_array([[1, 1]]), feature_names=["new", "tea"]
+        ... )
+        >>> data.append_features(["milk", "tea"]).feature_names.tolist()
+        ['milk', 'tea', 'new']
+
+        So columns of a model that was trained on the given features keep their numbers:
+        see `FeedForward.add_items`. No entry is left out. A warning says if the new
+        features have so many entries that the work on a mesh would be unbalanced.
+
+        Args:
+          features: names, or a data set whose feature names are used.
+        """
+        names = _names.of_features(features)
+        longer = vocabulary.appended(names, self.feature_names)
+        appended, _ = align_features(self, longer)
+        vocabulary.warn_if_appended_unbalanced(
+            np.asarray(appended.matrix.indices), longer
+        )
+        return appended
+
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
         """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
         indptr = np.asarray(self.matrix.indptr)
@@ -529,11 +555,7 @@ def align_features(
     dataset: SparseDataset, features: SparseDataset | Iterable[object]
 ) -> tuple[SparseDataset, str | None]:
     """As `SparseDataset.align_features`, but returns the text of the warning."""
-    if isinstance(features, SparseDataset):
-        wanted = features.feature_names
-    else:
-        wanted = _names.as_names(features)
-        _names.check_unique(wanted, "feature")
+    wanted = _names.of_features(features)
     column = _names.find_names(dataset.feature_names, wanted)
     matrix = dataset.matrix
     columns = column[matrix.indices]

@@ -48,6 +48,29 @@ class RowNames(Protocol):
         ...
 
 
+@runtime_checkable
+class FeatureNames(Protocol):
+    """A data set whose feature names are used."""
+
+    @property
+    def feature_names(self) -> Names:
+        """`[features]` text."""
+        ...
+
+
+def of_features(features: FeatureNames | Iterable[object]) -> Names:
+    """The given names, or the feature names of a data set.
+
+    Raises:
+      ValueError: a name was given twice.
+    """
+    if isinstance(features, FeatureNames):
+        return features.feature_names
+    names = as_names(features)
+    check_unique(names, "feature")
+    return names
+
+
 def of_rows(rows: RowNames | Iterable[object]) -> Names:
     """The given names, or the row names of a data set."""
     return as_names(rows.row_names if isinstance(rows, RowNames) else rows)

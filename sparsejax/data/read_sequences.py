@@ -20,13 +20,10 @@ from sparsejax.data.dataset import (
     offsets,
 )
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.names import FeatureNames
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.readers import file_batches
-from sparsejax.data.sequences import (
-    FeatureNames,
-    SequenceDataset,
-    align_sequences,
-)
+from sparsejax.data.sequences import SequenceDataset, align_sequences
 from sparsejax.data.vocabulary import vocabulary_order
 
 Vocabulary = FeatureNames | Iterable[object] | None

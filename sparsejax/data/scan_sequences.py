@@ -15,11 +15,11 @@ from sparsejax.data import parquet, scan_tables, tables
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import UnknownFeaturesWarning, offsets
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.data.names import FeatureNames, Names, as_names, of_features
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan import flat_list, list_lengths, saved_features, saved_group
 from sparsejax.data.scan_tables import Group
-from sparsejax.data.sequences import FeatureNames, Histories
+from sparsejax.data.sequences import Histories
 from sparsejax.data.tables import TableLayout
 
 
@@ -227,11 +227,8 @@ def scan_sequences(
         names = scan_tables.find_vocabulary(files, layout)
         if not names.size:
             raise DataError.at(path, "none of the rows has a feature")
-    elif isinstance(features, FeatureNames):
-        names = features.feature_names
     else:
-        names = as_names(features)
-        check_unique(names, "feature")
+        names = of_features(features)
     return ScannedSequences(path, names, tuple(groups), layout, chunk_rows)
 
 

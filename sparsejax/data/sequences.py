@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
 from sparsejax.data import names as _names
-from sparsejax.data import parquet
+from sparsejax.data import parquet, vocabulary
 from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
@@ -20,19 +20,9 @@ from sparsejax.data.dataset import (
     offsets,
 )
 from sparsejax.data.files import DataError, Path
-from sparsejax.data.names import Names
+from sparsejax.data.names import FeatureNames, Names
 from sparsejax.data.split import Time, heldout_entries, heldout_from, heldout_rows
 from sparsejax.sparse import CSR
-
-
-@runtime_checkable
-class FeatureNames(Protocol):
-    """A data set whose feature names are used."""
-
-    @property
-    def feature_names(self) -> Names:
-        """`[features]` text."""
-        ...
 
 
 class Histories(NamedTuple):
@@ -425,6 +415,19 @@ class SequenceDataset:
             warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
         return aligned
 
+    def append_features(
+        self, features: FeatureNames | Iterable[object]
+    ) -> SequenceDataset:
+        """The same histories over other features, followed by its own that are new.
+
+        See `SparseDataset.append_features`.
+        """
+        names = _names.of_features(features)
+        longer = vocabulary.appended(names, self.feature_names)
+        appended, _ = align_sequences(self, longer)
+        vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
+        return appended
+
     def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
         if not is_held.any():
             raise ValueError(f"nothing is held out: {why_nothing}")
@@ -482,11 +485,7 @@ def align_sequences(
     data: SequenceDataset, features: FeatureNames | Iterable[object]
 ) -> tuple[SequenceDataset, str | None]:
     """As `SequenceDataset.align_features`, but returns the text of the warning."""
-    if isinstance(features, FeatureNames):
-        wanted = features.feature_names
-    else:
-        wanted = _names.as_names(features)
-        _names.check_unique(wanted, "feature")
+    wanted = _names.of_features(features)
     column = _names.find_names(data.feature_names, wanted)
     indices = column[data.indices]
     known = indices >= 0

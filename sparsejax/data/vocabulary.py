@@ -16,7 +16,7 @@ import warnings
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data.names import Names, to_arrow
+from sparsejax.data.names import Names, find_names, to_arrow
 from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 
 # The size of a mesh axis divides 256, and kernels are allocated in multiples of 256 rows on
@@ -56,6 +56,23 @@ def popularity_ranks(count: int) -> np.ndarray:
     return np.lexsort((rank, bit_reversed(rank % _HANDS)))
 
 
+def appended(known: Names, others: Names) -> Names:
+    """The known features in their order, then those of `others` that are new, in theirs."""
+    return np.concatenate([known, others[find_names(others, known) < 0]])
+
+
+def warn_if_appended_unbalanced(indices: np.ndarray, names: Names) -> None:
+    """Warns the caller's caller if features that were added at the end weigh too much."""
+    if found := _unbalanced(indices, names):
+        ways, given, balanced = found
+        warnings.warn(
+            f"on {ways} devices one would hold {given:.2f} times its share of the entries "
+            f"({balanced:.2f} times in balanced order), as new features are at the end: "
+            "for long trainings on a mesh, train a new model",
+            stacklevel=3,
+        )
+
+
 def imbalance(counts: np.ndarray, ways: int) -> float:
     """Entries of the fullest of `ways` contiguous column ranges, divided by their mean."""
     total = counts.sum(dtype=np.int64)
@@ -71,19 +88,26 @@ def warn_if_unbalanced(indices: np.ndarray, names: Names) -> None:
       indices: `[entries]` column of each entry.
       names: `[features]`.
     """
+    if found := _unbalanced(indices, names):
+        ways, given, balanced = found
+        warnings.warn(
+            f"on {ways} devices one would hold {given:.2f} times its share of the entries "
+            f"({balanced:.2f} times in balanced order); reorder the columns: "
+            "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
+            stacklevel=3,
+        )
+
+
+def _unbalanced(indices: np.ndarray, names: Names) -> tuple[int, float, float] | None:
+    """Number of devices, imbalance, and that of the balanced order, if it is better."""
     if len(names) < _HANDS or len(indices) < max(_WAYS) * _MIN_ENTRIES_PER_PART:
-        return
+        return None
     counts = np.bincount(indices, minlength=len(names))
     ways = max(_WAYS, key=lambda ways: imbalance(counts, ways))
     given = imbalance(counts, ways)
     if given <= MAX_IMBALANCE:
-        return
+        return None
     balanced = imbalance(counts[vocabulary_order(counts, names)], ways)
     if math.isclose(given, balanced) or given < balanced:
-        return
-    warnings.warn(
-        f"on {ways} devices one would hold {given:.2f} times its share of the entries "
-        f"({balanced:.2f} times in balanced order); reorder the columns: "
-        "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
-        stacklevel=3,
-    )
+        return None
+    return ways, given, balanced

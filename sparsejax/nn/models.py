@@ -22,6 +22,8 @@ from sparsejax.nn.layers import (
     normalize_rows,
 )
 from sparsejax.nn.linear_part import LinearPart
+from sparsejax.optimizers import growth
+from sparsejax.optimizers.optimizer import Optimizer
 
 
 class FeedForward(nnx.Module):
@@ -109,6 +111,76 @@ class FeedForward(nnx.Module):
     def num_items(self) -> int:
         """Number of items that are scored."""
         return self.output.num_items
+
+    def add_items(
+        self,
+        count: int,
+        *,
+        features: int | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        """Adds items, and as many input features, behind the known ones, in place.
+
+        >>> model = FeedForward(
+        ...     NetworkConfig.autoencoder((8,)), inputs=5, outputs=5, rngs=nnx.Rngs(0)
+        ... )
+        >>> optimizer = Optimizer(model, optimizers.adam(1e-3))
+        >>> model.add_items(3, optimizer=optimizer)
+        >>> model.num_items, model.num_features
+        (8, 8)
+
+        No known row of a kernel, of a bias or of the optimizer's state moves. So the
+        scores of known items are the same as before, in rows of known features. A new
+        row of a kernel or a bias is the mean of the known ones: a new item has about the
+        mean score until it is trained. A linear part gives new items the score 0 until
+        `model.output.linear.set_from(data)` computes it again.
+
+        `data.append_features(names)` gives data the vocabulary of such a model. On a mesh
+        the new rows lie on the last devices.
+
+        Args:
+          count: number of new items.
+          features: number of new input features, `count` by default. It may only differ
+            for a model whose features are not its items: not tied, no linear part.
+          optimizer: the model's; its state gets rows too.
+
+        Raises:
+          ValueError: a number is negative, the numbers cannot differ, or the layers were
+            folded for predictions.
+        """
+        features = count if features is None else features
+        output, tied = self.output, self.first.kernel is self.output.kernel
+        if features != count and (tied or output.linear is not None):
+            raise ValueError(
+                "the items of this model are its features (a tied output or a linear "
+                f"part), got {count:,} new items and {features:,} new features"
+            )
+        if min(count, features) < 0:
+            raise ValueError(
+                f"cannot add {min(count, features):,} rows: it is negative"
+            )
+        if output.folded_scale is not None:
+            raise ValueError("this model was folded for predictions; load it again")
+        arrays = (
+            [output.kernel] if output.bias is None else [output.kernel, output.bias]
+        )
+        for parameter in arrays:
+            growth.add_rows(parameter, self.num_items, count)
+        if not tied:
+            growth.add_rows(self.first.kernel, self.num_features, features)
+        if output.linear is not None:
+            for variable in (output.linear.kernel, output.linear.scale):
+                growth.add_rows(variable, self.num_items, count, zeros=True)
+            output.linear.items += count
+        known: dict[tuple[str, ...], int] = {
+            ("first", "kernel"): self.num_features,
+            ("output", "kernel"): self.num_items,
+            ("output", "bias"): self.num_items,
+        }
+        self.first.in_features += features
+        output.num_items += count
+        if optimizer is not None:
+            optimizer.add_rows(self, known)
 
     def encode(
         self, x: SparseRows, *, deterministic: bool | None = None

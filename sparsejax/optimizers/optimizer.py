@@ -33,7 +33,7 @@ from sparsejax.ops import row_update
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import State, TrainedKernel
-from sparsejax.optimizers import gradients, inplace, rules
+from sparsejax.optimizers import gradients, growth, inplace, rules
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
 from sparsejax.optimizers.rules import Rule
@@ -222,6 +222,46 @@ class Optimizer(nnx.Pytree):
             self._set_trained(path, kernel, self._moved(path, kernel, g, step))
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
+
+    def add_rows(self, model: Any, known: Mapping[Path, int]) -> None:
+        """Makes the state fit parameters to which `growth.add_rows` added rows.
+
+        The state of known rows stays. New rows begin as in a new optimizer, at this step.
+
+        Args:
+          model: whose parameters have more rows by now.
+          known: by the path of each such parameter, how many rows it had.
+
+        Raises:
+          NotImplementedError: the state of `dense=...` does not have a row for each row.
+        """
+        step = self.step[...]
+        for path, kernel in gradients.row_params(model, self.wrt).items():
+            if path not in known:
+                continue
+            fresh = _init_rows(self.rule_of(kernel), kernel)
+            for name, variable in self._rows_of(path).items():
+                value = fresh[name][...]
+                if name == "last_step":  # 0 would be steps that the row has missed
+                    value = jnp.where(value == 0, step, value)
+                growth.with_first_rows(variable, value, known[path])
+        rows = {_key(path): count for path, count in known.items()}
+        parameters = jax.tree.map(_wide, self._ordinary(model))
+        fresh = self._transformation().init(parameters)
+
+        def grow(place, variable, value):
+            before, after = jnp.shape(variable[...]), jnp.shape(value)
+            key = getattr(place[-1], "key", None) if place else None
+            if key in rows and before and after == parameters[key].shape:
+                growth.with_first_rows(variable, value, rows[key])
+            elif before != after:
+                raise NotImplementedError(
+                    f"the optimizer's dense=... keeps an array of shape {before} for "
+                    "parameters that get more rows; it must have a row for each"
+                )
+
+        is_variable = lambda node: isinstance(node, nnx.Variable)
+        jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
     def flush(self, model: Any, *, deterministic: bool = False) -> None:
         """Brings all rows of `model` up to date, in place.
