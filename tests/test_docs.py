@@ -186,7 +186,7 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     assert given["probabilities"].shape == (300,) and "group_auc" in given["measured"]
 
 
-def test_sequences(trained):
+def test_sequences(trained, symbolic_sizes):
     """Of ten users, one has a single purchase."""
     lines = ["user,item,date"]
     for u in range(10):
@@ -200,7 +200,7 @@ def test_sequences(trained):
     )
     assert len(trained["history"]) <= 5 and trained["measured"]["users"] == 9
     assert len(trained["names"][0]) == 7 and trained["fresh"].ids[9].max() == -1
-    assert trained["loss"] > 0
+    assert trained["loss"] > 0 and len(trained["next_names"]) == 2
     np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
 
 

@@ -16,12 +16,12 @@ from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.click_scores import ClickModel, evaluate_clicks
 from sparsejax.prediction.evaluation import INSIDE, Evaluation, Setup, prepare
+from sparsejax.prediction.histories import Unordered, unordered
 from sparsejax.prediction.next_items import (
     HistoryModel,
     NextItems,
-    Unordered,
+    has_times,
     shown_of,
-    unordered,
 )
 from sparsejax.prediction.recommender import Recommender
 
@@ -143,7 +143,9 @@ def evaluate(
         options: dict[str, Any] = {"k": k, "exclude": exclude, "unknown": unknown}
         options |= {"popularity": popularity, "batch_size": rows}
         prepared = prepared_sequences(model, inputs, heldout, **options)
-        return prepared.run(NextItems(model), optimizer=optimizer)
+        return prepared.run(
+            NextItems(model, times=has_times(model, inputs)), optimizer=optimizer
+        )
     if not isinstance(model, Recommender):
         raise TypeError(
             "items are ranked by a FeedForward, or a module with num_features, num_items and "
@@ -175,7 +177,7 @@ def prepared_sequences(
     popularity: Unordered = "inputs",
     **setup: Any,
 ) -> Evaluation:
-    """What `evaluate` does with histories before it runs the model, as `NextItems(model)`.
+    """What `evaluate` does with histories before it runs the model, a `NextItems`.
 
     Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
     """

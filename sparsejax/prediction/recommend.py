@@ -20,13 +20,13 @@ from sparsejax.data.sources import (
 )
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.histories import Unordered, unordered
 from sparsejax.prediction.loop import check_positive, collect, each, exclusion
 from sparsejax.prediction.next_items import (
     HistoryModel,
     NextItems,
-    Unordered,
+    has_times,
     shown_of,
-    unordered,
 )
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.prediction.recommender import Recommender, recommended, split
@@ -82,7 +82,7 @@ def recommend(
     if isinstance(inputs, SequenceDataset):
         shown = shown_of(model, inputs)
         exclude = unordered("exclude", exclude, inputs)
-        model = NextItems(model)
+        model = NextItems(model, times=has_times(model, inputs))
     else:
         shown = Inputs.of(inputs)
     model = cast(Recommender, model)

@@ -17,12 +17,8 @@ from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import check_columns
 from sparsejax.prediction.evaluate import prepared_sequences
 from sparsejax.prediction.evaluation import metric_names
-from sparsejax.prediction.next_items import (
-    NextItems,
-    arrays_of,
-    check_history_model,
-    uses_times,
-)
+from sparsejax.prediction.histories import arrays_of
+from sparsejax.prediction.next_items import NextItems, check_history_model, has_times
 from sparsejax.training.job import Job, Measure, metric_of
 from sparsejax.training.progress import EarlyStopping
 from sparsejax.training.resident import Examples
@@ -67,8 +63,8 @@ def sequence_examples(
 
     Raises:
       TypeError: the model is no model of histories.
-      ValueError: the data have other items than the model, or no times that it needs; no
-        row has two entries; or there are weights.
+      ValueError: the data have other items than the model, or no row has two entries.
+      NotImplementedError: there are weights.
     """
     _check(model, sequences, weights)
     kept = np.flatnonzero(np.diff(sequences.indptr) > 1)
@@ -76,7 +72,8 @@ def sequence_examples(
         raise ValueError(
             "no row has two entries, an item and the next, so there is nothing to learn"
         )
-    arrays = arrays_of(model, sequences, model.config.max_length + 1)
+    times, length = has_times(model, sequences), model.config.max_length + 1
+    arrays = arrays_of(sequences, length, times=times)
     return Examples(SequenceTask(), tuple(a[kept] for a in arrays.values()), None)
 
 
@@ -102,7 +99,7 @@ class ScanOfSequences:
 
     @property
     def num_bytes(self) -> int:
-        return 4 * self.num_rows * self._length * (2 if uses_times(self._model) else 1)
+        return 8 * self.num_rows * self._length  # with times
 
     def ends(self, chunk_rows: int) -> list[int]:
         """Chunks end where a group of rows does."""
@@ -110,7 +107,8 @@ class ScanOfSequences:
 
     def read(self, start: int, stop: int) -> list[Matrix]:
         histories = self._sequences.read(start, stop)
-        return [*arrays_of(self._model, histories, self._length).values()]
+        times = has_times(self._model, histories)
+        return [*arrays_of(histories, self._length, times=times).values()]
 
     def fingerprint(self) -> str:
         return self._sequences.fingerprint()
@@ -149,6 +147,8 @@ def sequence_job(
         return Job(examples, None, None)
     metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
 
+    times = has_times(model, sequences)
+
     def measure(batch_size: int) -> Measure:
         repeats = sequences.to_sparse().num_entries < sequences.num_entries
         evaluation = prepared_sequences(
@@ -163,7 +163,9 @@ def sequence_job(
 
         def measured(model, *, optimizer, deterministic):
             found = evaluation.run(
-                NextItems(model), optimizer=optimizer, deterministic=deterministic
+                NextItems(model, times=times),
+                optimizer=optimizer,
+                deterministic=deterministic,
             )
             return {name: value for name, value in found.items() if "@" in name}
 

@@ -84,6 +84,29 @@ def test_measures(model, exclude):
     assert "popularity_ndcg@8" in found
 
 
+def test_a_predictor(model, tmp_path, symbolic_sizes):
+    data = made([3, 1, 3, 8, 9, 2], [], [5])
+    path = tmp_path / "model.predictor"
+    sj.export_predictor(model, path, k=6, names=data, batch_size=8)
+    predictor = sj.load_predictor(path)
+    for exclude in (None, data):
+        expected = sj.recommend(model, data, k=6, exclude=exclude)
+        found = predictor.recommend(data, exclude=exclude)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
+    # The order of the names counts, and so do repeats; unknown ones are skipped.
+    names = ["item3", "item1", "new", "item3", "item8", "item9", "item2"]
+    assert predictor.recommend_names(names) == predictor.names(found)[0]
+    all_items = predictor.recommend_names([names, []], exclude_seen=False)
+    expected = sj.recommend(model, data, k=6)
+    assert all_items == predictor.names(expected)[:2]
+    entries = data.indptr, data.indices, data.row_names
+    with pytest.raises(ValueError, match="'item19' in inputs but 'item0' in the pred"):
+        predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[::-1]))
+    with pytest.raises(ValueError, match="inputs has 10 columns but the model has 20"):
+        predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[:10]))
+
+
 def test_wrong_arguments(model):
     data = made([3, 1], [2, 5])
     with pytest.raises(ValueError, match="give heldout, as split_last makes it"):

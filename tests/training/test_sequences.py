@@ -243,9 +243,6 @@ def test_a_model_of_ones_own_with_times():
         jnp.asarray(train.padded(LENGTH)), 3, times=jnp.zeros((150, LENGTH))
     )
     np.testing.assert_array_equal(found.ids, expected)
-    without = histories_of([0, 1])
-    with pytest.raises(ValueError, match="LastItem needs the times of the entries"):
-        sj.fit(model, optimizer, without)
 
 
 def test_wrong_arguments():
