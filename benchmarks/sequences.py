@@ -112,11 +112,9 @@ def _trained(
     before, test = data.split_last()
     train, validation = before.split_last()
     start = time.perf_counter()
-    given: dict[str, Any] = {"version": 1, "model": name}
-    if name == "hstu" and data.times is None:
-        given["times"] = False
+    config = sj.SequenceConfig.from_json({"version": 1, "model": name})
     model = sj.build_sequence_model(
-        sj.SequenceConfig.from_json(given), items=data.num_features, rngs=nnx.Rngs(seed)
+        config, items=data.num_features, rngs=nnx.Rngs(seed)
     )
     if negatives is not None:
         model = Sampled(model, negatives, rngs=nnx.Rngs(seed))

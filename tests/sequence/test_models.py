@@ -223,25 +223,6 @@ def test_a_step_lowers_for_cuda():
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_data_without_times_needs_a_model_without_them():
-    indptr, names = (
-        np.array([0, 3, 5]),
-        (np.array(["a", "b"]), np.arange(4).astype(str)),
-    )
-    data = sj.SequenceDataset(indptr, np.array([0, 1, 2, 3, 1]), *names)
-    for times in (True, False):
-        config = sj.HSTUConfig(max_length=4, width=8, times=times)
-        model = sj.build_sequence_model(config, items=4, rngs=nnx.Rngs(0))
-        optimizer = sj.Optimizer(model, sj.optimizers.adam(0.01))
-        if times:
-            with pytest.raises(ValueError, match="HSTU needs the times"):
-                sj.fit(model, optimizer, data, num_epochs=1)
-        else:
-            [entry] = sj.fit(model, optimizer, data, num_epochs=1)
-            assert entry["loss"] > 0
-            assert sj.recommend(model, data, k=2, exclude=data).ids.shape == (2, 2)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configurations_as_json(name):
     config = CONFIGS[name]
