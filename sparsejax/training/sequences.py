@@ -184,7 +184,8 @@ def sequence_job(
             k=k,
             exclude=None if repeats else "inputs",
             popularity=None,
-            batch_size=batch_size,
+            # Ranking needs less memory than a step, and large batches take less time.
+            batch_size=max(batch_size, 1024),
         )
 
         def measured(model, *, optimizer, deterministic):
