@@ -16,6 +16,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
@@ -59,7 +60,9 @@ def _measure_jax() -> Iterator[dict]:
     import sparsejax as sj
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    config = sj.SASRecConfig(max_length=LENGTH, width=WIDTH, blocks=BLOCKS)
+    config = sj.SASRecConfig(
+        max_length=LENGTH, width=WIDTH, blocks=BLOCKS, dropout=0.2, temperature=None
+    )
     keys = jax.random.split(jax.random.key(0), 3)
     histories = jax.random.randint(keys[0], (BATCH, LENGTH + 1), 0, ITEMS)
     sampler = sj.NegativeSampler.uniform(ITEMS)
@@ -88,7 +91,8 @@ def _measure_jax() -> Iterator[dict]:
             @functools.partial(jax.jit, donate_argnums=(0, 1))
             def step(params, state, rest, step, graph=graph, loss=loss):
                 def value(params):
-                    return loss(nnx.merge(graph, params, rest), histories, step)
+                    model = nnx.merge(graph, params, rest, copy=True)
+                    return loss(model, histories, step)
 
                 value, gradients = jax.value_and_grad(value)(params)
                 updates, state = rule.update(gradients, state, params)
@@ -106,7 +110,7 @@ def _measure_jax() -> Iterator[dict]:
             for i in range(_STEPS):
                 call(i)
             wall = 1e6 * (time.perf_counter() - begin) / _STEPS
-            more = {}
+            more: dict[str, Any] = {}
             if name == _OURS:
                 more["output"] = round(_output_alone(carry[0], histories), 1)
             largest = sorted(kernels.items(), key=lambda item: -item[1])[:12]

@@ -11,15 +11,15 @@ from sparsejax.model_json import ModelConfig
 class SequenceConfig(ModelConfig):
     """What all sequence models have. `SASRecConfig` and the others say what else.
 
-    >>> SequenceConfig.from_json({"version": 1, "model": "sasrec", "width": 128}).width
-    128
+    >>> SequenceConfig.from_json({"version": 1, "model": "sasrec", "width": 64}).width
+    64
 
     Attributes:
       max_length: the most items that a history may have.
       width: numbers in the vector of an item.
       blocks: number of blocks, one after the other.
       dropout: probability of dropping a number in training.
-      temperature: if given, scores are cosines divided by it, otherwise dot products.
+      temperature: scores are cosines divided by it; None for dot products.
 
     Raises:
       ValueError: a value is out of range.
@@ -27,10 +27,10 @@ class SequenceConfig(ModelConfig):
     """
 
     max_length: int = 50
-    width: int = 64
+    width: int = 128
     blocks: int = 2
-    dropout: float = 0.2
-    temperature: float | None = None
+    dropout: float = 0.4
+    temperature: float | None = 0.1
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,8 +56,8 @@ class SequenceConfig(ModelConfig):
 class SASRecConfig(SequenceConfig):
     """What a `SASRec` is made of; see `SequenceConfig` too.
 
-    >>> SASRecConfig(width=128, temperature=0.05).to_json()
-    {'version': 1, 'model': 'sasrec', 'width': 128, 'temperature': 0.05}
+    >>> SASRecConfig(width=64, temperature=0.05).to_json()
+    {'version': 1, 'model': 'sasrec', 'width': 64, 'temperature': 0.05}
 
     Attributes:
       heads: of each attention; a divisor of `width`.
@@ -79,12 +79,11 @@ class SASRecConfig(SequenceConfig):
 class HSTUConfig(SequenceConfig):
     """What an `HSTU` is made of; see `SequenceConfig` too.
 
-    >>> HSTUConfig(times=False).to_json()
-    {'version': 1, 'model': 'hstu', 'times': False}
+    >>> HSTUConfig(heads=4).to_json()
+    {'version': 1, 'model': 'hstu', 'heads': 4}
 
     Attributes:
       heads: of each attention; a divisor of `width`.
-      times: whether it is given the times of the entries. False if there are none.
 
     Raises:
       ValueError: a value is out of range.
@@ -93,13 +92,10 @@ class HSTUConfig(SequenceConfig):
 
     model = "hstu"
     heads: int = 2
-    times: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_heads(self)
-        if not isinstance(self.times, bool):
-            raise TypeError(f"times must be true or false, got {self.times!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
