@@ -39,7 +39,7 @@ from sparsejax.data.names import Names, find_names
 from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig
-from sparsejax.sequence.config import HSTUConfig, SequenceConfig
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
@@ -176,13 +176,9 @@ def _suited(
     network: NetworkConfig | SequenceConfig, command: flags.Train, source: Source
 ) -> tuple[NetworkConfig | SequenceConfig, str]:
     """The network as it suits the data, and what to say about it."""
-    if isinstance(network, NetworkConfig):
-        return with_linear_part(network, command, source)
-    if isinstance(network, HSTUConfig) and network.times and not source.timed:
-        return dataclasses.replace(
-            network, times=False
-        ), "without times, as in the file"
-    return network, ""
+    if isinstance(network, SequenceConfig):
+        return network, ""
+    return with_linear_part(network, command, source)
 
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
@@ -270,13 +266,6 @@ class Source:
     heldout: SparseDataset | SequenceDataset | None = None
     validation: str | None = None
     split: str | None = None
-
-    @property
-    def timed(self) -> bool:
-        """Whether histories have times."""
-        if isinstance(self.data, ScannedSequences):
-            return self.data.read(0, 1).times is not None
-        return isinstance(self.data, SequenceDataset) and self.data.times is not None
 
 
 def whole(command: flags.Train, *, of_histories: bool = False) -> Source:

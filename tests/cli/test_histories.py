@@ -1,6 +1,5 @@
 """Models of histories on the command line, from a file to recommendations."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -113,23 +112,26 @@ def test_a_resume(folder):
         np.testing.assert_array_equal(one, other)
 
 
-def test_times(folder, capsys):
-    """A table with times: HSTU takes them; without times it is trained without."""
-    lines = ["user,item,time"] + [
-        f"u{u},i{(u * t) % 5},{t}" for u in range(9) for t in range(6)
-    ]
+def test_a_table_with_times_and_chunks(folder, capsys):
+    events = [(u, (u * t) % 5, t) for t in range(5, -1, -1) for u in range(9)]
+    lines = ["user,item,time", *(f"u{u},i{i},{t}" for u, i, t in events)]
     (folder / "events.csv").write_text("\n".join(lines))
-    config = sj.HSTUConfig(width=8, blocks=1, max_length=4)
+    config = sj.HSTUConfig(width=8, blocks=1, max_length=4, dropout=0.0)
     (folder / "hstu.json").write_text(json.dumps(config.to_json()))
     argv = ["train", str(folder / "events.csv"), "--model", "hstu", "--epochs", "1"]
-    argv += ["--config", str(folder / "hstu.json")]
-    assert main([*argv, "--run", str(folder / "timed"), "--time", "time"]) == 0
+    argv += ["--config", str(folder / "hstu.json"), "--time", "time"]
+    assert main([*argv, "--run", str(folder / "timed")]) == 0
     assert "54 entries in the order of time" in capsys.readouterr().err
-    argv[1] = str(folder / "histories.txt")
-    assert main([*argv, "--run", str(folder / "untimed")]) == 0
-    assert "without times, as in the file" in capsys.readouterr().err
-    found = [run.load_run(folder / name)[0].network for name in ("timed", "untimed")]
-    assert found == [config, dataclasses.replace(config, times=False)]
+    assert run.load_run(folder / "timed")[0].network == config
+    sj.read_sequences(folder / "events.csv").save(folder / "events.parquet")
+    argv[1] = str(folder / "events.parquet")
+    argv = [*argv[:-2], "--chunk-rows", "40", "--run", str(folder / "chunks")]
+    assert main(argv) == 0
+    one, other = (
+        sj.load_model(folder / name)[0].output.kernel[...]
+        for name in ("timed", "chunks")
+    )
+    np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
 
 
 def test_wrong_arguments(folder, capsys):
