@@ -16,6 +16,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
@@ -109,7 +110,7 @@ def _measure_jax() -> Iterator[dict]:
             for i in range(_STEPS):
                 call(i)
             wall = 1e6 * (time.perf_counter() - begin) / _STEPS
-            more = {}
+            more: dict[str, Any] = {}
             if name == _OURS:
                 more["output"] = round(_output_alone(carry[0], histories), 1)
             largest = sorted(kernels.items(), key=lambda item: -item[1])[:12]

@@ -154,16 +154,19 @@ def _importing() -> Generator[None]:
 
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
-    """Raises ValueError where both a file and flags describe the network."""
-    if command.config is None:
+    """Raises ValueError where a file, or a model, and flags describe the network."""
+    model = command.kind if isinstance(command, flags.Train) else None
+    if command.config is not None:
+        why = "--config describes the whole network: leave out {}, or --config"
+    elif model not in (None, "autoencoder"):
+        why = f"{{}} is for an autoencoder; options of --model {model} are in --config"
+    else:
         return
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     names = [f.name.replace("_", "-") for f in dataclasses.fields(flags.Network)]
     for flag in (f"--{prefix}{name}" for name in names for prefix in ("", "no-")):
         if flag in words:
-            raise ValueError(
-                f"--config describes the whole network: leave out {flag}, or --config"
-            )
+            raise ValueError(why.format(flag))
 
 
 @contextlib.contextmanager

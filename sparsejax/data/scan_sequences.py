@@ -66,6 +66,11 @@ class ScannedSequences:
     def num_features(self) -> int:
         return len(self.feature_names)
 
+    @property
+    def num_entries(self) -> int:
+        """Number of entries; a row without any may count as one."""
+        return sum(group.entries for group in self.groups)
+
     def fingerprint(self) -> str:
         """A hash of the files' metadata, not of their content."""
         return scan_tables.fingerprint(self.groups, self.layout, self.feature_names)

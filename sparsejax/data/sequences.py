@@ -428,6 +428,37 @@ class SequenceDataset:
         vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
         return appended
 
+    def align_rows(self, rows: _names.RowNames | Iterable[object]) -> SequenceDataset:
+        """The histories of the given names, in the given order.
+
+        Args:
+          rows: names, or a data set whose row names are used.
+
+        Raises:
+          ValueError: a name is not in this data set.
+        """
+        wanted = _names.of_rows(rows)
+        found = _names.find_names(wanted, self.row_names)
+        absent = wanted[found < 0]
+        if absent.size:
+            raise ValueError(
+                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
+                f"{_names.quoted(absent)}"
+            )
+        lengths = np.diff(self.indptr)[found]
+        indptr = offsets(lengths)
+        entries = np.arange(indptr[-1]) + np.repeat(
+            self.indptr[:-1][found] - indptr[:-1], lengths
+        )
+        return dataclasses.replace(
+            self,
+            indptr=indptr,
+            indices=self.indices[entries],
+            row_names=wanted,
+            times=None if self.times is None else self.times[entries],
+            left_out=None if self.left_out is None else self.left_out[found],
+        )
+
     def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
         if not is_held.any():
             raise ValueError(f"nothing is held out: {why_nothing}")

@@ -79,12 +79,11 @@ class SASRecConfig(SequenceConfig):
 class HSTUConfig(SequenceConfig):
     """What an `HSTU` is made of; see `SequenceConfig` too.
 
-    >>> HSTUConfig(times=False).to_json()
-    {'version': 1, 'model': 'hstu', 'times': False}
+    >>> HSTUConfig(heads=4).to_json()
+    {'version': 1, 'model': 'hstu', 'heads': 4}
 
     Attributes:
       heads: of each attention; a divisor of `width`.
-      times: whether it is given the times of the entries. False if there are none.
 
     Raises:
       ValueError: a value is out of range.
@@ -93,13 +92,10 @@ class HSTUConfig(SequenceConfig):
 
     model = "hstu"
     heads: int = 2
-    times: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_heads(self)
-        if not isinstance(self.times, bool):
-            raise TypeError(f"times must be true or false, got {self.times!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

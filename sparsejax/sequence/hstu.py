@@ -35,16 +35,16 @@ class HSTU(SequenceModel):
         bucket(t, s) = log(|time_t - time_s|) / 0.301, rounded down, from 0 to 127
 
     Times that differ by less than 1 fall into the first bucket, so that seconds are a good
-    unit. Without times, and with `times=False` in the configuration, there is no bias of
-    times. See `SequenceModel` for the rest.
+    unit. Without times there is no bias of times. See `SequenceModel` for the rest.
 
     Attributes:
       places: `[max_length, width]`.
     """
 
+    uses_times = True
+
     def __init__(self, config: HSTUConfig, *, items: int, rngs: nnx.Rngs):
         super().__init__(config, items=items, rngs=rngs)
-        self.uses_times = config.times
         shape = config.max_length, config.width
         self.places = nnx.Param(_normal(rngs.params(), shape, jnp.float32))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
@@ -73,11 +73,10 @@ class GatedAttention(nnx.Module):
             nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(4)
         )
         self.mixed = nnx.Linear(width, width, rngs=rngs)
-        places = _normal(rngs.params(), (config.max_length,), jnp.float32)
-        self.place_bias, times = nnx.Param(places), None
-        if config.times:
-            times = nnx.Param(_normal(rngs.params(), (_BUCKETS,), jnp.float32))
-        self.time_bias: nnx.Param | None = nnx.data(times)
+        self.place_bias, self.time_bias = (
+            nnx.Param(_normal(rngs.params(), (size,), jnp.float32))
+            for size in (config.max_length, _BUCKETS)
+        )
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: Vectors, times: Times) -> Vectors:
@@ -101,7 +100,7 @@ class GatedAttention(nnx.Module):
         place = jnp.arange(length)
         before = jnp.maximum(place[:, None] - place[None], 0)
         bias = self.place_bias[...][before][None, None]
-        if times is None or self.time_bias is None:
+        if times is None:
             return bias
         apart = jnp.abs(times[:, :, None] - times[:, None])
         bucket = (jnp.log(jnp.maximum(apart, 1)) / _RATIO).astype(jnp.int32)

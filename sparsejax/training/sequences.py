@@ -19,6 +19,8 @@ from sparsejax.prediction.evaluate import prepared_sequences
 from sparsejax.prediction.evaluation import metric_names
 from sparsejax.prediction.histories import arrays_of
 from sparsejax.prediction.next_items import NextItems, check_history_model, has_times
+from sparsejax.sequence.model import SequenceModel
+from sparsejax.sparse import CSR, host_rows
 from sparsejax.training.job import Job, Measure, metric_of
 from sparsejax.training.progress import EarlyStopping
 from sparsejax.training.resident import Examples
@@ -29,9 +31,19 @@ from sparsejax.training.streaming import Matrix, Stream
 class SequenceTask:
     """The `Task` of models of histories.
 
-    Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, and
-    their times if the model uses them.
+    Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, their
+    times if the model uses them, and the places that have a next item if the model packs
+    them: their number in a batch has a bound, which the matrix's capacity is.
+
+    Attributes:
+      packs: whether the loss of the model takes `max_targets`.
     """
+
+    packs: bool
+
+    @classmethod
+    def of_model(cls, model: Any) -> SequenceTask:
+        return cls(packs=isinstance(model, SequenceModel))
 
     @property
     def inputs(self) -> list[str]:
@@ -39,7 +51,7 @@ class SequenceTask:
 
     @property
     def whole(self) -> bool:
-        return False
+        return True
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         return matrices, None
@@ -49,11 +61,25 @@ class SequenceTask:
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         """`model.loss`, the mean over all items of the batch but the first of each row."""
-        histories, *times = x
+        histories, *more = x
         # A row that only fills up the batch has no items, so nothing to learn.
         histories = jnp.where(weights[:, None] > 0, histories, -1)
-        named = {"times": times[0]} if times else {}
+        named = {"max_targets": more.pop().nse} if self.packs else {}
+        if more:
+            named["times"] = more[0]
         return model.loss(histories, **named)
+
+    def matrices(self, model: Any, data: Any) -> list[Matrix]:
+        """Of `Histories` or a `SequenceDataset`."""
+        length, times = model.config.max_length + 1, has_times(model, data)
+        arrays = [*arrays_of(data, length, times=times).values()]
+        if not self.packs:
+            return arrays
+        targets = np.minimum(np.diff(data.indptr), length) - 1
+        has_next = np.arange(length - 1) < targets[:, None]
+        places = np.nonzero(has_next)[1].astype(np.int32)
+        ends = np.cumsum(has_next.sum(axis=1), dtype=np.int32)
+        return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - 1)]
 
 
 def sequence_examples(
@@ -72,9 +98,12 @@ def sequence_examples(
         raise ValueError(
             "no row has two entries, an item and the next, so there is nothing to learn"
         )
-    times, length = has_times(model, sequences), model.config.max_length + 1
-    arrays = arrays_of(sequences, length, times=times)
-    return Examples(SequenceTask(), tuple(a[kept] for a in arrays.values()), None)
+    task = SequenceTask.of_model(model)
+    matrices = (
+        host_rows(m, kept) if isinstance(m, CSR) else m[kept]
+        for m in task.matrices(model, sequences)
+    )
+    return Examples(task, tuple(matrices), None)
 
 
 def _check(model: Any, data: Any, weights: ArrayLike | None) -> None:
@@ -89,26 +118,23 @@ def _check(model: Any, data: Any, weights: ArrayLike | None) -> None:
 class ScanOfSequences:
     """Histories on disk, see `streaming.Scanned`."""
 
-    roles = SequenceTask()
-
     def __init__(self, model: Any, sequences: ScannedSequences):
         self._model, self._sequences = model, sequences
-        self._length = model.config.max_length + 1
+        self.roles = SequenceTask.of_model(model)
         self.num_rows = sequences.num_rows
         self.chunk_rows: int | None = sequences.chunk_rows
 
     @property
     def num_bytes(self) -> int:
-        return 8 * self.num_rows * self._length  # with times
+        # Histories, times and places.
+        return 12 * self.num_rows * (self._model.config.max_length + 1)
 
     def ends(self, chunk_rows: int) -> list[int]:
         """Chunks end where a group of rows does."""
         return chunk_ends(self._sequences.groups, chunk_rows)
 
     def read(self, start: int, stop: int) -> list[Matrix]:
-        histories = self._sequences.read(start, stop)
-        times = has_times(self._model, histories)
-        return [*arrays_of(histories, self._length, times=times).values()]
+        return self.roles.matrices(self._model, self._sequences.read(start, stop))
 
     def fingerprint(self) -> str:
         return self._sequences.fingerprint()
@@ -158,7 +184,8 @@ def sequence_job(
             k=k,
             exclude=None if repeats else "inputs",
             popularity=None,
-            batch_size=batch_size,
+            # Ranking needs less memory than a step, and large batches take less time.
+            batch_size=max(batch_size, 1024),
         )
 
         def measured(model, *, optimizer, deterministic):

@@ -1,5 +1,8 @@
 """What holds for every sequence model, and HSTU and GRU against their formulas in NumPy."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +34,10 @@ def model(request) -> sj.SequenceModel:
 
 def matrix(layer) -> np.ndarray:
     return np.asarray(layer.kernel[...], np.float64)
+
+
+def bias(layer) -> np.ndarray:
+    return np.asarray(layer.bias[...], np.float64)
 
 
 def norm(x, layer):
@@ -69,7 +76,7 @@ def hstu(model: sj.HSTU, items: np.ndarray, times: np.ndarray | None) -> np.ndar
                     made[t] += silu(score) / 5 * v[s, part]
             heads.append(made)
         gated = u * norm(np.concatenate(heads, 1), block.norm2)
-        x = x + gated @ matrix(block.mixed) + np.asarray(block.mixed.bias[...])
+        x = x + gated @ matrix(block.mixed) + bias(block.mixed)
     return norm(x, model.norm)
 
 
@@ -79,10 +86,10 @@ def gru(model: sj.GRU, items: np.ndarray, times: None) -> np.ndarray:
     for block in model.blocks:
         h, states = np.zeros(8), []
         for one in x:
-            inputs = one @ matrix(block.inputs) + np.asarray(block.inputs.bias[...])
+            inputs = one @ matrix(block.inputs) + bias(block.inputs)
             gates = inputs[:16] + h @ matrix(block.gates)
             r, z = np.split(1 / (1 + np.exp(-gates)), 2)
-            of_h = h @ matrix(block.new) + np.asarray(block.new.bias[...])
+            of_h = h @ matrix(block.new) + bias(block.new)
             h = (1 - z) * np.tanh(inputs[16:] + r * of_h) + z * h
             states.append(h)
         x = np.array(states)
@@ -102,7 +109,7 @@ def all_scores(model, h):
     [("hstu", hstu, None), ("hstu", hstu, TIMES), ("gru", gru, None)],
 )
 def test_the_formula(name, oracle, times):
-    model = sj.build_sequence_model(CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0))
+    model: Any = sj.build_sequence_model(CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0))
     model.output.kernel[...] *= 20
     for block in model.blocks:  # so that biases count
         for _, variable in nnx.iter_graph(block):
@@ -200,6 +207,20 @@ def test_eight_devices_do_what_one_does(name):
     np.testing.assert_allclose(on_mesh, loss, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_lowers_for_cuda():
+    config = dataclasses.replace(CONFIGS["hstu"], width=64)
+    model = sj.build_sequence_model(config, items=600, rngs=nnx.Rngs(0))
+    model.output.implementation = "mosaic_gpu"
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params):
+        made = nnx.merge(graph, params, rest, copy=True)
+        return made.loss(HISTORIES, TIMES, max_targets=8)
+
+    traced = jax.jit(jax.grad(loss)).trace(params)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -245,6 +245,24 @@ def test_a_model_of_ones_own_with_times():
     np.testing.assert_array_equal(found.ids, expected)
 
 
+def test_the_output_computes_few_rows_that_have_no_target():
+    room = []
+
+    class Watched(sj.SASRec):
+        def loss(self, histories, times=None, *, max_targets=None):
+            room.append((histories[:, 1:].size, max_targets))
+            return super().loss(histories, times, max_targets=max_targets)
+
+    config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1)
+    model = Watched(config, items=ITEMS, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(0.01))
+    rows = [[0, 1, 2, 3], *[[4, 5]] * 31]
+    [entry] = sj.fit(model, optimizer, histories_of(*rows), batch_size=32, num_epochs=1)
+    assert np.isfinite(entry["loss"])
+    (places, targets), *_ = room
+    assert 3 + 31 <= targets <= 1.25 * (3 + 31) + 16 < places
+
+
 def test_wrong_arguments():
     model, optimizer = build()
     with pytest.raises(ValueError, match="no row has two entries"):
