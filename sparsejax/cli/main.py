@@ -152,15 +152,20 @@ def _importing() -> Generator[None]:
 
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
-    """Raises ValueError where both a file and flags describe the network."""
-    if command.config is None:
+    """Raises ValueError where something else than flags describes the network too."""
+    given = {"--config": command.config, "--from": getattr(command, "origin", None)}
+    names = [flag for flag, path in given.items() if path is not None]
+    if not names:
         return
+    if len(names) > 1:
+        raise ValueError("--from takes the network of its run: leave out --config")
+    (other,) = names
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     names = [f.name.replace("_", "-") for f in dataclasses.fields(flags.Network)]
     for flag in (f"--{prefix}{name}" for name in names for prefix in ("", "no-")):
         if flag in words:
             raise ValueError(
-                f"--config describes the whole network: leave out {flag}, or --config"
+                f"{other} describes the whole network: leave out {flag}, or {other}"
             )
 
 

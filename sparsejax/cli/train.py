@@ -22,6 +22,8 @@ from sparsejax.data.files import shown
 from sparsejax.data.names import find_names
 from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
@@ -46,7 +48,10 @@ def train(command: flags.Train) -> None:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
     settings = settings_of(command, network, source)
-    model, optimizer = settings.build(source.data)
+    if command.origin is None or (command.resume and run.has_checkpoints(command.run)):
+        model, optimizer = settings.build(source.data)
+    else:
+        model, optimizer = _continued(command, settings, source)
     features = source.data.feature_names
     with (
         run.begun(
@@ -114,6 +119,8 @@ def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
     """
     if command.config is not None:
         return NetworkConfig.load(command.config)
+    if isinstance(command, flags.Train) and command.origin is not None:
+        return run.load_run(command.origin)[0].network
     options, rank = dict(vars(command.network)), command.network.linear
     options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
     return NetworkConfig.autoencoder(**options)
@@ -121,6 +128,8 @@ def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
     """Whether the linear part depends on the data."""
+    if isinstance(command, flags.Train) and command.origin is not None:
+        return False
     return command.config is None and command.network.linear == "auto"
 
 
@@ -209,6 +218,8 @@ class Source:
 def whole(command: flags.Train) -> Source:
     """Reads all of the data and the held-out entries."""
     data = read_file(command.data, command)
+    if command.origin is not None:
+        data = data.append_features(run.load_run(command.origin)[1])
     heldout = validation = split = None
     indicator, chunks = data.matrix.data is None, [data.num_rows]
     if command.validation is not None:
@@ -255,6 +266,8 @@ def _scanned(command: flags.Train) -> Source:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
     if command.columns.time is not None:
         raise ValueError("--time is for data in memory; leave out --chunk-rows")
+    if command.origin is not None:
+        raise ValueError("--from needs all of the data; leave out --chunk-rows")
     assert command.chunk_rows is not None
     data = scan_parquet(
         command.data,
@@ -293,7 +306,28 @@ def settings_of(
         validation_split=source.split,
         k=command.k,
         patience=command.patience,
+        origin=None if command.origin is None else str(command.origin),
     )
+
+
+def _continued(
+    command: flags.Train, settings: run.Run, source: Source
+) -> tuple[FeedForward, Optimizer]:
+    """The model of `--from` with the items that are new, and the optimizer."""
+    assert command.origin is not None
+    assert isinstance(source.data, SparseDataset)
+    before, _ = run.load_run(command.origin)
+    model, optimizer, kept = run.continued(
+        command.origin, before, settings, source.data
+    )
+    added = settings.num_features - before.num_features
+    what = "goes on with its state" if kept else "begins anew"
+    print(
+        f"{command.origin}: {before.num_features:,} items are known, {added:,} are new; "
+        f"the optimizer {what}",
+        file=sys.stderr,
+    )
+    return model, optimizer
 
 
 def _early_stopping(command: flags.Train) -> EarlyStopping | None:
