@@ -88,7 +88,7 @@ class Method:
       precision: see `output_loss`.
       form: whether scores are computed, a chunk of items at a time, or Gram matrices
         replace them (see `gram_loss`), or all scores of some rows are kept (see
-        `kept_scores`). None picks what is fastest here.
+        `kept_scores`), or none is ever written (see `two_passes`). None picks what is fastest here.
     """
 
     rule: losses.LossRule
@@ -96,7 +96,7 @@ class Method:
     implementation: Implementation = None
     chunk_scores: int | None = None
     precision: Word = "default"
-    form: Literal["chunks", "gram", "kept"] | None = None
+    form: Literal["chunks", "gram", "kept", "twice"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,15 +64,16 @@ def linear_cross_entropy(
     and sums are float32.
 
     Rows with target -1 are ignored: they add nothing to loss and gradients, whatever is in
-    them. They also take next to no time if `targets` is a NumPy array (on one device), or
-    where blocks of rows keep their scores, see below. Elsewhere they are computed: where
-    many rows are ignored, leave them out of `h`. If all rows are ignored or have weight 0,
-    the result is 0, and so are the gradients.
+    them. They also take next to no time if `targets` is a NumPy array (on one device), and
+    little in the two forms below. Elsewhere they are computed: where many rows are ignored,
+    leave them out of `h`. If all rows are ignored or have weight 0, the result is 0, and so
+    are the gradients.
 
-    On Hopper GPUs, vectors of more than 256 bfloat16 numbers take three products: the
-    scores of some rows, as many as fit in .9 GB, are kept. This takes `scale=None` and no
-    smoothing, and 1,024 or all rows that fit. Both gradients then have errors of .3 % of
-    their norm, otherwise of .2 %.
+    Without `scale` and smoothing, Hopper GPUs make the gradients in one of two forms. Vectors
+    of up to 256 numbers take two passes over the scores, of which nothing is written. Wider
+    ones, in bfloat16, take three products: the scores of some rows, as many as fit in 1 GB,
+    are kept (if these are 1,024 rows, or all). The gradients have errors of .3 % of their
+    norm then, otherwise of .2 %.
 
     Args:
       h: hidden vectors.

@@ -436,6 +436,7 @@ def test_the_kernel_of_a_large_batch_is_differentiated_by_xla(tokens, count):
         (1024, 256, 200_192, PLAIN, jnp.float32),
         (640, 768, 50_257, BOTH, jnp.bfloat16),
         (1_300, 512, 400_000, {"z_loss": 0.01}, jnp.bfloat16),  # blocks of rows
+        (8_200, 128, 600_000, {"z_loss": 0.01}, jnp.bfloat16),  # two passes
     ],
 )
 def test_kernel_equals_xla_at_real_sizes(tokens, hidden, items, options, dtype):
