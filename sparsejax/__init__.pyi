@@ -108,7 +108,14 @@ from .prediction.vectors import item_vectors as item_vectors
 from .prediction.vectors import save_vectors as save_vectors
 from .prediction.vectors import similar_items as similar_items
 from .prediction.vectors import user_vectors as user_vectors
+from .sequence.build import build_sequence_model as build_sequence_model
+from .sequence.config import GRUConfig as GRUConfig
+from .sequence.config import HSTUConfig as HSTUConfig
 from .sequence.config import SASRecConfig as SASRecConfig
+from .sequence.config import SequenceConfig as SequenceConfig
+from .sequence.gru import GRU as GRU
+from .sequence.hstu import HSTU as HSTU
+from .sequence.model import SequenceModel as SequenceModel
 from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
 from .training.build import build as build

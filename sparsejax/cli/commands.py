@@ -16,15 +16,17 @@ from sparsejax import whole_files
 from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, run
 from sparsejax.cli import report as reports
+from sparsejax.cli.flags import Reading
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import (
     meanwhile,
     read_features,
     read_file,
     read_heldout,
+    read_histories,
     with_times,
 )
-from sparsejax.data import SparseDataset, preparation, writers
+from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
 from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.vocabulary import popularity_ranks
@@ -50,6 +52,9 @@ def evaluate(command: flags.Evaluate) -> None:
             "that the model was trained on"
         )
     settings, names = run.load_run(command.run)
+    if settings.of_histories:
+        _evaluate_histories(command, settings, names)
+        return
     data = meanwhile(lambda: _data_to_evaluate(command, settings, names))
     model = run.restored_model(command.run, settings)
     given = data()
@@ -65,6 +70,35 @@ def evaluate(command: flags.Evaluate) -> None:
     measured = prepared.run(model)
     if command.baselines:
         measured = _of_baselines(prepared, given["popularity"]) | measured
+    print_metrics(measured)
+    print(json.dumps(measured))
+
+
+def _evaluate_histories(
+    command: flags.Evaluate, settings: run.Run, names: Names
+) -> None:
+    """`sparsejax evaluate` of a model of histories."""
+    unused = {
+        "--fold-in": command.fold_in is not None,
+        "--history": bool(command.history),
+        "--candidates": command.candidates is not None,
+        "--baselines": command.baselines,
+        "--popularity": command.popularity is not None,
+    }
+    for flag, given in unused.items():
+        if given:
+            raise ValueError(f"{flag} is of no use for a model of histories")
+    model = run.restored_model(command.run, settings)
+    train = read_histories(command.train, command, features=names)
+    assert command.test is not None  # as was checked
+    measured = evaluation.evaluate(
+        model,
+        train,
+        read_histories(command.test, command, features=names),
+        k=command.k,
+        exclude=None if command.counting.keep_seen else "inputs",
+        unknown=command.counting.unknown,
+    )
     print_metrics(measured)
     print(json.dumps(measured))
 
@@ -122,11 +156,7 @@ def predict(command: flags.Predict) -> None:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
-    reading = meanwhile(
-        lambda: read_file(
-            command.data, command, features=names, indicator=settings.indicator
-        )
-    )
+    reading = meanwhile(lambda: _read_shown(command.data, command, settings, names))
     model = run.restored_model(command.run, settings)
     data = reading()
     if command.users is not None:
@@ -134,8 +164,14 @@ def predict(command: flags.Predict) -> None:
     recommendation_files.check_recommendation_names(command.out, data.row_names, names)
     exclude = data if command.exclude_seen else None
     if command.exclude is not None:
-        unwanted = read_file(command.exclude, command, features=names, indicator=True)
-        seen = data.without_values()
+        if isinstance(data, SequenceDataset):
+            unwanted = read_histories(command.exclude, command, features=names)
+            unwanted, seen = unwanted.to_sparse(), data.to_sparse()
+        else:
+            unwanted = read_file(
+                command.exclude, command, features=names, indicator=True
+            )
+            seen = data.without_values()
         exclude = seen.merge(unwanted) if command.exclude_seen else unwanted
     found = recommendation.recommend(model, data, command.k, exclude=exclude)
     processes.in_first(
@@ -143,6 +179,15 @@ def predict(command: flags.Predict) -> None:
             command.out, data.row_names, found, names
         )
     )
+
+
+def _read_shown(
+    path: str, command: Reading, settings: run.Run, names: Names
+) -> SparseDataset | SequenceDataset:
+    """Reads what a model is shown."""
+    if settings.of_histories:
+        return read_histories(path, command, features=names)
+    return read_file(path, command, features=names, indicator=settings.indicator)
 
 
 def _predict_parts(command: flags.Predict, count: int) -> None:
@@ -186,6 +231,8 @@ def export(command: flags.Export) -> None:
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
     model = run.restored_model(command.run, settings)
+    if getattr(model, "uses_times", False):
+        print("note: the predictor recommends without times", file=sys.stderr)
     export_predictor(
         model, command.out, k=command.k, names=names, batch_size=command.batch_size
     )
@@ -244,15 +291,23 @@ def split(command: flags.Split) -> None:
     """`sparsejax split`."""
     _check_split(command)
     whole_files.check_new(command.out)
-    data = read_file(command.data, command)
+    data: SparseDataset | SequenceDataset
+    if command.histories:
+        data = read_histories(command.data, command)
+        indptr = data.indptr
+    else:
+        data = read_file(command.data, command)
+        indptr = data.matrix.indptr
+        if command.by in ("last", "time"):
+            with_times(data, command.data)
     short = ""
     if command.by == "last":
         n = 1 if command.n is None else command.n
-        parts = with_times(data, command.data).split_last(n)
-        short = f", rows too short: {np.sum(np.diff(data.matrix.indptr) <= n):,}"
+        parts = data.split_last(n)
+        short = f", rows too short: {np.sum(np.diff(indptr) <= n):,}"
     elif command.by == "time":
         at = None if command.at is None else _time(command.at, data)
-        parts = with_times(data, command.data).split_at(at, fraction=command.fraction)
+        parts = data.split_at(at, fraction=command.fraction)
     else:
         assert command.fraction is not None  # as was checked
         choose = data.split if command.by == "random" else data.split_rows
@@ -277,12 +332,17 @@ def report(command: flags.Report) -> None:
     # Without data: by the order of the vocabulary, which popularity decided.
     counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
     if command.train is not None:
-        shown = read_file(
-            command.train, command, features=names, indicator=settings.indicator
-        )
-        counts = np.bincount(shown.matrix.indices, minlength=len(names))
+        shown = _read_shown(command.train, command, settings, names)
+        if isinstance(shown, SequenceDataset):
+            indices = shown.indices
+        else:
+            indices = shown.matrix.indices
+        counts = np.bincount(indices, minlength=len(names))
         if command.test is not None:
-            heldout = read_heldout(command.test, command, shown, command.train)
+            if isinstance(shown, SequenceDataset):
+                heldout = read_histories(command.test, command, features=names)
+            else:
+                heldout = read_heldout(command.test, command, shown, command.train)
             measured = evaluation.evaluate(
                 model,
                 shown,
@@ -313,6 +373,10 @@ def vectors(command: flags.Vectors) -> None:
     if command.data is None:
         vector_files.save_vectors(command.out, vector_files.item_vectors(model), names)
         return
+    if settings.of_histories:
+        raise NotImplementedError(
+            "--data: a model of histories has vectors of items only; leave it out"
+        )
     data = read_file(
         command.data, command, features=names, indicator=settings.indicator
     )
@@ -334,7 +398,9 @@ def similar(command: flags.Similar) -> None:
     )
 
 
-def _some_rows(data: SparseDataset, users: str) -> SparseDataset:
+def _some_rows(
+    data: SparseDataset | SequenceDataset, users: str
+) -> SparseDataset | SequenceDataset:
     """The rows that `--users` names: the lines of a file, or names between commas."""
     if is_file := os.path.isfile(users):
         names = lines_of(users)
@@ -367,7 +433,7 @@ def _check_split(command: flags.Split) -> None:
         )
 
 
-def _time(text: str, data: SparseDataset) -> int | float | str:
+def _time(text: str, data: SparseDataset | SequenceDataset) -> int | float | str:
     """The time as a number if the times of the data are numbers, else as it is."""
     if data.times is not None and data.times.dtype.kind == "M":
         return text

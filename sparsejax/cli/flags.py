@@ -156,7 +156,7 @@ class Counting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Trains an autoencoder on a file of interactions.
+    """Trains a model on a file of interactions.
 
     Attributes:
       data: File of the interactions to train on.
@@ -174,7 +174,11 @@ class Train:
         of the best epoch. A file called last is written ./last.
       k: Cut-off of the validation metrics: the number of recommendations that count.
       patience: Stop when the validation's ndcg@k has not risen for this many epochs.
-      config: JSON file that describes the network, instead of the network options below.
+      kind: autoencoder learns which items go together. sasrec, hstu and gru learn what
+        comes next: histories are in the order of --time, or else of the file, and an item
+        may be in one many times. --config has their options.
+      config: JSON file that describes the network, instead of the network options below;
+        or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
         rowwise_adagrad, ftrl, sgd, momentum and nesterov.
       learning_rate: Learning rate of the optimizer.
@@ -215,6 +219,15 @@ class Train:
     validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
     k: int = 20
     patience: Annotated[int | None, _value("INT", "train all epochs")] = None
+    # Not called model, which in messages is an axis of the mesh.
+    kind: Annotated[
+        Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
+        arg(
+            name="model",
+            metavar="{autoencoder,sasrec,hstu,gru}",
+            help_behavior_hint="(default: autoencoder)",
+        ),
+    ] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
     optimizer: str = "adam"
     learning_rate: float = 1e-3
@@ -498,6 +511,8 @@ class Split:
       at: With time: the point in time, written as in the file; a date as 2024-12-31.
       fraction: With time, random and rows: share that stays in train.
       seed: With random and rows: seed of the random choice.
+      histories: Keep the order and all repeats, for models of histories. Without times
+        the order in DATA is that of time.
       format: Format of DATA.
       columns: Which columns of a table hold what. By default their names say it.
     """
@@ -509,6 +524,7 @@ class Split:
     at: Annotated[str | None, _value("TIME", "")] = None
     fraction: Annotated[float | None, _value("FLOAT", "")] = None
     seed: Annotated[int | None, _value("INT", "0")] = None
+    histories: Flag = False
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
 

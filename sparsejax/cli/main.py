@@ -152,21 +152,26 @@ def _importing() -> Generator[None]:
 
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
-    """Raises ValueError where something else than flags describes the network too."""
-    given = {"--config": command.config, "--from": getattr(command, "origin", None)}
-    names = [flag for flag, path in given.items() if path is not None]
-    if not names:
+    """Raises ValueError where a file, a run or a model, and flags describe the network."""
+    is_training = isinstance(command, flags.Train)
+    model, origin = (command.kind, command.origin) if is_training else (None, None)
+    if origin is not None:
+        if command.config is not None or model is not None:
+            raise ValueError(
+                "--from takes the network of its run: leave out --config and --model"
+            )
+        why = "--from takes the network of its run: leave out {}, or --from"
+    elif command.config is not None:
+        why = "--config describes the whole network: leave out {}, or --config"
+    elif model not in (None, "autoencoder"):
+        why = f"{{}} is for an autoencoder; options of --model {model} are in --config"
+    else:
         return
-    if len(names) > 1:
-        raise ValueError("--from takes the network of its run: leave out --config")
-    (other,) = names
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
     names = [f.name.replace("_", "-") for f in dataclasses.fields(flags.Network)]
     for flag in (f"--{prefix}{name}" for name in names for prefix in ("", "no-")):
         if flag in words:
-            raise ValueError(
-                f"{other} describes the whole network: leave out {flag}, or {other}"
-            )
+            raise ValueError(why.format(flag))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -11,10 +12,9 @@ from tqdm import tqdm
 
 from sparsejax.baselines.models import BASELINES
 from sparsejax.cli.report import means_over
-from sparsejax.data import ScannedDataset, SparseDataset
 
 
-def print_summary(data: SparseDataset | ScannedDataset, model: nnx.Module) -> None:
+def print_summary(data: Any, model: nnx.Module) -> None:
     """Prints to stderr how large the data and the model are."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     parameters = sum(leaf.size for leaf in leaves)

@@ -15,7 +15,9 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of
 from sparsejax.data.files import shown
 from sparsejax.data.folder import DataFolder
-from sparsejax.data.names import find_names, quoted
+from sparsejax.data.names import Names, find_names, quoted
+from sparsejax.data.read_sequences import read_sequences
+from sparsejax.data.sequences import SequenceDataset
 
 
 def read_file(
@@ -42,6 +44,30 @@ def read_file(
     )
     account = str(data.columns or account_of(data.matrix))
     print(f"{shown(path)}: {in_flags(account, command)}", file=sys.stderr)
+    return data
+
+
+def read_histories(
+    path: str, command: Reading, *, features: Names | SequenceDataset | None = None
+) -> SequenceDataset:
+    """Reads histories from a file of a command, and prints to stderr what was read."""
+    if command.columns.value is not None:
+        raise ValueError("--value: histories have no values; leave it out")
+    data = read_sequences(
+        path,
+        format=command.format,
+        user=command.columns.user,
+        item=command.columns.item,
+        time=command.columns.time,
+        delimiter=command.columns.delimiter,
+        features=features,
+    )
+    order = "the file" if data.times is None else "time"
+    print(
+        f"{shown(path)}: {data.num_rows:,} histories of {data.num_features:,} items, "
+        f"{data.num_entries:,} entries in the order of {order}",
+        file=sys.stderr,
+    )
     return data
 
 

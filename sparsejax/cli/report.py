@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparsejax.data import SparseDataset
+from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.names import Names, find_names
 from sparsejax.mesh import processes
+from sparsejax.prediction.next_items import HistoryModel
 from sparsejax.prediction.recommend import recommend
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.prediction.vectors import HasItems, similar_items
@@ -112,9 +113,9 @@ def write_report(
 
 
 def examples_of(
-    model: Recommender,
-    shown: SparseDataset,
-    heldout: SparseDataset | None = None,
+    model: Recommender | HistoryModel,
+    shown: SparseDataset | SequenceDataset,
+    heldout: SparseDataset | SequenceDataset | None = None,
     *,
     rows: int = 6,
     k: int = 8,
@@ -123,19 +124,19 @@ def examples_of(
 
     Args:
       model: see `recommend`.
-      shown: entries that the model is shown. They are not recommended.
+      shown: entries that the model is shown, perhaps histories. They are not recommended.
       heldout: entries that it should find, with the same features, of the same rows or
         of some of them.
       rows: largest number of examples.
       k: number of items recommended to each row.
     """
-    known = np.diff(shown.matrix.indptr)
+    known = np.diff(_indptr(shown))
     chosen = shown.row_names[known >= min(3, known.max(initial=0))]
     if heldout is not None:
-        has_some = heldout.row_names[np.diff(heldout.matrix.indptr) > 0]
+        has_some = heldout.row_names[np.diff(_indptr(heldout)) > 0]
         chosen = chosen[find_names(chosen, has_some) >= 0]
     shown = shown.align_rows(chosen[:rows])
-    found = recommend(model, shown, k, exclude=shown).names(shown)
+    found = recommend(model, shown, k, exclude=shown).names(shown.feature_names)
     wanted = None if heldout is None else heldout.align_rows(shown.row_names)
     return [
         Example(
@@ -178,10 +179,17 @@ def means_over(measured: Mapping[str, float]) -> str:
     return text
 
 
-def features_of(data: SparseDataset, row: int) -> list[str]:
+def features_of(data: SparseDataset | SequenceDataset, row: int) -> list[str]:
     """The names of a row's features."""
-    start, end = data.matrix.indptr[row : row + 2]
-    return data.feature_names[data.matrix.indices[start:end]].tolist()
+    start, end = _indptr(data)[row : row + 2]
+    is_order = isinstance(data, SequenceDataset)
+    indices = data.indices if is_order else data.matrix.indices
+    return data.feature_names[indices[start:end]].tolist()
+
+
+def _indptr(data: SparseDataset | SequenceDataset) -> np.ndarray:
+    is_order = isinstance(data, SequenceDataset)
+    return np.asarray(data.indptr if is_order else data.matrix.indptr)
 
 
 def _text(value: object) -> str:

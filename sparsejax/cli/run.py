@@ -24,13 +24,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import optimizers
-from sparsejax.data import ScannedDataset, SparseDataset
+from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import sharding_of
 from sparsejax.nn.config import NetworkConfig, checked
-from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
 from sparsejax.training.build import build, make_modules, set_linear_part
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
@@ -45,7 +45,7 @@ class Run:
     """The settings of a run: what `run.json` holds.
 
     Attributes:
-      network: the layers and the loss.
+      network: the layers and the loss; or the configuration of a model of histories.
       optimizer: the rule of the optimizer, with its options.
       num_features: number of features in the vocabulary. They are also the items.
       num_epochs: passes over the data.
@@ -66,7 +66,7 @@ class Run:
       origin: the folder of the run whose model was trained on, as the command named it.
     """
 
-    network: NetworkConfig
+    network: NetworkConfig | SequenceConfig
     optimizer: optimizers.Rule
     num_features: int
     num_epochs: int
@@ -83,9 +83,12 @@ class Run:
     patience: int | None
     origin: str | None = None
 
-    def build(
-        self, data: SparseDataset | ScannedDataset
-    ) -> tuple[FeedForward, Optimizer]:
+    @property
+    def of_histories(self) -> bool:
+        """Whether the model reads histories, in order."""
+        return isinstance(self.network, SequenceConfig)
+
+    def build(self, data: Any) -> tuple[Any, Optimizer]:
         """A new model and its optimizer for the data, placed on the mesh if one is set.
 
         Raises:
@@ -94,7 +97,7 @@ class Run:
         """
         return build(self.network, data, self.optimizer, seed=self.seed)
 
-    def shapes(self) -> tuple[FeedForward, Optimizer]:
+    def shapes(self) -> tuple[Any, Optimizer]:
         """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.
 
         Raises:
@@ -142,7 +145,7 @@ class Run:
                 f"settings of version {version!r}; this release reads version {VERSION}"
             )
         if "network" in document:
-            document["network"] = NetworkConfig.from_json(document["network"])
+            document["network"] = config_of(document["network"])
         if "optimizer" in document:
             document["optimizer"] = optimizers.from_json(document["optimizer"])
         return cls(**checked(cls, document, "settings"))
@@ -198,19 +201,36 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that a resume must keep, as `{name: plain value}`."""
-        network, rule = self.network, optimizers.to_json(self.optimizer)
-        settings = {"loss": network.loss, **dict(network.loss_options)}
-        settings |= {"precision": network.precision or "default"}
-        for layer in network.layers:
-            settings |= {
-                f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()
-            }
-        if network.linear is not None:
-            settings |= {f"linear {n}": v for n, v in vars(network.linear).items()}
+        rule = optimizers.to_json(self.optimizer)
+        settings = _settings_of(self.network)
         settings |= {"optimizer": rule.pop("name"), **rule}
         plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
         plain += () if self.origin is None else ("origin",)
         return settings | {name: getattr(self, name) for name in plain}
+
+
+def config_of(document: object) -> NetworkConfig | SequenceConfig:
+    """The configuration of a JSON object: of a model of histories if it names a "model".
+
+    Raises:
+      ValueError: the document is something else.
+      TypeError: a value is of a wrong type.
+    """
+    if isinstance(document, dict) and "model" in document:
+        return SequenceConfig.from_json(document)
+    return NetworkConfig.from_json(document)
+
+
+def _settings_of(network: NetworkConfig | SequenceConfig) -> dict[str, Any]:
+    if isinstance(network, SequenceConfig):
+        return {"model": network.model, **_shallow_dict(network)}
+    settings = {"loss": network.loss, **dict(network.loss_options)}
+    settings |= {"precision": network.precision or "default"}
+    for layer in network.layers:
+        settings |= {f"{layer.name} {n}": v for n, v in _shallow_dict(layer).items()}
+    if network.linear is not None:
+        settings |= {f"linear {n}": v for n, v in vars(network.linear).items()}
+    return settings
 
 
 def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
@@ -243,11 +263,12 @@ def _load_settings(directory: pathlib.Path) -> Run:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
+def load_model(directory: str | pathlib.Path) -> tuple[Any, Names]:
     """The trained model of a run folder, ready for use, and its feature names.
 
     With validation data this is the model of the best epoch, otherwise of the newest
-    checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`.
+    checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`. It is a
+    `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)
@@ -262,8 +283,8 @@ def load_model(directory: str | pathlib.Path) -> tuple[FeedForward, Names]:
 
 
 def continued(
-    directory: str | pathlib.Path, run: Run, settings: Run, data: SparseDataset
-) -> tuple[FeedForward, Optimizer, bool]:
+    directory: str | pathlib.Path, run: Run, settings: Run, data: Any
+) -> tuple[Any, Optimizer, bool]:
     """The model of a run with items added, and its optimizer, for another run.
 
     It is the model that `load_model` returns, as it is after training. A linear part is
@@ -295,11 +316,12 @@ def continued(
     if kept:
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
-    set_linear_part(model, data)
+    if not run.of_histories:
+        set_linear_part(model, data)
     return model, optimizer, kept
 
 
-def restored_model(directory: str | pathlib.Path, run: Run) -> FeedForward:
+def restored_model(directory: str | pathlib.Path, run: Run) -> Any:
     """The model that `load_model` returns, given the settings of its run."""
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes()

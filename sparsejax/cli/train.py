@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,14 +18,29 @@ import numpy as np
 
 from sparsejax import optimizers
 from sparsejax.cli import flags, printing, run
-from sparsejax.cli.reading import read_file, read_heldout, with_times
-from sparsejax.data import ScannedDataset, SparseDataset, Split, scan_parquet
+from sparsejax.cli.reading import (
+    read_file,
+    read_heldout,
+    read_histories,
+    with_times,
+)
+from sparsejax.data import (
+    ScannedDataset,
+    ScannedSequences,
+    SequenceDataset,
+    SequenceSplit,
+    SparseDataset,
+    Split,
+    scan_parquet,
+    scan_sequences,
+)
 from sparsejax.data.files import shown
-from sparsejax.data.names import find_names
+from sparsejax.data.names import Names, find_names
+from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig
-from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
@@ -41,9 +58,13 @@ def train(command: flags.Train) -> None:
     processes.in_first(check)
     new_writer = None if command.tensorboard is None else _summary_writer()
     stopping = _early_stopping(command)
-    network = network_of(command)
-    source = whole(command) if command.chunk_rows is None else _scanned(command)
-    network, chosen = with_linear_part(network, command, source)
+    network = config_of(command)
+    of_histories = isinstance(network, SequenceConfig)
+    if command.chunk_rows is not None:
+        source = _scanned(command, of_histories=of_histories)
+    else:
+        source = whole(command, of_histories=of_histories)
+    network, chosen = _suited(network, command, source)
     if chosen:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
@@ -114,16 +135,56 @@ def plan(command: flags.Plan) -> bool:
 
 
 def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
+    """The network of `config_of`.
+
+    Raises:
+      ValueError: it is a model of histories.
+    """
+    network = config_of(command)
+    if isinstance(network, SequenceConfig):
+        raise ValueError(
+            f"{network.model} is a model of histories, which only train takes"
+        )
+    return network
+
+
+def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
     """The network that a file or the flags describe; without a linear part that depends
     on the data.
     """
+    model = command.kind if isinstance(command, flags.Train) else None
     if command.config is not None:
-        return NetworkConfig.load(command.config)
+        config = _load_config(command.config)
+        found = getattr(config, "model", "autoencoder")
+        if model not in (None, found):
+            raise ValueError(f"--model {model}: {command.config} describes {found}")
+        return config
     if isinstance(command, flags.Train) and command.origin is not None:
         return run.load_run(command.origin)[0].network
+    if model not in (None, "autoencoder"):
+        return SequenceConfig.from_json({"version": 1, "model": model})
     options, rank = dict(vars(command.network)), command.network.linear
     options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
     return NetworkConfig.autoencoder(**options)
+
+
+def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
+    """Reads a JSON file. Errors name the file."""
+    try:
+        return run.config_of(json.loads(path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _suited(
+    network: NetworkConfig | SequenceConfig, command: flags.Train, source: Source
+) -> tuple[NetworkConfig | SequenceConfig, str]:
+    """The network as it suits the data, and what to say about it."""
+    if isinstance(network, SequenceConfig):
+        return network, ""
+    return with_linear_part(network, command, source)
 
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
@@ -199,7 +260,7 @@ class Source:
     """The data to train on.
 
     Attributes:
-      data: the rows, in memory or on disk.
+      data: the rows, in memory or on disk; or histories.
       chunks: number of rows in each chunk of the data.
       indicator: whether the data has no values, or its values are ignored.
       heldout: entries to rank after each epoch, if there are any.
@@ -207,16 +268,18 @@ class Source:
       split: how the held-out entries were chosen from the data, unless a file has them.
     """
 
-    data: SparseDataset | ScannedDataset
+    data: SparseDataset | ScannedDataset | SequenceDataset | ScannedSequences
     chunks: Sequence[int]
     indicator: bool
-    heldout: SparseDataset | None = None
+    heldout: SparseDataset | SequenceDataset | None = None
     validation: str | None = None
     split: str | None = None
 
 
-def whole(command: flags.Train) -> Source:
+def whole(command: flags.Train, *, of_histories: bool = False) -> Source:
     """Reads all of the data and the held-out entries."""
+    if of_histories:
+        return _whole_histories(command)
     data = read_file(command.data, command)
     if command.origin is not None:
         data = data.append_features(run.load_run(command.origin)[1])
@@ -227,13 +290,11 @@ def whole(command: flags.Train) -> Source:
         if parts is None:
             heldout = read_heldout(command.validation, command, data, command.data)
         else:
+            assert isinstance(parts, Split)
             data, heldout = parts.train, parts.heldout.without_values()
             split = command.validation
             print(f"validation: {parts}", file=sys.stderr)
-        rows = np.sort(find_names(heldout.row_names, data.row_names))
-        aligned = heldout.align_rows(data.row_names[rows])
-        left_out = [] if aligned.left_out is None else [aligned.left_out]
-        validation = fingerprint(aligned.matrix, rows, *left_out)
+        validation = _fingerprint_of(heldout, data.row_names)
     return Source(
         data=data,
         chunks=chunks,
@@ -244,10 +305,48 @@ def whole(command: flags.Train) -> Source:
     )
 
 
-def _validation_split(command: flags.Train, data: SparseDataset) -> Split | None:
+def _whole_histories(command: flags.Train) -> Source:
+    """`whole`, for a model of histories."""
+    data = read_histories(command.data, command)
+    if command.origin is not None:
+        data = data.append_features(run.load_run(command.origin)[1])
+    heldout = validation = split = None
+    if command.validation is not None:
+        parts = _validation_split(command, data)
+        if parts is None:
+            heldout = read_histories(command.validation, command, features=data)
+        else:
+            assert isinstance(parts, SequenceSplit)
+            data, heldout = parts
+            split = command.validation
+            print(f"validation: {parts}", file=sys.stderr)
+        validation = _fingerprint_of(heldout.to_sparse(), data.row_names)
+    return Source(
+        data=data,
+        chunks=[int(np.sum(np.diff(data.indptr) > 1))],  # as `fit` has them
+        indicator=True,
+        heldout=heldout,
+        validation=validation,
+        split=split,
+    )
+
+
+def _fingerprint_of(heldout: SparseDataset, row_names: Names) -> str:
+    """`fingerprint` of the held-out entries, each in its row."""
+    rows = np.sort(find_names(heldout.row_names, row_names))
+    aligned = heldout.align_rows(row_names[rows])
+    left_out = [] if aligned.left_out is None else [aligned.left_out]
+    return fingerprint(aligned.matrix, rows, *left_out)
+
+
+def _validation_split(
+    command: flags.Train, data: SparseDataset | SequenceDataset
+) -> Split | SequenceSplit | None:
     """What `--validation` holds out of DATA; None if it names a file."""
     text = command.validation or ""
     if text == "last":
+        if isinstance(data, SequenceDataset):
+            return data.split_last()
         return with_times(data, command.data).split_last()
     if not re.fullmatch(r"[-+]?\d*\.?\d+", text):
         return None
@@ -260,14 +359,26 @@ def _validation_split(command: flags.Train, data: SparseDataset) -> Split | None
     return data.split(1 - float(text), seed=0)
 
 
-def _scanned(command: flags.Train) -> Source:
+def _scanned(command: flags.Train, *, of_histories: bool) -> Source:
     """Scans the file of data that is read in chunks while training."""
     if command.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
-    if command.columns.time is not None:
-        raise ValueError("--time is for data in memory; leave out --chunk-rows")
     if command.origin is not None:
         raise ValueError("--from needs all of the data; leave out --chunk-rows")
+    if of_histories:
+        histories = scan_sequences(
+            command.data,
+            user=command.columns.user,
+            item=command.columns.item,
+            time=command.columns.time,
+            chunk_rows=command.chunk_rows,
+        )
+        ends = chunk_ends(histories.groups, command.chunk_rows or 1)
+        return Source(
+            data=histories, chunks=np.diff([0, *ends]).tolist(), indicator=True
+        )
+    if command.columns.time is not None:
+        raise ValueError("--time is for data in memory; leave out --chunk-rows")
     assert command.chunk_rows is not None
     data = scan_parquet(
         command.data,
@@ -282,12 +393,15 @@ def _scanned(command: flags.Train) -> Source:
 
 
 def settings_of(
-    command: flags.Train, network: NetworkConfig, source: Source
+    command: flags.Train, network: NetworkConfig | SequenceConfig, source: Source
 ) -> run.Run:
     """What `run.json` will hold."""
     data = source.data
-    if isinstance(data, ScannedDataset):
+    if isinstance(data, ScannedDataset | ScannedSequences):
         data_fingerprint = data.fingerprint()
+    elif isinstance(data, SequenceDataset):
+        times = [] if data.times is None else [data.times.view(np.int64)]
+        data_fingerprint = fingerprint(data.indptr, data.indices, *times)
     else:
         data_fingerprint = fingerprint(data.matrix)
     return run.Run(
@@ -312,10 +426,9 @@ def settings_of(
 
 def _continued(
     command: flags.Train, settings: run.Run, source: Source
-) -> tuple[FeedForward, Optimizer]:
+) -> tuple[Any, Optimizer]:
     """The model of `--from` with the items that are new, and the optimizer."""
     assert command.origin is not None
-    assert isinstance(source.data, SparseDataset)
     before, _ = run.load_run(command.origin)
     model, optimizer, kept = run.continued(
         command.origin, before, settings, source.data

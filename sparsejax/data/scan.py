@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import os
 import warnings
 
@@ -164,16 +163,7 @@ class ScannedDataset:
 
     def fingerprint(self) -> str:
         """A hash of the files' metadata, not of their content."""
-        digest = hashlib.blake2b(digest_size=16)
-        if self.layout is not None:
-            digest.update(repr((self.layout, self.feature_names.tolist())).encode())
-        for group in self.groups:
-            file = group.file
-            facts = (file.size, group.number, group.rows, group.entries)
-            if file.crc32 is not None:
-                facts = (*facts, file.crc32)
-            digest.update(repr(facts).encode())
-        return digest.hexdigest()
+        return scan_tables.fingerprint(self.groups, self.layout, self.feature_names)
 
 
 def scan_parquet(

@@ -42,12 +42,15 @@ class ScannedSequences:
       feature_names: `[features]` text.
       groups: the pieces that are read as a whole, in order.
       layout: the columns of a table; None for saved sequences.
+      chunk_rows: about the number of rows that `fit` has on the devices at a time; None for
+        as many as fit.
     """
 
     path: Path
     feature_names: Names
     groups: tuple[Group, ...]
     layout: TableLayout | None = None
+    chunk_rows: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -62,6 +65,15 @@ class ScannedSequences:
     @property
     def num_features(self) -> int:
         return len(self.feature_names)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries; a row without any may count as one."""
+        return sum(group.entries for group in self.groups)
+
+    def fingerprint(self) -> str:
+        """A hash of the files' metadata, not of their content."""
+        return scan_tables.fingerprint(self.groups, self.layout, self.feature_names)
 
     def read(self, start: int, stop: int) -> Histories:
         """The histories `start .. stop - 1`, in host memory.
@@ -157,6 +169,7 @@ def scan_sequences(
     item: Column = None,
     time: Column = None,
     features: FeatureNames | Iterable[object] | None = None,
+    chunk_rows: int | None = None,
 ) -> ScannedSequences:
     """Scans Parquet files of histories without keeping their rows.
 
@@ -181,12 +194,17 @@ def scan_sequences(
       time: the column with the time, or with a list of times.
       features: vocabulary to read a table against: names, or a data set. Without it the
         item column is read once more, as by `scan_parquet`.
+      chunk_rows: about the number of rows that `fit` has on the devices at a time, in whole
+        row groups; see `scan_parquet`.
 
     Raises:
       DataError: a file is of another kind, is damaged, or differs from the first one.
         Pairs are not sorted.
-      ValueError: columns or `features` are given for saved sequences.
+      ValueError: columns or `features` are given for saved sequences, or `chunk_rows` is
+        not positive.
     """
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
     files = parquet.parquet_files(path)
     with files[0].open() as opened:
         schema = opened.schema_arrow
@@ -197,7 +215,7 @@ def scan_sequences(
                 f"{shown(path)}: holds saved sequences, so it has no columns to name and "
                 "has its own vocabulary; leave out user, item, time and features"
             )
-        return _saved(path, files)
+        return _saved(path, files, chunk_rows)
     if parquet.is_dataset(schema):
         raise DataError.at(
             path,
@@ -216,10 +234,12 @@ def scan_sequences(
             raise DataError.at(path, "none of the rows has a feature")
     else:
         names = of_features(features)
-    return ScannedSequences(path, names, tuple(groups), layout)
+    return ScannedSequences(path, names, tuple(groups), layout, chunk_rows)
 
 
-def _saved(path: Path, files: list[ParquetPath]) -> ScannedSequences:
+def _saved(
+    path: Path, files: list[ParquetPath], chunk_rows: int | None
+) -> ScannedSequences:
     """Scans what `SequenceDataset.save` wrote."""
     groups: list[Group] = []
     vocabulary: pa.Array | None = None
@@ -238,4 +258,5 @@ def _saved(path: Path, files: list[ParquetPath]) -> ScannedSequences:
             )
         groups += [group for group in found if group.rows]
     assert vocabulary is not None  # there is a file
-    return ScannedSequences(path, as_names(vocabulary), tuple(groups))
+    names = as_names(vocabulary)
+    return ScannedSequences(path, names, tuple(groups), None, chunk_rows)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +51,38 @@ class Group(NamedTuple):
     first: int = 0
     head: int = 0
     tail: tuple[tuple[Group, int], ...] = ()
+
+
+def fingerprint(
+    groups: Iterable[Group], layout: TableLayout | None, features: Names
+) -> str:
+    """A hash of the files' metadata, not of their content.
+
+    Args:
+      groups: the groups that are read.
+      layout: of a table; None if the files say what they hold, and their vocabulary.
+      features: the names of the features.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if layout is not None:
+        digest.update(repr((layout, features.tolist())).encode())
+    for group in groups:
+        file = group.file
+        facts = (file.size, group.number, group.rows, group.entries)
+        if file.crc32 is not None:
+            facts = (*facts, file.crc32)
+        digest.update(repr(facts).encode())
+    return digest.hexdigest()
+
+
+def chunk_ends(groups: Sequence[Group], rows: int) -> list[int]:
+    """Where chunks of about so many rows end: each ends where a group does."""
+    ends = [0]
+    total = sum(group.rows for group in groups)
+    for end in itertools.accumulate(group.rows for group in groups):
+        if end - ends[-1] >= rows or end == total:
+            ends.append(end)
+    return ends[1:]
 
 
 class Rows(NamedTuple):

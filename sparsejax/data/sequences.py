@@ -50,15 +50,43 @@ class Histories(NamedTuple):
         Raises:
           ValueError: `length` is not positive.
         """
+        is_entry, entries = self._last(length)
+        rows = np.full(is_entry.shape, -1, np.int32)
+        rows[is_entry] = self.indices[entries]
+        return rows
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, since the last entry of its row.
+
+        They are 0 or less; of dates in seconds. Where there is no entry they are 0.
+
+        >>> times = np.array([3, 5, 4])
+        >>> Histories(np.array([0, 2, 3]), np.array([5, 2, 5]), times).padded_times(2).tolist()
+        [[-2.0, 0.0], [0.0, 0.0]]
+
+        Raises:
+          ValueError: `length` is not positive, or there are no times.
+        """
+        if self.times is None:
+            raise ValueError("there are no times; read the data with time=COLUMN")
+        is_entry, entries = self._last(length)
+        last = np.repeat(self.indptr[1:] - 1, is_entry.sum(axis=1))
+        since = self.times[entries] - self.times[last]
+        if since.dtype.kind == "m":
+            since = since / np.timedelta64(1, "s")
+        rows = np.zeros(is_entry.shape, np.float32)
+        rows[is_entry] = since
+        return rows
+
+    def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where `padded` has entries, `[rows, length]`, and which entries these are."""
         if length < 1:
             raise ValueError(f"length must be 1 or more, got {length}")
         kept = np.minimum(np.diff(self.indptr), length)
         place = np.arange(length)
         is_entry = place < kept[:, None]
-        rows = np.full(is_entry.shape, -1, np.int32)
         entries = (self.indptr[1:] - kept)[:, None] + place
-        rows[is_entry] = self.indices[entries[is_entry]]
-        return rows
+        return is_entry, entries[is_entry]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,6 +216,10 @@ class SequenceDataset:
         See `Histories.padded`.
         """
         return self.histories.padded(length)
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, see `Histories.padded_times`."""
+        return self.histories.padded_times(length)
 
     # Other forms
 
@@ -395,6 +427,37 @@ class SequenceDataset:
         appended, _ = align_sequences(self, longer)
         vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
         return appended
+
+    def align_rows(self, rows: _names.RowNames | Iterable[object]) -> SequenceDataset:
+        """The histories of the given names, in the given order.
+
+        Args:
+          rows: names, or a data set whose row names are used.
+
+        Raises:
+          ValueError: a name is not in this data set.
+        """
+        wanted = _names.of_rows(rows)
+        found = _names.find_names(wanted, self.row_names)
+        absent = wanted[found < 0]
+        if absent.size:
+            raise ValueError(
+                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
+                f"{_names.quoted(absent)}"
+            )
+        lengths = np.diff(self.indptr)[found]
+        indptr = offsets(lengths)
+        entries = np.arange(indptr[-1]) + np.repeat(
+            self.indptr[:-1][found] - indptr[:-1], lengths
+        )
+        return dataclasses.replace(
+            self,
+            indptr=indptr,
+            indices=self.indices[entries],
+            row_names=wanted,
+            times=None if self.times is None else self.times[entries],
+            left_out=None if self.left_out is None else self.left_out[found],
+        )
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
         if not is_held.any():

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
+from sparsejax.model_json import ModelConfig
 from sparsejax.ops.gather_matmul import Combiner
-
-VERSION = 1
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClickModelConfig:
+class ClickModelConfig(ModelConfig):
     """What all click models have. `DLRMConfig` and the others say what makes them differ.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
@@ -26,7 +25,6 @@ class ClickModelConfig:
         float32.
     """
 
-    model: ClassVar[str]
     dim: int = 16
     combiner: Combiner = "sum"
     dtype: Dtype = "float32"
@@ -48,52 +46,6 @@ class ClickModelConfig:
             raise TypeError(f"{name} must be of integers, got {value!r}")
         if any(size < 1 for size in sizes):
             raise ValueError(f"{name} must be positive, got {value!r}")
-
-    def to_json(self) -> dict[str, Any]:
-        """The configuration as a JSON object; defaults are left out."""
-        values = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        }
-        lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-        return {"version": VERSION, "model": self.model, **lists}
-
-    @classmethod
-    def from_json(cls, document: object) -> ClickModelConfig:
-        """The configuration of a JSON object, which `to_json` or a person has made.
-
-        Raises:
-          ValueError: not an object, an unknown version, model or key, or a wrong value.
-          TypeError: a value is of a wrong type.
-        """
-        if not isinstance(document, dict):
-            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        given = dict(document)
-        if type(version := given.pop("version", None)) is not int or version != VERSION:
-            raise ValueError(
-                f'"version" is {version!r}; this release reads version {VERSION}'
-            )
-        kinds = {kind.model: kind for kind in _all_kinds(cls)}
-        if not isinstance(name := given.pop("model", None), str) or name not in kinds:
-            raise ValueError(f'"model" is {name!r}, not one of {", ".join(kinds)}')
-        kind = kinds[name]
-        known = [field.name for field in dataclasses.fields(kind)]
-        for key in given:
-            if key not in known:
-                raise ValueError(f'unknown key "{key}"; known: {", ".join(known)}')
-        for key, value in given.items():
-            is_list = isinstance(kind.__dataclass_fields__[key].default, tuple)
-            if is_list != isinstance(value, list):
-                what = "a list" if is_list else "no list"
-                raise TypeError(f'"{key}" must be {what}, got {value!r}')
-            given[key] = tuple(value) if is_list else value
-        return kind(**given)
-
-
-def _all_kinds(cls: type[ClickModelConfig]) -> list[type[Any]]:
-    """The class itself, if it is a model, and its subclasses."""
-    return [kind for kind in (cls, *cls.__subclasses__()) if hasattr(kind, "model")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

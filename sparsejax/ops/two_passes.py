@@ -135,6 +135,7 @@ def _first_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, shard: Shar
                 limit=limit - start,
                 with_slopes=False,
             )
+            assert values is not None
             made = jnp.sum(values, axis=0), jnp.sum(product, axis=0)
             return jax.tree.map(jnp.add, carry, made)
 
@@ -198,7 +199,7 @@ def _second_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, factor, ls
             )
             kernel = _added(gradients.kernel, sign * jnp.sum(product, axis=0), start)
             bias = gradients.bias
-            if with_sums:
+            if bias is not None and values is not None:
                 values = jnp.where(inside, jnp.sum(values, axis=0), 0)
                 bias = _added(bias, sign * values, start)
             return Layer(kernel, bias, None)

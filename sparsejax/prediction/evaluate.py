@@ -11,26 +11,34 @@ from jax.typing import ArrayLike
 from sparsejax.data import SparseDataset
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.click_scores import ClickModel, evaluate_clicks
 from sparsejax.prediction.evaluation import INSIDE, Evaluation, Setup, prepare
+from sparsejax.prediction.histories import Unordered, unordered
+from sparsejax.prediction.next_items import (
+    HistoryModel,
+    NextItems,
+    has_times,
+    shown_of,
+)
 from sparsejax.prediction.recommender import Recommender
 
 
 def evaluate(
-    model: Recommender | ClickModel,
-    inputs: Sources | ClickDataset | ScannedClicks,
-    heldout: Source | None = None,
+    model: Recommender | HistoryModel | ClickModel,
+    inputs: Sources | SequenceDataset | ClickDataset | ScannedClicks,
+    heldout: Source | SequenceDataset | None = None,
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
     features: SparseDataset | Iterable[object] | None = None,
     seed: int = 0,
-    exclude: Source | str | None = "inputs",
+    exclude: Unordered = "inputs",
     unknown: Literal["miss", "skip"] = "miss",
     candidates: Source | None = None,
-    popularity: Source | str | None = "inputs",
+    popularity: Unordered = "inputs",
     groups: str | ArrayLike | None = None,
     optimizer: Optimizer | None = None,
     batch_size: int | None = None,
@@ -61,6 +69,12 @@ def evaluate(
         train, others = data.split_rows(0.9, seed=0)
         evaluate(model, others, fold_in=0.8, popularity=train)
 
+    Of histories it measures whether the held-out items are ranked high among those that may
+    come next. Where items repeat, rank those that a history has, too: `exclude=None`::
+
+        train, heldout = histories.split_last()
+        evaluate(model, train, heldout, k=10)
+
     Of a click model it measures "auc", "log_loss", "normalized_entropy" and "calibration"
     on a `ClickDataset` or `ScannedClicks`. Labels are what it should predict. `groups` adds
     "group_auc", the mean AUC within groups, and "groups", their number::
@@ -69,10 +83,11 @@ def evaluate(
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
-        clicks a click model, see `predict_clicks`.
+        histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
+        `predict_clicks`.
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
-        clicks. The other arguments are about items, but `groups`, `optimizer` and
-        `batch_size`.
+        histories, without `fold_in` and `candidates`; or clicks. Then the other arguments
+        are not used, but `groups`, `optimizer` and `batch_size`.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
@@ -119,6 +134,18 @@ def evaluate(
             optimizer=optimizer,
             batch_size=8192 if batch_size is None else batch_size,
         )
+    rows = 512 if batch_size is None else batch_size
+    if isinstance(inputs, SequenceDataset):
+        given = {"fold_in": fold_in, "features": features, "candidates": candidates}
+        _refuse("histories", **given, groups=groups)
+        if heldout is None:
+            raise ValueError("give heldout, as split_last makes it")
+        options: dict[str, Any] = {"k": k, "exclude": exclude, "unknown": unknown}
+        options |= {"popularity": popularity, "batch_size": rows}
+        prepared = prepared_sequences(model, inputs, heldout, **options)
+        return prepared.run(
+            NextItems(model, times=has_times(model, inputs)), optimizer=optimizer
+        )
     if not isinstance(model, Recommender):
         raise TypeError(
             "items are ranked by a FeedForward, or a module with num_features, num_items and "
@@ -127,7 +154,7 @@ def evaluate(
     _refuse("items", groups=groups)
     prepared = prepared_for(
         inputs,
-        heldout,
+        cast(Source | None, heldout),
         fold_in=fold_in,
         features=features,
         seed=seed,
@@ -136,9 +163,32 @@ def evaluate(
         unknown=unknown,
         candidates=candidates,
         popularity=popularity,
-        batch_size=512 if batch_size is None else batch_size,
+        batch_size=rows,
     )
     return prepared.run(model, optimizer=optimizer)
+
+
+def prepared_sequences(
+    model: Any,
+    inputs: SequenceDataset,
+    heldout: Source | SequenceDataset,
+    *,
+    exclude: Unordered = "inputs",
+    popularity: Unordered = "inputs",
+    **setup: Any,
+) -> Evaluation:
+    """What `evaluate` does with histories before it runs the model, a `NextItems`.
+
+    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
+    """
+    chosen = Setup(
+        exclude=unordered("exclude", exclude, inputs),
+        popularity=unordered("popularity", popularity, inputs),
+        **setup,
+    )
+    wanted = unordered("heldout", heldout, inputs)
+    assert wanted is not None
+    return prepare(shown_of(model, inputs), wanted, chosen)
 
 
 def prepared_for(

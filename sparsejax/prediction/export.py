@@ -12,6 +12,7 @@ from jax import export
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.mesh.layout import without_mesh
@@ -20,6 +21,12 @@ from sparsejax.nn.linear_part import LinearPart
 from sparsejax.prediction.click_scores import ClickModel, Clicks
 from sparsejax.prediction.export_clicks import export_clicks, is_click_model
 from sparsejax.prediction.loop import check_positive
+from sparsejax.prediction.next_items import (
+    HistoryModel,
+    NextItems,
+    check_history_model,
+    has_times,
+)
 from sparsejax.prediction.predictor import sizes_of_programs, unflattened
 from sparsejax.prediction.predictor_files import save_predictor
 from sparsejax.prediction.programs import Signature, check, on_this_process
@@ -28,11 +35,11 @@ from sparsejax.sparse import CSR
 
 
 def export_predictor(
-    model: Recommender | ClickModel,
+    model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
     *,
     k: int = 10,
-    names: SparseDataset | Clicks | Iterable[object] | None = None,
+    names: SparseDataset | SequenceDataset | Clicks | Iterable[object] | None = None,
     table_dtype: TableDtype | None = None,
     batch_size: int = 512,
 ) -> None:
@@ -49,6 +56,10 @@ def export_predictor(
 
     >>> export_predictor(model, "model.predictor", k=10, names=train)
 
+    A model of histories gives a predictor that takes a history of names, the oldest item
+    first, or a `SequenceDataset`. If the model uses times and the data in `names` have them,
+    the predictor reads the times of a `SequenceDataset`.
+
     A click model is written with its tables, and `sparsejax.load_click_predictor` reads it.
     With the clicks that it was trained on as `names`, the file also has their schema and
     vocabularies, and the predictor takes records as they are. The model may use the ids only
@@ -61,8 +72,8 @@ def export_predictor(
         export_predictor(model, "clicks.predictor", names=train, table_dtype="int8")
 
     Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-        Its rows must be up to date, as they are after `fit` or `Optimizer.flush`. It may
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or
+        a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are after `fit` or `Optimizer.flush`. It may
         have several inputs; a dense one is float32 unless `num_features` gives its dtype.
       path: the file, which is replaced if it exists.
       k: most items per row that the predictor can recommend; of no use for clicks.
@@ -95,6 +106,10 @@ def export_predictor(
             "table_dtype is for the tables of a click model, but this model has no "
             "EmbeddingCollection; leave it out"
         )
+    if not hasattr(model, "num_features"):
+        check_history_model(model)
+        timed = isinstance(names, SequenceDataset) and has_times(model, names)
+        model = NextItems(model, times=timed)
     _export_recommender(model, path, k, names, batch_size)
 
 
@@ -104,8 +119,8 @@ def _export_recommender(
     features = features_of(model)
     items = None
     if names is not None:
-        known = names.feature_names if isinstance(names, SparseDataset) else names
-        items = as_names(known).tolist()
+        has_them = isinstance(names, SparseDataset | SequenceDataset)
+        items = as_names(names.feature_names if has_them else names).tolist()
         if len(items) != model.num_items:
             raise ValueError(
                 f"{len(items):,} names were given but the model has "

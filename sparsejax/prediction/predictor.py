@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from sparsejax.data.names import Names, quoted
+from sparsejax.data.sequences import Histories, SequenceDataset
 from sparsejax.data.sources import (
     Features,
     Inputs,
+    NamedArray,
     NamedCSR,
     Source,
     Sources,
@@ -24,6 +26,13 @@ from sparsejax.data.sources import (
     rows_of_inputs,
 )
 from sparsejax.mesh.layout import without_mesh
+from sparsejax.prediction.histories import (
+    HISTORIES,
+    TIMES,
+    Unordered,
+    inputs_of,
+    unordered,
+)
 from sparsejax.prediction.loop import check_positive, collect, rows_of
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR, host_rows
@@ -70,10 +79,10 @@ class Predictor:
 
     def recommend(
         self,
-        inputs: Sources,
+        inputs: Sources | SequenceDataset,
         *,
         k: int | None = None,
-        exclude: Source | str | None = None,
+        exclude: Unordered = None,
     ) -> Recommendations:
         """The `k` best of all items for each row, as `sparsejax.recommend` finds them.
 
@@ -82,7 +91,8 @@ class Predictor:
         order.
 
         Args:
-          inputs: `[rows, num_features]`; or several by name.
+          inputs: `[rows, num_features]`; or several by name; or histories, for a predictor
+            of a model of histories.
           k: items per row. The default, and the most, is the `k` that the predictor was
             exported with.
           exclude: `[rows, num_items]`, what not to recommend, or the name of an input;
@@ -94,7 +104,14 @@ class Predictor:
           ValueError: `inputs` or `exclude` does not fit the model, or they do not fit
             each other; `k` is too large.
         """
-        shown = _on_host(Inputs.of(inputs))
+        if isinstance(inputs, SequenceDataset):
+            if exclude is inputs:
+                exclude = "inputs"
+            exclude = unordered("exclude", exclude, inputs)
+            given = self._inputs_of(inputs)
+        else:
+            given = Inputs.of(inputs)
+        shown = _on_host(given)
         x = shown.rows
         if isinstance(x, NamedCSR) and self.num_items == self.num_features:
             check_same_features(
@@ -105,7 +122,7 @@ class Predictor:
             return self._recommend(shown, k, None, None)
         if exclude is inputs:
             exclude = "inputs"  # its name where it is the only one
-        seen = _part_on_host(shown.named("exclude", exclude))
+        seen = _part_on_host(shown.named("exclude", cast(Source | str, exclude)))
         check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
@@ -149,8 +166,10 @@ class Predictor:
         [['/...', '/...'], ['/...', '/...']]
 
         A history is a set: a name that occurs twice counts once, and every entry has the
-        value 1. Names that the predictor does not know are skipped. A history without
-        any known name is treated as empty, like that of a new user.
+        value 1. Of a model of histories it is a list, the oldest item first, and items may
+        come again with `exclude_seen=False`. Names that the predictor does not know are
+        skipped. A history without any known name is treated as empty, like that of a new
+        user.
 
         Args:
           histories: names of items, `["a", "b"]`; or a list of such lists. An empty list
@@ -176,8 +195,15 @@ class Predictor:
             )
         one = all(isinstance(part, str) for part in histories)
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
-        matrix = self._matrix_of(several, unknown)
-        shown = Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
+        known = self._numbers_of(several, unknown)
+        matrix = self._matrix_of(known)
+        if self._length is None:
+            shown = Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
+        else:
+            indptr = np.cumsum([0, *map(len, known)])
+            ordered = Histories(indptr, np.fromiter(itertools.chain(*known), np.int32))
+            array = ordered.padded(self._length)
+            shown = Inputs({HISTORIES: NamedArray(HISTORIES, array)}, alone=False)
         rows = np.arange(matrix.num_rows)
         found = self._recommend(shown, k, matrix if exclude_seen else None, rows)
         names = self.names(found)
@@ -232,19 +258,46 @@ class Predictor:
     def _columns(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self._item_names().tolist())}
 
-    def _matrix_of(
-        self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
-    ) -> CSR:
-        """`[histories, num_features]`."""
-        if not isinstance(self.num_features, int):
+    @property
+    def _length(self) -> int | None:
+        """How many items are read, of a model of histories; None of another one."""
+        if not isinstance(self.num_features, Mapping):
+            return None
+        row = self.num_features.get(HISTORIES)
+        return row.shape[0] if isinstance(row, jax.ShapeDtypeStruct) else None
+
+    def _inputs_of(self, sequences: SequenceDataset) -> Inputs:
+        """The histories as the programs take them."""
+        if self._length is None:
             raise ValueError(
-                "the predictor has several inputs; use recommend({name: source})"
+                "this predictor is not of a model of histories; pass data.to_sparse()"
             )
+        check_columns("inputs", sequences.num_features, self.num_items, "items")
+        if self.items is not None:
+            names = sequences.feature_names, self.items
+            both = zip(("inputs", "the predictor"), names, strict=True)
+            check_same_features(*(NamedCSR(w, _NOTHING, None, n) for w, n in both))
+        assert isinstance(self.num_features, Mapping)
+        return inputs_of(sequences, self._length, times=TIMES in self.num_features)
+
+    def _numbers_of(
+        self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
+    ) -> list[list[int]]:
+        """The numbers of the known items of each history, in its order."""
         columns = self._columns
-        if self.num_features != self.num_items:
+        if self._length is None:
+            if not isinstance(self.num_features, int):
+                raise ValueError(
+                    "the predictor has several inputs; use recommend({name: source})"
+                )
+            if self.num_features != self.num_items:
+                raise ValueError(
+                    f"the predictor knows the names of its {self.num_items:,} items, not "
+                    f"of its {self.num_features:,} features; use recommend with a matrix"
+                )
+        elif TIMES in cast(Mapping, self.num_features):
             raise ValueError(
-                f"the predictor knows the names of its {self.num_items:,} items, not of "
-                f"its {self.num_features:,} features; use recommend with a matrix"
+                "the predictor also reads times; use recommend with a SequenceDataset"
             )
         rows: list[list[int]] = []
         missing: list[str] = []
@@ -257,17 +310,21 @@ class Predictor:
             for name in history:
                 if not isinstance(name, str):
                     raise TypeError(f"a name is a str, got {name!r}")
-            known = {columns[name] for name in history if name in columns}
-            rows.append(sorted(known))
+            rows.append([columns[name] for name in history if name in columns])
             missing += [name for name in history if name not in columns]
         if missing and unknown == "error":
             raise ValueError(
                 f"{len(missing):,} of {sum(map(len, histories)):,} names are not items of "
                 f"the predictor: {quoted(missing)}"
             )
+        return rows
+
+    def _matrix_of(self, histories: list[list[int]]) -> CSR:
+        """`[histories, num_items]`: which items each history has."""
+        rows = [sorted(set(history)) for history in histories]
         indices = np.fromiter(itertools.chain(*rows), np.int32)
         indptr = np.cumsum([0, *map(len, rows)])
-        return CSR(None, indices, indptr, num_cols=self.num_features)
+        return CSR(None, indices, indptr, num_cols=self.num_items)
 
     def _recommend(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from sparsejax.data.batching import rows_in_a_batch
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import (
     Inputs,
     NamedCSR,
@@ -17,18 +20,25 @@ from sparsejax.data.sources import (
 )
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.histories import Unordered, unordered
 from sparsejax.prediction.loop import check_positive, collect, each, exclusion
+from sparsejax.prediction.next_items import (
+    HistoryModel,
+    NextItems,
+    has_times,
+    shown_of,
+)
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.prediction.recommender import Recommender, recommended, split
 
 
 @using_auto_axes()
 def recommend(
-    model: Recommender,
-    inputs: Sources,
+    model: Recommender | HistoryModel,
+    inputs: Sources | SequenceDataset,
     k: int = 10,
     *,
-    exclude: Source | str | None = None,
+    exclude: Unordered = None,
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> Recommendations:
@@ -43,9 +53,16 @@ def recommend(
     >>> found.names(train)[0]
     ['/...', '/...', ...]
 
+    Of histories, a `SequenceDataset`, these are the items that are most likely next. Users
+    that the model was not trained on need nothing else. Items that a history has may come
+    again, unless it is passed as `exclude`::
+
+        recommend(model, histories, k=10, exclude=histories)
+
     Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`.
-      inputs: `[rows, features]`; or several by name, see `fit`.
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        histories a `SASRec`, or another `HistoryModel`.
+      inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       k: items per row. Where there are fewer candidates, ids end with -1.
       exclude: `[rows, items]`, what not to recommend. Pass `inputs` itself for what a
         row already has, or the name of one of several inputs. Two data sets are matched
@@ -61,8 +78,14 @@ def recommend(
       ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
         other.
     """
-    shown = Inputs.of(inputs)
     check_positive(k=k, batch_size=batch_size)
+    if isinstance(inputs, SequenceDataset):
+        shown = shown_of(model, inputs)
+        exclude = unordered("exclude", exclude, inputs)
+        model = NextItems(model, times=has_times(model, inputs))
+    else:
+        shown = Inputs.of(inputs)
+    model = cast(Recommender, model)
     check_inputs(shown, features_of(model))
     x = shown.rows
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
@@ -71,7 +94,7 @@ def recommend(
     batches = shown.batches(held, rows, batch_size)
     unwanted = None
     if exclude is not None:
-        seen = shown.named("exclude", exclude)
+        seen = shown.named("exclude", cast(Source | str, exclude))
         check_columns("exclude", seen.matrix.num_cols, model.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)

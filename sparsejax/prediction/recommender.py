@@ -17,6 +17,7 @@ from sparsejax.data.sources import Features
 from sparsejax.mesh.layout import put_on_mesh, replicated
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.next_items import NextItems
 from sparsejax.sparse import CSR
 
 
@@ -95,7 +96,8 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
     Rows that are behind are read as if they were up to date.
     """
     model, optimizer = nnx.merge(graphdef, state)
-    with contextlib.nullcontext() if optimizer is None else optimizer.reading(model):
+    trained = model.model if isinstance(model, NextItems) else model
+    with contextlib.nullcontext() if optimizer is None else optimizer.reading(trained):
         yield model
 
 

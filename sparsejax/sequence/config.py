@@ -1,27 +1,25 @@
-"""Sequence models as data: a frozen dataclass, written to and read from versioned JSON."""
+"""Sequence models as data: frozen dataclasses, written to and read from versioned JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-VERSION = 1
+from sparsejax.model_json import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SASRecConfig:
-    """What a `SASRec` is made of.
+class SequenceConfig(ModelConfig):
+    """What all sequence models have. `SASRecConfig` and the others say what else.
 
-    >>> SASRecConfig(width=128, temperature=0.05).to_json()
-    {'version': 1, 'model': 'sasrec', 'width': 128, 'temperature': 0.05}
+    >>> SequenceConfig.from_json({"version": 1, "model": "sasrec", "width": 64}).width
+    64
 
     Attributes:
       max_length: the most items that a history may have.
       width: numbers in the vector of an item.
-      blocks: number of blocks.
-      heads: of each attention; a divisor of `width`.
+      blocks: number of blocks, one after the other.
       dropout: probability of dropping a number in training.
-      temperature: if given, scores are cosines divided by it, otherwise dot products.
+      temperature: scores are cosines divided by it; None for dot products.
 
     Raises:
       ValueError: a value is out of range.
@@ -29,62 +27,91 @@ class SASRecConfig:
     """
 
     max_length: int = 50
-    width: int = 64
+    width: int = 128
     blocks: int = 2
-    heads: int = 2
-    dropout: float = 0.2
-    temperature: float | None = None
+    dropout: float = 0.4
+    temperature: float | None = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "width", "blocks", "heads"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} must be an integer, got {size!r}")
-            if size < 1:
-                raise ValueError(f"{name} must be 1 or more, got {size}")
-        if self.width % self.heads:
-            raise ValueError(
-                f"width must be a multiple of heads, got {self.width} and {self.heads}"
-            )
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if type(field.default) is int:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise TypeError(f"{name} must be an integer, got {value!r}")
+                if value < 1:
+                    raise ValueError(f"{name} must be 1 or more, got {value}")
         for name in ("dropout", "temperature"):
-            number = getattr(self, name)
-            if name == "temperature" and number is None:
+            value = getattr(self, name)
+            if value is None and name == "temperature":
                 continue
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise TypeError(f"{name} must be a number, got {number!r}")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
-    def to_json(self) -> dict[str, Any]:
-        """The configuration as a JSON object; defaults are left out."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return {"version": VERSION, "model": "sasrec", **values}
 
-    @classmethod
-    def from_json(cls, document: object) -> SASRecConfig:
-        """The configuration of a JSON object, which `to_json` or a person has made.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SASRecConfig(SequenceConfig):
+    """What a `SASRec` is made of; see `SequenceConfig` too.
 
-        Raises:
-          ValueError: not an object, an unknown version, model or key, or a wrong value.
-          TypeError: a value is of a wrong type.
-        """
-        if not isinstance(document, dict):
-            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        given = dict(document)
-        if type(version := given.pop("version", None)) is not int or version != VERSION:
-            raise ValueError(
-                f'"version" is {version!r}; this release reads version {VERSION}'
-            )
-        if (name := given.pop("model", None)) != "sasrec":
-            raise ValueError(f'"model" is {name!r}, not sasrec')
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in given:
-            if key not in known:
-                raise ValueError(f'unknown key "{key}"; known: {", ".join(known)}')
-        return cls(**given)
+    >>> SASRecConfig(width=64, temperature=0.05).to_json()
+    {'version': 1, 'model': 'sasrec', 'width': 64, 'temperature': 0.05}
+
+    Attributes:
+      heads: of each attention; a divisor of `width`.
+
+    Raises:
+      ValueError: a value is out of range.
+      TypeError: a value is no number, or not an integer.
+    """
+
+    model = "sasrec"
+    heads: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HSTUConfig(SequenceConfig):
+    """What an `HSTU` is made of; see `SequenceConfig` too.
+
+    >>> HSTUConfig(heads=4).to_json()
+    {'version': 1, 'model': 'hstu', 'heads': 4}
+
+    Attributes:
+      heads: of each attention; a divisor of `width`.
+
+    Raises:
+      ValueError: a value is out of range.
+      TypeError: a value is no number, or not an integer.
+    """
+
+    model = "hstu"
+    heads: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRUConfig(SequenceConfig):
+    """What a `GRU` is made of; see `SequenceConfig`.
+
+    >>> GRUConfig(blocks=1).to_json()
+    {'version': 1, 'model': 'gru', 'blocks': 1}
+    """
+
+    model = "gru"
+
+
+def check_heads(config: SASRecConfig | HSTUConfig) -> None:
+    """That heads divide the width."""
+    if config.width % config.heads:
+        raise ValueError(
+            f"width must be a multiple of heads, got {config.width} and {config.heads}"
+        )

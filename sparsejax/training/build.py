@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 import scipy.sparse
@@ -11,14 +11,20 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.data import ScannedDataset, SparseDataset
+from sparsejax.data.scan_sequences import ScannedSequences
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+from sparsejax.sequence.build import build_sequence_model
+from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.model import SequenceModel
 from sparsejax.sparse import CSR
 
 
+@overload
 def build(
     config: NetworkConfig,
     data: Any,
@@ -26,8 +32,24 @@ def build(
     *,
     targets: Any = None,
     seed: int = 0,
-) -> tuple[FeedForward, Optimizer]:
-    """A `FeedForward` that fits the data, and the optimizer that trains it.
+) -> tuple[FeedForward, Optimizer]: ...
+
+
+@overload
+def build(
+    config: SequenceConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+) -> tuple[SequenceModel, Optimizer]: ...
+
+
+def build(
+    config: NetworkConfig | SequenceConfig,
+    data: Any,
+    rule: Rule | None = None,
+    *,
+    targets: Any = None,
+    seed: int = 0,
+) -> tuple[FeedForward | SequenceModel, Optimizer]:
+    """A `FeedForward` or a `SequenceModel` that fits the data, and its optimizer.
 
     >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
     >>> model.num_features == train.num_features
@@ -44,9 +66,9 @@ def build(
     Under `jax.set_mesh(...)` the parameters lie on the mesh.
 
     Args:
-      config: the layers and the loss.
+      config: the layers and the loss; or that of a model of histories.
       data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
-        SciPy matrix. Beside its number of columns, only a linear part reads it.
+        SciPy matrix; or histories, also of `scan_sequences`. Beside its number of columns, only a linear part reads it.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
       targets: `[rows, items]`, of the same types; `data` itself by default.
       seed: seed of the random initial parameters, of the noise in training, and of the
@@ -69,7 +91,8 @@ def build(
         outputs=features if targets is None else _num_columns("targets", targets),
         seed=seed,
     )
-    set_linear_part(modules[0], data)
+    if isinstance(modules[0], FeedForward):
+        set_linear_part(modules[0], data)
     return modules
 
 
@@ -91,8 +114,13 @@ def set_linear_part(model: FeedForward, data: Any) -> None:
 
 
 def new_modules(
-    config: NetworkConfig, rule: Rule, *, inputs: int, outputs: int, seed: int
-) -> tuple[FeedForward, Optimizer]:
+    config: NetworkConfig | SequenceConfig,
+    rule: Rule,
+    *,
+    inputs: int,
+    outputs: int,
+    seed: int,
+) -> tuple[FeedForward | SequenceModel, Optimizer]:
     """A new model and its optimizer, on the mesh if one is set. See `build`."""
     sizes = {"inputs": inputs, "outputs": outputs, "seed": seed}
     make = functools.partial(make_modules, config, rule, **sizes)
@@ -106,16 +134,27 @@ def new_modules(
 
 
 def make_modules(
-    config: NetworkConfig, rule: Rule, *, inputs: int, outputs: int, seed: int
-) -> tuple[FeedForward, Optimizer]:
+    config: NetworkConfig | SequenceConfig,
+    rule: Rule,
+    *,
+    inputs: int,
+    outputs: int,
+    seed: int,
+) -> tuple[FeedForward | SequenceModel, Optimizer]:
     """`new_modules`, for `nnx.eval_shape`: on a mesh not every array is placed."""
-    model = FeedForward(config, inputs=inputs, outputs=outputs, rngs=nnx.Rngs(seed))
+    rngs = nnx.Rngs(seed)
+    if isinstance(config, SequenceConfig):
+        model = build_sequence_model(config, items=inputs, rngs=rngs)
+    else:
+        model = FeedForward(config, inputs=inputs, outputs=outputs, rngs=rngs)
     return model, Optimizer(model, rule, seed=seed)
 
 
 def _num_columns(what: str, source: Any) -> int:
     match source:
-        case SparseDataset() | ScannedDataset():
+        case SparseDataset() | ScannedDataset() | SequenceDataset():
+            return source.num_features
+        case ScannedSequences():
             return source.num_features
         case CSR():
             return source.num_cols

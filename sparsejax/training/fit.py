@@ -20,6 +20,8 @@ from tqdm import tqdm
 from sparsejax.data import ScannedDataset
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.scan_sequences import ScannedSequences
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Source, Sources
 from sparsejax.mesh import interrupts, processes
 from sparsejax.mesh.layout import (
@@ -31,6 +33,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.click_scores import ClickModel
+from sparsejax.prediction.next_items import HistoryModel
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.training import dispatch as dispatching
 from sparsejax.training.checkpoint import Checkpoints
@@ -40,6 +43,7 @@ from sparsejax.training.items import item_job
 from sparsejax.training.job import Measure
 from sparsejax.training.progress import EarlyStopping, Progress, Saver
 from sparsejax.training.resident import Targets, Trainable
+from sparsejax.training.sequences import sequence_job
 from sparsejax.training.streaming import Stream
 
 
@@ -86,9 +90,14 @@ def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 @_on_auto_axes
 @_alone
 def fit(
-    model: Fittable | ClickModel,
+    model: Fittable | HistoryModel | ClickModel,
     optimizer: Optimizer,
-    inputs: Sources | ScannedDataset | ClickDataset | ScannedClicks,
+    inputs: Sources
+    | ScannedDataset
+    | SequenceDataset
+    | ScannedSequences
+    | ClickDataset
+    | ScannedClicks,
     targets: Targets | ScannedDataset = None,
     *,
     weights: ArrayLike | None = None,
@@ -96,7 +105,7 @@ def fit(
     num_epochs: int = 20,
     seed: int = 0,
     shuffle: bool = True,
-    validation: Source | ClickDataset | ScannedClicks | None = None,
+    validation: Source | SequenceDataset | ClickDataset | ScannedClicks | None = None,
     k: int = 20,
     early_stopping: EarlyStopping | None = None,
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
@@ -130,6 +139,15 @@ def fit(
             optimizer = Optimizer(model, optimizers.adam(1e-3))
             fit(model, optimizer, train)
 
+    A model of histories is trained on a `SequenceDataset`, or what `scan_sequences` gives,
+    to predict each item from those before it. Of each row it learns from the last
+    `max_length + 1` items::
+
+        train, heldout = histories.split_last()
+        model = SASRec(SASRecConfig(), items=train.num_features, rngs=nnx.Rngs(0))
+        optimizer = Optimizer(model, optimizers.adam(1e-3))
+        fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
+
     A click model is trained on a `ClickDataset` or `ScannedClicks`. Its loss is the binary
     cross-entropy of the logits `model(dense, ids)`::
 
@@ -140,12 +158,13 @@ def fit(
     While it runs on a terminal, a bar shows loss, examples per second and time left.
 
     Args:
-      model: a `FeedForward`, or a module with the methods of `Fittable`; for clicks a `DLRM`
-        or another click model, or a module that is called as `model(dense, ids)`.
+      model: a `FeedForward`, or a module with the methods of `Fittable`; for histories a
+        `SASRec`, or a module with the methods of `HistoryModel`; for clicks a `DLRM` or
+        another click model, or a module that is called as `model(dense, ids)`.
       optimizer: the optimizer of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
-        `scan_parquet` gives, which is read from disk a chunk at a time; or clicks, also of
-        `scan_clicks`, from Parquet; or several by name, `{name: source}`, among them
+        `scan_parquet` gives, which is read from disk a chunk at a time; or histories, also
+        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by name, `{name: source}`, among them
         `DenseDataset`s and arrays `[rows, ...]`. The rows are those of the first source
         with row names. The other sources are matched by row name, or by position if they
         have no names.
@@ -159,8 +178,10 @@ def fit(
       seed: seed of the order of examples.
       shuffle: False trains on the rows in the order of the data, the same in each epoch.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
-        ranked among all items that the row does not have in the targets. Of clicks:
-        examples of the same columns, read with the same vocabularies.
+        ranked among all items that the row does not have in the targets. Of histories: a
+        `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
+        twice, items that a row has are ranked, too. Of clicks: examples of the same
+        columns, read with the same vocabularies.
       k: cut-off of the validation metrics of items.
       early_stopping: stop on a validation metric, and end with the best epoch's weights.
       checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
@@ -194,7 +215,7 @@ def fit(
         data.
       NotImplementedError: `fused` with a tied output, with several targets, or with a
         model that has no `SparseOutput` of its own; one of several inputs is scanned;
-        scanned clicks are text.
+        scanned clicks are text; histories have `weights`.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       BlockingIOError: another process trains into `checkpoint_dir`. The message says
         which one.
@@ -220,6 +241,8 @@ def fit(
     of_data: list[Any] = [targets, weights, validation, early_stopping]
     if isinstance(inputs, ClickDataset | ScannedClicks):
         job = click_job(model, inputs, *of_data)
+    elif isinstance(inputs, SequenceDataset | ScannedSequences):
+        job = sequence_job(model, inputs, *of_data, k=k)
     else:
         job = item_job(model, inputs, *of_data, k=k)
     examples = job.examples

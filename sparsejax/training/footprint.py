@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ class Job:
             modules[0].train()
             return modules
 
-        return nnx.eval_shape(make)
+        return cast(tuple[FeedForward, Optimizer], nnx.eval_shape(make))
 
     def matrices(self) -> list[tuple[int, int]]:
         """Entries and columns of the inputs, and of the targets if they are separate."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from jax.typing import ArrayLike
 
 from sparsejax.data import ScannedDataset
+from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
 from sparsejax.prediction.evaluation import Setup, metric_names, prepare
 from sparsejax.sparse import CSR
@@ -55,11 +55,7 @@ class ScannedItems:
 
     def ends(self, chunk_rows: int) -> list[int]:
         """Chunks end where a group of rows does."""
-        ends = [0]
-        for end in itertools.accumulate(group.rows for group in self.inputs.groups):
-            if end - ends[-1] >= chunk_rows or end == self.num_rows:
-                ends.append(end)
-        return ends[1:]
+        return chunk_ends(self.inputs.groups, chunk_rows)
 
     def read(self, start: int, stop: int) -> list[CSR]:
         matrices = [source.read(start, stop) for source in self.sources]

@@ -279,7 +279,7 @@ def test_linear_part(small, tmp_path, capsys, linear):
     )
     assert (why in said) == (linear == "auto")
     wanted = {"auto": chosen, "5": LinearConfig(rank=5), None: None}
-    assert found.linear == wanted[linear]
+    assert isinstance(found, NetworkConfig) and found.linear == wanted[linear]
     model, _ = run.load_model(tmp_path / "run")
     part = model.output.linear
     assert (part is None) == (linear is None)

@@ -14,7 +14,7 @@ HISTORIES = np.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1], [-1, -1, -1, -1, -1]]
 def small(**options) -> sj.SASRec:
     config = sj.SASRecConfig(max_length=4, width=8, dropout=0.3, **options)
     model = sj.SASRec(config, items=11, rngs=nnx.Rngs(0))
-    model.items[...] *= 20  # so that scores differ
+    model.output.kernel[...] *= 20  # so that scores differ
     return model
 
 
@@ -34,7 +34,7 @@ def linear(x, layer):
 def hidden(model: sj.SASRec, items: np.ndarray) -> np.ndarray:
     """`[length, width]` of one history without padding, in float64."""
     x = (
-        np.asarray(model.items[...], np.float64)[items]
+        np.sqrt(8) * np.asarray(model.output.kernel[...], np.float64)[items]
         + np.asarray(model.places[...], np.float64)[: len(items)]
     )
     for block in model.blocks:
@@ -53,7 +53,7 @@ def hidden(model: sj.SASRec, items: np.ndarray) -> np.ndarray:
 
 
 def scores_of(model: sj.SASRec, h: np.ndarray) -> np.ndarray:
-    kernel = np.asarray(model.items[...], np.float64)[:11]
+    kernel = np.asarray(model.output.kernel[...], np.float64)[:11]
     if (temperature := model.config.temperature) is not None:
         h = h / np.linalg.norm(h, axis=1, keepdims=True)
         kernel = kernel / np.linalg.norm(kernel, axis=1, keepdims=True) / temperature
@@ -94,7 +94,7 @@ def test_gradients_and_dropout():
         return nnx.merge(graph, params, rest).loss(histories)
 
     gradients = jax.grad(loss)(params)
-    assert not np.asarray(gradients["items"][...])[11:].any()  # padding
+    assert not np.asarray(gradients["output"]["kernel"][...])[11:].any()  # padding
     direction = jax.tree.map(jnp.sign, gradients)
     size = 1e-3
 
@@ -132,7 +132,7 @@ def test_the_configuration_as_json():
     [
         ([], "expected a JSON object, got list"),
         ({"version": 2}, '"version" is 2'),
-        ({"version": 1, "model": "hstu"}, "\"model\" is 'hstu', not sasrec"),
+        ({"version": 1, "model": "sas"}, "\"model\" is 'sas', not one of sasrec"),
         ({"widht": 3}, 'unknown key "widht"; known: max_length, width'),
         ({"width": 7}, "width must be a multiple of heads, got 7 and 2"),
         ({"blocks": 0}, "blocks must be 1 or more, got 0"),

@@ -1,0 +1,168 @@
+"""What sequence models share: the vectors of the items, the loss and the best items."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.nn.layers import SparseOutput
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sequence.config import SequenceConfig
+
+PADDING = -1  # where a history has ended
+
+Ids = Int[Array, "batch length"]
+Times = Float[Array, "batch length"] | None
+Vectors = Float[Array, "batch length width"]
+
+
+class SequenceModel(nnx.Module):
+    """A model of histories. Each says in `__call__` how items become hidden vectors.
+
+    With E the vectors of the items and h_t the hidden vector of place t, which depends on
+    the places up to t alone::
+
+        score_ti = h_t . E_i                            or cos(h_t, E_i) / temperature
+
+    Histories are `[batch, length]` int32, the oldest item first, then -1, as
+    `SequenceDataset.padded` makes them. A history without items has the vector of its
+    first place alone. An id that is neither an item nor -1 makes its row NaN.
+
+    Times are `[batch, length]` float32, in any unit. Only differences within a row count,
+    so that those of a row may begin with 0, which keeps them exact.
+
+    Attributes:
+      uses_times: whether times make a difference. They may still be None.
+      config: what the model is made of.
+      num_items: number of items.
+      output: the vectors of the items, `output.kernel`, read and scored with.
+
+    Args:
+      config: what the model is made of.
+      items: number of items.
+      rngs: random streams: "params", and "dropout" in training.
+
+    Raises:
+      ValueError: `items` is not positive.
+    """
+
+    uses_times: bool = False
+
+    def __init__(self, config: SequenceConfig, *, items: int, rngs: nnx.Rngs):
+        if items < 1:
+            raise ValueError(f"items must be 1 or more, got {items}")
+        self.config = config
+        self.output = SparseOutput(
+            config.width,
+            items,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(0.02),
+            temperature=config.temperature,
+            rngs=rngs,
+        )
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return self.output.num_items
+
+    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
+        """The hidden vector of each place.
+
+        Raises:
+          ValueError: histories are longer than `max_length`.
+        """
+        raise NotImplementedError("a sequence model defines __call__")
+
+    def add_items(self, count: int, *, optimizer: Optimizer | None = None) -> None:
+        """Adds items behind the known ones, in place: see `FeedForward.add_items`.
+
+        >>> model = SASRec(SASRecConfig(max_length=4, width=8), items=9, rngs=nnx.Rngs(0))
+        >>> model.add_items(3)
+        >>> model.num_items
+        12
+
+        Args:
+          count: number of new items.
+          optimizer: the model's; its state gets rows too.
+        """
+        known: dict[tuple[str, ...], int] = {("output", "kernel"): self.num_items}
+        self.output.add_items(count)
+        if optimizer is not None:
+            optimizer.add_rows(self, known)
+
+    def embed(self, histories: Ids) -> Vectors:
+        """The vector of each item; zeros where there is none.
+
+        Raises:
+          ValueError: histories are longer than `max_length`.
+        """
+        if histories.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"histories have {histories.shape[1]} places, but max_length is "
+                f"{self.config.max_length}; cut them: data.padded({self.config.max_length})"
+            )
+        kernel = self.output.kernel[...]
+        # Out of range: no item, and a row of NaN. Padding is overwritten.
+        known = (histories >= 0) & (histories < self.num_items)
+        rows = jnp.where(known, histories, len(kernel))
+        vectors = kernel.at[rows].get(mode="fill", fill_value=jnp.nan)
+        return jnp.where((histories != PADDING)[..., None], vectors, 0)
+
+    def loss(
+        self, histories: Ids, times: Times = None, *, max_targets: int | None = None
+    ) -> Float[Array, ""]:
+        """Mean cross-entropy of the next item, over all places that have one.
+
+        Args:
+          histories: up to `max_length + 1` places.
+          times: of each place, or None.
+          max_targets: the most places that have a next item. The output layer computes as
+            many rows, so that padding costs it nothing. More of them make the loss NaN.
+            None is all places.
+
+        Raises:
+          ValueError: histories are longer, or have less than two places.
+        """
+        if histories.shape[1] < 2:
+            raise ValueError(
+                "a loss needs histories of two places or more, an item and the next, got "
+                f"{histories.shape}"
+            )
+        h = self(histories[:, :-1], None if times is None else times[:, :-1])
+        targets = histories[:, 1:]
+        if max_targets is None:
+            return self.output.cross_entropy(h, targets)
+        h, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
+        wanted = targets != PADDING
+        (places,) = jnp.nonzero(wanted, size=max_targets, fill_value=len(targets))
+        h = h.at[places].get(mode="fill", fill_value=0)
+        targets = targets.at[places].get(mode="fill", fill_value=PADDING)
+        loss = self.output.cross_entropy(h, targets)
+        return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
+
+    def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
+        """The hidden vector of each history's last item."""
+        place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
+        h = self(histories, times)
+        return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
+
+    def top_k(
+        self,
+        histories: Ids,
+        k: int,
+        *,
+        exclude: SparseRows | None = None,
+        times: Times = None,
+    ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
+        """Ids and scores of the items that are most likely next; see `sparsejax.top_k`.
+
+        Args:
+          histories: up to `max_length` places.
+          k: number of items.
+          exclude: items to leave out of each row.
+          times: of each place, or None.
+        """
+        return self.output.top_k(self.last(histories, times), k, exclude=exclude)

@@ -1,0 +1,166 @@
+"""Models of histories on the command line, from a file to recommendations."""
+
+import json
+
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from sparsejax.cli import run
+from sparsejax.cli.main import main
+
+ITEMS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A file whose lines have a user and the items in order, each the one after the last.
+
+    The last item of each user is split off, and the one before it is for validation.
+    """
+    folder = tmp_path_factory.mktemp("histories")
+    rng = np.random.default_rng(0)
+    lines = []
+    for user in range(80):
+        steps = np.where(rng.random(4 + user % 5) < 0.9, 1, 2)
+        items = (user + np.cumsum(steps)) % ITEMS
+        lines.append(" ".join([f"u{user}", *(f"i{item}" for item in items)]))
+    (folder / "histories.txt").write_text("\n".join(lines) + "\n")
+    config = {"version": 1, "model": "gru", "width": 16, "blocks": 1, "max_length": 6}
+    (folder / "gru.json").write_text(json.dumps(config))
+    splits, files = folder / "splits", str(folder / "histories.txt")
+    argv = ["split", files, "--by", "last", "--histories", "--out", str(splits)]
+    assert main(argv) == 0
+    assert main(train(folder)) == 0
+    return folder
+
+
+def train(folder, *more, out="run", epochs=12):
+    data = str(folder / "splits" / "train.parquet")
+    argv = ["train", data, "--run", str(folder / out), "--validation", "last"]
+    argv += ["--config", str(folder / "gru.json"), "--learning-rate", ".02"]
+    return [*argv, "--k", "3", "--batch-size", "16", "--epochs", str(epochs), *more]
+
+
+def test_one_model_from_a_file_to_recommendations(folder, capsys):
+    splits, home = folder / "splits", str(folder / "run")
+    files = [str(splits / name) for name in ("train.parquet", "heldout.parquet")]
+    assert main(["evaluate", home, *files, "--k", "3", "--keep-seen"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["recall@3"] > 0.8 > 2 * measured["popularity_recall@3"]
+    assert measured["users"] == 80
+
+    # The same in Python, on the model of the best epoch.
+    model, names = sj.load_model(home)
+    data, heldout = (sj.read_sequences(file, features=names) for file in files)
+    found = sj.evaluate(model, data, heldout, k=3, exclude=None)
+    assert found["ndcg@3"] == pytest.approx(measured["ndcg@3"])
+
+    out = folder / "next.jsonl"
+    argv = [
+        "predict",
+        home,
+        files[0],
+        "--k",
+        "2",
+        "--users",
+        "u7,u3",
+        "--out",
+        str(out),
+    ]
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    expected = sj.recommend(model, data.align_rows(["u7", "u3"]), 2).names(names)
+    assert [line["items"] for line in lines] == expected
+    assert main([*argv, "--exclude-seen", "--exclude", files[1]]) == 0
+    seen = {"u7": set(), "u3": set()}
+    for part in (data, heldout):
+        for user in seen:
+            start, end = part.align_rows([user]).indptr
+            seen[user] |= set(names[part.align_rows([user]).indices[start:end]])
+    for line in map(json.loads, out.read_text().splitlines()):
+        assert not seen[line["user"]] & set(line["items"])
+
+    argv = ["report", home, "--train", files[0], "--test", files[1], "--keep-seen"]
+    assert main([*argv, "--k", "3"]) == 0
+    page = (folder / "run" / "report.html").read_text()
+    assert f"{measured['ndcg@3']:.4g}"[:5] in page and "gru" in page
+    assert main(["similar", home, "i3", "--k", "2"]) == 0
+    assert len(capsys.readouterr().out.split()) == 2
+
+
+def test_export(folder, symbolic_sizes):
+    path = str(folder / "next.predictor")
+    assert main(["export", str(folder / "run"), path, "--k", "2"]) == 0
+    predictor = sj.load_predictor(path)
+    model, names = sj.load_model(folder / "run")
+    history = sj.read_sequences(folder / "histories.txt", features=names)
+    user = history.align_rows(["u9"])
+    expected = sj.recommend(model, user, 2).names(names)[0]
+    found = predictor.recommend_names(
+        names[user.indices].tolist(), exclude_seen=False, k=2
+    )
+    assert found == expected
+
+
+def test_a_resume(folder):
+    assert main(train(folder, out="half", epochs=2)) == 0
+    assert main(train(folder, "--resume", out="half", epochs=4)) == 0
+    assert main(train(folder, out="at_once", epochs=4)) == 0
+    models = [sj.load_model(folder / name)[0] for name in ("half", "at_once")]
+    for one, other in zip(*(m.output.kernel[...] for m in models), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_table_with_times_and_chunks(folder, capsys):
+    events = [(u, (u * t) % 5, t) for t in range(5, -1, -1) for u in range(9)]
+    lines = ["user,item,time", *(f"u{u},i{i},{t}" for u, i, t in events)]
+    (folder / "events.csv").write_text("\n".join(lines))
+    config = sj.HSTUConfig(width=8, blocks=1, max_length=4, dropout=0.0)
+    (folder / "hstu.json").write_text(json.dumps(config.to_json()))
+    argv = ["train", str(folder / "events.csv"), "--model", "hstu", "--epochs", "1"]
+    argv += ["--config", str(folder / "hstu.json"), "--time", "time"]
+    assert main([*argv, "--run", str(folder / "timed")]) == 0
+    assert "54 entries in the order of time" in capsys.readouterr().err
+    assert run.load_run(folder / "timed")[0].network == config
+    sj.read_sequences(folder / "events.csv").save(folder / "events.parquet")
+    argv[1] = str(folder / "events.parquet")
+    argv = [*argv[:-2], "--chunk-rows", "40", "--run", str(folder / "chunks")]
+    assert main(argv) == 0
+    one, other = (
+        sj.load_model(folder / name)[0].output.kernel[...]
+        for name in ("timed", "chunks")
+    )
+    np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
+
+
+def test_wrong_arguments(folder, capsys):
+    def error(*argv):
+        assert main(list(argv)) == 1
+        return capsys.readouterr().err
+
+    argv = ["train", str(folder / "histories.txt"), "--run", str(folder / "new")]
+    text = error(*argv, "--model", "sasrec", "--hidden", "8")
+    assert "--hidden is for an autoencoder; options of --model sasrec are in" in text
+    config = str(folder / "gru.json")
+    text = error(*argv, "--model", "sasrec", "--config", config)
+    assert "--model sasrec: " in text and "gru.json describes gru" in text
+    assert "histories have no values" in error(*argv, "--model", "gru", "--value", "x")
+    files = [
+        str(folder / "splits" / f"{name}.parquet") for name in ("train", "heldout")
+    ]
+    text = error("evaluate", str(folder / "run"), *files, "--baselines")
+    assert "--baselines is of no use for a model of histories" in text
+    plan = [
+        "plan",
+        "--items",
+        "10",
+        "--rows",
+        "10",
+        "--entries",
+        "20",
+        "--memory",
+        "1GB",
+    ]
+    assert "gru is a model of histories" in error(*plan, "--config", config)
+    assert not (folder / "new").exists()

@@ -1,0 +1,129 @@
+"""Histories in `recommend` and `evaluate`, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+
+ITEMS, LENGTH = 20, 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1)
+    model = sj.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model.train()  # as after `fit`: noise must be off in what follows
+    return model
+
+
+def made(*rows, prefix="user") -> sj.SequenceDataset:
+    indptr = np.append(0, np.cumsum([len(row) for row in rows]))
+    names = [f"{prefix}{r}" for r in range(len(rows))]
+    items = np.array([f"item{i}" for i in range(ITEMS)])
+    indices = np.array([i for row in rows for i in row], np.int32)
+    return sj.SequenceDataset(indptr, indices, np.array(names), items)
+
+
+def scores_of(model, histories):
+    """`[rows, ITEMS]` of the last `LENGTH` items of each history."""
+    model.eval()
+    ids, scores = model.top_k(jnp.asarray(histories.padded(LENGTH)), ITEMS)
+    model.train()
+    found = np.zeros(scores.shape)
+    np.put_along_axis(found, np.asarray(ids), np.asarray(scores), axis=1)
+    return found
+
+
+def test_recommendations(model):
+    data = made([3, 1, 3, 8, 9, 2], [], [5])
+    scores = scores_of(model, data)
+    found = sj.recommend(model, data, k=6, batch_size=2)
+    np.testing.assert_array_equal(found.ids, np.argsort(-scores, axis=1)[:, :6])
+    np.testing.assert_allclose(
+        found.scores, -np.sort(-scores, axis=1)[:, :6], rtol=1e-5, atol=1e-6
+    )
+    # What a history has, also what is too old to be read.
+    for row in range(3):
+        scores[row, data.indices[data.indptr[row] : data.indptr[row + 1]]] = -np.inf
+    for seen in (data, "inputs", data.to_sparse()):
+        found = sj.recommend(model, data, k=6, exclude=seen)
+        np.testing.assert_array_equal(found.ids, np.argsort(-scores, axis=1)[:, :6])
+    assert found.names(data.feature_names)[0][0] == f"item{scores[0].argmax()}"
+    # Rows are matched by name.
+    other = made([2], prefix="other").to_sparse()
+    with pytest.raises(ValueError, match="exclude has none of the rows of inputs"):
+        sj.recommend(model, data, exclude=other)
+
+
+@pytest.mark.parametrize("exclude", ["inputs", None])
+def test_measures(model, exclude):
+    train = made([3, 1, 3, 8, 9, 2], [4], [5, 6], [7, 0])
+    heldout = made([11], [], [5], [12])  # nobody else has 11, 12; 5 was seen
+    scores = scores_of(model, train)
+    if exclude:
+        for row in range(4):
+            seen = train.indices[train.indptr[row] : train.indptr[row + 1]]
+            scores[row, seen] = -np.inf
+    ranks = [
+        1 + np.sum(scores[row] > scores[row, item])
+        for row, item in ((0, 11), (2, 5), (3, 12))
+    ]
+    if exclude:
+        ranks[1] = ITEMS
+        with pytest.warns(UserWarning, match="1 of 3 held-out entries"):
+            found = sj.evaluate(model, train, heldout, k=8)
+    else:
+        found = sj.evaluate(model, train, heldout, k=8, exclude=None)
+    ranks = np.array(ranks)
+    hits = ranks <= 8
+    assert found["recall@8"] == pytest.approx(hits.mean())
+    assert found["ndcg@8"] == pytest.approx((hits / np.log2(1 + ranks)).mean())
+    assert (found["users"], found["entries_unknown"]) == (3, 2)
+    assert "popularity_ndcg@8" in found
+
+
+def test_a_predictor(model, tmp_path, symbolic_sizes):
+    data = made([3, 1, 3, 8, 9, 2], [], [5])
+    path = tmp_path / "model.predictor"
+    sj.export_predictor(model, path, k=6, names=data, batch_size=8)
+    predictor = sj.load_predictor(path)
+    for exclude in (None, data):
+        expected = sj.recommend(model, data, k=6, exclude=exclude)
+        found = predictor.recommend(data, exclude=exclude)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
+    # The order of the names counts, and so do repeats; unknown ones are skipped.
+    names = ["item3", "item1", "new", "item3", "item8", "item9", "item2"]
+    assert predictor.recommend_names(names) == predictor.names(found)[0]
+    all_items = predictor.recommend_names([names, []], exclude_seen=False)
+    expected = sj.recommend(model, data, k=6)
+    assert all_items == predictor.names(expected)[:2]
+    entries = data.indptr, data.indices, data.row_names
+    with pytest.raises(ValueError, match="'item19' in inputs but 'item0' in the pred"):
+        predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[::-1]))
+    with pytest.raises(ValueError, match="inputs has 10 columns but the model has 20"):
+        predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[:10]))
+
+
+def test_wrong_arguments(model):
+    data = made([3, 1], [2, 5])
+    with pytest.raises(ValueError, match="give heldout, as split_last makes it"):
+        sj.evaluate(model, data)
+    with pytest.raises(ValueError, match="fold_in is of no use for histories"):
+        sj.evaluate(model, data, fold_in=0.5)
+    with pytest.raises(ValueError, match='exclude is data or "inputs", got'):
+        sj.recommend(model, data, exclude="histories")
+    train, heldout = data.split_last()
+    renamed = sj.SequenceDataset(
+        heldout.indptr, heldout.indices, heldout.row_names, data.feature_names[::-1]
+    )
+    with pytest.raises(ValueError, match="column 0 is 'item0' in inputs but 'item19'"):
+        sj.evaluate(model, train, renamed)
+    config = sj.NetworkConfig.autoencoder((4,))
+    other = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        TypeError, match=r"FeedForward has no config.max_length \(other"
+    ):
+        sj.recommend(other, data)

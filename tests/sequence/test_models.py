@@ -1,0 +1,238 @@
+"""What holds for every sequence model, and HSTU and GRU against their formulas in NumPy."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+
+ITEMS = 11
+HISTORIES = jnp.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1], [-1, -1, -1, -1, -1]])
+TIMES = jnp.array([[0, 0.5, 40, 9000, 9001], [0, 3e8, 0, 0, 0], [0, 0, 0, 0, 0]])
+CONFIGS = {
+    "sasrec": sj.SASRecConfig(max_length=5, width=8, dropout=0.3, temperature=0.5),
+    "hstu": sj.HSTUConfig(max_length=5, width=8, dropout=0.3),
+    "gru": sj.GRUConfig(max_length=5, width=8, dropout=0.3, temperature=0.5),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request) -> sj.SequenceModel:
+    """Without dropout, and with vectors so long that scores differ."""
+    made = sj.build_sequence_model(
+        CONFIGS[request.param], items=ITEMS, rngs=nnx.Rngs(0)
+    )
+    made.output.kernel[...] *= 20
+    made.eval()
+    return made
+
+
+def matrix(layer) -> np.ndarray:
+    return np.asarray(layer.kernel[...], np.float64)
+
+
+def bias(layer) -> np.ndarray:
+    return np.asarray(layer.bias[...], np.float64)
+
+
+def norm(x, layer):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    return x * np.asarray(layer.scale[...]) + np.asarray(layer.bias[...])
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def of_items(model, items):
+    return np.asarray(model.output.kernel[...], np.float64)[items]
+
+
+def hstu(model: sj.HSTU, items: np.ndarray, times: np.ndarray | None) -> np.ndarray:
+    """`[length, width]` of one history without padding."""
+    n = len(items)
+    x = np.sqrt(8) * of_items(model, items) + np.asarray(model.places[...])[:n]
+    for block in model.blocks:
+        y, heads = norm(x, block.norm1), []
+        u, v, q, k = (
+            silu(y @ matrix(layer))
+            for layer in (block.gates, block.values, block.queries, block.keys)
+        )
+        place, time = np.asarray(block.place_bias[...]), np.asarray(block.time_bias)
+        for part in np.split(np.arange(8), 2):
+            made = np.zeros((n, len(part)))
+            for t in range(n):
+                for s in range(t + 1):
+                    score = q[t, part] @ k[s, part] + place[t - s]
+                    if times is not None:
+                        apart = max(abs(times[t] - times[s]), 1)
+                        score += time[min(int(np.log(apart) / 0.301), 127)]
+                    made[t] += silu(score) / 5 * v[s, part]
+            heads.append(made)
+        gated = u * norm(np.concatenate(heads, 1), block.norm2)
+        x = x + gated @ matrix(block.mixed) + bias(block.mixed)
+    return norm(x, model.norm)
+
+
+def gru(model: sj.GRU, items: np.ndarray, times: None) -> np.ndarray:
+    """`[length, width]` of one history without padding."""
+    x = of_items(model, items)
+    for block in model.blocks:
+        h, states = np.zeros(8), []
+        for one in x:
+            inputs = one @ matrix(block.inputs) + bias(block.inputs)
+            gates = inputs[:16] + h @ matrix(block.gates)
+            r, z = np.split(1 / (1 + np.exp(-gates)), 2)
+            of_h = h @ matrix(block.new) + bias(block.new)
+            h = (1 - z) * np.tanh(inputs[16:] + r * of_h) + z * h
+            states.append(h)
+        x = np.array(states)
+    return x
+
+
+def all_scores(model, h):
+    kernel = of_items(model, np.arange(ITEMS))
+    if (temperature := model.config.temperature) is not None:
+        h = h / np.linalg.norm(h, axis=1, keepdims=True)
+        kernel = kernel / np.linalg.norm(kernel, axis=1, keepdims=True) / temperature
+    return h @ kernel.T
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle", "times"),
+    [("hstu", hstu, None), ("hstu", hstu, TIMES), ("gru", gru, None)],
+)
+def test_the_formula(name, oracle, times):
+    model: Any = sj.build_sequence_model(CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0))
+    model.output.kernel[...] *= 20
+    for block in model.blocks:  # so that biases count
+        for _, variable in nnx.iter_graph(block):
+            if isinstance(variable, nnx.Param) and variable[...].ndim == 1:
+                noise = np.random.default_rng(1).normal(size=variable[...].shape)
+                variable[...] += jnp.asarray(noise, jnp.float32)
+    model.eval()
+    found, losses = model(HISTORIES, times), []
+    for r, row in enumerate(np.asarray(HISTORIES)[:2]):
+        row = row[row >= 0]
+        given = None if times is None else np.asarray(times)[r]
+        h = oracle(model, row, given)
+        np.testing.assert_allclose(found[r, : len(row)], h, rtol=1e-3, atol=1e-4)
+        scores, targets = all_scores(model, h[:-1]), (np.arange(len(row) - 1), row[1:])
+        losses += (np.log(np.exp(scores).sum(1)) - scores[targets]).tolist()
+    np.testing.assert_allclose(model.loss(HISTORIES, times), np.mean(losses), rtol=1e-4)
+    ids, scores = model.top_k(HISTORIES, 3, times=times)
+    wanted = all_scores(model, np.asarray(model.last(HISTORIES, times), np.float64))
+    np.testing.assert_array_equal(ids, np.argsort(-wanted, axis=1)[:, :3])
+    np.testing.assert_allclose(scores, -np.sort(-wanted)[:, :3], rtol=1e-3, atol=1e-4)
+
+
+def test_what_comes_later_changes_nothing(model):
+    early = model(HISTORIES, TIMES)[:, :3]
+    other = HISTORIES.at[0, 3:].set(jnp.array([1, -1]))
+    np.testing.assert_array_equal(model(other, TIMES.at[:, 3:].add(7))[:, :3], early)
+    # So padding of any length changes nothing either.
+    short = model(HISTORIES[:, :3], TIMES[:, :3])
+    np.testing.assert_allclose(short, early, rtol=1e-5, atol=1e-6)
+    if model.uses_times:
+        assert (model(HISTORIES) != model(HISTORIES, TIMES)).any()
+        moved = model(HISTORIES, TIMES + 64)
+        np.testing.assert_array_equal(moved, model(HISTORIES, TIMES))
+
+
+def test_targets_alone_go_to_the_output(model):
+    whole = model.loss(HISTORIES, TIMES)
+    for size in (5, 7):
+        packed = model.loss(HISTORIES, TIMES, max_targets=size)
+        np.testing.assert_allclose(packed, whole, rtol=1e-6)
+    assert jnp.isnan(model.loss(HISTORIES, TIMES, max_targets=4))
+    assert model.loss(HISTORIES[2:], max_targets=4) == 0
+
+
+def test_gradients(model):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    @jax.jit
+    def loss(params):
+        return nnx.merge(graph, params, rest).loss(HISTORIES, TIMES, max_targets=6)
+
+    gradients = jax.grad(loss)(params)
+    assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
+    direction, size = jax.tree.map(jnp.sign, gradients), 2e-4
+
+    def moved(sign):
+        return loss(jax.tree.map(lambda p, d: p + sign * size * d, params, direction))
+
+    slope = (moved(1) - moved(-1)) / (2 * size)
+    wanted = sum(jnp.sum(jnp.abs(g)) for g in jax.tree.leaves(gradients))
+    np.testing.assert_allclose(slope, wanted, rtol=0.02)
+
+
+def test_awkward_histories(model):
+    for unknown in (ITEMS, -2):
+        broken = HISTORIES.at[1, 0].set(unknown)
+        assert jnp.isnan(model.loss(broken, TIMES))
+        _, scores = model.top_k(broken, 2, times=TIMES)
+        np.testing.assert_array_equal(jnp.isnan(scores).all(1), [False, True, False])
+    assert model.loss(HISTORIES[2:]) == 0
+    with pytest.raises(ValueError, match=r"have 6 places, but max_length is 5"):
+        model(jnp.zeros((1, 6), int))
+    with pytest.raises(ValueError, match="histories of two places or more"):
+        model.loss(HISTORIES[:, :1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_eight_devices_do_what_one_does(name):
+    def gradients():
+        model = sj.build_sequence_model(CONFIGS[name], items=600, rngs=nnx.Rngs(0))
+        model.eval()
+        histories = jnp.tile(HISTORIES, (4, 1)) * 53
+        histories = jnp.where(histories < 0, -1, histories)
+
+        @nnx.jit
+        def both(model):
+            return nnx.value_and_grad(lambda model: model.loss(histories))(model)
+
+        return model, *both(model)
+
+    _, loss, one = gradients()
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        model, on_mesh, eight = gradients()
+        assert len(model.output.kernel[...].sharding.device_set) == 8
+    np.testing.assert_allclose(on_mesh, loss, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_lowers_for_cuda():
+    config = dataclasses.replace(CONFIGS["hstu"], width=64)
+    model = sj.build_sequence_model(config, items=600, rngs=nnx.Rngs(0))
+    model.output.implementation = "mosaic_gpu"
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params):
+        made = nnx.merge(graph, params, rest, copy=True)
+        return made.loss(HISTORIES, TIMES, max_targets=8)
+
+    traced = jax.jit(jax.grad(loss)).trace(params)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations_as_json(name):
+    config = CONFIGS[name]
+    assert sj.SequenceConfig.from_json(config.to_json()) == config
+    made = sj.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
+    assert type(made).__name__.lower() == name
+
+
+def test_a_configuration_of_no_model():
+    with pytest.raises(TypeError, match="HSTUConfig or GRUConfig, got SequenceConfig"):
+        sj.build_sequence_model(sj.SequenceConfig(), items=3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="not one of sasrec, hstu, gru"):
+        sj.SequenceConfig.from_json({"version": 1, "model": "rnn"})

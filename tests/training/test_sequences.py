@@ -1,0 +1,284 @@
+"""Models of histories by `fit`: a loop of one's own, meshes, from disk, after a kill."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax import training
+
+ITEMS, LENGTH = 30, 6
+
+
+def made(rows=150, *, seed=0) -> sj.SequenceDataset:
+    """The next item is the one after the last, or another one. Some rows are empty."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 10, rows)
+    lengths[:4] = 0, 1, 2, 40
+    steps = np.where(rng.random(lengths.sum()) < 0.8, 1, rng.integers(0, ITEMS))
+    indptr = np.append(0, np.cumsum(lengths))
+    starts = np.repeat(rng.integers(0, ITEMS, rows), lengths)
+    before = np.append(0, np.cumsum(steps))
+    within = before[1:] - np.repeat(before[indptr[:-1]], lengths)
+    names = np.arange(rows).astype(str), np.arange(ITEMS).astype(str)
+    times = np.arange(lengths.sum())
+    return sj.SequenceDataset(indptr, (starts + within) % ITEMS, *names, times)
+
+
+def histories_of(*rows, items=ITEMS) -> sj.SequenceDataset:
+    """Histories without times."""
+    indptr = np.append(0, np.cumsum([len(row) for row in rows]))
+    indices = np.array([item for row in rows for item in row], np.int32)
+    names = np.arange(len(rows)).astype(str), np.arange(items).astype(str)
+    return sj.SequenceDataset(indptr, indices, *names)
+
+
+def build(*, dropout=0.2, rule=None):
+    config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1, dropout=dropout)
+    model = sj.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+    return model, sj.Optimizer(model, rule or sj.optimizers.adam(0.01))
+
+
+def trained(sequences, **options):
+    model, optimizer = build()
+    history = sj.fit(model, optimizer, sequences, batch_size=64, **options)
+    return model, history
+
+
+def on(shape):
+    if shape is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
+
+
+def leaves(model):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def losses(history):
+    return [entry["loss"] for entry in history]
+
+
+def test_fit_is_a_loop_of_ones_own():
+    sequences = made()
+    model, optimizer = build(dropout=0.0)
+    [entry] = sj.fit(
+        model, optimizer, sequences, batch_size=64, num_epochs=1, shuffle=False
+    )
+    kept = np.flatnonzero(np.diff(sequences.indptr) > 1)
+    histories = sequences.padded(LENGTH + 1)[kept]
+    expected, optimizer = build(dropout=0.0)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, histories):
+        loss, grads = optimizer.value_and_grad(lambda m: m.loss(histories))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    found = 0.0
+    for start in range(0, len(kept), 64):
+        batch = histories[start : start + 64]
+        found += float(step(expected, optimizer, jnp.asarray(batch))) * len(batch)
+    np.testing.assert_allclose(found / len(kept), entry["loss"], rtol=1e-5)
+    for ours, theirs in zip(*map(leaves, (model, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+    # The same by dispatches, to the bit.
+    model, optimizer = build()
+    examples = training.place(sequences, model=model)
+    epochs = training.Epochs(examples, batch_size=64, num_epochs=1)
+    program = training.Program(model, optimizer)
+    parts = [(program.launch(d), d.examples) for d in epochs.dispatches(0)]
+    sums = [np.dot(np.asarray(found, np.float64), n) for found, n in parts]
+    _, [entry] = trained(sequences, num_epochs=1)
+    assert sum(sums) / len(kept) == entry["loss"]
+
+
+def test_a_mesh_gives_the_same_losses():
+    train, heldout = made().split_last()
+    found = []
+    for shape in (None, (2, 4)):
+        with on(shape):
+            model, history = trained(train, num_epochs=2, validation=heldout)
+            scores = sj.recommend(model, train, k=5, exclude=train).scores
+            assert history[1]["ndcg@20"] == pytest.approx(
+                sj.evaluate(model, train, heldout, exclude=None)["ndcg@20"]
+            )
+            found.append([losses(history), scores])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_streamed_histories(tmp_path):
+    sequences = made()
+    # In the same batches as those in memory, which leave out what has no next item.
+    kept = np.diff(sequences.indptr) > 1
+    sequences = sj.SequenceDataset(
+        np.append(0, np.cumsum(np.diff(sequences.indptr)[kept])),
+        sequences.indices[np.repeat(kept, np.diff(sequences.indptr))],
+        sequences.row_names[kept],
+        sequences.feature_names,
+    )
+    sequences.save(tmp_path / "all.parquet")
+    scanned = sj.scan_sequences(tmp_path / "all.parquet", chunk_rows=1000)
+    options: dict[str, Any] = {"num_epochs": 2, "shuffle": False}
+    model, history = trained(scanned, **options)
+    same, expected = trained(sequences, **options)
+    assert losses(history) == losses(expected)
+    for ours, theirs in zip(*map(leaves, (model, same)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with on((2, 4)):
+        _, divided = trained(scanned, num_epochs=2)
+    _, expected = trained(scanned, num_epochs=2)
+    np.testing.assert_allclose(losses(divided), losses(expected), rtol=1e-5)
+    with pytest.raises(ValueError, match="validation needs the histories in host mem"):
+        trained(scanned, validation=sequences)
+
+
+def test_a_resume_gives_the_same_bits(tmp_path):
+    train, heldout = made().split_last()
+    made().save(tmp_path / "all.parquet")
+    scanned = sj.scan_sequences(tmp_path / "all.parquet", chunk_rows=50)
+    options: dict[str, Any] = {"num_epochs": 3}
+
+    class Killed(Exception):
+        pass
+
+    def killed(epoch):
+        if epoch == 2:
+            raise Killed
+
+    for data, validation in ((train, heldout), (scanned, None)):
+        options["validation"] = validation
+        expected, history = trained(data, **options)
+        folder: dict[str, Any] = {"checkpoint_dir": tmp_path / type(data).__name__}
+        folder["checkpoint_seconds"] = 0
+        with pytest.raises(Killed):
+            trained(data, **options, **folder, after_epoch=killed)
+        model, resumed = trained(data, **options, **folder, resume=True)
+        assert losses(resumed) == losses(history)
+        for ours, theirs in zip(*map(leaves, (model, expected)), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(ValueError, match="cannot resume with other data"):
+        trained(made(seed=5), num_epochs=3, **folder, resume=True)
+
+
+def test_early_stopping_keeps_the_best_epoch():
+    train, heldout = made(60).split_last()
+    model, optimizer = build(rule=sj.optimizers.adam(0.1))
+    history = sj.fit(
+        model,
+        optimizer,
+        train,
+        batch_size=64,
+        num_epochs=40,
+        validation=heldout,
+        k=5,
+        early_stopping=sj.EarlyStopping(patience=3),
+    )
+    values = [entry["ndcg@5"] for entry in history]
+    assert len(values) < 40 and max(values) == values[-4]
+    found = sj.evaluate(model, train, heldout, k=5, exclude=None)
+    assert found["ndcg@5"] == max(values) > found["popularity_ndcg@5"]
+
+
+def test_validation_leaves_out_what_was_seen_unless_items_repeat():
+    rows = np.random.default_rng(0).permuted(np.tile(np.arange(ITEMS), (6, 1)), axis=1)
+    rows = rows[:, :12].tolist()
+    for last, exclude in ((9, "inputs"), (8, None)):
+        train, heldout = histories_of(*rows, [0, 8, last, 7]).split_last()
+        model, [entry] = trained(train, num_epochs=1, validation=heldout)
+        measured = [
+            sj.evaluate(model, train, heldout, exclude=way)["ndcg@20"]
+            for way in ("inputs", None)
+        ]
+        assert measured[0] != measured[1]
+        assert entry["ndcg@20"] == measured[exclude is None]
+
+
+class LastItem(nnx.Module):
+    """A model of one's own: the vector of the last item, which fades with time."""
+
+    uses_times = True
+
+    def __init__(self, items: int):
+        self.config, self.num_items = sj.SASRecConfig(max_length=LENGTH), items
+        normal = nnx.initializers.normal(1.0)(
+            jax.random.key(0), (items, 4), jnp.float32
+        )
+        self.items = nnx.Param(normal)
+
+    def __call__(self, histories, times):
+        known = jnp.where(histories[..., None] >= 0, self.items[histories], 0)
+        return known * jnp.exp(times / 10)[..., None]
+
+    def loss(self, histories, times):
+        h = self(histories[:, :-1], times[:, :-1] - times[:, 1:])
+        return sj.linear_cross_entropy(h, self.items[...], histories[:, 1:])
+
+    def top_k(self, histories, k, *, exclude=None, times):
+        last = jnp.maximum(jnp.sum(histories >= 0, axis=1) - 1, 0)[:, None]
+        ids = jnp.take_along_axis(histories, last, axis=1)
+        h = self(ids, jnp.take_along_axis(times, last, axis=1))[:, 0]
+        return sj.top_k(h, self.items[...], None, k, exclude=exclude)
+
+
+def test_a_model_of_ones_own_with_times():
+    train, heldout = made().split_last()
+    model = LastItem(ITEMS)
+    histories, times = train.padded(LENGTH + 1), train.padded_times(LENGTH + 1)
+    before = float(model.loss(jnp.asarray(histories), jnp.asarray(times)))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(0.05))
+    options: dict[str, Any] = {"num_epochs": 20, "validation": heldout, "k": 5}
+    history = sj.fit(model, optimizer, train, **options)
+    assert history[0]["loss"] == pytest.approx(before, rel=1e-4)  # one batch
+    assert history[-1]["recall@5"] > 0.4
+    found = sj.recommend(model, train, k=3)
+    expected, _ = model.top_k(
+        jnp.asarray(train.padded(LENGTH)), 3, times=jnp.zeros((150, LENGTH))
+    )
+    np.testing.assert_array_equal(found.ids, expected)
+
+
+def test_the_output_computes_few_rows_that_have_no_target():
+    room = []
+
+    class Watched(sj.SASRec):
+        def loss(self, histories, times=None, *, max_targets=None):
+            room.append((histories[:, 1:].size, max_targets))
+            return super().loss(histories, times, max_targets=max_targets)
+
+    config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1)
+    model = Watched(config, items=ITEMS, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(0.01))
+    rows = [[0, 1, 2, 3], *[[4, 5]] * 31]
+    [entry] = sj.fit(model, optimizer, histories_of(*rows), batch_size=32, num_epochs=1)
+    assert np.isfinite(entry["loss"])
+    (places, targets), *_ = room
+    assert 3 + 31 <= targets <= 1.25 * (3 + 31) + 16 < places
+
+
+def test_wrong_arguments():
+    model, optimizer = build()
+    with pytest.raises(ValueError, match="no row has two entries"):
+        sj.fit(model, optimizer, histories_of([3], []))
+    with pytest.raises(ValueError, match="inputs has 2 columns but the model has 30"):
+        sj.fit(model, optimizer, histories_of([0, 1], items=2))
+    data = made(20)
+    with pytest.raises(NotImplementedError, match="rows cannot have weights"):
+        sj.fit(model, optimizer, data, weights=np.ones(20))
+    with pytest.raises(ValueError, match="leave out targets"):
+        sj.fit(model, optimizer, data, data.to_sparse())
+    with pytest.raises(TypeError, match="validated on a SequenceDataset"):
+        sj.fit(model, optimizer, data, validation=data.to_sparse())
+    with pytest.raises(NotImplementedError, match="fused"):
+        sj.fit(model, optimizer, data, fused=True)
+    config = sj.NetworkConfig.autoencoder((4,))
+    other = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="needs a model of histories"):
+        sj.fit(other, sj.Optimizer(other, sj.optimizers.sgd(0.1)), data)
