@@ -57,15 +57,17 @@ def slopes_product(
     size: int,
     limit: jax.typing.ArrayLike,
     with_values: bool = True,
+    with_slopes: bool = True,
 ) -> tuple[
     Float[Array, "parts batch"] | None,
-    Float[Array, "batch size"],
+    Float[Array, "batch size"] | None,
     Float[Array, "parts batch hidden"],
 ]:
     """`output_loss.slopes`, and `slopes kernel` in parts that the caller has to add.
 
     The arguments are those of `slopes`; `hidden` is at most `MAX_HIDDEN`. The values are
-    summed over the items of each part.
+    summed over the items of each part. Without `with_slopes`, the slopes are not written,
+    and None is returned for them; tiles from `limit` on then cost nothing.
     """
     batch, hidden = h.shape
     down, across = batch // TILE_ROWS, size // COLUMNS
@@ -84,6 +86,11 @@ def slopes_product(
         *outputs_gmem, product_gmem = refs[len(inputs) :]
         warpgroup = lax.axis_index("warpgroup")
         sums_type = plgpu.ACC((ROWS, COLUMNS))
+        count = across
+        if not with_slopes:
+            # Two or more, so that a program has had tiles in all slots; see `tile`.
+            inside = div(jnp.maximum(end - first, 0) + COLUMNS - 1, COLUMNS)
+            count = jnp.clip(inside, min(across, max(_TILES, parts)), across)
 
         def each_part(function):
             """Calls `function(row, part, steps, again, tile)` with each part of a program.
@@ -97,7 +104,7 @@ def slopes_product(
             def _(info):
                 (i,) = info.index
                 row, part = rem(i, down) * TILE_ROWS, div(i, down)
-                steps = div(across - 1 - part, parts) + 1
+                steps = div(count - 1 - part, parts) + 1
                 done = info.local_index * across  # see `parts`
 
                 def tile(j):
@@ -184,9 +191,13 @@ def slopes_product(
                             )
                             slopes.append(piece)
                         slopes = lax.concatenate(slopes, 1)
-                        epilogue.write(
-                            slopes, first_row, column, my_slopes, outputs_gmem
-                        )
+                        if with_slopes:
+                            epilogue.write(
+                                slopes, first_row, column, my_slopes, outputs_gmem
+                            )
+                        else:
+                            my_slopes[...] = slopes
+                            plgpu.commit_smem()
                         plgpu.wgmma(product, my_slopes, kernel_smem.at[slot])
                         next_bits = labels_of(j + 1)
 
@@ -207,14 +218,15 @@ def slopes_product(
 
                     *_, sums = lax.fori_loop(0, steps, step, carry)
                     rows = pl.ds(first_row, ROWS)
-                    for ref in outputs_gmem[:-1]:
+                    for ref in outputs_gmem[: int(with_values)]:
                         ref[part, rows] = jnp.sum(epilogue.total(sums), axis=1)
                     product_gmem[part, rows] = product[...]
                     plgpu.barrier_arrive(h_free)
 
                 pl.run_scoped(multiply, plgpu.ACC((ROWS, hidden)))
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if with_slopes:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def scope(h_smem, items_smem, slopes_smem, h_full, h_free, full, free):
             @pl.when(warpgroup == _WARPGROUPS)
@@ -245,9 +257,10 @@ def slopes_product(
     values = jax.ShapeDtypeStruct((parts, batch), jnp.float32)
     out_type = [
         *[values] * with_values,
-        jax.ShapeDtypeStruct((batch, size), h.dtype),
+        *[jax.ShapeDtypeStruct((batch, size), h.dtype)] * with_slopes,
         jax.ShapeDtypeStruct((parts, batch, hidden), jnp.float32),
     ]
     arguments = *numbers(start, limit), h, *of_items, *inputs
     made = call("slopes_product", body, out_type, _WARPGROUPS, *arguments)
-    return made[0] if with_values else None, made[-2], made[-1]
+    written = made[-2] if with_slopes else None
+    return made[0] if with_values else None, written, made[-1]

@@ -162,6 +162,11 @@ class Train:
       data: File of the interactions to train on.
       run: Folder to write the run to: settings, vocabulary and checkpoints. It must be
         new or empty, except with --resume.
+      origin: Folder of a run whose model is trained on. Items of DATA that it does not know
+        are added behind those that it knows, and no known row moves before training. Its
+        network is taken over; so is the optimizer's state, if --optimizer is of the same
+        kind and the learning rate is constant. DATA should hold all interactions that
+        count: what only the earlier data has is forgotten by and by.
       format: Format of the files.
       validation: Held-out interactions, which are ranked after each epoch: a file with
         the same rows; or the share of DATA to hold out, such as .1; or last, which holds
@@ -207,6 +212,9 @@ class Train:
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
     run: Annotated[pathlib.Path, _Folder]
+    origin: Annotated[
+        pathlib.Path | None, arg(name="from", metavar="DIR", help_behavior_hint="")
+    ] = None
     format: Annotated[Format | None, _Formats] = None
     validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
     k: int = 20

@@ -154,9 +154,16 @@ def _importing() -> Generator[None]:
 
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
-    """Raises ValueError where a file, or a model, and flags describe the network."""
-    model = command.kind if isinstance(command, flags.Train) else None
-    if command.config is not None:
+    """Raises ValueError where a file, a run or a model, and flags describe the network."""
+    is_training = isinstance(command, flags.Train)
+    model, origin = (command.kind, command.origin) if is_training else (None, None)
+    if origin is not None:
+        if command.config is not None or model is not None:
+            raise ValueError(
+                "--from takes the network of its run: leave out --config and --model"
+            )
+        why = "--from takes the network of its run: leave out {}, or --from"
+    elif command.config is not None:
         why = "--config describes the whole network: leave out {}, or --config"
     elif model not in (None, "autoencoder"):
         why = f"{{}} is for an autoencoder; options of --model {model} are in --config"

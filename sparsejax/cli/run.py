@@ -32,7 +32,7 @@ from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
-from sparsejax.training.build import build, make_modules
+from sparsejax.training.build import build, make_modules, set_linear_part
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
 from sparsejax.whole_files import whole_text_file
 
@@ -63,6 +63,7 @@ class Run:
       k: cut-off of the validation metrics.
       patience: epochs without a higher `ndcg@k` after which training stops; None if it
         does not stop early.
+      origin: the folder of the run whose model was trained on, as the command named it.
     """
 
     network: NetworkConfig | SequenceConfig
@@ -80,6 +81,7 @@ class Run:
     validation_split: str | None
     k: int
     patience: int | None
+    origin: str | None = None
 
     @property
     def of_histories(self) -> bool:
@@ -203,6 +205,7 @@ class Run:
         settings = _settings_of(self.network)
         settings |= {"optimizer": rule.pop("name"), **rule}
         plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
+        plain += () if self.origin is None else ("origin",)
         return settings | {name: getattr(self, name) for name in plain}
 
 
@@ -277,6 +280,45 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Names]:
     """
     run, names = load_run(directory)
     return restored_model(directory, run), names
+
+
+def continued(
+    directory: str | pathlib.Path, run: Run, settings: Run, data: Any
+) -> tuple[Any, Optimizer, bool]:
+    """The model of a run with items added, and its optimizer, for another run.
+
+    It is the model that `load_model` returns, as it is after training. A linear part is
+    computed from the data.
+
+    Args:
+      directory: the folder of the earlier run.
+      run: its settings.
+      settings: of the new run, with more features, or as many.
+      data: to train on, over the features of the new run.
+
+    Returns:
+      The model, the optimizer, and whether that has the state of the earlier one. It has
+      if both rules are of the same kind, and neither's learning rate depends on the step.
+
+    Raises:
+      ValueError: the folder holds no checkpoint that can be read.
+    """
+    model, before = run.shapes()
+    if checkpoints_of(directory, run).restore((model, before), best=True) is None:
+        raise ValueError(f"{directory}: holds no checkpoint to begin from")
+    before.flush(model, deterministic=run.deterministic)
+    rule, rules = settings.optimizer, (settings.optimizer, run.optimizer)
+    kept = type(rule) is type(run.optimizer) and not any(
+        callable(rule.learning_rate) for rule in rules
+    )
+    added = settings.num_features - run.num_features
+    model.add_items(added, optimizer=before if kept else None)
+    if kept:
+        before.rule = rule
+    optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
+    if not run.of_histories:
+        set_linear_part(model, data)
+    return model, optimizer, kept
 
 
 def restored_model(directory: str | pathlib.Path, run: Run) -> Any:

@@ -39,6 +39,7 @@ from sparsejax.data.names import Names, find_names
 from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
@@ -68,7 +69,10 @@ def train(command: flags.Train) -> None:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
     settings = settings_of(command, network, source)
-    model, optimizer = settings.build(source.data)
+    if command.origin is None or (command.resume and run.has_checkpoints(command.run)):
+        model, optimizer = settings.build(source.data)
+    else:
+        model, optimizer = _continued(command, settings, source)
     features = source.data.feature_names
     with (
         run.begun(
@@ -155,6 +159,8 @@ def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConf
         if model not in (None, found):
             raise ValueError(f"--model {model}: {command.config} describes {found}")
         return config
+    if isinstance(command, flags.Train) and command.origin is not None:
+        return run.load_run(command.origin)[0].network
     if model not in (None, "autoencoder"):
         return SequenceConfig.from_json({"version": 1, "model": model})
     options, rank = dict(vars(command.network)), command.network.linear
@@ -183,6 +189,8 @@ def _suited(
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
     """Whether the linear part depends on the data."""
+    if isinstance(command, flags.Train) and command.origin is not None:
+        return False
     return command.config is None and command.network.linear == "auto"
 
 
@@ -273,6 +281,8 @@ def whole(command: flags.Train, *, of_histories: bool = False) -> Source:
     if of_histories:
         return _whole_histories(command)
     data = read_file(command.data, command)
+    if command.origin is not None:
+        data = data.append_features(run.load_run(command.origin)[1])
     heldout = validation = split = None
     indicator, chunks = data.matrix.data is None, [data.num_rows]
     if command.validation is not None:
@@ -298,6 +308,8 @@ def whole(command: flags.Train, *, of_histories: bool = False) -> Source:
 def _whole_histories(command: flags.Train) -> Source:
     """`whole`, for a model of histories."""
     data = read_histories(command.data, command)
+    if command.origin is not None:
+        data = data.append_features(run.load_run(command.origin)[1])
     heldout = validation = split = None
     if command.validation is not None:
         parts = _validation_split(command, data)
@@ -351,6 +363,8 @@ def _scanned(command: flags.Train, *, of_histories: bool) -> Source:
     """Scans the file of data that is read in chunks while training."""
     if command.validation is not None:
         raise ValueError("--validation needs all of the data; leave out --chunk-rows")
+    if command.origin is not None:
+        raise ValueError("--from needs all of the data; leave out --chunk-rows")
     if of_histories:
         histories = scan_sequences(
             command.data,
@@ -406,7 +420,27 @@ def settings_of(
         validation_split=source.split,
         k=command.k,
         patience=command.patience,
+        origin=None if command.origin is None else str(command.origin),
     )
+
+
+def _continued(
+    command: flags.Train, settings: run.Run, source: Source
+) -> tuple[Any, Optimizer]:
+    """The model of `--from` with the items that are new, and the optimizer."""
+    assert command.origin is not None
+    before, _ = run.load_run(command.origin)
+    model, optimizer, kept = run.continued(
+        command.origin, before, settings, source.data
+    )
+    added = settings.num_features - before.num_features
+    what = "goes on with its state" if kept else "begins anew"
+    print(
+        f"{command.origin}: {before.num_features:,} items are known, {added:,} are new; "
+        f"the optimizer {what}",
+        file=sys.stderr,
+    )
+    return model, optimizer
 
 
 def _early_stopping(command: flags.Train) -> EarlyStopping | None:

@@ -30,7 +30,7 @@ from sparsejax.ops.item_chunks import accumulator, dot
 from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
 from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import Labels, as_targets, check_targets
-from sparsejax.optimizers import gradients
+from sparsejax.optimizers import gradients, growth
 
 Initializer = Callable[..., jax.Array]
 
@@ -201,6 +201,28 @@ class SparseOutput(nnx.Module):
         self.bias = made(bias_init, num_items) if use_bias else None
         self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
+
+    def add_items(self, count: int) -> None:
+        """Adds items behind the known ones, in place: see `FeedForward.add_items`.
+
+        In a model of your own, the state of its optimizer follows by
+        `optimizer.add_rows(model, {path of the kernel: items before, ...})`.
+
+        Raises:
+          ValueError: `count` is negative, or the layer was folded for predictions.
+        """
+        if count < 0:
+            raise ValueError(f"cannot add {count:,} items: it is negative")
+        if self.folded_scale is not None:
+            raise ValueError("this model was folded for predictions; load it again")
+        growth.add_rows(self.kernel, self.num_items, count)
+        if self.bias is not None:
+            growth.add_rows(self.bias, self.num_items, count)
+        if self.linear is not None:
+            for variable in (self.linear.kernel, self.linear.scale):
+                growth.add_rows(variable, self.num_items, count, zeros=True)
+            self.linear.items += count
+        self.num_items += count
 
     def scores(
         self,

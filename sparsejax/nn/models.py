@@ -155,30 +155,17 @@ class FeedForward(nnx.Module):
                 "the items of this model are its features (a tied output or a linear "
                 f"part), got {count:,} new items and {features:,} new features"
             )
-        if min(count, features) < 0:
-            raise ValueError(
-                f"cannot add {min(count, features):,} rows: it is negative"
-            )
-        if output.folded_scale is not None:
-            raise ValueError("this model was folded for predictions; load it again")
-        arrays = (
-            [output.kernel] if output.bias is None else [output.kernel, output.bias]
-        )
-        for parameter in arrays:
-            growth.add_rows(parameter, self.num_items, count)
-        if not tied:
-            growth.add_rows(self.first.kernel, self.num_features, features)
-        if output.linear is not None:
-            for variable in (output.linear.kernel, output.linear.scale):
-                growth.add_rows(variable, self.num_items, count, zeros=True)
-            output.linear.items += count
+        if features < 0:
+            raise ValueError(f"cannot add {features:,} features: it is negative")
         known: dict[tuple[str, ...], int] = {
             ("first", "kernel"): self.num_features,
             ("output", "kernel"): self.num_items,
             ("output", "bias"): self.num_items,
         }
+        output.add_items(count)
+        if not tied:
+            growth.add_rows(self.first.kernel, self.num_features, features)
         self.first.in_features += features
-        output.num_items += count
         if optimizer is not None:
             optimizer.add_rows(self, known)
 

@@ -87,7 +87,8 @@ class Method:
         picks what is fastest here.
       precision: see `output_loss`.
       form: whether scores are computed, a chunk of items at a time, or Gram matrices
-        replace them (see `gram_loss`). None picks what is fastest here.
+        replace them (see `gram_loss`), or all scores of some rows are kept (see
+        `kept_scores`), or none is ever written (see `two_passes`). None picks what is fastest here.
     """
 
     rule: losses.LossRule
@@ -95,7 +96,7 @@ class Method:
     implementation: Implementation = None
     chunk_scores: int | None = None
     precision: Word = "default"
-    form: Literal["chunks", "gram"] | None = None
+    form: Literal["chunks", "gram", "kept", "twice"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,11 +174,11 @@ def loss_and_updates[Carry](
     weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
     h, weights = shard.all_rows((batch.h, weights))
     num_rows = len(h)
-    with_mosaic = _with_mosaic(method, h, whole, labels)
+    by_mosaic = with_mosaic(method, h, whole, labels)
     limit = labels.num_cols - shard.first_item(rows)
     with_values = not isinstance(rule, losses.SoftmaxCrossEntropy)
     chunks: Chunks
-    if with_mosaic:
+    if by_mosaic:
         h = h.astype(jnp.bfloat16)
         chunks = MosaicChunks(
             h, entries, limit, with_values=with_values, with_product=update is not None
@@ -191,7 +192,7 @@ def loss_and_updates[Carry](
     if not shard.items:
         num_items = item_chunks.rounded_items(labels.num_cols, rows)
     size = chunks.size(num_items, method.chunk_scores)
-    is_product = with_mosaic and whole.scale is None
+    is_product = by_mosaic and whole.scale is None
     update_kernel = updates.update_kernel if is_product else None
 
     def fold(step, carry):
@@ -253,7 +254,7 @@ def loss_and_updates[Carry](
     else:
         vectors = (weights,)
         function = functools.partial(_elementwise, rule)
-        if with_mosaic and rule == losses.SigmoidBinaryCrossEntropy():
+        if by_mosaic and rule == losses.SigmoidBinaryCrossEntropy():
             function = _sigmoid
         per_example = zeros
 
@@ -568,7 +569,7 @@ def operand_dtype(
     return dtype
 
 
-def _with_mosaic(method: Method, h, layer: Layer, labels: Labels) -> bool:
+def with_mosaic(method: Method, h, layer: Layer, labels: Labels) -> bool:
     """Whether the GPU programs compute the scores.
 
     Raises:

@@ -64,8 +64,16 @@ def linear_cross_entropy(
     and sums are float32.
 
     Rows with target -1 are ignored: they add nothing to loss and gradients, whatever is in
-    them. They are still computed: where many rows are ignored, leave them out of `h`. If
-    all rows are ignored or have weight 0, the result is 0, and so are the gradients.
+    them. They also take next to no time if `targets` is a NumPy array (on one device), and
+    little in the two forms below. Elsewhere they are computed: where many rows are ignored,
+    leave them out of `h`. If all rows are ignored or have weight 0, the result is 0, and so
+    are the gradients.
+
+    Without `scale` and smoothing, Hopper GPUs make the gradients in one of two forms. Vectors
+    of up to 256 numbers take two passes over the scores, of which nothing is written. Wider
+    ones, in bfloat16, take three products: the scores of some rows, as many as fit in 1 GB,
+    are kept (if these are 1,024 rows, or all). The gradients have errors of .3 % of their
+    norm then, otherwise of .2 %.
 
     Args:
       h: hidden vectors.
@@ -115,12 +123,19 @@ def linear_cross_entropy(
         )
     rows = h.reshape(math.prod(batch), h.shape[-1])
     check_layer(rows, kernel, bias, scale)
-    labels = as_targets(targets, num_items)
     dtype = accumulator(h.dtype)
     if weights is None:
         share = jnp.ones(len(rows), dtype)
     else:
         share = weights.reshape(-1).astype(dtype)
+    if isinstance(targets, np.ndarray) and kernel_spec is None:
+        some = _with_targets(targets.reshape(-1))
+        targets = targets.reshape(-1)[some]
+        rows, share = (
+            x.at[some].get(unique_indices=True, indices_are_sorted=True)
+            for x in (rows, share)
+        )
+    labels = as_targets(targets, num_items)
     kept = labels.columns != IGNORED
     total = jnp.sum(jnp.where(kept, share, 0))
     nothing = total == 0
@@ -141,6 +156,16 @@ def linear_cross_entropy(
         implementation=implementation,
         precision=precision,
     )
+
+
+def _with_targets(targets: np.ndarray) -> np.ndarray:
+    """The rows that have targets, and some others: their number is one of eight."""
+    wanted, others = (
+        np.flatnonzero(x) for x in (targets != IGNORED, targets == IGNORED)
+    )
+    step = -(-len(targets) // 8)
+    size = min(len(targets), max(1, -(-len(wanted) // step)) * step)
+    return np.sort(np.concatenate([wanted, others[: size - len(wanted)]]))
 
 
 def _padded(operands, implementation: Implementation, precision: Precision):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.weight_gradient import TILE, tile_columns, weight_gradient
 from sparsejax import losses
 from sparsejax.mesh.layout import reshard_if_explicit
-from sparsejax.ops import item_chunks
+from sparsejax.ops import item_chunks, kept_scores, two_passes
 from sparsejax.ops.chunked_loss import (
     Batch,
     Layer,
@@ -145,7 +145,7 @@ def output_loss_in_chunks(
     implementation: Implementation = None,
     precision: Precision = None,
     chunk_scores: int | None = None,
-    form: Literal["chunks", "gram"] | None = None,
+    form: Literal["chunks", "gram", "kept", "twice"] | None = None,
 ) -> Float[Array, ""]:
     """What `output_loss` does with checked arguments.
 
@@ -214,7 +214,7 @@ def output_loss_per_example_in_chunks(
     implementation: Implementation = None,
     precision: Precision = None,
     chunk_scores: int | None = None,
-    form: Literal["chunks", "gram"] | None = None,
+    form: Literal["chunks", "gram", "kept", "twice"] | None = None,
 ) -> Float[Array, "batch"]:
     """What `output_loss_per_example` does with checked arguments.
 
@@ -343,6 +343,19 @@ def _compiled(
     """Losses `[batch]`, unweighted, and the gradients of their weighted sum."""
 
     def local(shard, batch, whole):
+        if differentiate and (
+            rows := kept_scores.rows_of_block(how, batch, whole, shard)
+        ):
+            per_example, dh, gradients = kept_scores.loss_and_gradients(
+                how.rule, batch, whole, shard, rows
+            )
+            return per_example, dh.astype(h.dtype), gradients
+        if differentiate and two_passes.is_chosen(how, batch, whole):
+            per_example, dh, gradients = two_passes.loss_and_gradients(
+                how.rule, batch, whole, shard
+            )
+            return per_example, dh.astype(h.dtype), gradients
+
         # Padding rows may be in no chunk.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
         everything = shard.items or written == len(kernel)

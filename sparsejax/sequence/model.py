@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 
 PADDING = -1  # where a history has ended
@@ -74,6 +75,23 @@ class SequenceModel(nnx.Module):
           ValueError: histories are longer than `max_length`.
         """
         raise NotImplementedError("a sequence model defines __call__")
+
+    def add_items(self, count: int, *, optimizer: Optimizer | None = None) -> None:
+        """Adds items behind the known ones, in place: see `FeedForward.add_items`.
+
+        >>> model = SASRec(SASRecConfig(max_length=4, width=8), items=9, rngs=nnx.Rngs(0))
+        >>> model.add_items(3)
+        >>> model.num_items
+        12
+
+        Args:
+          count: number of new items.
+          optimizer: the model's; its state gets rows too.
+        """
+        known: dict[tuple[str, ...], int] = {("output", "kernel"): self.num_items}
+        self.output.add_items(count)
+        if optimizer is not None:
+            optimizer.add_rows(self, known)
 
     def embed(self, histories: Ids) -> Vectors:
         """The vector of each item; zeros where there is none.

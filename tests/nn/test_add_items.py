@@ -90,7 +90,9 @@ def test_new_rows_are_means_and_within_the_padding_too():
     model, optimizer = build(sj.optimizers.adagrad(0.1), linear=linear)
     bias = np.linspace(-1, 2, KNOWN, dtype=np.float32)
     bias = np.pad(bias, (0, 256 - KNOWN))
-    model.output.bias.set_value(jax.numpy.asarray(bias))
+    layer = model.output
+    assert layer.bias is not None and layer.linear is not None
+    layer.bias.set_value(jax.numpy.asarray(bias))
     wanted = arrays_of(model, optimizer)
     model.add_items(4, optimizer=optimizer)
     got = arrays_of(model, optimizer)
@@ -99,10 +101,10 @@ def test_new_rows_are_means_and_within_the_padding_too():
     np.testing.assert_allclose(
         kernel[KNOWN : KNOWN + 4], [kernel[:KNOWN].mean(0)] * 4, rtol=1e-5, atol=1e-7
     )
-    np.testing.assert_allclose(model.output.bias[KNOWN : KNOWN + 4], 0.5, rtol=1e-5)
-    assert not np.asarray(model.output.linear.scale[KNOWN:]).any()
-    model.output.linear.set_from(interactions()[:, : KNOWN + 4])
-    assert np.asarray(model.output.linear.scale[KNOWN : KNOWN + 4]).all()
+    np.testing.assert_allclose(layer.bias[KNOWN : KNOWN + 4], 0.5, rtol=1e-5)
+    assert not np.asarray(layer.linear.scale[KNOWN:]).any()
+    layer.linear.set_from(interactions()[:, : KNOWN + 4])
+    assert np.asarray(layer.linear.scale[KNOWN : KNOWN + 4]).all()
     # Adagrad's sums do not begin with 0.
     fresh = arrays_of(*build(sj.optimizers.adagrad(0.1), KNOWN + 4, linear=linear))
     for path in got:
@@ -128,7 +130,9 @@ def test_on_a_mesh_as_on_one_device(shape):
         got = arrays_of(model, optimizer)
     assert got.keys() == wanted.keys()
     for path in wanted:
-        np.testing.assert_allclose(got[path], wanted[path], 1e-5, 1e-6, str(path))
+        np.testing.assert_allclose(
+            got[path], wanted[path], rtol=1e-5, atol=1e-6, err_msg=str(path)
+        )
 
 
 def test_features_that_are_no_items():

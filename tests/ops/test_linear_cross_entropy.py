@@ -259,6 +259,31 @@ def test_nothing_counts():
             np.testing.assert_array_equal(array, jnp.zeros_like(array))
 
 
+def test_ignored_rows_of_an_array_on_the_host_are_not_computed():
+    rng = np.random.default_rng(0)
+    h, kernel = (jnp.asarray(rng.normal(size=(n, HIDDEN))) for n in (64, ITEMS))
+    targets = np.full((8, 8), -1)
+    targets[1, 2:7], weights = [4, 9, 9, 0, 299], jnp.arange(64.0).reshape(8, 8)
+
+    def loss(h, weights, targets):
+        h = h.reshape(8, 8, HIDDEN)
+        return linear_cross_entropy(h, kernel, targets, weights=weights)
+
+    step = jax.value_and_grad(loss, (0, 1))
+    got, want = (step(h, weights, of) for of in (targets, jnp.asarray(targets)))
+    same = functools.partial(np.testing.assert_allclose, **tolerance(h.dtype, ITEMS))
+    jax.tree.map(same, got, want)
+
+    def text(targets):
+        made = jax.make_jaxpr(functools.partial(loss, targets=targets))(h, weights)
+        return str(made)
+
+    # All items are one chunk here.
+    assert f"f32[64,{ITEMS}]" in text(jnp.asarray(targets))
+    assert f"f32[8,{ITEMS}]" in text(targets)
+    assert f"f32[64,{ITEMS}]" not in text(targets)
+
+
 @pytest.mark.parametrize("target", [ITEMS, -2, 2**31 - 1])
 def test_a_traced_target_that_is_no_item_is_nan(target):
     arrays = make()
@@ -410,6 +435,8 @@ def test_the_kernel_of_a_large_batch_is_differentiated_by_xla(tokens, count):
         (700, 64, 270_011, BOTH, jnp.bfloat16),
         (1024, 256, 200_192, PLAIN, jnp.float32),
         (640, 768, 50_257, BOTH, jnp.bfloat16),
+        (1_300, 512, 400_000, {"z_loss": 0.01}, jnp.bfloat16),  # blocks of rows
+        (8_200, 128, 600_000, {"z_loss": 0.01}, jnp.bfloat16),  # two passes
     ],
 )
 def test_kernel_equals_xla_at_real_sizes(tokens, hidden, items, options, dtype):

@@ -1,0 +1,293 @@
+"""Softmax of one target a row, in three matrix products: scores are kept for a while.
+
+A block of rows has its scores for all items at once, as exponentials `e` in bfloat16::
+
+    r     the score of each row's target                    before any other score is made
+    e_i   = exp(s_i - r),  and  sum_i e_i  in float32       one program of the GPU
+    f     = weight exp(r - lse)                             slope_i = f e_i
+    dh    = f (e kernel),   dkernel += e^T (f h)
+
+The slope of the target also has `- weight`: one number a row is written over in `e`. If each
+block had few rows, adding up the kernel's gradient would cost more than the fourth product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import output_loss as mosaic
+from pallas_kernels.score_tiles import TILE_ROWS
+from pallas_kernels.slopes_product import MAX_HIDDEN
+from sparsejax.losses import SoftmaxCrossEntropy
+from sparsejax.ops import item_chunks, softmax
+from sparsejax.ops.chunked_loss import Batch, Layer, Method, with_mosaic
+from sparsejax.ops.item_chunks import Shard
+from sparsejax.ops.targets import Columns, Targets
+
+# Exponentials in a block: .9 GB; with wide vectors a bit more, as their kernel's gradient
+# takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with 1,664).
+_BLOCK_SCORES, _WIDE, _BLOCK_SCORES_OF_WIDE = 9 * 10**8 // 2, 1024, 2**29
+# With fewer rows in a block, the other form is faster, unless these are all rows.
+_LEAST_ROWS = 1024
+# Logarithms of sums of `e` that are not made again lie within this of 0.
+_MOST = 60.0
+
+
+def block_rows(batch: int, items: int, hidden: int) -> int | None:
+    """Rows of a block; None if they are too few for this form."""
+    scores = _BLOCK_SCORES_OF_WIDE if hidden >= _WIDE else _BLOCK_SCORES
+    most = scores // items // TILE_ROWS * TILE_ROWS
+    if most < min(batch, _LEAST_ROWS):
+        return None
+    blocks = -(-batch // most)
+    return -(-batch // (blocks * TILE_ROWS)) * TILE_ROWS
+
+
+def is_plain(method: Method, batch: Batch, layer: Layer) -> bool:
+    """Whether GPU programs make the loss, and it is what both forms here compute."""
+    rule = method.rule
+    return (
+        isinstance(batch.labels, Targets)
+        and isinstance(rule, SoftmaxCrossEntropy)
+        and not rule.label_smoothing
+        and layer.scale is None
+        and with_mosaic(method, batch.h, layer, batch.labels)
+    )
+
+
+def rows_of_block(
+    method: Method, batch: Batch, layer: Layer, shard: Shard
+) -> int | None:
+    """Rows of a block, if this form is the fastest here."""
+    if method.form == "kept":
+        return TILE_ROWS
+    wide = batch.h.shape[1] > MAX_HIDDEN
+    if not wide or method.chunk_scores is not None or method.form is not None:
+        return None
+    if layer.kernel.dtype != jnp.bfloat16 or not is_plain(method, batch, layer):
+        return None
+    devices = lax.axis_size(shard.batch) if shard.batch else 1
+    return block_rows(len(batch.h) * devices, *layer.kernel.shape)
+
+
+class Rows(NamedTuple):
+    """The rows of the whole batch, those with a target first, then padding.
+
+    Attributes:
+      h: vectors in bfloat16, 0 where a row is skipped.
+      weights: 0 where a row is skipped.
+      found: whether the target is an item of any device, as 1 or 0; and its score.
+      reference: the score of the target, or 0 if it is not finite.
+      skipped: rows without a target.
+      columns: of the targets, among the device's items.
+    """
+
+    h: Float[Array, "padded hidden"]
+    weights: Float[Array, "padded"]
+    found: tuple[Float[Array, "padded"], Float[Array, "padded"]]
+    reference: Float[Array, "padded"]
+    skipped: Bool[Array, "padded"]
+    columns: Int[Array, "padded"]
+
+
+class Packed(NamedTuple):
+    """What both forms of the softmax of targets begin with.
+
+    Attributes:
+      rows: of the batch.
+      wanted: number of rows with a target.
+      limit: kernel rows of the device from this one on are padding.
+      finish: makes what the forms return of losses and the gradient of `h`, of the rows.
+    """
+
+    rows: Rows
+    wanted: jax.Array
+    limit: Any
+    finish: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def packed_rows(batch: Batch, layer: Layer, shard: Shard, multiple: int) -> Packed:
+    """The rows with targets first; their number with padding is a multiple."""
+    dtype, labels = item_chunks.accumulator(batch.h.dtype), batch.labels
+    assert isinstance(labels, Targets)
+    targets, broken = item_chunks.labels_of(labels, shard, len(layer.kernel))
+    assert isinstance(targets, Columns)
+    ignored = labels.ignored
+    weights = jnp.ones(len(ignored), dtype)
+    if batch.weights is not None:
+        weights = batch.weights.astype(dtype)
+    weights = jnp.where(broken & (weights != 0), jnp.nan, weights)
+    weights = jnp.where(ignored, 0, weights)
+    h, weights, skipped = shard.all_rows((batch.h, weights, ignored))
+    limit = labels.num_cols - shard.first_item(len(layer.kernel))
+    order, place = _wanted_first(skipped, -(-len(h) // multiple) * multiple)
+
+    def packed(array, fill: Any = 0):
+        return array.at[order].get(mode="fill", fill_value=fill)
+
+    found = softmax.target_scores(h.astype(jnp.bfloat16), layer, targets, limit)
+    found = shard.sum_over_items(found)
+    h = jnp.where(skipped[:, None], 0, h)
+    reference = jnp.where(jnp.isfinite(found[1]), found[1], 0)
+    rows = Rows(
+        packed(h.astype(jnp.bfloat16)),
+        packed(weights),
+        (packed(found[0]), packed(found[1])),
+        packed(reference),
+        packed(skipped, True),
+        packed(targets.columns, -1),
+    )
+
+    def finish(losses, dh):
+        losses = jnp.where(broken, jnp.nan, shard.own_rows(losses[place]))
+        dh = jnp.where((weights != 0)[:, None], dh[place], 0)
+        return jnp.where(ignored, 0, losses), shard.own_sums(dh)
+
+    wanted = jnp.sum((~skipped).astype(jnp.int32))
+    return Packed(rows, wanted, limit, finish)
+
+
+def loss_and_gradients(
+    rule: SoftmaxCrossEntropy, batch: Batch, layer: Layer, shard: Shard, rows: int
+) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
+    """The losses, and the gradients of their weighted sum in `h` and the layer.
+
+    Blocks in which all rows are ignored cost nothing. It is called as
+    `chunked_loss.loss_and_updates` is, on each device.
+
+    Args:
+      rule: the loss.
+      batch: bfloat16 vectors, and targets.
+      layer: kernel and bias of the device's items.
+      shard: the part of a mesh's work that this device does.
+      rows: of a block, a multiple of 128.
+    """
+    dtype = item_chunks.accumulator(batch.h.dtype)
+    of_rows, wanted, limit, finish = packed_rows(batch, layer, shard, rows)
+    padded = len(of_rows.h)
+    bias = None if layer.bias is None else layer.bias.astype(jnp.float32)
+    start = {"start": 0, "size": len(layer.kernel), "limit": limit}
+
+    def block(i, state):
+        losses, dh, dkernel, dbias = state
+        mine = jax.tree.map(
+            lambda x: item_chunks.slice_rows(x, i * rows, rows), of_rows
+        )
+        factor, columns, (one, score) = mine.weights, mine.columns, mine.found
+        e, total, reference = _exponentials(mine, layer.kernel, bias, start, shard)
+        known = softmax.Normaliser(reference, total, one, score)
+        loss, _, (factor, lse, slope) = softmax.loss_and_slopes(
+            rule, known, factor, None, Shard()
+        )
+        slope = jnp.where(factor == 0, 0, slope * jnp.exp(reference - lse))
+        # -weight of the target, in the units of `e`.
+        of_target = jnp.exp(score - reference) - jnp.where(
+            factor == 0, 0, factor * one / slope
+        )
+        inside = (columns >= 0) & (columns < limit) & (factor != 0)
+        at = jnp.where(inside, columns, e.shape[1])
+        e = e.at[jnp.arange(rows, dtype=jnp.int32), at].set(
+            of_target.astype(e.dtype), mode="drop", unique_indices=True
+        )
+        part = item_chunks.dot(e, layer.kernel, (1, 0)) * slope[:, None]
+        dh = item_chunks.write_rows(dh, part, i * rows)
+        scaled = (mine.h.astype(dtype) * slope[:, None]).astype(mine.h.dtype)
+        scaled = jnp.where((slope == 0)[:, None], 0, scaled)  # 0 * inf would be NaN
+        dkernel += item_chunks.dot(e, scaled, (0, 0), dkernel.dtype)
+        if dbias is not None:
+            dbias += jnp.sum(e.astype(dtype) * slope[:, None], axis=0)
+        return item_chunks.write_rows(losses, loss, i * rows), dh, dkernel, dbias
+
+    start_of = (
+        jnp.zeros(padded, dtype),
+        jnp.zeros(of_rows.h.shape, dtype),
+        jnp.zeros_like(layer.kernel),
+        None if bias is None else jnp.zeros_like(bias),
+    )
+    blocks = lax.div(wanted + rows - 1, rows)
+    losses, dh, dkernel, dbias = lax.fori_loop(0, blocks, block, start_of)
+    gradients = layer._replace(kernel=dkernel, bias=dbias)
+    return *finish(losses, dh), gradients
+
+
+def _wanted_first(
+    skipped: Bool[Array, "batch"], size: int
+) -> tuple[Int[Array, "size"], Int[Array, "batch"]]:
+    """The rows in the order of the blocks, `batch` for none; and the place of each row."""
+    batch = len(skipped)
+    wanted = jnp.cumsum(~skipped) - 1
+    place = jnp.where(skipped, wanted[-1] + jnp.cumsum(skipped), wanted)
+    place = place.astype(jnp.int32)
+    order = jnp.full(size, batch, jnp.int32)
+    numbers = jnp.arange(batch, dtype=jnp.int32)
+    return order.at[place].set(numbers, unique_indices=True), place
+
+
+def _exponentials(rows: Rows, kernel, bias, start, shard: Shard):
+    """`e` of the device's items, its sums over all items, and the reference of each row.
+
+    If a score exceeds the target's by far, the largest one of each row becomes the
+    reference, which takes two more products.
+    """
+
+    h = rows.h
+
+    def largest():
+        known = mosaic.no_scores(len(h), with_labels=False)
+        found, _ = mosaic.normalise(h, kernel, bias, None, None, known, **start)
+        found = jnp.max(found, axis=0)
+        return softmax.finite(lax.pmax(found, shard.items) if shard.items else found)
+
+    def made(state):
+        attempt, reference, _, _ = state
+        reference = lax.cond(attempt > 0, largest, lambda: reference)
+        sums, e = mosaic.slopes(
+            exponential,
+            h,
+            kernel,
+            bias,
+            None,
+            no_labels(len(h), len(kernel)),
+            [rows.weights, reference],
+            **start,
+        )
+        total = shard.sum_over_items(jnp.sum(sums, axis=0))
+        return attempt + 1, reference, e, total
+
+    def is_missing(state):
+        attempt, _, _, total = state
+        return (attempt == 0) | ((attempt == 1) & out_of_range(total, rows.skipped))
+
+    none, zero = lax.empty((len(h), len(kernel)), h.dtype), jnp.zeros((), jnp.int32)
+    first = zero, rows.reference, none, jnp.zeros_like(rows.reference)
+    _, reference, e, total = lax.while_loop(is_missing, made, first)
+    return e, total, reference
+
+
+def out_of_range(
+    total: Float[Array, "rows"], skipped: Bool[Array, "rows"]
+) -> Bool[Array, ""]:
+    """Whether a reference is too far from the largest score of its row."""
+    outside = (total > math.exp(_MOST)) | (total < math.exp(-_MOST))
+    return jnp.any(outside & ~skipped)
+
+
+def exponential(scores, labels, listed, weights, reference):
+    """A function for `mosaic.slopes`: values and slopes are both `e`."""
+    del labels, listed, weights
+    e = jnp.exp(scores - reference)
+    return e, e
+
+
+def no_labels(rows: int, items: int) -> mosaic.Targets:
+    """Labels of rows that have none."""
+    blocks = rows // mosaic.ROWS, items // mosaic.SLOPES_COLUMNS
+    columns = jnp.full(rows, -1, jnp.int32)
+    return mosaic.Targets(columns, jnp.zeros(blocks, jnp.int32))

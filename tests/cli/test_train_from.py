@@ -1,0 +1,101 @@
+"""`sparsejax train --from`: a model of an earlier run takes new items."""
+
+import csv
+import dataclasses
+
+import numpy as np
+from run_folders import FIT, NETWORK, parameters
+
+import sparsejax as sj
+from sparsejax.cli import run
+from sparsejax.cli.main import main
+
+USERS, KNOWN, ITEMS = 48, 18, 20
+
+
+def write(path, items):
+    """Users like the items of their parity; the last items are new."""
+    with open(path, "w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(["user", "item"])
+        for u in range(USERS):
+            lines.writerows([f"u{u}", f"i{i}"] for i in range(u % 2, items, 2))
+    return str(path)
+
+
+def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
+    before, later = (
+        write(tmp_path / f"{n}.csv", items)
+        for n, items in (("before", KNOWN), ("later", ITEMS))
+    )
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    options, network = [*FIT, "--epochs", "12"], [*NETWORK, "--corruption", "0"]
+    assert main(["train", before, "--run", first, *network, *options]) == 0
+    capsys.readouterr()
+    argv = ["train", later, "--from", first, "--run", second, *options]
+    assert main(argv) == 0
+    said = capsys.readouterr().err
+    assert "18 items are known, 2 are new; the optimizer goes on with its state" in said
+
+    known, names = run.load_run(first)[1], run.load_run(second)[1]
+    assert names[:KNOWN].tolist() == known.tolist()
+    assert sorted(names[KNOWN:]) == ["i18", "i19"]
+    model, _ = sj.load_model(second)
+    data = sj.read(later, features=names)
+    some = data.to_scipy()[:, np.arange(ITEMS) < KNOWN]
+    shown = sj.SparseDataset.from_scipy(
+        some, row_names=data.row_names, feature_names=names[:KNOWN]
+    ).align_features(names)
+    # Of two new items each user finds the one of its parity.
+    found = sj.recommend(model, shown, k=1, exclude=shown).names(names)
+    for user, items in zip(shown.row_names, found, strict=True):
+        assert items == [f"i{18 + int(user[1:]) % 2}"]
+
+    # As if it had not been interrupted.
+    wanted, third = parameters(second), str(tmp_path / "third")
+    argv[argv.index(second)] = third
+    argv[argv.index("12")] = "7"
+    assert main([*argv, "--checkpoint-seconds", "0"]) == 0
+    argv[argv.index("7")] = "12"
+    assert main([*argv, "--resume"]) == 0
+    assert parameters(third) == wanted
+
+
+def test_before_training_the_known_items_are_recommended_as_before(tmp_path, capsys):
+    before, later = (
+        write(tmp_path / f"{n}.csv", items)
+        for n, items in (("before", KNOWN), ("later", ITEMS))
+    )
+    first = str(tmp_path / "first")
+    options = [*NETWORK, "--epochs", "2", "--optimizer", "adagrad"]
+    assert main(["train", before, "--run", first, *options]) == 0
+    settings, known = run.load_run(first)
+    data = sj.read(later).append_features(known)
+    changed = {"num_features": ITEMS, "optimizer": sj.optimizers.sgd(0.1)}
+    new = dataclasses.replace(settings, **changed)
+    model, optimizer, kept = run.continued(first, settings, new, data)
+    assert not kept and optimizer.rule == sj.optimizers.sgd(0.1)
+    trained, _ = sj.load_model(first)
+    old = sj.read(before, features=known)
+    wide = old.align_features(data)
+    scores = np.asarray(model(wide.matrix, deterministic=True))
+    np.testing.assert_allclose(
+        scores[:, :KNOWN], trained(old.matrix), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_what_it_cannot_do_is_said(tmp_path, capsys):
+    before, first = write(tmp_path / "before.csv", KNOWN), str(tmp_path / "first")
+    assert main(["train", before, "--run", first, *NETWORK, "--epochs", "1"]) == 0
+    argv = ["train", before, "--from", first, "--run", str(tmp_path / "second")]
+
+    def refused(text, *more):
+        capsys.readouterr()
+        assert main([*argv, *more]) == 1
+        assert text in capsys.readouterr().err
+
+    refused("leave out --hidden, or --from", "--hidden", "8")
+    refused("leave out --config", "--config", str(tmp_path / "net.json"))
+    refused("leave out --chunk-rows", "--chunk-rows", "10")
+    argv[3] = str(tmp_path / "nothing")
+    refused("is not a run folder")
