@@ -193,14 +193,16 @@ def test_sequences(trained, symbolic_sizes):
         lines += [f"u{u},i{(u + i) % 7},2024-05-{30 - i}" for i in range(u + 1)]
     pathlib.Path("purchases.csv").write_text("\n".join(lines))
     trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
-    for code in python("sequences.md"):
-        exec(compile(code, "sequences.md", "exec"), trained)  # noqa: S102
+    for page in ("sequences.md", "sequence_models.md"):
+        for code in python(page):
+            exec(compile(code, page, "exec"), trained)  # noqa: S102
     assert (
         trained["heldout"].num_entries == 9 and trained["validation"].num_entries == 8
     )
     assert len(trained["history"]) <= 5 and trained["measured"]["users"] == 9
     assert len(trained["names"][0]) == 7 and trained["fresh"].ids[9].max() == -1
     assert trained["loss"] > 0 and len(trained["next_names"]) == 2
+    assert trained["model"].config.width == 64 and trained["rule"].weight_decay == 0.1
     np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
 
 

@@ -72,7 +72,7 @@ class SequenceTask:
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """Of `Histories` or a `SequenceDataset`."""
         length, times = model.config.max_length + 1, has_times(model, data)
-        arrays = [*arrays_of(data, length, times=times).values()]
+        arrays: list[Matrix] = [*arrays_of(data, length, times=times).values()]
         if not self.packs:
             return [*arrays]
         targets = np.minimum(np.diff(data.indptr), length) - 1
@@ -184,7 +184,8 @@ def sequence_job(
             k=k,
             exclude=None if repeats else "inputs",
             popularity=None,
-            batch_size=batch_size,
+            # Ranking needs less memory than a step, and large batches take less time.
+            batch_size=max(batch_size, 1024),
         )
 
         def measured(model, *, optimizer, deterministic):
