@@ -180,7 +180,9 @@ class Train:
       config: JSON file that describes the network, instead of the network options below;
         or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
-        rowwise_adagrad, ftrl, sgd, momentum and nesterov.
+        rowwise_adagrad, ftrl, sgd, momentum and nesterov. Models of histories have adamw
+        with a weight decay of .1, b2 .98, a learning rate of .002 and --cosine-decay,
+        unless one of these flags is given.
       learning_rate: Learning rate of the optimizer.
       weight_decay: In each step, subtract from each weight this share of it, times the
         learning rate. Only for adamw, sgd, momentum and nesterov.
@@ -229,16 +231,16 @@ class Train:
         ),
     ] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: str = "adam"
-    learning_rate: float = 1e-3
+    optimizer: Annotated[str | None, _value("STR", "adam")] = None
+    learning_rate: Annotated[float | None, _value("FLOAT", ".001")] = None
     weight_decay: Annotated[float | None, _value("FLOAT", "0, of adamw .0001")] = None
     warmup_epochs: float = 0.0
     cosine_decay: Flag = False
-    batch_size: int = 512
+    batch_size: Annotated[int | None, _value("INT", "512, of histories 256")] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
     deterministic: Flag = False
-    epochs: int = 20
+    epochs: Annotated[int | None, _value("INT", "20, of histories 40")] = None
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import SparseDataset, arrow
+from sparsejax.data import SequenceDataset, SparseDataset, arrow
 from sparsejax.data.names import Names, as_names, to_arrow
+
+_Data = SparseDataset | SequenceDataset
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,7 +34,7 @@ class Recommendations:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def names(self, items: SparseDataset | Iterable[object]) -> list[list[str]]:
+    def names(self, items: _Data | Iterable[object]) -> list[list[str]]:
         """The names of the recommended items of each row; fewer than `k` if they ran out.
 
         Args:
@@ -50,8 +52,8 @@ class Recommendations:
 
     def to_arrow(
         self,
-        users: SparseDataset | Iterable[object],
-        items: SparseDataset | Iterable[object],
+        users: _Data | Iterable[object],
+        items: _Data | Iterable[object],
     ) -> pa.Table:
         """An Arrow table with a line for each recommendation, best first.
 
@@ -70,7 +72,7 @@ class Recommendations:
           ValueError: the number of users is not that of the rows, or there are fewer
             names than items.
         """
-        known = as_names(users.row_names if isinstance(users, SparseDataset) else users)
+        known = as_names(users.row_names if isinstance(users, _Data) else users)
         if len(known) != len(self):
             raise ValueError(
                 f"{len(known):,} users were given for the recommendations of {len(self):,} "
@@ -86,8 +88,8 @@ class Recommendations:
         }
         return pa.table(columns)
 
-    def _item_names(self, items: SparseDataset | Iterable[object]) -> Names:
-        known = items.feature_names if isinstance(items, SparseDataset) else items
+    def _item_names(self, items: _Data | Iterable[object]) -> Names:
+        known = items.feature_names if isinstance(items, _Data) else items
         known = as_names(known)
         highest = self.ids.max(initial=-1)
         if highest >= len(known):

@@ -72,9 +72,9 @@ class SequenceTask:
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """Of `Histories` or a `SequenceDataset`."""
         length, times = model.config.max_length + 1, has_times(model, data)
-        arrays = [*arrays_of(data, length, times=times).values()]
+        arrays: list[Matrix] = [*arrays_of(data, length, times=times).values()]
         if not self.packs:
-            return arrays
+            return [*arrays]
         targets = np.minimum(np.diff(data.indptr), length) - 1
         has_next = np.arange(length - 1) < targets[:, None]
         places = np.nonzero(has_next)[1].astype(np.int32)

@@ -50,7 +50,8 @@ def test_recommendations(model):
     for seen in (data, "inputs", data.to_sparse()):
         found = sj.recommend(model, data, k=6, exclude=seen)
         np.testing.assert_array_equal(found.ids, np.argsort(-scores, axis=1)[:, :6])
-    assert found.names(data.feature_names)[0][0] == f"item{scores[0].argmax()}"
+    assert found.to_arrow(data, data)["user"][0].as_py() == "user0"
+    assert found.names(data)[0][0] == f"item{scores[0].argmax()}"
     # Rows are matched by name.
     other = made([2], prefix="other").to_sparse()
     with pytest.raises(ValueError, match="exclude has none of the rows of inputs"):

@@ -260,7 +260,7 @@ def test_the_output_computes_few_rows_that_have_no_target():
     [entry] = sj.fit(model, optimizer, histories_of(*rows), batch_size=32, num_epochs=1)
     assert np.isfinite(entry["loss"])
     (places, targets), *_ = room
-    assert 3 + 31 <= targets <= 1.25 * (3 + 31) + 16 < places
+    assert targets is not None and 3 + 31 <= targets <= 1.25 * (3 + 31) + 16 < places
 
 
 def test_wrong_arguments():
