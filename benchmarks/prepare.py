@@ -1,16 +1,18 @@
 """Times `sparsejax.prepare` on generated events.
 
-    python benchmarks/prepare.py --events 20000000 --memory 4GB
+    python benchmarks/prepare.py --events 100000000 --memory 4GB
 
-Makes events in a temporary folder (text users and items, integer times; the popularity of
-items falls as in a shop), prepares them in a process of its own, and writes
-`results/prepare.json`. Seconds of a core are the processor's, of all threads; peak memory is
-the whole process's (VmHWM).
+Makes events in a folder (text users and items, integer times; the popularity of items falls
+as in a shop), prepares them in a process of its own, and writes `results/prepare.json`.
+With `--folder` the events stay there for the next time. Seconds of a core are the
+processor's, of all threads; peak memory is the whole process's (VmHWM). The load average
+says how busy the machine was with other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -38,20 +40,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--events", type=int, default=20_000_000)
     parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--folder", type=pathlib.Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        source = pathlib.Path(folder, "events.parquet")
-        make_events(source, arguments.events)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder
+        if folder is None:
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        source = folder / f"events-{arguments.events}.parquet"
+        if not source.exists():
+            make_events(source, arguments.events)
+        load = os.getloadavg()[0]
         command = [sys.executable, __file__, "time", str(source), arguments.memory]
         result = json.loads(subprocess.check_output(command))
         size = source.stat().st_size
+        load = [load, os.getloadavg()[0]]
     report = {
         "date": datetime.date.today().isoformat(),
         "command": f"python benchmarks/prepare.py --events {arguments.events} "
         f"--memory {arguments.memory}",
         "versions": {"duckdb": duckdb.__version__, "pyarrow": pa.__version__},
         "cores": len(os.sched_getaffinity(0)),
-        "load_average": os.getloadavg()[0],
+        "load_average_before_and_after": [round(each, 1) for each in load],
         "events": arguments.events,
         "file_bytes": size,
         **result,
@@ -84,9 +93,10 @@ def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
 
 def timed(path: str, memory: str) -> dict[str, float]:
     """Prepares a file, holding out the last entry of each user."""
-    out = pathlib.Path(path).with_name("prepared")
     start, cpu = time.perf_counter(), time.process_time()
-    manifest = sj.prepare(path, out, split_last=1, memory=memory)
+    with tempfile.TemporaryDirectory(dir=pathlib.Path(path).parent) as folder:
+        out = pathlib.Path(folder, "prepared")
+        manifest = sj.prepare(path, out, split_last=1, memory=memory)
     return {
         "seconds": round(time.perf_counter() - start, 2),
         "core_seconds": round(time.process_time() - cpu, 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,6 @@ from sparsejax.data.folder import check_no_part
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
-from sparsejax.data.stores import naming
 from sparsejax.data.tables import BATCH_ROWS, TableLayout
 from sparsejax.data.values import parse_times
 
@@ -27,6 +27,8 @@ from sparsejax.data.values import parse_times
 NO_USER, NO_ITEM = "events without a user", "events without an item"
 NO_VALUE = "events whose value is null or not finite as float32"
 NO_TIME = "events whose time is null or no time"
+
+_AHEAD = 4  # batches that are read while the engine works
 
 
 @dataclasses.dataclass
@@ -215,16 +217,25 @@ def _check_time(path: Path, time: Column, with_time: bool) -> None:
 
 
 def _scanned(file: ParquetPath, layout: TableLayout) -> Iterator[pa.RecordBatch]:
-    """The columns of the layout. What comes next is read ahead."""
-    with file.open() as opened:
-        tables.check_layout(file.path, opened.schema_arrow, layout)
-    import pyarrow.dataset  # takes long
+    """The columns of the layout. A few batches are read ahead, however slow the engine is."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        batches = _batches(file, layout)
+        ahead = collections.deque(
+            thread.submit(next, batches, None) for _ in range(_AHEAD)
+        )
+        while (batch := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, batches, None))
+            yield batch
 
-    form = pyarrow.dataset.ParquetFileFormat(page_checksum_verification=True)
-    with naming(file.path, "is not a Parquet file, or is damaged"):
-        fragment = form.make_fragment(file.inner, file.filesystem, file_size=file.size)
-        scanner = fragment.scanner(columns=layout.columns, batch_size=BATCH_ROWS)
-        yield from scanner.to_batches()
+
+def _batches(file: ParquetPath, layout: TableLayout) -> Iterator[pa.RecordBatch]:
+    with file.open(one_group=True) as opened:
+        tables.check_layout(file.path, opened.schema_arrow, layout)
+        # One row group at a time: the bytes of all that are asked for would be kept.
+        for group in range(opened.num_row_groups):
+            yield from opened.iter_batches(
+                BATCH_ROWS, row_groups=[group], columns=layout.columns
+            )
 
 
 def _text_events(

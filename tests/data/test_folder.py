@@ -1,5 +1,7 @@
 """Data sets as folders: what is written, how little is read, and what is refused."""
 
+import datetime
+import decimal
 import json
 from typing import Any
 
@@ -150,6 +152,59 @@ def test_wrong_events_are_counted(tmp_path, form):
     assert sum(manifest.skipped.values()) == 6
     assert "2 events without a user" in str(manifest)
     assert contents(sj.read(tmp_path / "out")) == {"ann": {"tea": 1.0}}
+
+
+def test_wrong_events_alone_and_infinite_ones(tmp_path):
+    infinite = float("inf")
+    table = {"user": ["a", "a", "b", "b"], "item": [1, 2, 2, 3]}
+    table |= {
+        "value": [1.0, infinite, -infinite, 2.0],
+        "time": [1.0, 2.0, 3.0, infinite],
+    }
+    with pytest.raises(sj.DataError, match="2 events whose value.*1 events whose time"):
+        sj.prepare(pa.table(table), tmp_path / "out", split_last=1)
+    manifest = sj.prepare(
+        pa.table(table), tmp_path / "out", duplicates="last", skip_bad=True
+    )
+    assert sum(manifest.skipped.values()) == 3
+    assert contents(sj.read(tmp_path / "out")) == {"a": {"1": 1.0}}
+    for wrong in (slice(1, 3), slice(1, 1)):
+        some = {name: column[wrong] for name, column in table.items()}
+        with pytest.raises(sj.DataError, match="holds no data: there are no events"):
+            sj.prepare(pa.table(some), tmp_path / "none", skip_bad=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_other_types_of_columns_and_empty_files(tmp_path):
+    numbers = [1, 2, 2, 3, 1, 10]
+    table = {"user": list("abacba"), "item": numbers, "value": numbers}
+    table |= {"time": [datetime.date(2024, 1, day) for day in range(1, 7)]}
+    texts, decimals = list(map(str, numbers)), list(map(decimal.Decimal, numbers))
+    expected = contents(sj.from_arrow(pa.table(table)))
+    forms = [("item", texts, pa.string_view()), ("item", texts, pa.binary())]
+    forms += [("item", texts, pa.dictionary(pa.int8(), pa.string()))]
+    forms += [("item", numbers, pa.uint64()), ("item", numbers, pa.float64())]
+    forms += [("item", decimals, pa.decimal128(8)), ("value", numbers, pa.uint8())]
+    forms += [("value", decimals, pa.decimal128(8, 2))]
+    forms += [("time", table["time"], type_) for type_ in (pa.date32(), pa.date64())]
+    moments = [datetime.datetime(2024, 1, day, 12) for day in range(1, 7)]
+    forms += [("time", moments, pa.timestamp("ns", "Europe/Paris"))]
+    forms += [("time", list(map(str, table["time"])), pa.large_string())]
+    for number, (name, values, type_) in enumerate(forms):
+        some = pa.table(table | {name: pa.array(values, type_)})
+        source, out = some, tmp_path / f"out{number}"
+        if number % 2:
+            (source := tmp_path / f"{number}").mkdir()
+            for part in range(3):
+                rows = some.slice(0, len(some) * (part == 1))
+                pq.write_table(rows, source / f"{part}.parquet")
+        sj.prepare(source, out, duplicates="last" if name == "time" else "add")
+        assert contents(sj.read(out)) == expected, type_
+    for name in ("item", "value", "time"):
+        wrong = pa.table(table | {name: [True] * 6})
+        options = {"time": "time"} if name == "time" else {}
+        with pytest.raises(sj.DataError, match=f"column '{name}' .* but it is bool"):
+            sj.prepare(wrong, tmp_path / "out", split_last=1, **options)
 
 
 def test_duplicates_and_what_is_left(tmp_path):
