@@ -1,6 +1,7 @@
 """What every test runs under."""
 
 import contextlib
+import gc
 import os
 import pathlib
 import signal
@@ -30,6 +31,9 @@ jaxtyping.install_import_hook(
 jax.config.update("jax_num_cpu_devices", 8)
 # A wrong shape should fail, not broadcast.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes many objects of which few are garbage: to look for it took a sixth of the time.
+gc.set_threshold(50_000)
 
 hypothesis.settings.register_profile(
     "sparsejax",

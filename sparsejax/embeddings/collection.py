@@ -102,7 +102,7 @@ class EmbeddingCollection(nnx.Module):
       ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
         is one of other tables, pieces do not divide a width, or `exchange_room` is not
         positive.
-      TypeError: `wire_dtype` is not floating, or has 8 bits.
+      TypeError: `wire_dtype` is not floating, or has 8 bits, or `plan` has another type.
     """
 
     def __init__(
@@ -135,8 +135,13 @@ class EmbeddingCollection(nnx.Module):
         self.implementation: Implementation = implementation
         if isinstance(plan, EmbeddingPlan):
             placements, hotness = plan.placements(tables), plan.hotness
-        else:
+        elif plan is None or isinstance(plan, Mapping):
             placements, hotness = plan or {}, {}
+        else:
+            raise TypeError(
+                "plan must be an EmbeddingPlan or a placement for each of some tables, such "
+                f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
+            )
         self.stacks = stack_tables(tables, configs, placements, hotness)
         self.names = tuple(configs)
         key = rngs.params()

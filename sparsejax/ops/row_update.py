@@ -327,7 +327,8 @@ def step_whole(
         w, state = rule.catch_up(w, state, lag, count)
     slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
-    last = None if trained.last is None else jnp.full_like(trained.last, count + 1)
+    # Of the old one, so that on a mesh it stays divided as that is.
+    last = None if trained.last is None else jnp.maximum(trained.last, count + 1)
     state = {name: state[name].astype(trained.state[name].dtype) for name in state}
     w = narrowed(w, trained.w.dtype, noise, count + 1)
     return TrainedKernel(w, state, last)

@@ -78,7 +78,8 @@ def build(
       The model and the optimizer.
 
     Raises:
-      TypeError: `data` or `targets` has another type.
+      TypeError: `data` or `targets` has another type. (A click model is made by
+        `sparsejax.build_click_model`.)
       ValueError: the network cannot be made. For example, a tied output has another
         number of items than features.
       NotImplementedError: the data of a linear part is scanned.

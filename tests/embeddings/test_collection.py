@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -552,7 +553,13 @@ def exchanging_step(model, optimizer, ids):
     return loss, slopes
 
 
-def exchanging_run(rule):
+def shardings(optimizer):
+    arrays = jax.tree.leaves(nnx.state(optimizer))
+    return [(array.sharding, array.ndim) for array in arrays]
+
+
+@functools.cache
+def exchanging_run(rule, mesh=None):
     """Losses, gradients and tables after spread ids, and ids that one device owns."""
     rng = np.random.default_rng(0)
     spread = {
@@ -563,23 +570,31 @@ def exchanging_run(rule):
         "e": rng.integers(-1, 30, (64, 3)).astype(np.int32),
     }
     one = spread | {name: np.zeros_like(spread[name]) for name in "abc"}
-    model = Counted()
-    optimizer = sj.Optimizer(model, rule)
     found, overflows = [], []
-    for ids in (spread, spread, one, spread):
-        found.append(exchanging_step(model, optimizer, on_device(ids)))
-        overflows.append(int(model.embeddings.overflows[...]))
-    optimizer.flush(model)
-    found.append([model.embeddings.table(name) for name in "abde"])
-    return jax.tree.map(np.asarray, found), overflows
+    with mesh_or_none(mesh):
+        model = Counted()
+        optimizer = sj.Optimizer(model, rule)
+        before = shardings(optimizer)
+        for ids in (spread, spread, one, spread):
+            found.append(exchanging_step(model, optimizer, on_device(ids)))
+            overflows.append(int(model.embeddings.overflows[...]))
+        # State that comes back laid otherwise has the step compiled once more.
+        for (a, ndim), (b, _) in zip(before, shardings(optimizer), strict=True):
+            assert a.is_equivalent_to(b, ndim), (a, b)
+        optimizer.flush(model)
+        found.append([model.embeddings.table(name) for name in "abde"])
+        return jax.tree.map(np.asarray, found), overflows
+
+
+ADAGRAD = sj.optimizers.adagrad(0.1)
 
 
 @pytest.mark.parametrize(
     ("rule", "mesh"),
     [
-        (sj.optimizers.adagrad(0.1), (1, 8)),
+        (ADAGRAD, (1, 8)),
+        (ADAGRAD, (8, 1)),
         (sj.optimizers.adamw(0.1), (2, 4)),
-        (sj.optimizers.rowwise_adagrad(0.1), (8, 1)),
     ],
 )
 def test_exchange(rule, mesh):
@@ -587,8 +602,7 @@ def test_exchange(rule, mesh):
     want, overflows = exchanging_run(rule)
     assert not any(overflows)
     before = Counted.times_traced
-    with mesh_or_none(mesh):
-        got, overflows = exchanging_run(rule)
+    got, overflows = exchanging_run(rule, mesh)
     assert overflows == ([0] * 4 if mesh[1] == 1 else [0, 0, 1, 1])
     assert Counted.times_traced == before + 1  # one program for both ways
     jax.tree.map(
@@ -637,3 +651,10 @@ def test_bad_options():
             collection_of(wire_dtype=kind)
     with pytest.raises(ValueError, match="exchange_room must be positive, got 0"):
         collection_of(exchange_room=0.0)
+
+
+def test_a_plan_is_no_single_placement(monkeypatch):
+    """Without the annotations, which the suite checks."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(TypeError, match="such as {'item': 'rows'}, got 'rows'"):
+        collection_of(plan="rows")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from placed_training import Size, error, numpy_training, placed_training
+from placed_training import MESHES, Size, error, numpy_training, placed_training
 
 import sparsejax as sj
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
@@ -43,9 +43,10 @@ def test_training_does_not_depend_on_the_placement():
         combiners=("mean", "sum", "sum", "sum", "mean"),
         placements=("rows", "table", "columns", "replicated", "table"),
         batch=16,
-        steps=8,
+        steps=6,
     )
-    first, last = placed_training(size, rule)
+    # On (8, 1) nothing is divided over "model".
+    first, last = placed_training(size, rule, meshes=MESHES[:3])
     assert error(last, numpy_training(size, rule, first)) < 1e-6
     assert error(last, first) > 0.1
 

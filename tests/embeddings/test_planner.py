@@ -104,9 +104,9 @@ def devices_of(groups, mesh):
     return math.prod(mesh[axis] for axis in axes)
 
 
-@pytest.mark.parametrize(("data", "model"), [(1, 8), (2, 4)])
-def test_the_compiled_program(data, model):
+def test_the_compiled_program():
     """Rows and state are exact; memory and bytes sent are right to 10 %."""
+    data, model = 2, 4
     plan = plan_of(data=data, model=model)
     assert {"table", "columns"} <= {*kinds_of(plan).values()}
     program = compiled_step(plan)
