@@ -132,8 +132,7 @@ def measure(model: Any, task: Task, metrics: tuple[str, ...]) -> dict[str, float
 
 def ours(train: sj.SparseDataset, seed: int, **options) -> tuple[Any, list]:
     """A model with the default settings, and the history of its training."""
-    sizes = train.num_rows, train.num_features, train.num_entries
-    linear, _ = sj.LinearConfig.for_data(*sizes)  # as the command line chooses it
+    linear, _ = sj.LinearConfig.for_data(train.num_features)  # as in the command line
     config = sj.NetworkConfig.autoencoder(linear=linear)
     model, optimizer = sj.build(config, train, seed=seed)
     history = sj.fit(model, optimizer, train, seed=seed, **options)

@@ -32,7 +32,7 @@ from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-from sparsejax.training.build import build, make_modules
+from sparsejax.training.build import make_modules, new_modules, set_linear_part
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
 from sparsejax.whole_files import whole_text_file
 
@@ -82,15 +82,26 @@ class Run:
     patience: int | None
 
     def build(
-        self, data: SparseDataset | ScannedDataset
+        self,
+        data: SparseDataset | ScannedDataset,
+        *,
+        with_linear_part: bool = True,
     ) -> tuple[FeedForward, Optimizer]:
         """A new model and its optimizer for the data, placed on the mesh if one is set.
+
+        Args:
+          data: the rows.
+          with_linear_part: compute the linear part of the network, if it has one. False
+            leaves its arrays 0, for a caller who has them, or restores a checkpoint.
 
         Raises:
           ValueError: no such network can be built.
           NotImplementedError: the network has a linear part, and the data is scanned.
         """
-        return build(self.network, data, self.optimizer, seed=self.seed)
+        modules = new_modules(self.network, self.optimizer, **self._sizes())
+        if with_linear_part:
+            set_linear_part(modules[0], data)
+        return modules
 
     def shapes(self) -> tuple[FeedForward, Optimizer]:
         """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.

@@ -46,7 +46,8 @@ def train(command: flags.Train) -> None:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
     settings = settings_of(command, network, source)
-    model, optimizer = settings.build(source.data)
+    restored = command.resume and run.has_checkpoints(command.run)
+    model, optimizer = settings.build(source.data, with_linear_part=not restored)
     features = source.data.feature_names
     with (
         run.begun(
@@ -83,8 +84,7 @@ def plan(command: flags.Plan) -> bool:
     memory = command.memory
     network = network_of(command)
     if command.features is None and _chooses(command):
-        sizes = command.rows, command.items, command.entries
-        linear, _ = LinearConfig.for_data(*sizes)
+        linear, _ = LinearConfig.for_data(command.items)
         network = dataclasses.replace(network, linear=linear)
     planned = planning.plan(
         network,
@@ -133,9 +133,7 @@ def with_linear_part(
     data = source.data
     if isinstance(data, ScannedDataset):
         return network, "no linear part: it needs all of the data in memory"
-    linear, why = LinearConfig.for_data(
-        data.num_rows, data.num_features, data.num_entries
-    )
+    linear, why = LinearConfig.for_data(data.num_features)
     return dataclasses.replace(network, linear=linear), why
 
 

@@ -16,9 +16,8 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: entries of an item for which the weight is 1, the largest weight,
-# and the most elements of the kernel: 1 GB.
-_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 150, 2.0, 2**28
+# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try.
+_LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +113,14 @@ class LinearConfig:
       rank: width of the factors, at most the number of items.
       ridge: how strongly small components are damped: EASE's lambda, in its unit.
       popularity: exponent of an item's number of entries by which its column is divided.
-      weight: standard deviation of these scores over the rows and items of the data.
+      weight: factor of these scores. With 1, the softmax of these scores alone would fit
+        left-out entries best.
     """
 
-    rank: int = 1024
-    ridge: float = 1000.0
+    rank: int = 2048
+    ridge: float = 300.0
     popularity: float = 0.25
-    weight: float = 1.0
+    weight: float = 0.35
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -134,27 +134,24 @@ class LinearConfig:
                 raise ValueError(f"linear: {name} {value} is not {least} or more")
 
     @classmethod
-    def for_data(
-        cls, rows: int, items: int, entries: int
-    ) -> tuple[LinearConfig | None, str]:
-        """What `sparsejax train` gives data of these sizes by default, and why.
+    def for_data(cls, items: int) -> tuple[LinearConfig | None, str]:
+        """What `sparsejax train` gives data with so many items by default, and why.
 
-        >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
-        >>> linear.weight, why
-        (1.44, 'linear part of rank 1,024 and weight 1.44: an item has 215.9 entries')
+        >>> LinearConfig.for_data(200_000)[1]
+        'linear part of rank 1,024: with rank 2,048 its factors would take over 1 GB'
 
-        The more entries an item has, the more is known about pairs of items: the weight
-        is their number divided by 150, at most 2. None if the factors would take over
-        1 GB.
+        The rank is 2,048, or 1,024 where the factors would take over 1 GB; None where
+        these would as well.
         """
-        each = entries / max(items, 1)
-        linear = cls(weight=round(min(each / _ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT), 2))
-        if items * linear.rank > _LARGEST_LINEAR:
-            return None, f"no linear part: {items:,} items are too many for one"
-        return linear, (
-            f"linear part of rank {min(linear.rank, items):,} and weight "
-            f"{linear.weight:g}: an item has {each:,.1f} entries"
-        )
+        for rank in _RANKS:
+            if items * rank <= _LARGEST_LINEAR:
+                said = f"linear part of rank {min(rank, items):,}"
+                if rank < _RANKS[0]:
+                    said += (
+                        f": with rank {_RANKS[0]:,} its factors would take over 1 GB"
+                    )
+                return cls(rank=rank), said
+        return None, f"no linear part: {items:,} items are too many for one"
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig
