@@ -31,6 +31,9 @@ _FEW_ITEMS, _EXACT = 4096, 2
 # Rows of the data whose products with the basis exist at a time.
 BLOCK_ROWS = 2**16
 
+# Arrays of the size of the basis that exist at once, while the data is applied to it.
+_BASES = 5
+
 # Cholesky decompositions in turn, and what is added to the diagonal before each, relative
 # to its sum: about ten times the rounding error of float32. What the first does to small
 # components the others undo.
@@ -79,6 +82,16 @@ def closed_form(
     unit = _unit(data, squares, q, error)
     scale = config.weight * unit / (error * data.damping)
     return u * data.damping[:, None], scale.astype(np.float32)
+
+
+def gpu_bytes(config: LinearConfig, rows: int, items: int, entries: int) -> int:
+    """The most that `closed_form` takes of a GPU at once, for data of these sizes."""
+    if items <= _FEW_ITEMS:
+        return 0
+    width = min(config.rank + _MORE_COLUMNS, rows, items)
+    side = max(min(rows, BLOCK_ROWS), items)
+    blocks = 16 * entries + 8 * side * -(-rows // BLOCK_ROWS)
+    return blocks + 4 * width * (_BASES * side + 3 * width)
 
 
 @dataclasses.dataclass(frozen=True)
