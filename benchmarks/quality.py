@@ -106,18 +106,18 @@ def _trained(
     import sparsejax as sj
 
     train, test = _load(folder, name, seed)
-    sizes = train.num_features, train.num_entries
-    linear, _ = sj.LinearConfig.for_data(sizes[0])
+    sizes = train.num_rows, train.num_features, train.num_entries
+    linear, _ = sj.LinearConfig.for_data(*sizes)
     start = time.perf_counter()
     config = sj.NetworkConfig.autoencoder(linear=linear)
     model, optimizer = sj.build(config, train, seed=seed)
     jax.block_until_ready(model.output.kernel[...])
     result: dict[str, Any] = {
         "linear": None if linear is None else vars(linear),
-        "entries of an item": sizes[1] / sizes[0],
+        "entries of an item": sizes[2] / sizes[1],
         "build, s": time.perf_counter() - start,
     }
-    counts = np.bincount(train.matrix.indices, minlength=sizes[0])
+    counts = np.bincount(train.matrix.indices, minlength=sizes[1])
     excess = np.log(np.maximum(counts, 1))
     measuring = [0.0]
 

@@ -84,7 +84,8 @@ def plan(command: flags.Plan) -> bool:
     memory = command.memory
     network = network_of(command)
     if command.features is None and _chooses(command):
-        linear, _ = LinearConfig.for_data(command.items)
+        sizes = command.rows, command.items, command.entries
+        linear, _ = LinearConfig.for_data(*sizes)
         network = dataclasses.replace(network, linear=linear)
     planned = planning.plan(
         network,
@@ -133,7 +134,9 @@ def with_linear_part(
     data = source.data
     if isinstance(data, ScannedDataset):
         return network, "no linear part: it needs all of the data in memory"
-    linear, why = LinearConfig.for_data(data.num_features)
+    linear, why = LinearConfig.for_data(
+        data.num_rows, data.num_features, data.num_entries
+    )
     return dataclasses.replace(network, linear=linear), why
 
 

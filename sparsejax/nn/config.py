@@ -16,8 +16,10 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try.
+# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; the
+# weight for rows of one entry, which grows with the root of their length, and the largest.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
+_WEIGHT_OF_ONE, _LARGEST_WEIGHT = 0.07, 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,23 +136,27 @@ class LinearConfig:
                 raise ValueError(f"linear: {name} {value} is not {least} or more")
 
     @classmethod
-    def for_data(cls, items: int) -> tuple[LinearConfig | None, str]:
-        """What `sparsejax train` gives data with so many items by default, and why.
+    def for_data(
+        cls, rows: int, items: int, entries: int
+    ) -> tuple[LinearConfig | None, str]:
+        """What `sparsejax train` gives data of these sizes by default, and why.
 
-        >>> LinearConfig.for_data(200_000)[1]
-        'linear part of rank 1,024: with rank 2,048 its factors would take over 1 GB'
+        >>> linear, why = LinearConfig.for_data(29_858, 40_981, 810_128)
+        >>> linear.weight, why
+        (0.36, 'linear part of rank 2,048 and weight 0.36: a row has 27.1 entries')
 
-        The rank is 2,048, or 1,024 where the factors would take over 1 GB; None where
-        these would as well.
+        The longer the rows, the more the linear part tells beyond the layers: the weight
+        is 0.07 times the root of their mean length, at most 0.7. The rank is 2,048, or
+        1,024 where the factors would take over 1 GB; None where these would as well.
         """
+        length = entries / max(rows, 1)
+        weight = round(min(_WEIGHT_OF_ONE * length**0.5, _LARGEST_WEIGHT), 2)
         for rank in _RANKS:
             if items * rank <= _LARGEST_LINEAR:
-                said = f"linear part of rank {min(rank, items):,}"
-                if rank < _RANKS[0]:
-                    said += (
-                        f": with rank {_RANKS[0]:,} its factors would take over 1 GB"
-                    )
-                return cls(rank=rank), said
+                return cls(rank=rank, weight=weight), (
+                    f"linear part of rank {min(rank, items):,} and weight {weight:g}: "
+                    f"a row has {length:,.1f} entries"
+                )
         return None, f"no linear part: {items:,} items are too many for one"
 
 

@@ -273,7 +273,10 @@ def test_linear_part(small, tmp_path, capsys, linear):
     argv += [] if linear == "auto" else ["--linear", str(linear)]
     assert main(argv) == 0
     said, found = capsys.readouterr().err, run.load_run(tmp_path / "run")[0].network
-    chosen, why = LinearConfig.for_data(checkerboard()[0].num_features)
+    sizes = checkerboard()[0]
+    chosen, why = LinearConfig.for_data(
+        sizes.num_rows, sizes.num_features, sizes.num_entries
+    )
     assert (why in said) == (linear == "auto")
     wanted = {"auto": chosen, "5": LinearConfig(rank=5), None: None}
     assert found.linear == wanted[linear]
