@@ -24,6 +24,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import scipy.sparse
 
 import sparsejax as sj
 
@@ -172,12 +173,13 @@ def of_implicit(als: Any, task: Task, metrics, chosen) -> Result:
     """iALS of the library `implicit`, measured by our metrics."""
     began = time.monotonic()
     model = als(factors=256, iterations=15, random_state=0, **chosen)
-    model.fit(task.train.to_scipy(), show_progress=False)
+    model.fit(scipy.sparse.csr_matrix(task.train.to_scipy()), show_progress=False)
     seconds = time.monotonic() - began
     shown, heldout = task.shown.match_rows(task.heldout)
+    seen = scipy.sparse.csr_matrix(shown.to_scipy())  # it takes no sparse array
     k = max(int(metric.partition("@")[2]) for metric in metrics)
     ids, _ = model.recommend(
-        np.arange(shown.num_rows), shown.to_scipy(), N=k, recalculate_user=True
+        np.arange(shown.num_rows), seen, N=k, recalculate_user=True
     )
     lengths = np.diff(heldout.matrix.indptr)
     lengths = lengths + (0 if heldout.left_out is None else heldout.left_out)

@@ -32,7 +32,7 @@ from sparsejax.nn.config import NetworkConfig, checked
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
-from sparsejax.training.build import build, make_modules, set_linear_part
+from sparsejax.training.build import make_modules, new_modules, set_linear_part
 from sparsejax.training.checkpoint import Checkpoints, fingerprint
 from sparsejax.whole_files import whole_text_file
 
@@ -88,14 +88,24 @@ class Run:
         """Whether the model reads histories, in order."""
         return isinstance(self.network, SequenceConfig)
 
-    def build(self, data: Any) -> tuple[Any, Optimizer]:
+    def build(
+        self, data: Any, *, with_linear_part: bool = True
+    ) -> tuple[Any, Optimizer]:
         """A new model and its optimizer for the data, placed on the mesh if one is set.
+
+        Args:
+          data: the rows.
+          with_linear_part: compute the linear part of the network, if it has one. False
+            leaves its arrays 0, for a caller who has them, or restores a checkpoint.
 
         Raises:
           ValueError: no such network can be built.
           NotImplementedError: the network has a linear part, and the data is scanned.
         """
-        return build(self.network, data, self.optimizer, seed=self.seed)
+        modules = new_modules(self.network, self.optimizer, **self._sizes())
+        if with_linear_part:
+            set_linear_part(modules[0], data)
+        return modules
 
     def shapes(self) -> tuple[Any, Optimizer]:
         """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.

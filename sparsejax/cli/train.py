@@ -69,8 +69,9 @@ def train(command: flags.Train) -> None:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
     settings = settings_of(command, network, source)
-    if command.origin is None or (command.resume and run.has_checkpoints(command.run)):
-        model, optimizer = settings.build(source.data)
+    restored = command.resume and run.has_checkpoints(command.run)
+    if command.origin is None or restored:
+        model, optimizer = settings.build(source.data, with_linear_part=not restored)
     else:
         model, optimizer = _continued(command, settings, source)
     features = source.data.feature_names

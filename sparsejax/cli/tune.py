@@ -12,6 +12,7 @@ Only the validation part of the data decides. No other held-out data is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -20,15 +21,18 @@ import shlex
 import sys
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
+from sparsejax.data import SparseDataset
 from sparsejax.data.files import shown
 from sparsejax.mesh import processes
+from sparsejax.nn.closed_form import closed_form
 from sparsejax.training.fit import fit
 from sparsejax.whole_files import whole_text_file
 
@@ -66,6 +70,13 @@ def tune(command: flags.Tune) -> None:
         print(chosen, file=sys.stderr)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
+
+    @functools.cache
+    def linear_part() -> Sequence[np.ndarray]:
+        """It does not depend on what is tuned."""
+        assert network.linear is not None and isinstance(source.data, SparseDataset)
+        return closed_form(source.data.to_scipy(), network.linear)
+
     with processes.alone_in(command.run):
         study = _opened(optuna, command, settings)
         while (number := _num_done(study)) < command.trials:
@@ -75,7 +86,9 @@ def tune(command: flags.Tune) -> None:
             trial = study.ask()
             chosen = _train_command(command, _choice(trial, command))
             began = time.monotonic()
-            state, score, why = _trained(optuna, trial, chosen, source, deadline)
+            state, score, why = _trained(
+                optuna, trial, chosen, source, deadline, linear_part
+            )
             study.tell(trial, score if state is None else None, state=state)
             took = f"{time.monotonic() - began:.0f} s"
             said = " ".join(f"{n} {_short(v)}" for n, v in trial.params.items())
@@ -228,7 +241,12 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
 
 
 def _trained(
-    optuna: Any, trial: Any, command: flags.Train, source: Any, deadline: float
+    optuna: Any,
+    trial: Any,
+    command: flags.Train,
+    source: training.Source,
+    deadline: float,
+    linear_part: Callable[[], Sequence[np.ndarray]],
 ) -> tuple[Any, float, str]:
     """Trains with the settings of a trial.
 
@@ -257,7 +275,9 @@ def _trained(
 
     pruned = optuna.trial.TrialState.PRUNED
     try:
-        model, optimizer = settings.build(source.data)
+        model, optimizer = settings.build(source.data, with_linear_part=False)
+        if model.output.linear is not None:
+            model.output.linear.set_to(*linear_part())
         fit(
             model,
             optimizer,

@@ -16,9 +16,10 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: entries of an item for which the weight is 1, the largest weight,
-# and the most elements of the kernel: 1 GB.
-_ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT, _LARGEST_LINEAR = 150, 2.0, 2**28
+# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; the
+# weight for rows of one entry, which grows with the root of their length, and the largest.
+_LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
+_WEIGHT_OF_ONE, _LARGEST_WEIGHT = 0.07, 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +115,14 @@ class LinearConfig:
       rank: width of the factors, at most the number of items.
       ridge: how strongly small components are damped: EASE's lambda, in its unit.
       popularity: exponent of an item's number of entries by which its column is divided.
-      weight: standard deviation of these scores over the rows and items of the data.
+      weight: factor of these scores. With 1, the softmax of these scores alone would fit
+        left-out entries best.
     """
 
-    rank: int = 1024
-    ridge: float = 1000.0
+    rank: int = 2048
+    ridge: float = 300.0
     popularity: float = 0.25
-    weight: float = 1.0
+    weight: float = 0.35
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -139,22 +141,23 @@ class LinearConfig:
     ) -> tuple[LinearConfig | None, str]:
         """What `sparsejax train` gives data of these sizes by default, and why.
 
-        >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
+        >>> linear, why = LinearConfig.for_data(29_858, 40_981, 810_128)
         >>> linear.weight, why
-        (1.44, 'linear part of rank 1,024 and weight 1.44: an item has 215.9 entries')
+        (0.36, 'linear part of rank 2,048 and weight 0.36: a row has 27.1 entries')
 
-        The more entries an item has, the more is known about pairs of items: the weight
-        is their number divided by 150, at most 2. None if the factors would take over
-        1 GB.
+        The longer the rows, the more the linear part tells beyond the layers: the weight
+        is 0.07 times the root of their mean length, at most 0.7. The rank is 2,048, or
+        1,024 where the factors would take over 1 GB; None where these would as well.
         """
-        each = entries / max(items, 1)
-        linear = cls(weight=round(min(each / _ENTRIES_FOR_WEIGHT, _LARGEST_WEIGHT), 2))
-        if items * linear.rank > _LARGEST_LINEAR:
-            return None, f"no linear part: {items:,} items are too many for one"
-        return linear, (
-            f"linear part of rank {min(linear.rank, items):,} and weight "
-            f"{linear.weight:g}: an item has {each:,.1f} entries"
-        )
+        length = entries / max(rows, 1)
+        weight = round(min(_WEIGHT_OF_ONE * length**0.5, _LARGEST_WEIGHT), 2)
+        for rank in _RANKS:
+            if items * rank <= _LARGEST_LINEAR:
+                return cls(rank=rank, weight=weight), (
+                    f"linear part of rank {min(rank, items):,} and weight {weight:g}: "
+                    f"a row has {length:,.1f} entries"
+                )
+        return None, f"no linear part: {items:,} items are too many for one"
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig

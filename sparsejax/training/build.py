@@ -92,18 +92,17 @@ def build(
         outputs=features if targets is None else _num_columns("targets", targets),
         seed=seed,
     )
-    if isinstance(modules[0], FeedForward):
-        set_linear_part(modules[0], data)
+    set_linear_part(modules[0], data)
     return modules
 
 
-def set_linear_part(model: FeedForward, data: Any) -> None:
+def set_linear_part(model: FeedForward | SequenceModel, data: Any) -> None:
     """Computes the linear part of a model from the data, if it has one.
 
     Raises:
       NotImplementedError: the data is scanned, so that it is not in memory.
     """
-    linear = model.output.linear
+    linear = model.output.linear if isinstance(model, FeedForward) else None
     if linear is None:
         return
     if isinstance(data, ScannedDataset):

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import score_tiles, slopes_product
 from sparsejax.data.batching import bucket
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
+from sparsejax.nn import closed_form
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.ops import chunked_loss, gather_sum, item_chunks, row_update
@@ -63,6 +64,7 @@ class Footprint:
     chunk: int
     input_gradient: int
     sorting: int
+    linear: int
     temporary: int
     over_data: Mapping[str, int]
     over_model: Mapping[str, int]
@@ -218,6 +220,12 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
     in_dispatch = taken + steps * (_SORTED - 4) * column
     sorting = max(in_dispatch, _ORDER_SORTED * rows)
 
+    # Before training, without the data set and the order.
+    linear = 0
+    if job.network.linear is not None:
+        sizes_of_data = job.rows, job.inputs, job.entries
+        linear = closed_form.gpu_bytes(job.network.linear, *sizes_of_data)
+
     sizes = [layer.size for layer in job.network.hidden]
     hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
     if data > 1:  # gradient of the first layer, operand and gradient of the output
@@ -246,7 +254,10 @@ def footprint(job: Job, data: int, model: int) -> Footprint:
         chunk=output.chunk,
         input_gradient=input_gradient,
         sorting=sorting,
-        temporary=max(sorting, in_dispatch + operand, batches + hidden + max(stages)),
+        linear=linear,
+        temporary=max(
+            sorting, in_dispatch + operand, batches + hidden + max(stages), linear
+        ),
         over_data=over_data,
         over_model=over_model,
     )

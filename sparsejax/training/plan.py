@@ -78,8 +78,10 @@ class Plan(Footprint):
       chunk: scores of a part of the items, and the gradient of their rows.
       input_gradient: gradient of the rows of the first kernel that a batch touches.
       sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
-      temporary: the most of these seven that exists at once: while sorting, in the
-        output layer, or in the input layer.
+      linear: what it takes to compute the linear part of the network, before training,
+        on the first device.
+      temporary: the most of these eight that exists at once: before training, while
+        sorting, in the output layer, or in the input layer.
       over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
       over_model: the same along "model".
       memory: memory of a device; None if it is not known.
@@ -117,6 +119,7 @@ class Plan(Footprint):
             ("  scores, and gradients of a chunk of items", self.chunk),
             ("  gradient of the input", self.input_gradient),
             ("  sorting", self.sorting),
+            *[("  computing the linear part", self.linear)] * bool(self.linear),
             ("peak", self.total),
         ]
         for axis, sent in (("data", self.over_data), ("model", self.over_model)):

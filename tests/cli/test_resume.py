@@ -15,6 +15,7 @@ from sparsejax.cli import commands, printing, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.mesh import locks
+from sparsejax.nn.linear_part import LinearPart
 from sparsejax.training.checkpoint import Checkpoints
 
 
@@ -31,6 +32,16 @@ def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
     assert parameters(tmp_path / "run") == parameters(tmp_path / "whole")
     assert main([*small, "--resume", "--epochs", "2"]) == 1
     assert "begun with 3, which can only be raised" in capsys.readouterr().err
+
+
+def test_resume_does_not_compute_the_linear_part_again(small, tmp_path, monkeypatch):
+    small[small.index("--linear") + 1] = "3"
+    assert main(small) == 0
+    monkeypatch.setattr(LinearPart, "set_from", lambda *_: pytest.fail("again"))
+    assert main([*small, "--resume", "--epochs", "2"]) == 0
+    model, _ = run.load_model(tmp_path / "run")
+    assert model.output.linear is not None
+    assert float(abs(model.output.linear.scale[...]).sum()) > 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 import scipy.sparse
 
 import sparsejax as sj
+from sparsejax.nn.closed_form import closed_form, on_device, on_host
 from sparsejax.nn.config import LinearConfig
-from sparsejax.nn.linear_part import LinearPart, closed_form
+from sparsejax.nn.linear_part import LinearPart
 
 ROWS, ITEMS = 90, 40
 WHOLE = LinearConfig(rank=ITEMS, ridge=20.0, popularity=0.0, weight=1.5)
@@ -34,10 +35,10 @@ def normalised(data, popularity):
     return dense / np.maximum(np.linalg.norm(dense, axis=1), 1e-30)[:, None] * damping
 
 
-def mean_square(data):
-    """Of the norms of the rows that have entries."""
-    squares = np.square(data.toarray()).sum(axis=1)
-    return squares[squares > 0].mean()
+def mean_length(data):
+    """Entries of the rows that have any."""
+    lengths = (data.toarray() != 0).sum(axis=1)
+    return lengths[lengths > 0].mean()
 
 
 def up_to_a_factor(got, want):
@@ -51,15 +52,59 @@ def test_is_ease_on_items_that_a_row_does_not_have(popularity, valued):
     config = LinearConfig(rank=ITEMS, ridge=20.0, popularity=popularity, weight=1.5)
     kernel, scale = (np.asarray(a, np.float64) for a in closed_form(data, config))
     a = normalised(data, popularity)
-    ridge = 20.0 / mean_square(data)
+    ridge = 20.0 / mean_length(data)
     inverse = np.linalg.inv(a.T @ a + ridge * np.eye(ITEMS))
     ease = -(a @ inverse) / np.diag(inverse)
     scores = normalised(data, 0.0) @ kernel @ kernel.T * scale
-    np.testing.assert_allclose(np.sqrt(scores.var(axis=1).mean()), 1.5, rtol=1e-3)
     new = data.toarray() == 0
     np.testing.assert_allclose(
         up_to_a_factor(scores[new], ease[new]), ease[new], rtol=1e-3, atol=1e-5
     )
+
+
+def test_its_unit_is_the_most_likely_one_for_rows_and_items_that_are_left_out():
+    data = some_data()
+    config = LinearConfig(rank=ITEMS, ridge=20.0, popularity=0.25, weight=1.0)
+    kernel, scale = (np.asarray(a, np.float64) for a in closed_form(data, config))
+    a, plain = normalised(data, 0.25), normalised(data, 0.0)
+    ridge = 20.0 / mean_length(data)
+
+    def inverse(rows):
+        return np.linalg.inv(rows.T @ rows + ridge * np.eye(ITEMS))
+
+    c = inverse(a)
+    ease = -(a @ c) / np.diag(c)
+    got, new = plain @ kernel @ kernel.T * scale, data.toarray() == 0
+    damping = (a.sum(axis=0) + 1e-30) / (plain.sum(axis=0) + 1e-30)
+    unit = (got[new] * (ease / damping)[new]).sum() / np.square(
+        (ease / damping)[new]
+    ).sum()
+    wanted, others = [], []
+    for row in range(ROWS):
+        (own,) = np.nonzero(~new[row])
+        if len(own) < 2:
+            continue
+        c = inverse(np.delete(a, row, axis=0))
+        for item in own:
+            shorter = np.where(np.arange(ITEMS) == item, 0, a[row])
+            scores = -(shorter @ c) / np.diag(c) / damping
+            # The norm of the row without the item.
+            scores *= np.sqrt(len(own) / (len(own) - 1))
+            wanted.append(scores[item])
+            rest = (
+                -(a[row] @ c)
+                / np.diag(c)
+                / damping
+                * np.sqrt(len(own) / (len(own) - 1))
+            )
+            others.append(np.where(new[row], rest, -np.inf))
+    wanted, others = np.array(wanted), np.array(others)
+
+    def cost(unit):
+        rest = np.exp(unit * others).sum(axis=1)
+        return (np.log(np.exp(unit * wanted) + rest) - unit * wanted).mean()
+
+    assert cost(unit) < min(cost(unit * 1.3), cost(unit / 1.3))
 
 
 def test_a_lower_rank_keeps_the_largest_components():
@@ -71,7 +116,7 @@ def test_a_lower_rank_keeps_the_largest_components():
     a = normalised(data, 0.0)
     _, sigma, q = np.linalg.svd(a, full_matrices=False)
     diagonal = np.square(a).sum(axis=0)
-    ridge = 20.0 / mean_square(data)
+    ridge = 20.0 / mean_length(data)
     u = q[:4].T * (sigma / np.sqrt(sigma**2 + ridge))[:4]
     left_out = diagonal - np.square(q[:4].T) @ sigma[:4] ** 2
     error = 1 - np.square(u).sum(axis=1)
@@ -90,7 +135,7 @@ def test_one_item_is_in_nearly_all_rows_and_most_are_in_none():
     )
     assert np.all(np.isfinite(kernel)) and np.all(np.isfinite(scale))
     a = dense / np.linalg.norm(dense, axis=1)[:, None]
-    ridge = 1000 / mean_square(scipy.sparse.csr_array(dense))
+    ridge = 300 / mean_length(scipy.sparse.csr_array(dense))
     want = np.eye(400) - ridge * np.linalg.inv(a.T @ a + ridge * np.eye(400))
     np.testing.assert_allclose(kernel @ kernel.T, want, atol=2e-3)
 
@@ -102,12 +147,18 @@ def test_little_data(shape):
     assert np.all(np.isfinite(part.kernel[...])) and np.all(part.scale[...] == 0)
 
 
-def test_blocks_of_rows_add_up(monkeypatch):
-    data = some_data()
-    whole = closed_form(data, WHOLE)
-    monkeypatch.setattr("sparsejax.nn.linear_part.BLOCK_ROWS", 32)
-    for got, want in zip(closed_form(data, WHOLE), whole, strict=True):
-        np.testing.assert_allclose(np.abs(got), np.abs(want), rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("decomposed", [on_host, on_device])
+@pytest.mark.parametrize("items", [40, 5000])  # with a matrix of all pairs, or without
+def test_decompositions(monkeypatch, decomposed, items):
+    monkeypatch.setattr("sparsejax.nn.closed_form.BLOCK_ROWS", 32)
+    data = some_data().astype(np.float32)
+    data.resize((ROWS, items))
+    squares, q = decomposed(data, ITEMS)  # one item has no entries
+    want = np.linalg.svd(data.toarray(), compute_uv=False)[: ITEMS - 1] ** 2
+    np.testing.assert_allclose(squares[:-1], want, rtol=1e-3)
+    q = q[:, :-1]
+    np.testing.assert_allclose(q.T @ q, np.eye(ITEMS - 1), atol=1e-3)
+    np.testing.assert_allclose(data.T @ (data @ q), q * want, atol=0.03)
 
 
 def a_model(**options):

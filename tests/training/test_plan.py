@@ -276,3 +276,19 @@ def test_sizes_as_text():
     for wrong in ("141", "1.2.3GB", "GB"):
         with pytest.raises(ValueError, match="expected a size"):
             planning.read_bytes(wrong)
+
+
+def test_computing_a_linear_part_is_counted():
+    def planned(rank, **options):
+        linear = sj.LinearConfig(rank=rank)
+        return small(dataclasses.replace(WIDE, linear=linear), **options)
+
+    sizes = {"rows": 10_000, "inputs": 70_000}
+    few, many = (planned(rank, **sizes) for rank in (100, 1100))
+    each = 4 * 1000 * 70_000
+    assert many.linear - few.linear == pytest.approx(5 * each, rel=0.02)
+    assert many.temporary - few.temporary == many.linear - few.linear
+    assert many.weights - few.weights == pytest.approx(each, rel=0.03)
+    assert "computing the linear part" in many.table()
+    # By NumPy, in the host's memory.
+    assert planned(1100, inputs=4000).linear == 0
