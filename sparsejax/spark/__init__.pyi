@@ -1,0 +1,1 @@
+# Every public name; `__init__.py` imports each when it is first used.
