@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import IO
 
 import numpy as np
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
-from sparsejax.data.folder import PART_KEY, VOCABULARY, DataFile, Part
+from sparsejax.data.folder import PART_KEY, DataFile, Part
 from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.stores import Place, crc32
 
@@ -168,11 +169,47 @@ def rows_of(
     )
 
 
+def write_rows(
+    users: Iterable[tuple[SortedEntries, pa.Array, np.ndarray]],
+    folder: Place,
+    identity: str,
+    with_left_out: Mapping[Part, bool],
+    *,
+    numbers: range | None = None,
+) -> dict[Part, PartWriter]:
+    """Writes whole users to the parts of a folder.
+
+    Args:
+      users: entries, the names of their users, and `[entries]` bool: those of test.
+      folder: the folder.
+      identity: of the folder.
+      with_left_out: the parts to write; for each whether it counts entries that the
+        vocabulary lacks.
+      numbers: of the files; by default all from 0.
+
+    Returns:
+      For each part what was written.
+    """
+    with contextlib.ExitStack() as stack:
+        writers = {
+            part: stack.enter_context(part_writer(folder, part, identity, numbers))
+            for part in with_left_out
+        }
+        for entries, names, is_held in users:
+            for part, writer in writers.items():
+                chosen = is_held if part == "test" else ~is_held
+                counted = with_left_out[part]
+                writer.add(rows_of(entries, chosen, names, with_left_out=counted))
+    return writers
+
+
 @contextlib.contextmanager
-def part_writer(folder: Place, part: Part, identity: str) -> Generator[PartWriter]:
+def part_writer(
+    folder: Place, part: Part, identity: str, numbers: range | None = None
+) -> Generator[PartWriter]:
     """Writes rows to the files of a part, which are complete when the block is done."""
     with contextlib.ExitStack() as stack:
-        writer = PartWriter(folder, part, identity, stack)
+        writer = PartWriter(folder, part, identity, stack, numbers)
         yield writer
         writer.finish()
 
@@ -186,9 +223,15 @@ class PartWriter:
     """
 
     def __init__(
-        self, folder: Place, part: Part, identity: str, stack: contextlib.ExitStack
+        self,
+        folder: Place,
+        part: Part,
+        identity: str,
+        stack: contextlib.ExitStack,
+        numbers: range | None = None,
     ):
-        """`stack` has the file that is open."""
+        """`stack` has the file that is open. Files have `numbers`, by default all from 0."""
+        self._numbers = range(sys.maxsize) if numbers is None else numbers
         self._folder, self._part, self._identity = folder, part, identity
         self._stack = stack
         self._waiting: list[Rows] = []
@@ -250,7 +293,8 @@ class PartWriter:
         return self._folder.below(self._name())
 
     def _name(self) -> str:
-        return f"{self._part}/part-{self._identity}-{len(self.files):05}.parquet"
+        number = self._numbers[len(self.files)]
+        return f"{self._part}/part-{self._identity}-{number:05}.parquet"
 
     def _finish_file(self) -> None:
         if self._file is None:
@@ -261,11 +305,11 @@ class PartWriter:
         self._file, self._groups, self._num_written = None, [], 0
 
 
-def write_vocabulary(folder: Place, names: Names, rows: np.ndarray) -> None:
+def write_vocabulary(file: Place, names: Names, rows: np.ndarray) -> None:
     """Writes the file of the items, with the number of rows that have each."""
     table = pa.table({"item": to_arrow(names), "rows": arrow.from_numbers(rows)})
-    with folder.below(VOCABULARY).writing() as file:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+    with file.writing() as opened:
+        pq.write_table(table, opened, compression="zstd", write_page_checksum=True)
 
 
 def _written(

@@ -47,8 +47,9 @@ class Task:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in self.function(batches):
             if not batch.schema.equals(self.schema):
+                name = getattr(self.function, "__name__", type(self.function).__name__)
                 raise TypeError(
-                    f"{self.function} is to yield batches with "
+                    f"{name} is to yield batches with "
                     f"{_described(self.schema)}, but one has {_described(batch.schema)}"
                 )
             yield batch
