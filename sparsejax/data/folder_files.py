@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,16 +34,18 @@ class SortedEntries:
       columns: `[entries]` int32; -1 if the vocabulary lacks the item.
       values: `[entries]` float64, or None.
       times: `[entries]` int64 or float64, or None.
+      keys: `[entries]` int64, what a split needs to know of the items, or None.
     """
 
     users: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
     times: np.ndarray | None
+    keys: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> SortedEntries:
-        """From the columns `number`, `code`, `value` and `time`; the last two may be missing."""
+        """From the columns `number`, `code`, and if they are there `value`, `time`, `key`."""
 
         def column(name: str) -> np.ndarray | None:
             found = name in batch.schema.names
@@ -51,28 +53,25 @@ class SortedEntries:
 
         users, columns = column("number"), column("code")
         assert users is not None and columns is not None
-        return cls(users, columns, column("value"), column("time"))
+        return cls(users, columns, column("value"), column("time"), column("key"))
 
     def slice(self, start: int, stop: int) -> SortedEntries:
         """Entries `start .. stop - 1`."""
-        return SortedEntries(
-            self.users[start:stop],
-            self.columns[start:stop],
-            None if self.values is None else self.values[start:stop],
-            None if self.times is None else self.times[start:stop],
-        )
+        leaves: list[Any] = []
+        for leaf in self._leaves():
+            leaves.append(None if leaf is None else leaf[start:stop])
+        return SortedEntries(*leaves)
 
     @staticmethod
     def joined(parts: list[SortedEntries]) -> SortedEntries:
         """The entries of all parts, one after the other."""
-        values = [part.values for part in parts if part.values is not None]
-        times = [part.times for part in parts if part.times is not None]
-        return SortedEntries(
-            np.concatenate([part.users for part in parts]),
-            np.concatenate([part.columns for part in parts]),
-            np.concatenate(values) if values else None,
-            np.concatenate(times) if times else None,
-        )
+        leaves: list[Any] = []
+        for pieces in zip(*(part._leaves() for part in parts), strict=True):
+            leaves.append(None if pieces[0] is None else np.concatenate(pieces))
+        return SortedEntries(*leaves)
+
+    def _leaves(self) -> list[Any]:
+        return [self.users, self.columns, self.values, self.times, self.keys]
 
 
 @dataclasses.dataclass(frozen=True)

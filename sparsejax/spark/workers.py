@@ -75,12 +75,13 @@ def map_batches(
 
 def spark_schema(schema: pa.Schema) -> str:
     """The schema in Spark's words."""
-    return ", ".join(f"`{field.name}` {_spark_type(field.type)}" for field in schema)
+    return ", ".join(f"`{field.name}` {spark_type(field.type)}" for field in schema)
 
 
-def _spark_type(type_: pa.DataType) -> str:
+def spark_type(type_: pa.DataType) -> str:
+    """The type in Spark's words."""
     if pa.types.is_list(type_):
-        return f"array<{_spark_type(type_.value_type)}>"
+        return f"array<{spark_type(type_.value_type)}>"
     return _TYPES[type_]
 
 
@@ -105,7 +106,7 @@ def check_workers(session: Any) -> None:
     mine = ", ".join(f"{name} {version}" for name, version in ours.items())
     schema = pa.schema(dict.fromkeys(ours, pa.string()))
     try:
-        found = map_batches(session.range(0, 64), _tell, schema).distinct().collect()
+        found = map_batches(session.range(0, 64), _tell, schema).collect()
     except PySparkException as error:
         text = str(error)
         if "PYTHON_VERSION_MISMATCH" in text or "different version in worker" in text:
