@@ -7,14 +7,16 @@
 ##   make lint          format, lint, types, import floors
 ##   make docs          the pages, in docs/_build/index.html
 ##   make test-oldest   the operations and training on the oldest supported versions
+##   make test-spark    preparing on Apache Spark; downloads 456 MB, once
 ##   make clean         remove the virtual environments and caches
 
 VENV := .venv
 OLDEST := .venv-oldest
+SPARK := .venv-spark
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-x64 lint docs test-oldest clean
+.PHONY: help demo test test-x64 lint docs test-oldest test-spark clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -50,8 +52,13 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OLD)
 	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -k lowers_for_cuda tests/ops tests/pallas_kernels
 
+# Without Java the tests are skipped, and say so.
+test-spark: $(SPARK)/.installed
+	JAVA_HOME=$$(sh .ci/find-java $(SPARK)) PYSPARK_PYTHON=$(CURDIR)/$(SPARK)/bin/python \
+	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(SPARK)/bin/pytest --durations 10 -ra tests/spark
+
 clean:
-	rm -rf $(VENV) $(OLDEST) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(SPARK) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that still runs is kept: only what pyproject.toml asks for is new.
@@ -70,4 +77,11 @@ $(OLDEST)/.installed: pyproject.toml
 	@$(OLDEST)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*project["dependencies"], sep="\n")' | sed 's/>=/==/' > $(OLDEST)/bounds.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/bounds.txt --editable '.[test]'
+	@touch $@
+
+$(SPARK)/.installed: pyproject.toml
+	@echo "Setting up $(SPARK): some minutes, once"
+	@$(SPARK)/bin/python -c '' 2>/dev/null || \
+	  { python=$$(sh .ci/find-python 3.13 3.12) && "$$python" -m venv --clear $(SPARK); }
+	$(SPARK)/bin/python -m pip install --quiet --editable '.[spark,test]'
 	@touch $@

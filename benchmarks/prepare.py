@@ -2,11 +2,17 @@
 
     python benchmarks/prepare.py --events 100000000 --memory 4GB
 
-Makes events in a folder (text users and items, integer times; the popularity of items falls
-as in a shop), prepares them in a process of its own, and writes `results/prepare.json`.
-With `--folder` the events stay there for the next time. Seconds of a core are the
-processor's, of all threads; peak memory is the whole process's (VmHWM). The load average
-says how busy the machine was with other work.
+    python benchmarks/prepare.py --spark --events 6000000
+
+The first makes events in a folder (text users and items, integer times; the popularity of
+items falls as in a shop), prepares them in a process of its own, and writes
+`results/prepare.json`. With `--folder` the events stay there for the next time. Seconds of a
+core are the processor's, of all threads; peak memory is the whole process's (VmHWM). The
+load average says how busy the machine was with other work.
+
+The second needs the extra `spark` and Java. It times `sparsejax.spark.prepare` and plain SQL
+of Spark that does the same (deduplicate, count, rank, join, collect lists, write) in turn, in
+one session on this machine, and adds medians of three to the file.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -41,7 +48,10 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20_000_000)
     parser.add_argument("--memory", default="4GB")
     parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--spark", action="store_true")
     arguments = parser.parse_args()
+    if arguments.spark:
+        return on_spark(arguments.events)
     with contextlib.ExitStack() as stack:
         folder = arguments.folder
         if folder is None:
@@ -66,8 +76,16 @@ def main() -> None:
         **result,
         "events_per_core_second": round(arguments.events / result["core_seconds"]),
     }
+    _save(report)
+
+
+def _save(new: dict[str, Any]) -> None:
+    """Replaces the results of one kind; those of the other kind stay."""
+    old = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+    kept = {"spark": old["spark"]} if "spark" in old else {}
+    report = old | new if "spark" in new else new | kept
     _RESULTS.write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    print(json.dumps(new, indent=2))
 
 
 def make_events(path: pathlib.Path, count: int) -> None:
@@ -105,6 +123,78 @@ def timed(path: str, memory: str) -> dict[str, float]:
         "rows": manifest.num_rows("train"),
         "items": manifest.num_items,
     }
+
+
+def on_spark(events: int) -> None:
+    """Times Spark: what this package does, and plain SQL."""
+    import pyspark
+    from pyspark.sql import SparkSession
+
+    cores = len(os.sched_getaffinity(0))
+    builder = SparkSession.builder.master(f"local[{cores}]")
+    settings = {
+        "spark.driver.memory": "6g",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": str(2 * cores),
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+    }
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    found: dict[str, list[float]] = {"seconds": [], "sql_seconds": []}
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "events.parquet")
+        make_events(source, events)
+        frame = session.read.parquet(str(source))
+        for turn in range(4):  # the first one warms up
+            start = time.perf_counter()
+            plain_sql(frame, f"{folder}/sql{turn}")
+            middle = time.perf_counter()
+            sj.spark.prepare(frame, f"{folder}/out{turn}")
+            end = time.perf_counter()
+            if turn:
+                found["sql_seconds"].append(round(middle - start, 2))
+                found["seconds"].append(round(end - middle, 2))
+    session.stop()
+    seconds, sql_seconds = (
+        float(np.median(found[k])) for k in ("seconds", "sql_seconds")
+    )
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"python benchmarks/prepare.py --spark --events {events}",
+        "versions": {"pyspark": pyspark.__version__, "pyarrow": pa.__version__},
+        "cores": cores,
+        "load_average": os.getloadavg()[0],
+        "events": events,
+        "seconds": seconds,
+        "sql_seconds": sql_seconds,
+        "ratio": round(seconds / sql_seconds, 2),
+        "all": found,
+        "events_per_core_second": round(events / seconds / cores),
+    }
+    _save({"spark": report})
+
+
+def plain_sql(frame: Any, out: str) -> None:
+    """What a user of Spark would write."""
+    session = frame.sparkSession
+    pairs = session.sql("SELECT user, item FROM {frame} GROUP BY ALL", frame=frame)
+    pairs.persist()
+    codes = session.sql(
+        "SELECT item, n, row_number() OVER (ORDER BY n DESC, item) - 1 AS code FROM "
+        "(SELECT item, count(*) AS n FROM {pairs} GROUP BY item)",
+        pairs=pairs,
+    ).persist()
+    codes.write.parquet(f"{out}/vocabulary")
+    session.sql(
+        "SELECT user AS row, sort_array(collect_list(code)) AS indices "
+        "FROM {pairs} JOIN {codes} USING (item) GROUP BY user",
+        pairs=pairs,
+        codes=codes,
+    ).write.parquet(f"{out}/train")
+    codes.unpersist()
+    pairs.unpersist()
 
 
 if __name__ == "__main__":

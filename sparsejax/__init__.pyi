@@ -6,6 +6,7 @@ from . import dsstne as dsstne
 from . import losses as losses
 from . import metrics as metrics
 from . import optimizers as optimizers
+from . import spark as spark
 from . import training as training
 from .cli.report import Example as Example
 from .cli.report import write_report as write_report

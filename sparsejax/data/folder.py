@@ -23,6 +23,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from sparsejax.sparse import CSR, MAX_ENTRIES
 
 VERSION = 1
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.parquet"
+_VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
 # The schema's metadata of a part has the identity of its folder.
 PART_KEY = b"sparsejax.folder"
 
@@ -84,6 +86,8 @@ class Manifest:
         lacks their items.
       skipped: number of wrong events that were left out, by what was wrong.
       settings: how the folder was made.
+      vocabulary_file: the file of the items. Where two may write a folder at a time, as on a
+        cluster, its name has the `id`.
     """
 
     id: str
@@ -95,6 +99,7 @@ class Manifest:
     left_out: Mapping[str, int]
     skipped: Mapping[str, int]
     settings: Mapping[str, Any]
+    vocabulary_file: str = VOCABULARY
 
     def num_rows(self, part: Part = "train") -> int:
         """Number of rows of a part."""
@@ -195,7 +200,7 @@ class DataFolder:
                     found = Manifest.from_json(where.below(MANIFEST).path, text)
                 except DataError:
                     # Other programs write files of this name, too.
-                    if where.below(VOCABULARY).size() is None:
+                    if not any(map(_VOCABULARIES.fullmatch, where.names())):
                         continue
                     raise
                 return cls(where, part, found)
@@ -207,7 +212,7 @@ class DataFolder:
         Raises:
           DataError: the file is damaged, or belongs to another manifest.
         """
-        place = self.place.below(VOCABULARY)
+        place = self.place.below(self.manifest.vocabulary_file)
         content = place.read()
         if content is None:
             raise DataError.at(place.path, "no such file")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
-from typing import IO
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +18,7 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
 from sparsejax.data.files import shown
-from sparsejax.data.folder import (
-    MANIFEST,
-    PART_KEY,
-    VOCABULARY,
-    DataFile,
-    Manifest,
-    Part,
-)
+from sparsejax.data.folder import MANIFEST, PART_KEY, DataFile, Manifest, Part
 from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.stores import Place, crc32
 
@@ -41,16 +35,18 @@ class SortedEntries:
       columns: `[entries]` int32; -1 if the vocabulary lacks the item.
       values: `[entries]` float64, or None.
       times: `[entries]` int64 or float64, or None.
+      keys: `[entries]` int64, what a split needs to know of the items, or None.
     """
 
     users: np.ndarray
     columns: np.ndarray
     values: np.ndarray | None
     times: np.ndarray | None
+    keys: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> SortedEntries:
-        """From the columns `number`, `code`, `value` and `time`; the last two may be missing."""
+        """From the columns `number`, `code`, and if they are there `value`, `time`, `key`."""
 
         def column(name: str) -> np.ndarray | None:
             found = name in batch.schema.names
@@ -58,28 +54,25 @@ class SortedEntries:
 
         users, columns = column("number"), column("code")
         assert users is not None and columns is not None
-        return cls(users, columns, column("value"), column("time"))
+        return cls(users, columns, column("value"), column("time"), column("key"))
 
     def slice(self, start: int, stop: int) -> SortedEntries:
         """Entries `start .. stop - 1`."""
-        return SortedEntries(
-            self.users[start:stop],
-            self.columns[start:stop],
-            None if self.values is None else self.values[start:stop],
-            None if self.times is None else self.times[start:stop],
-        )
+        leaves: list[Any] = []
+        for leaf in self._leaves():
+            leaves.append(None if leaf is None else leaf[start:stop])
+        return SortedEntries(*leaves)
 
     @staticmethod
     def joined(parts: list[SortedEntries]) -> SortedEntries:
         """The entries of all parts, one after the other."""
-        values = [part.values for part in parts if part.values is not None]
-        times = [part.times for part in parts if part.times is not None]
-        return SortedEntries(
-            np.concatenate([part.users for part in parts]),
-            np.concatenate([part.columns for part in parts]),
-            np.concatenate(values) if values else None,
-            np.concatenate(times) if times else None,
-        )
+        leaves: list[Any] = []
+        for pieces in zip(*(part._leaves() for part in parts), strict=True):
+            leaves.append(None if pieces[0] is None else np.concatenate(pieces))
+        return SortedEntries(*leaves)
+
+    def _leaves(self) -> list[Any]:
+        return [self.users, self.columns, self.values, self.times, self.keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +169,47 @@ def rows_of(
     )
 
 
+def write_rows(
+    users: Iterable[tuple[SortedEntries, pa.Array, np.ndarray]],
+    folder: Place,
+    identity: str,
+    with_left_out: Mapping[Part, bool],
+    *,
+    numbers: range | None = None,
+) -> dict[Part, PartWriter]:
+    """Writes whole users to the parts of a folder.
+
+    Args:
+      users: entries, the names of their users, and `[entries]` bool: those of test.
+      folder: the folder.
+      identity: of the folder.
+      with_left_out: the parts to write; for each whether it counts entries that the
+        vocabulary lacks.
+      numbers: of the files; by default all from 0.
+
+    Returns:
+      For each part what was written.
+    """
+    with contextlib.ExitStack() as stack:
+        writers = {
+            part: stack.enter_context(part_writer(folder, part, identity, numbers))
+            for part in with_left_out
+        }
+        for entries, names, is_held in users:
+            for part, writer in writers.items():
+                chosen = is_held if part == "test" else ~is_held
+                counted = with_left_out[part]
+                writer.add(rows_of(entries, chosen, names, with_left_out=counted))
+    return writers
+
+
 @contextlib.contextmanager
-def part_writer(folder: Place, part: Part, identity: str) -> Generator[PartWriter]:
+def part_writer(
+    folder: Place, part: Part, identity: str, numbers: range | None = None
+) -> Generator[PartWriter]:
     """Writes rows to the files of a part, which are complete when the block is done."""
     with contextlib.ExitStack() as stack:
-        writer = PartWriter(folder, part, identity, stack)
+        writer = PartWriter(folder, part, identity, stack, numbers)
         yield writer
         writer.finish()
 
@@ -194,9 +223,15 @@ class PartWriter:
     """
 
     def __init__(
-        self, folder: Place, part: Part, identity: str, stack: contextlib.ExitStack
+        self,
+        folder: Place,
+        part: Part,
+        identity: str,
+        stack: contextlib.ExitStack,
+        numbers: range | None = None,
     ):
-        """`stack` has the file that is open."""
+        """`stack` has the file that is open. Files have `numbers`, by default all from 0."""
+        self._numbers = range(sys.maxsize) if numbers is None else numbers
         self._folder, self._part, self._identity = folder, part, identity
         self._stack = stack
         self._waiting: list[Rows] = []
@@ -258,7 +293,8 @@ class PartWriter:
         return self._folder.below(self._name())
 
     def _name(self) -> str:
-        return f"{self._part}/part-{self._identity}-{len(self.files):05}.parquet"
+        number = self._numbers[len(self.files)]
+        return f"{self._part}/part-{self._identity}-{number:05}.parquet"
 
     def _finish_file(self) -> None:
         if self._file is None:
@@ -269,11 +305,11 @@ class PartWriter:
         self._file, self._groups, self._num_written = None, [], 0
 
 
-def write_vocabulary(folder: Place, names: Names, rows: np.ndarray) -> None:
+def _write_vocabulary(file: Place, names: Names, rows: np.ndarray) -> None:
     """Writes the file of the items, with the number of rows that have each."""
     table = pa.table({"item": to_arrow(names), "rows": arrow.from_numbers(rows)})
-    with folder.below(VOCABULARY).writing() as file:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+    with file.writing() as opened:
+        pq.write_table(table, opened, compression="zstd", write_page_checksum=True)
 
 
 def finish(folder: Place, manifest: Manifest, names: Names, rows: np.ndarray) -> None:
@@ -283,7 +319,7 @@ def finish(folder: Place, manifest: Manifest, names: Names, rows: np.ndarray) ->
       FileExistsError: the folder is complete meanwhile, with other content.
     """
     _check_no_other(folder, manifest)
-    write_vocabulary(folder, names, rows)
+    _write_vocabulary(folder.below(manifest.vocabulary_file), names, rows)
     _check_no_other(folder, manifest)
     with folder.below(MANIFEST).writing() as file:
         file.write(manifest.to_json().encode())

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -22,17 +22,16 @@ from sparsejax.data.events import Events, events_of
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
     MANIFEST,
-    PARTS,
     VERSION,
     Manifest,
+    Part,
     vocabulary_hash,
 )
 from sparsejax.data.folder_files import (
     SortedEntries,
     finish,
-    part_writer,
-    rows_of,
     whole_users,
+    write_rows,
 )
 from sparsejax.data.names import (
     Names,
@@ -82,38 +81,53 @@ class Cut:
     def __bool__(self) -> bool:
         return not self.time is self.last is self.fraction is None
 
-    def chooser(
-        self, before: Any, items: Names
-    ) -> Callable[[SortedEntries, pa.Array], np.ndarray]:
-        """A function of entries of whole users and the users' names.
-
-        It returns `[entries]` bool, the entries that are held out.
+    def before(self, times: np.ndarray | None) -> Any:
+        """The time of the split, as entries have it.
 
         Args:
-          before: the time, as the entries have it.
-          items: names by the codes of the entries.
+          times: some times of the events, or None.
         """
-        if self.time is not None:
-            return lambda entries, names: _times(entries) >= before
+        if self.time is None or times is None:
+            return None
+        time = split.as_time(self.time, times)
+        # Times beyond all integers are before or after all of them.
+        return int(time.astype(np.int64)) if isinstance(time, np.datetime64) else time
+
+    def keys(self, items: Names) -> np.ndarray | None:
+        """`[items]` what the choice needs to know of each item, if anything."""
         if self.last is not None:
-            last = self.last
             # Of equal times the item that comes later in the order of text is later.
             rank = np.empty(len(items), np.int64)
             rank[np.argsort(items, stable=True)] = np.arange(len(items))
-            return lambda entries, names: split.heldout_last(
-                _indptr(entries), _times(entries), rank[entries.columns], last
-            )
-        if self.fraction is not None:
-            fraction, seed = self.fraction, self.seed
-            hashes = split.hashes(items, seed)
-            return lambda entries, names: split.heldout_by_hash(
-                _indptr(entries),
-                entries.columns,
-                split.hashes(as_names(names), seed),
-                hashes,
-                fraction,
-            )
-        return lambda entries, names: np.zeros(len(entries.users), bool)
+            return rank
+        return None if self.fraction is None else split.hashes(items, self.seed)
+
+    def held_out(
+        self,
+        entries: SortedEntries,
+        names: pa.Array,
+        keys: np.ndarray | None,
+        before: Any,
+    ) -> np.ndarray:
+        """`[entries]` bool: the entries that are held out.
+
+        Args:
+          entries: of whole users.
+          names: of these users.
+          keys: `[entries]` the `keys` of their items.
+          before: the time, as the entries have it.
+        """
+        if self.time is not None:
+            return _times(entries) >= before
+        if keys is None:
+            return np.zeros(len(entries.users), bool)
+        indptr = _indptr(entries)
+        if self.last is not None:
+            return split.heldout_last(indptr, _times(entries), keys, self.last)
+        assert self.fraction is not None
+        users = split.hashes(as_names(names), self.seed)
+        at = np.arange(len(keys))
+        return split.heldout_by_hash(indptr, at, users, keys, self.fraction)
 
 
 def prepare(
@@ -200,6 +214,51 @@ def prepare(
       ValueError: an argument is wrong.
     """
     cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    settings, known = settings_of(
+        cut,
+        columns=[user, item, value, time],
+        duplicates=duplicates,
+        min_user=min_user,
+        min_item=min_item,
+        features=features,
+        indicator=indicator,
+        skip_bad=skip_bad,
+    )
+    with _writing(out) as folder, _engine(folder, memory) as engine:
+        found = events_of(
+            events,
+            chosen=Chosen(user, item, value, time),
+            format=format,
+            delimiter=delimiter,
+            indicator=indicator,
+            with_time=needs_time(cut, duplicates),
+            skip_bad=skip_bad,
+        )
+        preparation = _Preparation(engine, found, cut, settings)
+        return preparation.run(folder, known)
+
+
+def needs_time(cut: Cut, duplicates: str) -> bool:
+    """Whether events must have times."""
+    return cut.time is not None or cut.last is not None or duplicates == "last"
+
+
+def settings_of(
+    cut: Cut,
+    *,
+    columns: list[Column],
+    duplicates: str,
+    min_user: int,
+    min_item: int,
+    features: Features,
+    indicator: bool,
+    skip_bad: bool,
+) -> tuple[dict[str, Any], Names | None]:
+    """The settings as the manifest has them, and the given vocabulary; see `prepare`.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
     cut.check()
     if duplicates not in ("add", "last", "max"):
         raise ValueError(f'duplicates is "add", "last" or "max", got {duplicates!r}')
@@ -215,32 +274,19 @@ def prepare(
         )
         check_unique(known, "feature")
     settings = {
-        "columns": [user, item, value, time],
+        "columns": columns,
         "duplicates": duplicates,
         "min_user": min_user,
         "min_item": min_item,
         "features": None if known is None else vocabulary_hash(known),
         "indicator": indicator,
-        "split_time": None if split_time is None else str(split_time),
-        "split_last": split_last,
-        "split_fraction": split_fraction,
-        "seed": seed,
+        "split_time": None if cut.time is None else str(cut.time),
+        "split_last": cut.last,
+        "split_fraction": cut.fraction,
+        "seed": cut.seed,
         "skip_bad": skip_bad,
     }
-    with _writing(out) as folder, _engine(folder, memory) as engine:
-        found = events_of(
-            events,
-            chosen=Chosen(user, item, value, time),
-            format=format,
-            delimiter=delimiter,
-            indicator=indicator,
-            with_time=cut.time is not None
-            or cut.last is not None
-            or duplicates == "last",
-            skip_bad=skip_bad,
-        )
-        preparation = _Preparation(engine, found, cut, settings)
-        return preparation.run(folder, known)
+    return settings, known
 
 
 @contextlib.contextmanager
@@ -304,7 +350,7 @@ class _Preparation:
 
     def run(self, folder: Place, known: Names | None) -> Manifest:
         events = self.events
-        before = self._time()
+        before = self.cut.before(events.times)
         pairs = self._frequent(self._without_point_zero(self._pairs()))
         names, counts, size = self._vocabulary(pairs, known, before)
         timed = self.cut.time is not None or self.cut.last is not None
@@ -315,28 +361,21 @@ class _Preparation:
         self._make("codes", "SELECT item, code FROM given")
         self._make("people", queries.people(queries.DUCKDB, pairs))
         query = queries.entries(pairs, valued=events.valued, timed=timed)
-        held_out = self.cut.chooser(before, names)
-        # Entries of items that the vocabulary lacks have the codes behind it.
-        some_unknown = {part: len(names) > size for part in PARTS}
-        if known is None:
-            some_unknown["train"] = False
-        writers = {}
-        with contextlib.ExitStack() as stack:
-            for part in PARTS if self.cut else PARTS[:1]:
-                writers[part] = stack.enter_context(part_writer(folder, part, identity))
+        keys_of_items = self.cut.keys(names)
+
+        def users() -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
             people = _Names(self._stream(queries.names()))
             for entries in whole_users(map(SortedEntries.of, self._stream(query))):
                 users = people.take(entries.users)
                 self._check_values(entries, users, names)
-                is_held = held_out(entries, users)
+                keys = None if keys_of_items is None else keys_of_items[entries.columns]
+                is_held = self.cut.held_out(entries, users, keys, before)
+                # Items that the vocabulary lacks have the codes behind it.
                 columns = np.where(entries.columns < size, entries.columns, -1)
-                entries = dataclasses.replace(entries, columns=columns)
-                for part, writer in writers.items():
-                    chosen = is_held if part == "test" else ~is_held
-                    rows = rows_of(
-                        entries, chosen, users, with_left_out=some_unknown[part]
-                    )
-                    writer.add(rows)
+                yield dataclasses.replace(entries, columns=columns), users, is_held
+
+        counted = with_left_out(self.cut, known, len(names) > size)
+        writers = write_rows(users(), folder, identity, counted)
         manifest = Manifest(
             id=identity,
             indicator=not events.valued,
@@ -348,26 +387,16 @@ class _Preparation:
             skipped=dict(events.wrong.counts),
             settings=self.settings,
         )
-        self._check(manifest)
+        check_prepared(self.events.path, manifest, self.cut)
         finish(folder, manifest, names[:size], counts)
         return manifest
-
-    def _time(self) -> Any:
-        """The time of the split, as the engine has it."""
-        if self.cut.time is None or self.events.times is None:
-            return None
-        time = split.as_time(self.cut.time, self.events.times)
-        if isinstance(time, np.datetime64):
-            return int(time.astype(np.int64))
-        # Times beyond all integers are before or after all of them.
-        return time
 
     def _pairs(self) -> str:
         events = self.events
         timed = events.times is not None
         duplicates = self.settings["duplicates"]
         query = queries.pairs(
-            queries.DUCKDB, duplicates, valued=events.valued, timed=timed
+            queries.DUCKDB, "events", duplicates, valued=events.valued, timed=timed
         )
         self.engine.register("events", events.reader())
         try:
@@ -435,22 +464,14 @@ class _Preparation:
             if len(steps) == 1:
                 break
         if not count:
-            raise DataError.at(
-                self.events.path,
-                "nothing is left: no users have min_user="
-                f"{self.settings['min_user']:,} items that have min_item="
-                f"{self.settings['min_item']:,} such users",
-            )
+            raise nothing_left(self.events.path, self.settings)
         return table
 
     def _vocabulary(
         self, pairs: str, known: Names | None, before: Any
     ) -> tuple[Names, np.ndarray, int]:
         """All items, those of the vocabulary first; its counts, and its size."""
-        text = None if before is None else str(before)
-        if isinstance(before, float):  # "inf" would be the name of a column
-            text = f"CAST('{before}' AS DOUBLE)"
-        found = self._table(queries.items(pairs, text))
+        found = self._table(queries.items(pairs, before))
         names, counts = (
             as_names(found["item"]),
             arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
@@ -458,21 +479,13 @@ class _Preparation:
         if known is None:
             size = int(np.count_nonzero(counts))
             if not size:
-                raise DataError.at(
-                    self.events.path,
-                    "everything is held out, nothing to train on: no event is before "
-                    f"split_time={self.cut.time}",
-                )
+                raise all_held_out(self.events.path, self.cut)
             order = popularity_ranks(size)
             order = np.append(order, np.arange(size, len(names)))
             return names[order], counts[order[:size]], size
         place = find_names(known, names)
         if (place < 0).all():
-            raise DataError.at(
-                self.events.path,
-                f"all entries are of items that the vocabulary lacks: {quoted(names)}; it "
-                f"has {quoted(known)}",
-            )
+            raise all_unknown(self.events.path, names, known)
         rest = names[find_names(names, known) < 0]
         counts = np.where(place < 0, 0, counts[place])
         return np.concatenate([known, rest]), counts, len(known)
@@ -491,19 +504,6 @@ class _Preparation:
                 self.events.path,
                 f"the values of {users[int(row)].as_py()!r} and "
                 f"{items[entries.columns[at]]!r} have too large a sum",
-            )
-
-    def _check(self, manifest: Manifest) -> None:
-        if not manifest.num_entries():
-            raise DataError.at(
-                self.events.path,
-                "there is nothing to train on: all entries are held out, or are of items "
-                "that the vocabulary lacks",
-            )
-        if self.cut and not manifest.num_rows("test"):
-            raise DataError.at(
-                self.events.path,
-                "nothing is held out: rows are too short, or the time is too late",
             )
 
     def _identity(self, pairs: str, timed: bool) -> str:
@@ -554,6 +554,61 @@ class _Names:
         self._first += count
         self._num_waiting -= count
         return names[:count]
+
+
+def with_left_out(
+    cut: Cut, known: Names | None, some_unknown: bool
+) -> dict[Part, bool]:
+    """The parts to write, and whether each counts entries that the vocabulary lacks.
+
+    Args:
+      cut: how entries are split.
+      known: the given vocabulary, or None if it is that of the part train.
+      some_unknown: whether events have items that the vocabulary lacks.
+    """
+    parts: dict[Part, bool] = {"train": known is not None and some_unknown}
+    return parts | {"test": some_unknown} if cut else parts
+
+
+def nothing_left(path: Path, settings: Mapping[str, Any]) -> DataError:
+    """The error if no user and item is frequent enough."""
+    return DataError.at(
+        path,
+        f"nothing is left: no users have min_user={settings['min_user']:,} items that "
+        f"have min_item={settings['min_item']:,} such users",
+    )
+
+
+def all_held_out(path: Path, cut: Cut) -> DataError:
+    """The error if a vocabulary is empty."""
+    return DataError.at(
+        path,
+        "everything is held out, nothing to train on: no event is before "
+        f"split_time={cut.time}",
+    )
+
+
+def all_unknown(path: Path, names: Names, known: Names) -> DataError:
+    """The error if a vocabulary has none of the items."""
+    return DataError.at(
+        path,
+        f"all entries are of items that the vocabulary lacks: {quoted(names)}; it has "
+        f"{quoted(known)}",
+    )
+
+
+def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
+    """Raises DataError if a part has nothing."""
+    if not manifest.num_entries():
+        raise DataError.at(
+            path,
+            "there is nothing to train on: all entries are held out, or are of items that "
+            "the vocabulary lacks",
+        )
+    if cut and not manifest.num_rows("test"):
+        raise DataError.at(
+            path, "nothing is held out: rows are too short, or the time is too late"
+        )
 
 
 def _times(entries: SortedEntries) -> np.ndarray:

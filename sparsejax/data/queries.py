@@ -25,34 +25,47 @@ class Dialect:
     Attributes:
       total: the sum of `{}` with as few rounding errors as the engine can.
       latest: the `value` of the greatest pair of `time` and `value`.
+      largest: the greatest `value`.
       hash: a hash of `{}` for a pseudo-random order.
       digest: a hash of all rows in any order; `{}` are columns.
     """
 
     total: str
     latest: str
+    largest: str
     hash: str
     digest: str
 
 
+# Sums are float32 as in the files: in float64 they would differ in the last bits from one
+# computation to the next, as Spark adds in no fixed order.
+SPARK = Dialect(
+    total="CAST(sum({}) AS FLOAT)",
+    latest="CAST(max_by(value, struct(time, value)) AS FLOAT)",
+    largest="CAST(max(value) AS FLOAT)",
+    hash="xxhash64({})",
+)
 DUCKDB = Dialect(
     total="fsum({})",
     latest="arg_max(value, (time, value))",
+    largest="max(value)",
     hash="hash({})",
     digest="bit_xor(hash({}))",
 )
 
 
-def pairs(dialect: Dialect, duplicates: str, *, valued: bool, timed: bool) -> str:
-    """The entries: one for each user and item."""
+def pairs(
+    dialect: Dialect, events: str, duplicates: str, *, valued: bool, timed: bool
+) -> str:
+    """The entries: one for each user and item of the table of events."""
     value = {
         "add": dialect.total.format("value"),
         "last": dialect.latest,
-        "max": "max(value)",
+        "max": dialect.largest,
     }[duplicates]
     columns = ["name", "item"]
     columns += [f"{value} AS value"] * valued + ["max(time) AS time"] * timed
-    return f"SELECT {', '.join(columns)} FROM events GROUP BY name, item"
+    return f"SELECT {', '.join(columns)} FROM {events} GROUP BY name, item"
 
 
 def content(dialect: Dialect, table: str, *, valued: bool, timed: bool) -> str:
@@ -91,9 +104,11 @@ def frequent(table: str, column: str, least: int) -> str:
     )
 
 
-def items(table: str, before: str | None) -> str:
+def items(table: str, before: float | None) -> str:
     """All items. `n` counts the pairs, or those before a time."""
     which = "" if before is None else f" FILTER (WHERE time < {before})"
+    if isinstance(before, float):  # "inf" would be the name of a column
+        which = f" FILTER (WHERE time < CAST('{before}' AS DOUBLE))"
     return (
         f"SELECT item, count(*){which} AS n FROM {table} GROUP BY item "
         "ORDER BY n DESC, item"

@@ -73,6 +73,20 @@ def warn_if_appended_unbalanced(indices: np.ndarray, names: Names) -> None:
         )
 
 
+def hand_starts(count: int) -> np.ndarray:
+    """`[256]` the first column of each hand.
+
+    So the column of the feature of popularity rank `r` is
+    `hand_starts(count)[r % 256] + r // 256`.
+    """
+    hands = np.arange(_HANDS)
+    sizes = (count - hands + _HANDS - 1) // _HANDS
+    order = np.argsort(bit_reversed(hands))
+    starts = np.empty(_HANDS, np.int64)
+    starts[order] = np.cumsum(sizes[order]) - sizes[order]
+    return starts
+
+
 def imbalance(counts: np.ndarray, ways: int) -> float:
     """Entries of the fullest of `ways` contiguous column ranges, divided by their mean."""
     total = counts.sum(dtype=np.int64)

@@ -1,0 +1,279 @@
+"""Events of a data frame of Spark: its columns in one form, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as pt
+
+from sparsejax.data import arrow
+from sparsejax.data.columns import Chosen, Columns
+from sparsejax.data.events import NO_ITEM, NO_TIME, NO_USER, NO_VALUE
+from sparsejax.data.files import DataError
+from sparsejax.data.tables import find_table_layout, inner_type, is_list, is_text
+from sparsejax.data.values import parse_times
+from sparsejax.spark.workers import spark_type
+
+PATH = "the frame"  # what messages name
+
+# These are errors, even where wrong events are left out.
+_LENGTHS = "events of rows whose lists have different lengths"
+_NO_NAME = (
+    "events whose user or item is a number that cannot be a name: floats must be "
+    "integers below 2^53"
+)
+# From here on a float64 is infinite as float32.
+_TOO_LARGE = "3.4028235677973366E38D"
+_INEXACT = "9007199254740992"  # 2^53
+_PROBED = 1000  # times that say which kind they are
+_DAY = 86_400_000_000  # microseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameEvents:
+    """Events.
+
+    Attributes:
+      frame: with the columns `name`, `item`, `value` and `time`; the last two may be
+        missing. An event that is wrong has no name; its item is what is wrong.
+      wrong: the wrong events, as they came, with the column `problem`.
+      columns: the columns that were read.
+      valued: whether events have values.
+      times: an array of the times' type, for `Cut.before`; None if there are none.
+    """
+
+    frame: Any
+    wrong: Any
+    columns: Columns
+    valued: bool
+    times: np.ndarray | None
+
+
+def frame_events(
+    frame: Any, chosen: Chosen, *, indicator: bool, with_time: bool
+) -> FrameEvents:
+    """The events of a frame.
+
+    Raises:
+      DataError: a column is missing, or is of a type that it cannot have.
+      ValueError: a column has two roles.
+    """
+    from pyspark.sql import functions as F
+
+    schema = _arrow_schema(frame.schema)
+    layout = find_table_layout(
+        PATH, schema, chosen, indicator=indicator, with_time=with_time
+    )
+    if with_time and layout.time is None:
+        raise DataError.at(PATH, "has no column of times; name it: time=COLUMN")
+    roles = {"user": layout.user, "item": layout.item}
+    roles |= {"value": layout.value} if layout.value is not None else {}
+    roles |= {"time": layout.time} if layout.time is not None else {}
+    # By position: names may have points and quotes, or differ in case alone.
+    plain = frame.toDF(*(f"c{i}" for i in range(len(schema))))
+    plain = plain.selectExpr(
+        *(f"c{schema.get_field_index(name)} AS {role}" for role, name in roles.items())
+    )
+    types = {role: schema.field(name).type for role, name in roles.items()}
+    same_lengths = "true"
+    if layout.has_lists:
+        plain, same_lengths = _exploded(plain, types)
+        types = {role: inner_type(type_) for role, type_ in types.items()}
+    valued = "value" in types
+    if valued:
+        given = plain.where("value IS NOT NULL").select("value")
+        valued = not (pt.is_null(types["value"]) or given.isEmpty())
+    times = None
+    if "time" in types:
+        plain, types["time"], times = _with_times(plain, types["time"])
+
+    user, is_user, good_user = _name("user", types["user"])
+    item, is_item, good_item = _name("item", types["item"])
+    problems = [(is_user, NO_USER), (is_item, NO_ITEM)]
+    problems += [(same_lengths, _LENGTHS), (good_user, _NO_NAME), (good_item, _NO_NAME)]
+    columns = [user, item]
+    if valued:
+        columns.append("CAST(value AS DOUBLE) AS value")
+        is_value = f"coalesce(abs(CAST(value AS DOUBLE)) < {_TOO_LARGE}, false)"
+        problems.append((is_value, NO_VALUE))
+    if times is not None:
+        columns.append(f"{_time(types['time'])} AS time")
+        problems.append((_is_time(types["time"]), NO_TIME))
+    cases = [
+        f"WHEN NOT ({good}) THEN '{what}'" for good, what in problems if good != "true"
+    ]
+    problem = F.expr(f"CASE {' '.join(cases)} END")
+    marked = plain.withColumn("problem", problem)
+    clean = marked.selectExpr(*columns, "problem").selectExpr(
+        "CASE WHEN problem IS NULL THEN name END AS name",
+        "coalesce(problem, item) AS item",
+        *["CASE WHEN problem IS NULL THEN value END AS value"] * valued,
+        *["CASE WHEN problem IS NULL THEN time END AS time"] * (times is not None),
+    )
+    wrong = marked.where("problem IS NOT NULL")
+    assert layout.source is not None
+    return FrameEvents(clean, wrong, layout.source, valued, times)
+
+
+def count_wrong(events: FrameEvents, *, skip_bad: bool) -> dict[str, int]:
+    """How many events are wrong, by what is wrong.
+
+    Raises:
+      DataError: some are wrong, and are not to be left out, or cannot be.
+    """
+    from pyspark.sql import functions as F
+
+    ours = ("problem", "same_lengths")
+    seen = [name for name in events.wrong.columns if name not in ours]
+    example = F.min(F.struct(*seen).cast("string")).alias("example")
+    found = events.wrong.groupBy("problem").agg(F.count("*").alias("n"), example)
+    rows = sorted(map(tuple, found.collect()))
+    counts = {problem: count for problem, count, _ in rows}
+    if counts and not (skip_bad and counts.keys().isdisjoint((_LENGTHS, _NO_NAME))):
+        told = ", ".join(f"{count:,} {problem}" for problem, count in counts.items())
+        remedy = "correct them"
+        if counts.keys().isdisjoint((_LENGTHS, _NO_NAME)):
+            remedy += ", or leave them out by skip_bad=True"
+        raise DataError.at(
+            PATH,
+            f"{told}; one of them has ({', '.join(seen)}) = {rows[0][2]}; {remedy}",
+        )
+    return counts
+
+
+def _exploded(frame: Any, types: dict[str, pa.DataType]) -> tuple[Any, str]:
+    """One row for each item of the lists, and an expression: their lengths are equal."""
+    from pyspark.sql import functions as F
+
+    lists = [role for role, type_ in types.items() if is_list(type_)]
+    single = [role for role in types if role not in lists]
+    sizes = [f"coalesce(array_size({role}), 0)" for role in lists]
+    same = " AND ".join(f"{sizes[0]} = {size}" for size in sizes[1:]) or "true"
+    zipped = F.explode(F.arrays_zip(*lists)).alias("entry")
+    frame = frame.select(*single, F.expr(same).alias("same_lengths"), zipped)
+    frame = frame.select(*single, "same_lengths", *(f"entry.{role}" for role in lists))
+    return frame, "same_lengths"
+
+
+def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
+    """Expressions: the name as text, whether there is one, and whether it can be one."""
+    alias = "name" if column == "user" else column
+    if is_text(type_):
+        text = column if pt.is_string(type_) else f"CAST({column} AS STRING)"
+        good = "true" if pt.is_string(type_) else f"is_valid_utf8({text})"
+        return f"{text} AS {alias}", f"coalesce({column} <> '', false)", good
+    if pt.is_floating(type_) or pt.is_decimal(type_):
+        number = f"CAST({column} AS DOUBLE)"
+        good = f"rint({number}) = {number} AND abs({number}) < {_INEXACT}"
+        text = f"CAST(try_cast({number} AS BIGINT) AS STRING)"
+        return (
+            f"{text} AS {alias}",
+            f"{column} IS NOT NULL AND NOT isnan({number})",
+            good,
+        )
+    return f"CAST({column} AS STRING) AS {alias}", f"{column} IS NOT NULL", "true"
+
+
+def _time(type_: pa.DataType) -> str:
+    """The time as a number; dates in microseconds."""
+    if pt.is_date(type_):
+        return f"unix_date(time) * {_DAY}"
+    if pt.is_timestamp(type_) and type_.tz is None:
+        return "timestampdiff(MICROSECOND, TIMESTAMP_NTZ '1970-01-01 00:00:00', time)"
+    if pt.is_timestamp(type_):
+        return "unix_micros(time)"
+    is_float = pt.is_floating(type_) or pt.is_decimal(type_)
+    return f"CAST(time AS {'DOUBLE' if is_float else 'BIGINT'})"
+
+
+def _is_time(type_: pa.DataType) -> str:
+    if pt.is_floating(type_):
+        return "coalesce(abs(time) < CAST('inf' AS DOUBLE), false)"
+    return "time IS NOT NULL"
+
+
+def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.ndarray]:
+    """The frame with times that are no text, their type, and an array like them."""
+    if not is_text(type_):
+        is_float = pt.is_floating(type_) or pt.is_decimal(type_)
+        dates = pt.is_date(type_) or pt.is_timestamp(type_)
+        kind = np.dtype("datetime64[us]" if dates else "f8" if is_float else "i8")
+        return frame, type_, np.zeros(1, kind)
+    from pyspark.sql import functions as F
+    from pyspark.sql.pandas.functions import ArrowUDFType
+
+    frame = frame.withColumn("time", F.col("time").cast("string"))
+    probed = frame.where("trim(time) <> ''").select("time").limit(_PROBED).collect()
+    found = [parse_times(pa.array([row[0]])) for row in probed]
+    kinds = [(kind, times.dtype) for times, kind in filter(None, found)]
+    kind, dtype = kinds[0] if kinds else ("number", np.dtype(np.int64))
+    if (kind, np.dtype(np.float64)) in kinds:
+        dtype = np.dtype(np.float64)
+    parsed = pa.float64() if dtype == np.float64 else pa.int64()
+    with warnings.catch_warnings():  # it would rather read annotations of a function
+        warnings.simplefilter("ignore", UserWarning)
+        parse = F.arrow_udf(
+            _Parse(kind, parsed), spark_type(parsed), ArrowUDFType.SCALAR
+        )
+    return frame.withColumn("time", parse("time")), parsed, np.zeros(1, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parse:
+    """Parses times that are text, in a task. What is none becomes null."""
+
+    kind: str
+    type: pa.DataType
+
+    def __call__(self, texts: pa.Array) -> pa.Array:
+        found = None if texts.null_count else parse_times(texts)
+        if found is not None and found[1] == self.kind:
+            times = found[0].view("i8") if found[0].dtype.kind == "M" else found[0]
+            if times.dtype == np.int64 or pt.is_floating(self.type):
+                return arrow.from_numbers(times).cast(self.type)
+        if len(texts) < 2:
+            return pa.nulls(len(texts), self.type)
+        middle = len(texts) // 2
+        # Halves, so that few wrong times among many are found quickly.
+        return pa.concat_arrays([self(texts[:middle]), self(texts[middle:])])
+
+
+def _arrow_schema(schema: Any) -> pa.Schema:
+    """The types of Spark's columns as Arrow has them; of others an empty struct."""
+    return pa.schema([(field.name, _arrow_type(field.dataType)) for field in schema])
+
+
+def _arrow_type(type_: Any) -> pa.DataType:
+    name = type_.typeName()
+    if name == "array":
+        return pa.list_(_arrow_type(type_.elementType))
+    if name == "decimal":
+        return pa.decimal128(type_.precision, type_.scale)
+    return _TYPES.get(name.partition("(")[0], pa.struct([]))
+
+
+_TYPES = {
+    "string": pa.string(),
+    "varchar": pa.string(),
+    "char": pa.string(),
+    "binary": pa.binary(),
+    "boolean": pa.bool_(),
+    "byte": pa.int8(),
+    "tinyint": pa.int8(),
+    "short": pa.int16(),
+    "smallint": pa.int16(),
+    "integer": pa.int32(),
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
+    "void": pa.null(),
+}

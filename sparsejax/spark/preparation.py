@@ -1,0 +1,623 @@
+"""From events in a data frame of Spark to a folder of sorted rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sparsejax.data import arrow, queries, split
+from sparsejax.data.assemble import DECIMAL, Features, are_floats
+from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.files import DataError, Path, is_address, shown
+from sparsejax.data.folder import (
+    MANIFEST,
+    VERSION,
+    DataFile,
+    Manifest,
+    Part,
+    vocabulary_hash,
+)
+from sparsejax.data.folder_files import (
+    SortedEntries,
+    finish,
+    whole_users,
+    write_rows,
+)
+from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.preparation import (
+    Cut,
+    all_held_out,
+    all_unknown,
+    check_prepared,
+    needs_time,
+    nothing_left,
+    settings_of,
+    with_left_out,
+)
+from sparsejax.data.stores import Place
+from sparsejax.data.vocabulary import hand_starts
+from sparsejax.spark.events import PATH, FrameEvents, count_wrong, frame_events
+from sparsejax.spark.workers import check_workers, clear_errors, map_batches
+
+# Entries that a task writes: a row group at first, and more where there would be more than
+# so many tasks.
+TASK_ENTRIES, MANY_TASKS, MANY_ENTRIES = 2**20, 256, 2**24
+
+_BROADCAST_ITEMS = 2**20  # up to here all workers get the codes of all items
+_BLOCK = 2**18  # entries that a task sorts into rows at a time
+_INDEX_BITS = 33  # of `monotonically_increasing_id`: the place in a partition
+
+_WRITTEN = pa.schema(
+    {"part": pa.string(), "files": pa.string(), "left_out": pa.int64()}
+)
+
+
+def prepare(
+    frame: Any,
+    out: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: Column = None,
+    duplicates: Literal["add", "last", "max"] = "add",
+    min_user: int = 1,
+    min_item: int = 1,
+    features: Features = None,
+    indicator: bool = False,
+    split_time: split.Time | None = None,
+    split_last: int | None = None,
+    split_fraction: float | None = None,
+    seed: int = 0,
+    skip_bad: bool = False,
+) -> Manifest:
+    """Turns events in a data frame of Spark into a data set in a folder.
+
+    ::
+
+        session = SparkSession.builder.getOrCreate()
+        frame = session.read.table("shop.purchases")
+        sj.spark.prepare(frame, "s3://bucket/shop", split_last=1)
+
+    The folder, its vocabulary, columns and values are those of `sparsejax.prepare` and of
+    `read`. The order of rows is another pseudo-random one. Tasks write the files, with
+    pyarrow and not with Spark, so they need pyarrow's credentials for the store. The
+    driver holds the vocabulary, and writes the manifest last. A folder without it is
+    unfinished: repeat the call. For the same events and settings it writes the same files.
+    If two calls write one folder at a time, the manifest is that of one of them.
+
+    A frame whose plan has `limit`, `sample` or `repartition(n)` is another one each time
+    that Spark computes it. Write it to a table first, or set `spark.checkpoint.dir`: then
+    its entries are written there once.
+
+    Args:
+      frame: any data frame, also of Spark Connect. It may have a list of items on each row.
+      out: the folder to make: an address in a store, or a folder that all machines share.
+      user: the column with the users, by name or number; by default its name is known.
+      item: the column with the items.
+      value: the column with the values.
+      time: the column with the times. It is read only if `split_time`, `split_last` or
+        `duplicates="last"` needs it.
+      duplicates: see `sparsejax.prepare`, as for all that follow.
+      min_user: leave out users with fewer entries.
+      min_item: leave out items with fewer users.
+      features: vocabulary to prepare against: names or a data set.
+      indicator: ignore values.
+      split_time: hold out entries at or after this time.
+      split_last: hold out so many of the last entries of each row.
+      split_fraction: the share of the entries that stays in train.
+      seed: of `split_fraction`.
+      skip_bad: leave out events that are wrong. The manifest has their number.
+
+    Raises:
+      DataError: a column cannot be found, or events are wrong: the message counts them and
+        has one. Or nothing is left, or nothing is held out.
+      FileExistsError: `out` has a manifest.
+      ImportError: pyspark is not installed.
+      RuntimeError: the workers have another version of Python or of sparsejax. Or the
+        frame was another one when it was computed again.
+      ValueError: an argument is wrong.
+    """
+    try:
+        import pyspark  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
+        ) from None
+    cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    settings, known = settings_of(
+        cut,
+        columns=[user, item, value, time],
+        duplicates=duplicates,
+        min_user=min_user,
+        min_item=min_item,
+        features=features,
+        indicator=indicator,
+        skip_bad=skip_bad,
+    )
+    address = os.fspath(out) if is_address(out) else os.path.abspath(out)
+    if Place.of(address).below(MANIFEST).size() is not None:
+        raise FileExistsError(f"{shown(out)}: already exists; name another folder")
+    check_workers(frame.sparkSession)
+    with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
+        events = frame_events(
+            frame,
+            Chosen(user, item, value, time),
+            indicator=indicator,
+            with_time=needs_time(cut, duplicates),
+        )
+        preparation = _Preparation(frame.sparkSession, events, cut, settings, kept)
+        return preparation.run(address, known)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What is known of the pairs.
+
+    Attributes:
+      entries: their number.
+      wrong: whether some events are wrong; pairs without a name stand for them.
+      name: the name of a user.
+      item: the name of an item.
+      times: the first and the last time, or None.
+      sums: hashes of all pairs in two numbers.
+      too_large: a pair whose values have too large a sum, or None.
+    """
+
+    entries: int
+    wrong: bool
+    name: str | None
+    item: str | None
+    times: list[Any]
+    sums: tuple[int, int]
+    too_large: tuple[str, str] | None
+
+
+@dataclasses.dataclass
+class _Preparation:
+    """The steps from events to files.
+
+    Attributes:
+      kept: drops what Spark keeps for the steps that follow.
+    """
+
+    session: Any
+    events: FrameEvents
+    cut: Cut
+    settings: Mapping[str, Any]
+    kept: contextlib.ExitStack
+
+    def run(self, out: str, known: Names | None) -> Manifest:
+        pairs, facts, skipped = self._pairs()
+        chosen = self._frequent(self._without_point_zero(pairs, facts), facts.entries)
+        if chosen is not pairs:
+            pairs, facts = chosen, self._facts(chosen)
+        before = self.cut.before(self._times(facts))
+        codes, names, counts, some_unknown = self._codes(pairs, known, before)
+        num_tasks = max(
+            min(math.ceil(facts.entries / TASK_ENTRIES), MANY_TASKS),
+            math.ceil(facts.entries / MANY_ENTRIES),
+        )
+        identity = self._identity(facts, vocabulary_hash(names), num_tasks)
+        counted = with_left_out(self.cut, known, some_unknown)
+        write = _Write(out, identity, self.cut, before, counted, num_tasks)
+        entries = self._entries(pairs, codes, len(names), num_tasks)
+        found = _Found.of(map_batches(entries, write, _WRITTEN).collect())
+        if found.entries != facts.entries:
+            raise RuntimeError(
+                f"the frame was another one when Spark computed it again: {facts.entries:,} "
+                f"entries were counted, but {found.entries:,} came. Plans with limit, sample "
+                "or repartition(n) are such. Write the frame to a table first and give that, "
+                "or set spark.checkpoint.dir to a folder that all machines share"
+            )
+        manifest = Manifest(
+            id=identity,
+            indicator=not self.events.valued,
+            num_items=len(names),
+            vocabulary=vocabulary_hash(names),
+            train=found.files["train"],
+            test=found.files["test"],
+            left_out={part: n for part, n in found.left_out.items() if n},
+            skipped=skipped,
+            settings=self.settings,
+            vocabulary_file=f"vocabulary-{identity}.parquet",
+        )
+        check_prepared(PATH, manifest, self.cut)
+        _finish(Place.of(out), manifest, names, counts)
+        return manifest
+
+    def _pairs(self) -> tuple[Any, _Facts, dict[str, int]]:
+        """The entries, what is known of them, and how many events were left out."""
+        events, skip_bad = self.events, self.settings["skip_bad"]
+        query = queries.pairs(
+            queries.SPARK,
+            "{events}",
+            self.settings["duplicates"],
+            valued=events.valued,
+            timed=events.times is not None,
+        )
+        pairs = self.session.sql(query, events=events.frame)
+        if self.session.conf.get("spark.checkpoint.dir", None):
+            pairs = pairs.checkpoint()
+        else:
+            pairs = self._keep(pairs)
+        facts = self._facts(pairs)
+        skipped = {}
+        if facts.wrong:
+            skipped = count_wrong(events, skip_bad=skip_bad)
+            pairs = pairs.where("name IS NOT NULL")
+        if not facts.entries:
+            wrong = f" but wrong ones: {skipped}" if skipped else ""
+            raise DataError.at(PATH, f"holds no data: there are no events{wrong}")
+        if facts.too_large is not None:
+            user, item = facts.too_large
+            raise DataError.at(
+                PATH, f"the values of {user!r} and {item!r} have too large a sum"
+            )
+        return pairs, facts, skipped
+
+    def _facts(self, pairs: Any) -> _Facts:
+        from pyspark.sql import functions as F
+
+        is_pair = F.col("name").isNotNull()
+        hashed = F.when(is_pair, F.xxhash64(*pairs.columns))
+        facts = {
+            "entries": F.count("name"),
+            "wrong": F.count_if(~is_pair),
+            "name": F.min("name"),
+            "item": F.min(F.when(is_pair, F.col("item"))),
+            "mixed": F.bit_xor(hashed),
+            # The sum of the upper halves does not overflow.
+            "added": F.sum(F.shiftrightunsigned(hashed, 32)),
+        }
+        if self.events.times is not None:
+            facts |= {"first": F.min("time"), "last": F.max("time")}
+        if self.events.valued:
+            large = F.abs("value") == float("inf")
+            facts["large"] = F.min(F.when(large, F.struct("name", "item")))
+        [row] = pairs.agg(*(f.alias(name) for name, f in facts.items())).collect()
+        found = row.asDict()
+        return _Facts(
+            entries=found["entries"],
+            wrong=found["wrong"] > 0,
+            name=found["name"],
+            item=found["item"],
+            times=[found["first"], found["last"]] if "first" in found else [],
+            sums=(found["mixed"] or 0, found["added"] or 0),
+            too_large=None if found.get("large") is None else tuple(found["large"]),
+        )
+
+    def _times(self, facts: _Facts) -> np.ndarray | None:
+        """The first and the last time, or None."""
+        like = self.events.times
+        if like is None:
+            return None
+        return np.array(facts.times, "f8" if like.dtype.kind == "f" else "i8").view(
+            like.dtype
+        )
+
+    def _without_point_zero(self, pairs: Any, facts: _Facts) -> Any:
+        """The pairs, with names as `read` has them where integers became floats."""
+        from pyspark.sql import functions as F
+
+        columns = self.events.columns
+        which = []
+        for column, source, one in (
+            ("name", columns.user, facts.name),
+            ("item", columns.item, facts.item),
+        ):
+            # Most columns end here, at no cost.
+            if source is None or one is None or not DECIMAL.fullmatch(one):
+                continue
+            name = F.col(column)
+            [[other, fraction]] = pairs.agg(
+                F.min(F.when(~name.rlike(rf"^{DECIMAL.pattern}\z"), name)),
+                F.min(F.when(~name.endswith(".0"), name)),
+            ).collect()
+            if are_floats(filter(None, (other, fraction, one)), source, PATH):
+                which.append(column)
+        if not which:
+            return pairs
+        more = [name for name in pairs.columns if name not in ("name", "item")]
+        query = queries.without_point_zero("{pairs}", which, more)
+        return self.session.sql(query, pairs=pairs)
+
+    def _frequent(self, pairs: Any, count: int) -> Any:
+        """The pairs of users and items that are frequent enough."""
+        steps = [
+            (column, self.settings[which])
+            for column, which in (("item", "min_item"), ("name", "min_user"))
+            if self.settings[which] > 1
+        ]
+        unchanged, turn = 0, 0
+        while steps and unchanged < len(steps):
+            column, least = steps[turn % len(steps)]
+            turn += 1
+            query = queries.frequent("{pairs}", column, least)
+            pairs = self._keep(self.session.sql(query, pairs=pairs))
+            left = pairs.count()
+            unchanged, count = (unchanged + 1 if left == count else 0), left
+            if len(steps) == 1:
+                break
+        if not count:
+            raise nothing_left(PATH, self.settings)
+        return pairs
+
+    def _codes(
+        self, pairs: Any, known: Names | None, before: Any
+    ) -> tuple[Any, Names, np.ndarray, bool]:
+        """A frame of all items with `code` and `key`, and the vocabulary.
+
+        The code is the column of the matrix, or -1. The key is that of `Cut`.
+
+        Returns:
+          `(frame, names, counts, some_unknown)`: the vocabulary, the number of rows that
+          have each item, and whether there are other items.
+        """
+        from pyspark.sql import functions as F
+
+        query = queries.items("{pairs}", before)
+        items, count, size = self._numbered(
+            self.session.sql(query, pairs=pairs), "n > 0"
+        )
+        if known is None:
+            if not size:
+                raise all_held_out(PATH, self.cut)
+            starts = ", ".join(map(str, hand_starts(size)))
+            code = f"element_at(array({starts}), CAST(number % 256 AS INT) + 1)"
+            code = f"CAST({code} + number DIV 256 AS INT)"
+            items = items.withColumn("code", F.expr(f"if(number < {size}, {code}, -1)"))
+        else:
+            codes = arrow.from_numbers(np.arange(len(known), dtype=np.int32))
+            given = pa.table({"item": to_arrow(known), "code": codes})
+            given = self.session.createDataFrame(given)
+            code = F.coalesce(given["code"], F.lit(-1)).alias("code")
+            items = items.join(given, "item", "left").select("item", "n", code)
+        found = items.where("code >= 0").select("item", "n", "code").toArrow()
+        places = found["code"].to_numpy()
+        if known is None:
+            names = as_names(found["item"].combine_chunks())
+            in_order = np.empty_like(names)
+            in_order[places] = names
+        elif len(places):
+            in_order = known
+        else:
+            some = [row[0] for row in items.select("item").limit(4).collect()]
+            raise all_unknown(PATH, as_names(some), known)
+        counts = np.zeros(len(in_order), np.int64)
+        counts[places] = found["n"].to_numpy()
+        return self._with_keys(items), in_order, counts, count > len(places)
+
+    def _with_keys(self, items: Any) -> Any:
+        """The items with their `Cut.keys`, if there are any."""
+        if self.cut.last is not None:
+            ordered = items.select("item", "code").orderBy("item")
+            ranked, _, _ = self._numbered(ordered, "true")
+            return ranked.withColumnRenamed("number", "key")
+        items = items.select("item", "code")
+        if self.cut.fraction is None:
+            return items
+        return map_batches(items, _Hash(self.cut), _HASHED)
+
+    def _numbered(self, ordered: Any, which: str) -> tuple[Any, int, int]:
+        """The rows of a sorted frame with their `number` from 0, and how many there are.
+
+        The third result is how many fulfil the condition `which`.
+
+        Spark sorts by ranges, and numbers the rows of each range. `row_number` would do
+        all in one task.
+        """
+        from pyspark.sql import functions as F
+
+        place = F.monotonically_increasing_id()
+        rows = self._keep(ordered.withColumn("place", place))
+        rows = rows.withColumn("range", F.shiftrightunsigned("place", _INDEX_BITS))
+        chosen = F.count_if(F.expr(which))
+        found = rows.groupBy("range").agg(F.count("*"), chosen).collect()
+        count, starts = 0, []
+        for number, in_range, _ in sorted(map(tuple, found)):
+            starts.append((number, count))
+            count += in_range
+        index = F.col("place").bitwiseAND(F.lit(2**_INDEX_BITS - 1))
+        if len(starts) > 1:
+            table = self.session.createDataFrame(starts, "range bigint, start bigint")
+            rows = rows.join(F.broadcast(table), "range")
+            index = index + F.col("start")
+        rows = rows.withColumn("number", index).drop("place", "range", "start")
+        return rows, count, sum(row[2] for row in found)
+
+    def _entries(self, pairs: Any, codes: Any, num_items: int, num_tasks: int) -> Any:
+        """The entries of each user, sorted, in one partition of many."""
+        from pyspark.sql import functions as F
+
+        if num_items <= _BROADCAST_ITEMS:
+            codes = F.broadcast(codes)
+        joined = pairs.join(codes, "item").drop("item")
+        if self.cut.time is None and self.cut.last is None:
+            joined = joined.drop("time")
+        hashed = F.expr(queries.SPARK.hash.format("name"))
+        return joined.repartition(num_tasks, "name").sortWithinPartitions(
+            hashed, "name", "code"
+        )
+
+    def _identity(self, facts: _Facts, vocabulary: str, num_tasks: int) -> str:
+        """A hash of the entries and the settings."""
+        sums = [facts.entries, *facts.sums, vocabulary, num_tasks]
+        text = json.dumps([VERSION, "spark", self.settings, sums], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def _keep(self, frame: Any) -> Any:
+        """The frame, kept for the steps that follow when it is first computed."""
+        frame = frame.persist()
+        self.kept.callback(frame.unpersist)
+        return frame
+
+
+_HASHED = pa.schema({"item": pa.string(), "code": pa.int32(), "key": pa.int64()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hash:
+    """Adds the keys of items, in a task."""
+
+    cut: Cut
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            items, codes = batch.columns
+            keys = self.cut.keys(as_names(items))
+            assert keys is not None
+            key = arrow.from_numbers(keys.view(np.int64))
+            yield pa.record_batch([items.cast(pa.string()), codes, key], schema=_HASHED)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Write:
+    """Writes the rows of a partition, in a task.
+
+    Attributes:
+      out: the folder.
+      identity: of the folder.
+      cut: how entries are split.
+      before: the time of the split, as entries have it.
+      counted: the parts to write; see `write_rows`.
+      num_tasks: number of partitions.
+    """
+
+    out: str
+    identity: str
+    cut: Cut
+    before: Any
+    counted: Mapping[Part, bool]
+    num_tasks: int
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        task = TaskContext.get()
+        assert task is not None
+        # The files of a user with very many entries have numbers of no other task.
+        numbers = range(task.partitionId(), 2**31, self.num_tasks)
+        writers = write_rows(
+            self._users(batches),
+            Place.of(self.out),
+            self.identity,
+            self.counted,
+            numbers=numbers,
+        )
+        for part, writer in writers.items():
+            files = json.dumps([dataclasses.asdict(file) for file in writer.files])
+            yield pa.record_batch([[part], [files], [writer.left_out]], schema=_WRITTEN)
+
+    def _users(
+        self, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
+        waiting: list[pa.Array] = []  # the names of users that were read
+        first = 0  # the number of the first of them
+        for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
+            count = int(entries.users[-1]) + 1 - first
+            first += count
+            names = pa.concat_arrays(waiting)
+            waiting[:] = [names[count:]]
+            names = names[:count]
+            keys = entries.keys
+            if keys is not None and self.cut.fraction is not None:
+                keys = keys.view(np.uint64)
+            yield entries, names, self.cut.held_out(entries, names, keys, self.before)
+
+
+def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(map(len, waiting)) >= _BLOCK:
+            yield pa.concat_batches(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_batches(waiting)
+
+
+def _numbered_users(
+    blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
+) -> Iterator[SortedEntries]:
+    """Entries with users as numbers from 0. Their names are added to `names`."""
+    number, last = -1, None
+    for block in blocks:
+        if not len(block):
+            continue
+        column = block.column("name").cast(pa.large_string())
+        differ = pc.call_function("not_equal", [column[1:], column[:-1]])
+        is_new = np.append(column[0].as_py() != last, differ.to_numpy(False))
+        names.append(column.filter(pa.array(is_new)))
+        users = number + np.cumsum(is_new, dtype=np.int64)
+        number, last = int(users[-1]), column[-1].as_py()
+        numbers = pa.array(users)
+        yield SortedEntries.of(block.append_column("number", numbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What tasks wrote.
+
+    Attributes:
+      files: of each part, in order.
+      left_out: number of entries of unknown items, of each part.
+    """
+
+    files: Mapping[Part, tuple[DataFile, ...]]
+    left_out: Mapping[Part, int]
+
+    @classmethod
+    def of(cls, rows: list[Any]) -> _Found:
+        """From the rows of `_WRITTEN`."""
+        files: dict[Part, list[DataFile]] = {"train": [], "test": []}
+        left_out: dict[Part, int] = {"train": 0, "test": 0}
+        for part, text, count in rows:
+            left_out[part] += count
+            for file in json.loads(text):
+                groups = tuple(tuple(group) for group in file["groups"])
+                files[part].append(DataFile(**file | {"groups": groups}))
+        in_order = {
+            part: tuple(sorted(some, key=lambda file: file.path))
+            for part, some in files.items()
+        }
+        return cls(in_order, left_out)
+
+    @property
+    def entries(self) -> int:
+        """Number of entries, with those that were left out."""
+        groups = [
+            g for some in self.files.values() for file in some for g in file.groups
+        ]
+        return sum(count for _, count in groups) + sum(self.left_out.values())
+
+
+def _finish(
+    folder: Place, manifest: Manifest, names: Names, counts: np.ndarray
+) -> None:
+    """Writes what the driver writes, last of all.
+
+    Raises:
+      FileExistsError: the folder is complete meanwhile, with other content.
+      RuntimeError: what workers wrote is not there.
+    """
+    for part in ("train", "test"):
+        there = set(folder.below(part).names())
+        for file in getattr(manifest, part):
+            if file.path.rpartition("/")[2] not in there:
+                raise RuntimeError(
+                    f"{shown(folder.path)}: a worker wrote {file.path}, but the driver does "
+                    "not see it; name a folder that all machines share, or an address"
+                )
+    finish(folder, manifest, names, counts)

@@ -1,0 +1,170 @@
+"""Functions of tasks: what Spark's workers must have, what they return, how they fail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import re
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+import sparsejax
+from sparsejax.data.files import DataError
+
+# Python raises the error of a task again under a name of this form.
+_RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
+_OURS = {"DataError": DataError, "FileExistsError": FileExistsError}
+
+_TYPES = {
+    pa.string(): "string",
+    pa.large_string(): "string",
+    pa.bool_(): "boolean",
+    pa.int32(): "int",
+    pa.int64(): "bigint",
+    pa.float32(): "float",
+    pa.float64(): "double",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A function of a task, whose result is checked.
+
+    Spark says little about a batch of another type than was agreed.
+
+    Attributes:
+      function: from batches to batches. It and what it holds are pickled; what is in
+        modules of sparsejax is imported by the worker.
+      schema: of the batches that it yields.
+    """
+
+    function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+    schema: pa.Schema
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in self.function(batches):
+            if not batch.schema.equals(self.schema):
+                name = getattr(self.function, "__name__", type(self.function).__name__)
+                raise TypeError(
+                    f"{name} is to yield batches with "
+                    f"{_described(self.schema)}, but one has {_described(batch.schema)}"
+                )
+            yield batch
+
+
+def map_batches(
+    frame: Any,
+    function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
+    schema: pa.Schema,
+    *,
+    barrier: bool = False,
+) -> Any:
+    """`frame.mapInArrow`, with a check of what the function yields.
+
+    Args:
+      frame: of Spark.
+      function: see `Task`.
+      schema: of the batches that it yields.
+      barrier: start all tasks at once, or none.
+    """
+    return frame.mapInArrow(Task(function, schema), spark_schema(schema), barrier)
+
+
+def spark_schema(schema: pa.Schema) -> str:
+    """The schema in Spark's words."""
+    return ", ".join(f"`{field.name}` {spark_type(field.type)}" for field in schema)
+
+
+def spark_type(type_: pa.DataType) -> str:
+    """The type in Spark's words."""
+    if pa.types.is_list(type_):
+        return f"array<{spark_type(type_.value_type)}>"
+    return _TYPES[type_]
+
+
+def _described(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name}: {field.type}" for field in schema)
+
+
+def check_workers(session: Any) -> None:
+    """Checks that workers have our version of Python and of sparsejax.
+
+    Raises:
+      RuntimeError: they have other versions, or none. The message has both.
+    """
+    from pyspark.errors import PySparkException
+
+    ours = _versions()
+    remedy = (
+        "install the same versions on all machines of the cluster, or name the Python "
+        "that has them by PYSPARK_PYTHON in the environment of the driver before the "
+        "session starts"
+    )
+    mine = ", ".join(f"{name} {version}" for name, version in ours.items())
+    schema = pa.schema(dict.fromkeys(ours, pa.string()))
+    try:
+        found = map_batches(session.range(0, 64), _tell, schema).collect()
+    except PySparkException as error:
+        text = str(error)
+        if "PYTHON_VERSION_MISMATCH" in text or "different version in worker" in text:
+            problem = "have another minor version of Python"
+        elif "No module named" in text or "Can't get attribute" in text:
+            problem = "cannot import this version of sparsejax"
+        else:
+            raise
+        raise RuntimeError(
+            f"Spark's workers {problem}. The driver has {mine}: {remedy}"
+        ) from error
+    for row in found:
+        theirs = row.asDict()
+        if theirs != ours:
+            listed = ", ".join(f"{name} {version}" for name, version in theirs.items())
+            raise RuntimeError(
+                f"the driver has {mine}, but a worker has {listed}: {remedy}"
+            )
+
+
+def _versions() -> dict[str, str]:
+    minor = ".".join(platform.python_version_tuple()[:2])
+    return {"python": minor, "sparsejax": sparsejax.__version__}
+
+
+def _tell(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for _ in batches:
+        pass
+    yield pa.record_batch({name: [value] for name, value in _versions().items()})
+
+
+@contextlib.contextmanager
+def clear_errors(what: str) -> Generator[None]:
+    """Within it, errors of Spark say what to do.
+
+    An error that sparsejax raised in a task is raised again with its own message.
+
+    Args:
+      what: what Spark does, for messages.
+
+    Raises:
+      DataError: a task raised it.
+      RuntimeError: Spark could not compute the input again after it lost an executor.
+    """
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except PySparkException as error:
+        text = str(error)
+        if "rollback" in text or "indeterminate" in text.lower():
+            raise RuntimeError(
+                f"{what} lost an executor, and Spark cannot compute the input again: it "
+                "would be another one. Plans with limit, sample or repartition(n) are "
+                "such. Write the frame to a table first and give that, or set "
+                "spark.checkpoint.dir to a folder that all machines share"
+            ) from error
+        for name, message in _RAISED.findall(text):
+            if name in _OURS:
+                raise _OURS[name](message) from error
+        raise

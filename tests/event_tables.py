@@ -1,0 +1,88 @@
+"""Random events, and what preparing them should give."""
+
+import collections
+import dataclasses
+
+import hypothesis.strategies as st
+import numpy as np
+from contents import Contents, contents
+
+import sparsejax as sj
+
+
+def entries(data: sj.SparseDataset) -> Contents:
+    """The values by row and item, of rows that have entries."""
+    return {row: found for row, found in contents(data).items() if found}
+
+
+def frequent(table, min_user, min_item):
+    """The rows of a table whose users and items are frequent, one by one."""
+    pairs = set(zip(table["user"], table["item"], strict=True))
+    while True:
+        users = collections.Counter(user for user, _ in pairs)
+        items = collections.Counter(item for _, item in pairs)
+        kept = {
+            (u, i) for u, i in pairs if users[u] >= min_user and items[i] >= min_item
+        }
+        if kept == pairs:
+            break
+        pairs = kept
+    at = [n for n, p in enumerate(zip(*table.values(), strict=True)) if p[:2] in pairs]
+    return {name: [column[n] for n in at] for name, column in table.items()}
+
+
+# Two names of each kind differ in few code points; among integers ties are many.
+texts = st.text(
+    st.one_of(st.sampled_from("aé\U0001f600 ,:\t"), st.characters(codec="utf-8")),
+    min_size=1,
+    max_size=4,
+).filter(lambda name: "\0" not in name)
+names = st.one_of(
+    st.lists(texts, min_size=1, max_size=8, unique=True),
+    st.lists(st.integers(-30, 200), min_size=1, max_size=8, unique=True),
+)
+
+
+@st.composite
+def tables(draw):
+    """Events, with values that add up without rounding."""
+    users, items = draw(names), draw(names)
+    events = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(users),
+                st.sampled_from(items),
+                st.integers(-20, 20).map(lambda n: n / 8),
+                st.integers(0, 5),
+            ),
+            min_size=1,
+            max_size=60,
+        )
+    )
+    columns = zip(*events, strict=True)
+    return dict(zip(("user", "item", "value", "time"), map(list, columns), strict=True))
+
+
+def expected(whole: sj.SparseDataset, kind: str):
+    """The options of a kind of preparation, and the parts that it should make."""
+    match kind:
+        case "fraction":
+            return {"split_fraction": 0.5, "seed": 3}, *whole.split(0.5, seed=3)
+        case "last":
+            # Of equal times the greater name is the later one.
+            rank = np.argsort(np.argsort(whole.feature_names))
+            order = rank[whole.matrix.indices].astype(np.int64)
+            ranked = dataclasses.replace(whole, order=order)
+            return {"split_last": 2}, *ranked.split_last(2)
+        case "time":
+            train, heldout = whole.split_at(3)
+            counts = np.bincount(train.matrix.indices, minlength=whole.num_features)
+            some = np.flatnonzero(counts)
+            order = sj.data.vocabulary_order(counts[some], whole.feature_names[some])
+            known = whole.feature_names[some][order]
+            parts = train.align_features(known), heldout.align_features(known)
+            return {"split_time": 3}, *parts
+        case "features":
+            known = [*whole.feature_names[::2].tolist(), "no such item"]
+            return {"features": known}, whole.align_features(known), None
+    return {}, whole, None

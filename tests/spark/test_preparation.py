@@ -1,0 +1,277 @@
+"""Data sets that Spark prepares as folders: the same as `read` and DuckDB give."""
+
+import concurrent.futures
+import datetime
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from contents import contents
+from event_tables import entries, expected, frequent, tables
+from hypothesis import given
+
+import sparsejax as sj
+from sparsejax.data.stores import Place
+from sparsejax.spark import preparation
+
+# Whatever pyspark and the garbage collector warn of is not ours.
+pytestmark = pytest.mark.filterwarnings("default")
+KINDS = ["all", "fraction", "last", "time", "features"]
+
+
+@hypothesis.settings(
+    max_examples=6,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@given(
+    kind=st.sampled_from(KINDS),
+    table=tables(),
+    least=st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]),
+    indicator=st.booleans(),
+)
+def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
+    kept = frequent(table, *least)
+    hypothesis.assume(kept["user"])
+    whole = sj.from_arrow(pa.table(kept), indicator=indicator)
+    try:
+        options, train, heldout = expected(whole, kind)
+    except ValueError:  # nothing or everything is held out or unknown
+        hypothesis.assume(False)
+        raise
+    options |= {"min_user": least[0], "min_item": least[1], "indicator": indicator}
+    with tempfile.TemporaryDirectory() as folder:
+        out, local = pathlib.Path(folder, "spark"), pathlib.Path(folder, "duckdb")
+        frame = session.createDataFrame(pa.table(table))
+        manifest = sj.spark.prepare(frame, out, **options)
+        known = sj.prepare(pa.table(table), local, **options)
+        found = [sj.read(out)]
+        if heldout is not None:
+            found.append(sj.read(out / "test"))
+    assert manifest.vocabulary == known.vocabulary
+    assert (manifest.left_out, manifest.skipped) == (known.left_out, known.skipped)
+    for data, given_ in zip(found, (train, heldout), strict=False):
+        assert entries(data) == entries(given_)
+        assert data.feature_names.tolist() == given_.feature_names.tolist()
+        assert (data.matrix.data is None) == indicator
+        if given_.left_out is not None:
+            left_out = given_.align_rows(data.row_names).left_out
+            np.testing.assert_array_equal(data.left_out, left_out)
+
+
+def many_events() -> pa.Table:
+    """Events with a user of most items, an item in a third, and values that add up."""
+    rng = np.random.default_rng(0)
+    item = rng.integers(0, 1500, 6000)
+    item[rng.random(6000) < 1 / 3] = 7
+    user = rng.integers(0, 400, 6000)
+    user[:1500], item[:1500] = 3, np.arange(1500)
+    value, when = rng.integers(1, 9, 6000) / 2, rng.permutation(6000)
+    table = {"user": user, "item": item, "value": value, "when": when}
+    return pa.table(table)
+
+
+def executors() -> list[int]:
+    """The processes of executors that descend from this one."""
+    parents, found = {}, []
+    for folder in pathlib.Path("/proc").iterdir():
+        try:
+            process = int(folder.name)
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[process] = int(status[1])
+            if b"CoarseGrainedExecutorBackend" in (folder / "cmdline").read_bytes():
+                found.append(process)
+        except (ValueError, OSError):
+            continue
+
+    def is_ours(process: int) -> bool:
+        while process > 1 and process != os.getpid():
+            process = parents.get(process, 0)
+        return process == os.getpid()
+
+    return [process for process in found if is_ours(process)]
+
+
+def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
+    """Into a store, with a vocabulary that is sorted in several ranges."""
+    address, query = bucket
+    out = f"{address}/killed{query}"
+    monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
+    session.conf.set("spark.sql.adaptive.coalescePartitions.enabled", "false")
+    session.conf.set("spark.sql.shuffle.partitions", "4")
+    killed = []
+
+    def kill_one() -> None:
+        parts = Place.of(out).below("train")
+        for _ in range(3000):
+            if len(parts.names()) > 2:
+                killed.append(executors()[0])
+                os.kill(killed[0], signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        events = many_events()
+        frame = session.createDataFrame(events)
+        manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
+    finally:
+        killer.join()
+        session.conf.set("spark.sql.adaptive.coalescePartitions.enabled", "true")
+        session.conf.set("spark.sql.shuffle.partitions", "2")
+    assert killed
+    names = Place.of(out).below("train").names()
+    assert sorted(file.path for file in manifest.train) == sorted(
+        f"train/{name}" for name in names
+    )
+    assert len(names) > 20
+    train, heldout = sj.from_arrow(events).split(0.5, seed=0)
+    for part, data in (("train", train), ("test", heldout)):
+        found = sj.read(f"{address}/killed/{part}{query}")
+        assert entries(found) == entries(data)
+        assert found.feature_names.tolist() == data.feature_names.tolist()
+        assert len(set(found.row_names.tolist())) == found.num_rows
+
+
+def test_over_connect_into_a_store(java, bucket, tmp_path):
+    address, query = bucket
+    pq.write_table(many_events(), tmp_path / "events.parquet")
+    script = pathlib.Path(__file__).with_name("over_connect.py")
+    secret = "://nobody:nothing@"
+    out = address.replace("://", secret) + f"/connected{query}"
+    root = str(pathlib.Path(__file__).parents[2])
+    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ran = subprocess.run(
+        [sys.executable, script, tmp_path / "events.parquet", out, tmp_path / "kept"],
+        env=os.environ | {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    manifest = Place.of(f"{address}/connected{query}").below("manifest.json").read()
+    assert manifest is not None and b"nothing" not in manifest
+    assert "nothing" not in ran.stdout + ran.stderr
+    assert any((tmp_path / "kept").rglob("part-*"))
+    train, heldout = sj.from_arrow(many_events(), time="when").split_last(1)
+    for part, data in (("train", train), ("test", heldout)):
+        found = sj.read(f"{address}/connected/{part}{query}")
+        assert entries(found) == entries(data)
+
+
+def test_wrong_events(session, tmp_path):
+    table = pa.table(
+        {
+            "user": ["a", None, "a", "b", "b", "", "c", "c"],
+            "item": [1.0, 2.0, None, 4.0, float("nan"), 1.0, 2.0, 1.0],
+            "value": [1.0, 1.0, 1.0, float("inf"), 1.0, 1.0, None, 3.0],
+            "time": ["2024-05-01", "2024-05-02", *["2024-05-03"] * 5, "yesterday"],
+        }
+    )
+    frame = session.createDataFrame(table)
+    with pytest.raises(sj.DataError, match=r"2 events without a user.*one of them has"):
+        sj.spark.prepare(frame, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    manifest = sj.spark.prepare(
+        frame, tmp_path / "spark", duplicates="last", skip_bad=True
+    )
+    known = sj.prepare(table, tmp_path / "duckdb", duplicates="last", skip_bad=True)
+    assert manifest.skipped == known.skipped
+    assert sum(manifest.skipped.values()) == 7
+    assert contents(sj.read(tmp_path / "spark")) == {"a": {"1": 1.0}}
+    frame = session.createDataFrame(pa.table({"user": ["a"], "item": [2.5]}))
+    with pytest.raises(sj.DataError, match="a number that cannot be a name"):
+        sj.spark.prepare(frame, tmp_path / "out", skip_bad=True)
+    large = {"user": ["a", "a"], "item": ["x", "x"], "value": [3e38, 3e38]}
+    with pytest.raises(
+        sj.DataError, match="values of 'a' and 'x' have too large a sum"
+    ):
+        sj.spark.prepare(session.createDataFrame(pa.table(large)), tmp_path / "out")
+    with pytest.raises(sj.DataError, match="holds no data"):
+        sj.spark.prepare(frame.where("user = 'b'"), tmp_path / "out")
+
+
+DAYS = [datetime.date(2024, 5, 1), datetime.date(2024, 5, 3), datetime.date(2024, 5, 2)]
+ZONE = datetime.timezone(datetime.timedelta(hours=2))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"user": ["1.0", "2.0", "2.0"], "item": ["x", "2.5", "7.0"], "time": DAYS},
+        {
+            "user": [b"a", b"b", b"b"],
+            "item": ["3.0", "4.0", "5.0"],
+            "rating": [None] * 3,
+            "time": [
+                datetime.datetime(2024, 5, n, 0, 30, tzinfo=ZONE) for n in (3, 4, 2)
+            ],
+        },
+        {
+            "user": [3, 4, 5],
+            "item": [["p", "q"], ["q"], []],
+            "rating": [[1.5, 2.5], [3.0], []],
+            "time": ["2024-05-02T23:30:00", "2024-05-01", "2024-05-01"],
+        },
+    ],
+)
+def test_columns_of_other_types(session, columns, tmp_path):
+    table = pa.table(columns)
+    options = {"split_time": "2024-05-02T23:00:00"}
+    frame = session.createDataFrame(table)
+    manifest = sj.spark.prepare(frame, tmp_path / "spark", **options)
+    known = sj.prepare(table, tmp_path / "duckdb", **options)
+    assert manifest.vocabulary == known.vocabulary
+    assert manifest.left_out == known.left_out
+    for part in ("train", "test"):
+        found, data = (sj.read(tmp_path / by / part) for by in ("spark", "duckdb"))
+        assert entries(found) == entries(data)
+
+
+def test_two_calls_at_once_and_again(session, tmp_path, monkeypatch):
+    frame = session.createDataFrame(many_events())
+    monkeypatch.setattr(preparation, "TASK_ENTRIES", 2000)
+
+    def call(fraction: float) -> str | None:
+        options = {"split_fraction": fraction, "time": "when"}
+        try:
+            return sj.spark.prepare(frame, tmp_path / "out", **options).id
+        except FileExistsError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        ids = list(threads.map(call, (0.5, 0.75)))
+    found = sj.read(tmp_path / "out")
+    fraction = 0.5 if ids[1] is None else 0.75
+    text = (tmp_path / "out" / "manifest.json").read_text()
+    if None not in ids:
+        fraction = 0.5 if f'"id": "{ids[0]}"' in text else 0.75
+    train, _ = sj.from_arrow(many_events()).split(fraction, seed=0)
+    assert entries(found) == entries(train)
+    with pytest.raises(FileExistsError, match="already exists"):
+        sj.spark.prepare(frame, tmp_path / "out")
+    # A driver that was killed before the end: the same command makes the same files.
+    before = {p: p.read_bytes() for p in (tmp_path / "out" / "train").iterdir()}
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert call(fraction) in ids
+    assert text == (tmp_path / "out" / "manifest.json").read_text()
+    assert before == {p: p.read_bytes() for p in (tmp_path / "out" / "train").iterdir()}
+
+
+def test_workers_of_another_version(session, tmp_path, monkeypatch):
+    frame = session.createDataFrame(pa.table({"user": ["a"], "item": ["x"]}))
+    monkeypatch.setattr(sj, "__version__", "9.9")
+    with pytest.raises(RuntimeError, match=r"driver has .*9\.9, but a worker has"):
+        sj.spark.prepare(frame, tmp_path / "out")
