@@ -35,7 +35,7 @@ from sparsejax.prediction import recommendation_files
 from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
 from sparsejax.prediction.parts import Parts
-from sparsejax.prediction.predictor_files import load_predictor
+from sparsejax.prediction.workers import write_parts
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -120,6 +120,8 @@ def predict(command: flags.Predict) -> None:
         return
     if command.part is not None or command.finish:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
+    if command.workers is not None:
+        raise ValueError("--workers goes with --parts, the number of all parts")
     settings, names = run.load_run(command.run)
     whole_files.check_writable(command.out)
     reading = meanwhile(
@@ -159,6 +161,12 @@ def _predict_parts(command: flags.Predict, count: int) -> None:
         )
     if command.part is not None and command.finish:
         raise ValueError("--part writes one part, --finish the manifest: leave one out")
+    if command.workers is not None and (command.part is not None or command.finish):
+        raise ValueError("--workers makes all parts: leave out --part and --finish")
+    if command.devices != flags.Devices():
+        raise ValueError(
+            "a part is made on one device: leave out --mesh, and give --workers instead"
+        )
     parts = Parts.of(
         command.run,
         command.data,
@@ -168,15 +176,17 @@ def _predict_parts(command: flags.Predict, count: int) -> None:
         exclude_seen=command.exclude_seen,
         indicator=no_value,
     )
-    wanted = range(count) if command.part is None else [command.part]
-    if not command.finish:
-        predictor = load_predictor(command.run)
-        written = sum(parts.write(part, predictor) for part in wanted)
-        print(
-            f"{shown(command.out)}: wrote {written:,} parts, {len(wanted) - written:,} were "
-            "there",
-            file=sys.stderr,
-        )
+    if command.finish:
+        parts.finish()
+        return
+    if command.part is None:
+        wanted, written = count, write_parts(parts, workers=command.workers)
+    else:
+        wanted, written = 1, parts.write(command.part, parts.load_predictor)
+    print(
+        f"{shown(command.out)}: wrote {written:,} parts, {wanted - written:,} were there",
+        file=sys.stderr,
+    )
     if command.part is None:
         parts.finish()
 

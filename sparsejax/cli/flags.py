@@ -352,6 +352,8 @@ class Predict:
       parts: Write recommendations in so many parts, to a folder.
       part: With --parts: write only the part of this number, from 0. Without it all parts
         are written, and the manifest.
+      workers: With --parts: number of processes that make all parts here. They share the
+        cores and the GPUs.
       finish: With --parts: only write the manifest, or say which parts are missing.
       users: Only these rows, in this order: names separated by commas, or a file with one
         name per line.
@@ -370,6 +372,7 @@ class Predict:
     out: Annotated[str, _File]
     parts: Annotated[int | None, _value("INT", "")] = None
     part: Annotated[int | None, _value("INT", "all")] = None
+    workers: Annotated[int | None, _value("INT", "one a GPU, or 1")] = None
     finish: Flag = False
     users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
     k: int = 10

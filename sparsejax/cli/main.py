@@ -106,6 +106,8 @@ def _carry_out(
     with _importing():
         # A plan may pretend to have other devices; several processes join first.
         runs = hasattr(command, "compilation") and not isinstance(command, flags.Plan)
+        # The processes that make parts need the devices.
+        runs = runs and getattr(command, "parts", None) is None
         if runs and not devices.several:
             _start_device()
         match command:

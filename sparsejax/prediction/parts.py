@@ -12,9 +12,13 @@ hash of the predictor, the data and the settings. A folder has the parts of one 
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +38,10 @@ from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.stores import Place
 from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import predictor_identity
+from sparsejax.prediction.predictor_files import (
+    load_same_predictor,
+    predictor_identity,
+)
 from sparsejax.sparse import CSR
 
 _VERSION = 1
@@ -42,6 +49,7 @@ _VERSION = 1
 _MANIFEST = "_manifest.json"
 _KEY = b"sparsejax.recommendations"
 _SHOWN = 10  # numbers of missing parts that a message has
+_AT_ONCE = 16  # parts that are looked for at a time: a store takes long to answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,9 @@ class Parts:
 
     Attributes:
       identity: a hash of the predictor, the data and the settings.
+      arguments: those of `Parts.of`, as plain values: another process makes the same from
+        them, if nothing has changed.
+      predictor: a hash of the predictor's content.
       data: the prepared folder.
       out: the folder of the parts.
       count: number of parts.
@@ -59,6 +70,8 @@ class Parts:
     """
 
     identity: str
+    arguments: dict[str, Any]
+    predictor: str
     data: DataFolder
     out: Place
     count: int
@@ -102,16 +115,22 @@ class Parts:
                 "is no prepared folder, which prediction in parts needs; make one with "
                 "sparsejax prepare",
             )
+        content = predictor_identity(predictor)
         facts = [
             _VERSION,
-            predictor_identity(predictor),
+            content,
             folder.manifest.vocabulary,
             [(g.file.crc32, g.number) for g in folder.groups()],
             [count, k, exclude_seen, indicator],
         ]
         identity = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8)
+        paths = {"predictor": predictor, "data": data, "out": out}
         return cls(
             identity=identity.hexdigest(),
+            arguments={name: os.fspath(path) for name, path in paths.items()}
+            | {"count": count, "k": k}
+            | {"exclude_seen": exclude_seen, "indicator": indicator},
+            predictor=content,
             data=folder,
             out=Place.of(out),
             count=count,
@@ -125,6 +144,21 @@ class Parts:
         groups = self.data.groups()
         ends = [number * len(groups) // self.count for number in (part, part + 1)]
         return groups[slice(*ends)]
+
+    def load_predictor(self) -> Predictor:
+        """The predictor.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: it is damaged, or was replaced.
+        """
+        return load_same_predictor(self.arguments["predictor"], self.predictor)
+
+    def missing(self) -> list[int]:
+        """The numbers of the parts that are not complete."""
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
+            complete = list(threads.map(self.is_complete, range(self.count)))
+        return [part for part in range(self.count) if not complete[part]]
 
     def is_complete(self, part: int) -> bool:
         """Whether the part is there, whole."""
@@ -142,8 +176,13 @@ class Parts:
         wanted = sum(group.rows for group in self.groups(part))
         return metadata.get(_KEY) == self.identity.encode() and rows == wanted
 
-    def write(self, part: int, predictor: Predictor) -> bool:
+    def write(self, part: int, load: Callable[[], Predictor]) -> bool:
         """Writes a part, unless it is complete; whether it did.
+
+        Args:
+          part: its number, from 0.
+          load: the predictor, such as `load_predictor`. It is called only if the part is
+            written.
 
         Raises:
           DataError: a file of the data is damaged.
@@ -158,8 +197,9 @@ class Parts:
             )
         if self.is_complete(part):
             return False
-        self._check(predictor)
         self._check_out()
+        predictor = load()
+        self._check(predictor)
         tables = [
             self._table(read_rows(group), predictor) for group in self.groups(part)
         ]
@@ -182,7 +222,7 @@ class Parts:
             of another prediction.
         """
         self._check_out()
-        missing = [part for part in range(self.count) if not self.is_complete(part)]
+        missing = self.missing()
         if missing:
             numbers = ", ".join(map(str, missing[:_SHOWN]))
             more = ", ..." if len(missing) > _SHOWN else ""
@@ -190,14 +230,8 @@ class Parts:
                 f"{shown(self.out.path)}: {len(missing):,} of {self.count:,} parts are "
                 f"missing: {numbers}{more}"
             )
-        files = [
-            {
-                "path": self._name(part),
-                "size": self._place(part).size(),
-                "rows": sum(group.rows for group in self.groups(part)),
-            }
-            for part in range(self.count)
-        ]
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
+            files = list(threads.map(self._stated, range(self.count)))
         manifest = {
             "version": _VERSION,
             "kind": "recommendations",
@@ -209,6 +243,14 @@ class Parts:
         }
         with self.out.below(_MANIFEST).writing() as file:
             file.write(json.dumps(manifest, indent=1).encode())
+
+    def _stated(self, part: int) -> dict[str, Any]:
+        """What the manifest says of a part."""
+        return {
+            "path": self._name(part),
+            "size": self._place(part).size(),
+            "rows": sum(group.rows for group in self.groups(part)),
+        }
 
     def _name(self, part: int) -> str:
         return f"part-{self.identity}-{part:05}.parquet"

@@ -84,7 +84,27 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
       ValueError: the file is not a predictor, is damaged, has another version, or does
         something that a predictor may not do.
     """
-    with archive.opened(path) as file, archive.reading(path):
+    with archive.opened(path) as file:
+        return _ready(path, file)
+
+
+def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predictor:
+    """As `load_predictor`, if the file still has the content of a `predictor_identity`.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it has other content.
+    """
+    with archive.opened(path) as file:
+        if _identity(path, file) != identity:
+            raise ValueError(
+                f"{shown(path)}: was replaced while it was used; repeat the command"
+            )
+        return _ready(path, file)
+
+
+def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
+    with archive.reading(path):
         settings, items, programs, weights = _read(file)
     compiled, on_device = archive.ready(programs, weights)
     return Predictor(
@@ -105,11 +125,15 @@ def predictor_identity(path: str | os.PathLike[str]) -> str:
       ValueError: it is not a predictor.
     """
     with archive.opened(path) as file:
-        try:
-            with zipfile.ZipFile(file) as parts:
-                facts = [(e.filename, e.file_size, e.CRC) for e in parts.infolist()]
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
+        return _identity(path, file)
+
+
+def _identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
+    try:
+        with zipfile.ZipFile(file) as parts:
+            facts = [(e.filename, e.file_size, e.CRC) for e in parts.infolist()]
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
     return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,12 @@
-"""Prediction in parts, from a log in a store to metrics."""
+"""Prediction in parts, from a log in a store to metrics, on several processes that die."""
+
+import dataclasses
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -6,21 +14,23 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 from contents import contents
+from flax import nnx
 
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import folder_files
+from sparsejax.prediction import workers
+from sparsejax.prediction.parts import Parts
 
 pytest.importorskip("duckdb")
 
 PARTS, K = 10, 5
 
 
-def test_from_a_log_in_a_store_to_metrics(
-    bucket, tmp_path, monkeypatch, capsys, symbolic_sizes
-):
-    address, query = bucket
-    store, _ = pa.fs.FileSystem.from_uri(address + query)
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory, symbolic_sizes):
+    """A log, a prepared folder of many row groups, and a predictor with its model."""
+    folder = tmp_path_factory.mktemp("shop")
     rng = np.random.default_rng(0)
     log = pa.table(
         {
@@ -28,29 +38,38 @@ def test_from_a_log_in_a_store_to_metrics(
             "item": rng.integers(0, 30, 1500) ** 2 // 30,
         }
     )
-    pq.write_table(log, "shop/log.parquet", filesystem=store)
-    shop, out = f"{address}/parted", f"{address}/recs{query}"
-    monkeypatch.setattr(folder_files, "GROUP_ENTRIES", 120)
-    argv = ["prepare", f"{address}/log.parquet{query}", shop + query]
-    assert main([*argv, "--split-fraction", ".8"]) == 0
-    train, test = sj.read(shop + query), sj.read(f"{shop}/test{query}")
-    split = sj.from_arrow(log).split(0.8, seed=0)
-    assert train.num_entries == split.train.num_entries
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_files, "GROUP_ENTRIES", 120)
+        sj.prepare(log, folder / "data", split_fraction=0.8)
+    names = sj.read(folder / "data").feature_names
+    config = sj.NetworkConfig.autoencoder(hidden=(4,))
+    sizes = {"inputs": len(names), "outputs": len(names)}
+    model = sj.FeedForward(config, **sizes, rngs=nnx.Rngs(0))
+    sj.export_predictor(
+        model, folder / "model.predictor", k=K, names=names, batch_size=8
+    )
+    return folder, log, model
 
-    run, file = str(tmp_path / "run"), tmp_path / "model.predictor"
-    network = ["--hidden", "4", "--epochs", "1", "--batch-size", "64"]
-    assert main(["train", shop + query, "--run", run, *network]) == 0
-    model, names = sj.load_model(run)
-    sj.export_predictor(model, file, k=K, names=names, batch_size=8)
+
+def parts_of(shop, data, out, count=PARTS, **options):
+    predictor = shop[0] / "model.predictor"
+    return Parts.of(
+        predictor, data, out, count=count, k=K, exclude_seen=True, **options
+    )
+
+
+def test_from_a_store_to_metrics(bucket, shop, capsys):
+    folder, log, model = shop
+    address, query = bucket
+    store, _ = pa.fs.FileSystem.from_uri(address + query)
+    pa.fs.copy_files(str(folder), "shop", destination_filesystem=store)
+    data, out = f"{address}/data", f"{address}/recs{query}"
     predictor = f"{address}/model.predictor{query}"
-    with store.open_output_stream("shop/model.predictor") as stream:
-        stream.write(file.read_bytes())
-
-    argv = ["predict", predictor, shop + query, "--out", out, "--parts", str(PARTS)]
+    argv = ["predict", predictor, data + query, "--out", out, "--parts", str(PARTS)]
     argv += ["--k", str(K), "--exclude-seen"]
     assert main([*argv, "--finish"]) == 1
     assert "10 of 10 parts are missing: 0, 1, 2" in capsys.readouterr().err
-    for part in [*range(PARTS), 3]:
+    for part in (3, 4, 3):
         assert main([*argv, "--part", str(part)]) == 0
     assert "wrote 0 parts, 1 were there" in capsys.readouterr().err
     # A damaged part counts as missing, and is written again.
@@ -61,13 +80,12 @@ def test_from_a_log_in_a_store_to_metrics(
     ]
     with store.open_output_stream(name) as stream:
         stream.write(b"PAR1 and no more")
-    assert main([*argv, "--finish"]) == 1
-    assert "1 of 10 parts are missing: 4" in capsys.readouterr().err
-    assert main(argv) == 0
-    assert "wrote 1 parts, 9 were there" in capsys.readouterr().err
+    assert main([*argv, "--workers", "2"]) == 0
+    assert "wrote 9 parts, 1 were there" in capsys.readouterr().err
     with store.open_input_stream("shop/recs/_manifest.json") as stream:
         assert stream.read().count(b".parquet") == PARTS
 
+    train, test = sj.read(data + query), sj.read(f"{data}/test{query}")
     table = pq.read_table("shop/recs", filesystem=store).sort_by("row")
     order = np.argsort(train.row_names)
     assert table["row"].to_pylist() == train.row_names[order].tolist()
@@ -76,6 +94,8 @@ def test_from_a_log_in_a_store_to_metrics(
     scores = np.array(table["scores"].to_pylist())
     np.testing.assert_allclose(scores, expected.scores[order], rtol=1e-5)
     # Recall by these files is that of the path in one process, from the log itself.
+    split = sj.from_arrow(log).split(0.8, seed=0)
+    names = train.feature_names
     whole = split.train.align_features(names), split.heldout.align_features(names)
     measured = sj.evaluate(model, *whole, k=K)
     hits = [
@@ -87,33 +107,107 @@ def test_from_a_log_in_a_store_to_metrics(
     # The folder takes no parts of another prediction: its readers would mix them.
     assert main([*argv, "--part", "0", "--k", "3"]) == 1
     assert "has parts of another prediction" in capsys.readouterr().err
-    assert main([*argv, "--part", "0", "--format", "pairs"]) == 1
-    assert "leave out --format" in capsys.readouterr().err
 
-    # Values count, unless they are ignored.
-    valued = tmp_path / "valued"
+
+def test_values_count_unless_they_are_ignored(shop, tmp_path):
+    folder, log, model = shop
+    names = sj.read(folder / "data").feature_names
     weights = {"weight": np.arange(len(log)) % 5 + 1.0}
     events = pa.table({name: log[name] for name in log.column_names} | weights)
-    sj.prepare(events, valued, value="weight", features=names)
+    sj.prepare(events, tmp_path / "valued", value="weight", features=names)
     scores = []
-    for more in ([], ["--no-value"]):
-        out = str(tmp_path / f"out{len(more)}")
-        argv[1:5] = [predictor, str(valued), "--out", out]
-        assert main([*argv, *more]) == 0
+    for indicator in (False, True):
+        out = tmp_path / f"out{indicator}"
+        parts = parts_of(shop, tmp_path / "valued", out, count=1, indicator=indicator)
+        assert parts.write(0, parts.load_predictor)
         scores.append(pq.read_table(out).sort_by("row")["scores"].to_pylist())
-    known = sj.read(valued).without_values()
+    known = sj.read(tmp_path / "valued").without_values()
     known = known.align_rows(np.sort(known.row_names))
     expected = sj.recommend(model, known, K, exclude=known).scores
     np.testing.assert_allclose(scores[1], expected, rtol=1e-5, atol=1e-5)
     assert np.abs(np.subtract(*scores)).max() > 0.01
 
-    # Another vocabulary, a part that there is not, and data that is no folder.
-    other = tmp_path / "other"
-    sj.prepare(log.slice(0, 900), other)
-    argv[2] = str(other)
-    assert main([*argv, "--part", "0"]) == 1
-    assert "has other items than the predictor" in capsys.readouterr().err
-    assert main([*argv, "--part", "10"]) == 1
-    assert "have the numbers 0 to 9" in capsys.readouterr().err
-    assert main(["predict", predictor, str(file), *argv[3:]]) == 1
-    assert "is no prepared folder" in capsys.readouterr().err
+
+def test_what_is_refused(shop, tmp_path, capsys):
+    folder, log, _ = shop
+    predictor = str(folder / "model.predictor")
+    sj.prepare(log.slice(0, 900), tmp_path / "other")
+    out = ["--out", str(tmp_path / "out"), "--parts", str(PARTS), "--k", str(K)]
+    for data, more, message in [
+        ("other", ["--part", "0"], "has other items than the predictor"),
+        ("other", ["--part", "10"], "have the numbers 0 to 9"),
+        ("none", ["--part", "0"], "is no prepared folder"),
+        ("other", ["--part", "0", "--format", "pairs"], "leave out --format"),
+        ("other", ["--part", "0", "--workers", "2"], "leave out --part and --finish"),
+        ("other", ["--workers", "0"], "workers must be 1 or more, got 0"),
+        ("other", ["--mesh", "model=2"], "leave out --mesh, and give --workers"),
+        # What a process raises reaches the user as it is.
+        ("other", ["--workers", "1"], "error: /.*has other items than the predictor"),
+    ]:
+        argv = ["predict", predictor, str(tmp_path / data), *out, *more]
+        assert main(argv) == 1
+        assert re.search(message, capsys.readouterr().err)
+    parts = parts_of(shop, shop[0] / "data", tmp_path / "out")
+    other = dataclasses.replace(parts, predictor="of another content")
+    with pytest.raises(ValueError, match="model.predictor: was replaced while"):
+        parts.write(0, other.load_predictor)
+
+
+class Killed(workers.Scorer):
+    """A process that is killed when it is asked for some parts for the first time."""
+
+    parts: dict[int, int]
+    started: int
+
+    def __init__(self, **options):
+        type(self).started += 1
+        super().__init__(**options)
+
+    def ask(self, parts, part):
+        super().ask(parts, part)
+        if self.parts.get(part, 0) > 0:
+            self.parts[part] -= 1
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_that_die(count, shop, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "Scorer", Killed)
+    monkeypatch.setattr(Killed, "started", 0, raising=False)
+    monkeypatch.setattr(Killed, "parts", {0: count, 7: 1}, raising=False)
+    parts = parts_of(shop, shop[0] / "data", tmp_path / "out")
+    if count == 3:
+        with pytest.raises(
+            ChildProcessError, match="part 0 was begun 3 times.*SIGKILL"
+        ):
+            workers.write_parts(parts, workers=1)
+        return
+    assert workers.write_parts(parts, workers=1) == PARTS
+    assert Killed.started == 1 + count + 1
+    parts.finish()
+    table = pq.read_table(tmp_path / "out")
+    rows = sj.read(shop[0] / "data").row_names
+    assert sorted(table["row"].to_pylist()) == sorted(rows.tolist())
+    assert workers.write_parts(parts) == 0 and Killed.started == 1 + count + 1
+
+
+def test_no_process_outlives_the_one_that_asks():
+    start = (
+        "import os, signal; from sparsejax.prediction.workers import Scorer; "
+        "print(Scorer(cores=[min(os.sched_getaffinity(0))]).pid, flush=True); signal.pause()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", start], stdout=subprocess.PIPE
+    ) as asking:
+        assert asking.stdout is not None
+        scorer = os.pidfd_open(int(asking.stdout.readline()))
+        asking.kill()
+    ended, _, _ = select.select([scorer], [], [], 60)
+    os.close(scorer)
+    assert ended
+
+
+def test_the_gpus_that_there_are(monkeypatch):
+    for visible, found in (("", []), ("2,5", ["2", "5"]), ("GPU-a, -1", ["GPU-a"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert workers.gpu_addresses() == found
