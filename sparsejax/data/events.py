@@ -71,7 +71,6 @@ class Events:
     Attributes:
       path: what messages name.
       columns: the columns of the table, if it is one.
-      sources: the files, which say whether they are the same events as at another time.
       valued: whether events have values.
       times: the times of the first events, or None.
       wrong: what is wrong with the events that were read so far.
@@ -83,14 +82,8 @@ class Events:
         batches: Iterator[Batch],
         wrong: Wrong,
         columns: Columns | None,
-        sources: list[str],
     ):
-        self.path, self.columns, self.sources, self.wrong = (
-            path,
-            columns,
-            sources,
-            wrong,
-        )
+        self.path, self.columns, self.wrong = path, columns, wrong
         self._error: BaseException | None = None
         first = next((batch for batch in batches if len(batch.users)), None)
         self._batches = itertools.chain([] if first is None else [first], batches)
@@ -180,7 +173,7 @@ def events_of(
         wrong = Wrong()
         cleaner = _Cleaner(layout, wrong, skip_bad)
         batches = cleaner.batches([(path, reader)])
-        return Events(path, batches, wrong, layout.source, ["a table"])
+        return Events(path, batches, wrong, layout.source)
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         raise TypeError(
             "events is a path, an address or a table with Arrow's PyCapsule interface, got "
@@ -213,8 +206,7 @@ def events_of(
     wrong = Wrong()
     cleaner = _Cleaner(layout, wrong, skip_bad)
     batches = cleaner.batches((file.path, _scanned(file, layout)) for file in files)
-    sources = [f"{shown(file.path)} {file.size}" for file in files]
-    return Events(path, batches, wrong, layout.source, sources)
+    return Events(path, batches, wrong, layout.source)
 
 
 def _check_time(path: Path, time: Column, with_time: bool) -> None:
@@ -271,7 +263,7 @@ def _text_events(
             for block in parse(stream):
                 yield _of_block(block, with_time)
 
-    return Events(path, batches(), Wrong(), columns, [shown(path)])
+    return Events(path, batches(), Wrong(), columns)
 
 
 def _of_block(block: Block, with_time: bool) -> Batch:

@@ -74,7 +74,7 @@ class Manifest:
     (2, 3, 2)
 
     Attributes:
-      id: a hash of the events and the settings; it is part of the names of files.
+      id: a hash of the entries and the settings; it is part of the names of files.
       indicator: whether every entry is 1.
       num_items: number of items, which are the columns of the matrix.
       vocabulary: a hash of the names of the items.

@@ -16,7 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
-from sparsejax.data.folder import PART_KEY, VOCABULARY, DataFile, Part
+from sparsejax.data.files import shown
+from sparsejax.data.folder import (
+    MANIFEST,
+    PART_KEY,
+    VOCABULARY,
+    DataFile,
+    Manifest,
+    Part,
+)
 from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.stores import Place, crc32
 
@@ -266,6 +274,29 @@ def write_vocabulary(folder: Place, names: Names, rows: np.ndarray) -> None:
     table = pa.table({"item": to_arrow(names), "rows": arrow.from_numbers(rows)})
     with folder.below(VOCABULARY).writing() as file:
         pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def finish(folder: Place, manifest: Manifest, names: Names, rows: np.ndarray) -> None:
+    """Writes the vocabulary and the manifest, which makes a folder complete.
+
+    Raises:
+      FileExistsError: the folder is complete meanwhile, with other content.
+    """
+    _check_no_other(folder, manifest)
+    write_vocabulary(folder, names, rows)
+    _check_no_other(folder, manifest)
+    with folder.below(MANIFEST).writing() as file:
+        file.write(manifest.to_json().encode())
+
+
+def _check_no_other(folder: Place, manifest: Manifest) -> None:
+    place = folder.below(MANIFEST)
+    text = place.read()
+    if text is not None and Manifest.from_json(place.path, text).id != manifest.id:
+        raise FileExistsError(
+            f"{shown(folder.path)}: another preparation has finished there meanwhile; "
+            "name another folder"
+        )
 
 
 def _written(

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import threading
 import zlib
 from collections.abc import Generator, Iterable
 from typing import NamedTuple
@@ -197,14 +199,24 @@ class ParquetPath:
         """Opens the file. Errors of reading within the block become `DataError`.
 
         With `one_group` only one row group is read, and its columns are asked for together.
+        If the file is of a manifest, its footer is kept for its other groups.
         """
+        facts = os.fspath(self.path), self.size, self.crc32
+        keeps = one_group and self.crc32 is not None
+        footer = _footer(*facts) if keeps else _Footer()
         with (
             stores.naming(self.path, "is not a Parquet file, or is damaged"),
             self.filesystem.open_input_file(self.inner) as stream,
         ):
             if stream.size() != self.size:
                 raise self.changed()
-            with opened(self.path, stream, pre_buffer=one_group) as file:
+            with footer.lock:  # one of several threads reads it
+                if keeps and footer.metadata is None:
+                    with opened(self.path, stream) as file:
+                        footer.metadata = file.metadata
+            with opened(
+                self.path, stream, pre_buffer=one_group, metadata=footer.metadata
+            ) as file:
                 yield file
 
     def changed(self) -> DataError:
@@ -214,14 +226,37 @@ class ParquetPath:
         )
 
 
+@dataclasses.dataclass
+class _Footer:
+    """The metadata of a file, once it was read."""
+
+    metadata: pq.FileMetaData | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+@functools.lru_cache(maxsize=256)
+def _footer(path: str, size: int, crc32: int) -> _Footer:
+    return _Footer()
+
+
 @contextlib.contextmanager
 def opened(
-    path: Path, stream: pa.NativeFile, *, pre_buffer: bool = False
+    path: Path,
+    stream: pa.NativeFile,
+    *,
+    pre_buffer: bool = False,
+    metadata: pq.FileMetaData | None = None,
 ) -> Generator[pq.ParquetFile]:
-    """Opens a stream. Errors of reading within the block become `DataError`."""
+    """Opens a stream. Errors of reading within the block become `DataError`.
+
+    With the metadata of the file its footer is not read.
+    """
     try:
         with pq.ParquetFile(
-            stream, page_checksum_verification=True, pre_buffer=pre_buffer
+            stream,
+            metadata=metadata,
+            page_checksum_verification=True,
+            pre_buffer=pre_buffer,
         ) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

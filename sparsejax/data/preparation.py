@@ -29,10 +29,10 @@ from sparsejax.data.folder import (
 )
 from sparsejax.data.folder_files import (
     SortedEntries,
+    finish,
     part_writer,
     rows_of,
     whole_users,
-    write_vocabulary,
 )
 from sparsejax.data.names import (
     Names,
@@ -307,13 +307,13 @@ class _Preparation:
         before = self._time()
         pairs = self._frequent(self._without_point_zero(self._pairs()))
         names, counts, size = self._vocabulary(pairs, known, before)
-        identity = self._identity()
+        timed = self.cut.time is not None or self.cut.last is not None
+        identity = self._identity(pairs, timed)
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
         given = pa.table({"item": to_arrow(names), "code": codes})
         self.engine.register("given", given)  # only for this connection
         self._make("codes", "SELECT item, code FROM given")
         self._make("people", queries.people(queries.DUCKDB, pairs))
-        timed = self.cut.time is not None or self.cut.last is not None
         query = queries.entries(pairs, valued=events.valued, timed=timed)
         held_out = self.cut.chooser(before, names)
         # Entries of items that the vocabulary lacks have the codes behind it.
@@ -337,7 +337,6 @@ class _Preparation:
                         entries, chosen, users, with_left_out=some_unknown[part]
                     )
                     writer.add(rows)
-        write_vocabulary(folder, names[:size], counts)
         manifest = Manifest(
             id=identity,
             indicator=not events.valued,
@@ -350,8 +349,7 @@ class _Preparation:
             settings=self.settings,
         )
         self._check(manifest)
-        with folder.below(MANIFEST).writing() as file:
-            file.write(manifest.to_json().encode())
+        finish(folder, manifest, names[:size], counts)
         return manifest
 
     def _time(self) -> Any:
@@ -508,9 +506,12 @@ class _Preparation:
                 "nothing is held out: rows are too short, or the time is too late",
             )
 
-    def _identity(self) -> str:
-        """A hash of the events and the settings."""
-        facts = [VERSION, self.settings, self.events.sources]
+    def _identity(self, pairs: str, timed: bool) -> str:
+        """A hash of the entries and the settings."""
+        query = queries.content(
+            queries.DUCKDB, pairs, valued=self.events.valued, timed=timed
+        )
+        facts = [VERSION, self.settings, self._run(query)]
         text = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 

@@ -26,17 +26,20 @@ class Dialect:
       total: the sum of `{}` with as few rounding errors as the engine can.
       latest: the `value` of the greatest pair of `time` and `value`.
       hash: a hash of `{}` for a pseudo-random order.
+      digest: a hash of all rows in any order; `{}` are columns.
     """
 
     total: str
     latest: str
     hash: str
+    digest: str
 
 
 DUCKDB = Dialect(
     total="fsum({})",
     latest="arg_max(value, (time, value))",
     hash="hash({})",
+    digest="bit_xor(hash({}))",
 )
 
 
@@ -50,6 +53,17 @@ def pairs(dialect: Dialect, duplicates: str, *, valued: bool, timed: bool) -> st
     columns = ["name", "item"]
     columns += [f"{value} AS value"] * valued + ["max(time) AS time"] * timed
     return f"SELECT {', '.join(columns)} FROM events GROUP BY name, item"
+
+
+def content(dialect: Dialect, table: str, *, valued: bool, timed: bool) -> str:
+    """The number of pairs and a hash of them.
+
+    Values count as float32, because a sum's last bits may differ from time to time.
+    """
+    columns = ["name", "item"]
+    columns += ["TRY_CAST(value AS FLOAT)"] * valued + ["time"] * timed
+    digest = dialect.digest.format(", ".join(columns))
+    return f"SELECT count(*), {digest} FROM {table}"
 
 
 def without_point_zero(table: str, which: Sequence[str], more: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ class ScannedDataset:
 
     Attributes:
       path: the file, folder or address.
-      feature_names: `[features]` text.
+      vocabulary: `[features]` text, or the prepared folder that has it.
       indicator: whether every entry is 1.
       chunk_rows: about the number of rows of a chunk; None for as many as fit the devices.
       groups: the pieces that are read as a whole, in order.
@@ -48,7 +48,7 @@ class ScannedDataset:
     """
 
     path: Path
-    feature_names: Names
+    vocabulary: Names | DataFolder
     indicator: bool
     chunk_rows: int | None
     groups: tuple[Group, ...]
@@ -66,7 +66,20 @@ class ScannedDataset:
 
     @property
     def num_features(self) -> int:
-        return len(self.feature_names)
+        if isinstance(self.vocabulary, DataFolder):
+            return self.vocabulary.manifest.num_items
+        return len(self.vocabulary)
+
+    @functools.cached_property
+    def feature_names(self) -> Names:
+        """`[features]` text. Those of a prepared folder are read when they are needed.
+
+        Raises:
+          DataError: their file is damaged.
+        """
+        if isinstance(self.vocabulary, DataFolder):
+            return self.vocabulary.vocabulary()
+        return self.vocabulary
 
     @property
     def num_entries(self) -> int:
@@ -199,8 +212,8 @@ def scan_parquet(
 
     The files hold one of these:
 
-    * a folder that `sparsejax.prepare` wrote. Only its manifest and its vocabulary are read
-      at first, however many files it has, and its rows are shuffled already;
+    * a folder that `sparsejax.prepare` wrote. Only its manifest is read at first, however
+      many files it has, and its rows are shuffled already;
     * what `SparseDataset.save` or `sparsejax convert` wrote: the quickest to read;
     * a table with a list of items on each row, as `from_arrow` takes it. Each row is an
       example: rows of the same user are not merged, and a user column is not needed;
@@ -235,7 +248,7 @@ def scan_parquet(
         _check_own(path, chosen, features)
         return ScannedDataset(
             path,
-            folder.vocabulary(),
+            folder,
             indicator or folder.manifest.indicator,
             chunk_rows,
             tuple(folder.groups()),

@@ -110,8 +110,9 @@ class Place:
         """
         with naming(self.path):
             try:
-                with self.filesystem.open_input_stream(self.inner) as stream:
-                    return stream.read()
+                # A stream would be read by many small requests.
+                with self.filesystem.open_input_file(self.inner) as file:
+                    return file.read()
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -136,10 +137,13 @@ class Place:
         with tempfile.NamedTemporaryFile() as file:
             yield file
             file.flush()
-            file.seek(0)
-            with self.filesystem.open_output_stream(self.inner) as stream:
-                while piece := file.read(_PIECE):
-                    stream.write(piece)
+            # In one call: if a signal raised within it, what was sent would become the file.
+            pa.fs.copy_files(
+                file.name,
+                self.inner,
+                source_filesystem=pa.fs.LocalFileSystem(),
+                destination_filesystem=self.filesystem,
+            )
 
     def fetch(self, path: Path) -> None:
         """Copies the file to a local path, whole or not at all.
