@@ -1,1 +1,7 @@
 # Every public name; `__init__.py` imports each when it is first used.
+
+from .jobs import JobError as JobError
+from .predicting import predict as predict
+from .recommending import recommend as recommend
+from .run_copies import fetch_run as fetch_run
+from .training import train as train
