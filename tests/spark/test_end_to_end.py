@@ -204,7 +204,7 @@ def test_recommends_to_the_rows_of_a_frame(session, predictor, trained):
 
 
 def test_recommends_over_connect(predictor):
-    histories = [[0, [3, 1]], [1, []], [2, [2]]]
+    histories: list[tuple[int, list[int]]] = [(0, [3, 1]), (1, []), (2, [2])]
     script = pathlib.Path(__file__).with_name("recommend_over_connect.py")
     root = str(pathlib.Path(__file__).parents[2])
     path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
