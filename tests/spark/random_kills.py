@@ -15,6 +15,7 @@ import argparse
 import collections
 import contextlib
 import json
+import logging
 import os
 import pathlib
 import random
@@ -127,6 +128,7 @@ def bucket() -> Iterator[tuple[pa.fs.FileSystem, str, str]]:
     """A store: its file system, its address and the query of addresses in it."""
     from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's requests
     os.environ |= {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing"}
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
