@@ -93,10 +93,15 @@ def to_arrow(names: Names) -> pa.LargeStringArray:
 
 def find_names(names: Names, among: Names) -> np.ndarray:
     """`[len(names)]` int32: the position of each name in `among`, -1 if absent."""
+    return find_texts(to_arrow(names), to_arrow(among))
+
+
+def find_texts(texts: pa.Array, among: pa.Array) -> np.ndarray:
+    """As `find_names`, for names that are Arrow's arrays. A null is absent."""
     # The same as pc.index_in(...), which type checkers cannot see.
-    lookup = pc.SetLookupOptions(value_set=to_arrow(among))
-    found = pc.call_function("index_in", [to_arrow(names)], lookup)
-    absent = arrow.from_numbers(np.full(len(names), -1, np.int32))
+    lookup = pc.SetLookupOptions(value_set=among)
+    found = pc.call_function("index_in", [texts], lookup)
+    absent = arrow.from_numbers(np.full(len(texts), -1, np.int32))
     return arrow.numbers(pc.call_function("coalesce", [found, absent]))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import SequenceDataset, SparseDataset, arrow
+from sparsejax.data.dataset import offsets
 from sparsejax.data.names import Names, as_names, to_arrow
 
 _Data = SparseDataset | SequenceDataset
@@ -87,6 +88,31 @@ class Recommendations:
             "rank": arrow.from_numbers((ranks + 1).astype(np.int32)),
         }
         return pa.table(columns)
+
+    def to_lists(
+        self, items: _Data | Iterable[object]
+    ) -> tuple[pa.ListArray, pa.ListArray]:
+        """For each row the names of its items, and their scores (float32), best first.
+
+        >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
+        >>> names, scores = found.to_lists(["milk", "tea", "rye"])
+        >>> names.to_pylist(), scores.to_pylist()
+        ([['rye', 'milk']], [[1.5, 0.5]])
+
+        Args:
+          items: the names of all items, or a data set whose features they are.
+
+        Raises:
+          ValueError: there are fewer names than items.
+        """
+        known, is_item = self._item_names(items), self.ids >= 0
+        names = to_arrow(known[self.ids[is_item]])
+        scores = arrow.from_numbers(self.scores[is_item].astype(np.float32))
+        ends = arrow.from_numbers(offsets(is_item.sum(axis=1)))
+        return (
+            pa.ListArray.from_arrays(ends, names),
+            pa.ListArray.from_arrays(ends, scores),
+        )
 
     def _item_names(self, items: _Data | Iterable[object]) -> Names:
         known = items.feature_names if isinstance(items, _Data) else items

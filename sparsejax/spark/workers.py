@@ -61,6 +61,7 @@ def map_batches(
     schema: pa.Schema,
     *,
     barrier: bool = False,
+    profile: Any = None,
 ) -> Any:
     """`frame.mapInArrow`, with a check of what the function yields.
 
@@ -69,8 +70,11 @@ def map_batches(
       function: see `Task`.
       schema: of the batches that it yields.
       barrier: start all tasks at once, or none.
+      profile: what a task takes of an executor; None for the settings of the session.
     """
-    return frame.mapInArrow(Task(function, schema), spark_schema(schema), barrier)
+    return frame.mapInArrow(
+        Task(function, schema), spark_schema(schema), barrier, profile
+    )
 
 
 def spark_schema(schema: pa.Schema) -> str:

@@ -1,0 +1,68 @@
+"""What jobs of Spark have in common: paths that workers understand, and errors in a line."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from sparsejax.data.files import Path, is_address
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class JobError(RuntimeError):
+    """A job of Spark has failed. The message is one line of what Spark has said."""
+
+
+def collected(frame: Any) -> list[Any]:
+    """The rows of a data frame.
+
+    Raises:
+      JobError: the job has failed.
+    """
+    import py4j.protocol
+    import pyspark.errors
+
+    try:
+        return frame.collect()
+    except (pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError) as error:
+        raise JobError(_first_line(str(error))) from error
+
+
+def one_task_a_device(session: Any) -> Any:
+    """A profile by which an executor has one task at a time, or one for each of its GPUs.
+
+    Each task is a process with a copy of the model. None if the settings of the session
+    have the same effect, or if there are no executors.
+    """
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    def number(name: str) -> int:
+        return int(session.conf.get(name, "0") or 0)
+
+    gpus, cores = (
+        number("spark.executor.resource.gpu.amount"),
+        number("spark.executor.cores"),
+    )
+    cpus = max(1, cores // max(1, gpus))
+    is_local = re.match(r"local(\[|$)", session.conf.get("spark.master", "local") or "")
+    if is_local or (not gpus and cpus <= max(1, number("spark.task.cpus"))):
+        return None
+    wanted = TaskResourceRequests().cpus(cpus)
+    if gpus:
+        wanted = wanted.resource("gpu", 1)
+    return ResourceProfileBuilder().require(wanted).build
+
+
+def absolute(path: Path) -> str:
+    """A path for workers, which run in folders of their own."""
+    return os.fspath(path) if is_address(path) else os.path.abspath(path)
+
+
+def _first_line(said: str) -> str:
+    """The error of a worker, else the first line of what Spark says."""
+    _, is_python, rest = said.partition(_TRACEBACK)
+    lines = (rest if is_python else said).split("\n")
+    plain = [line for line in lines if line.strip() and not line[0].isspace()]
+    return plain[0].strip() if plain else said.strip()

@@ -1,0 +1,137 @@
+"""Prediction in parts by the tasks of a job."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from sparsejax.data.files import Path, shown
+from sparsejax.data.folder import DataFolder
+from sparsejax.prediction.parts import Parts
+from sparsejax.spark import jobs, scoring, workers
+
+_RESULT = pa.schema({"part": pa.int64(), "written": pa.bool_(), "problem": pa.string()})
+
+
+def predict(
+    session: Any,
+    predictor: Path,
+    data: Path,
+    out: Path,
+    *,
+    k: int,
+    parts: int | None = None,
+    exclude_seen: bool = True,
+    indicator: bool = False,
+) -> int:
+    """Writes recommendations for a prepared folder, each part by a task.
+
+    ::
+
+        sj.spark.predict(session, "s3://bucket/model.predictor", "s3://bucket/shop",
+                         "s3://bucket/recommendations", k=10)
+
+    A part is a file that appears whole, and is not written again. So Spark may repeat tasks,
+    and run them twice. If this program is killed, repeat the call: parts that are there
+    stay. A manifest is written at the end. Files and their names are those that `sparsejax
+    predict --parts` writes with the same settings and the same number.
+
+    An executor runs one task at a time, or one for each of its GPUs, if the settings
+    `spark.executor.cores` and `spark.executor.resource.gpu.amount` say what it has.
+
+    Args:
+      session: the session of Spark, also one of Spark Connect.
+      predictor: a file of `export_predictor` that all workers can read, or its address.
+      data: a folder that `prepare` wrote, or its address.
+      out: a folder that all workers can write to, or an address.
+      k: number of items for each row.
+      parts: number of parts; the default is the number of row groups of the data, each of
+        which has about 2^20 entries.
+      exclude_seen: do not recommend what a row already has.
+      indicator: ignore values, as in the training of the model.
+
+    Returns:
+      The number of parts that were written now; the others were there.
+
+    Raises:
+      DataError: `data` is no prepared folder.
+      JobError: a task failed more often than Spark repeats it.
+      RuntimeError: workers have another version of Python or sparsejax.
+      ValueError: an argument is wrong; predictor, data and `out` do not fit each other; or
+        a file of the data is damaged.
+    """
+    prediction = Parts.of(
+        jobs.absolute(predictor),
+        jobs.absolute(data),
+        jobs.absolute(out),
+        count=_number_of_groups(data) if parts is None else parts,
+        k=k,
+        exclude_seen=exclude_seen,
+        indicator=indicator,
+    )
+    workers.check_workers(session)
+    count = prediction.count
+    task = functools.partial(
+        _write,
+        arguments=json.dumps(prediction.arguments),
+        identity=prediction.identity,
+    )
+    results = workers.map_batches(
+        session.range(0, count, 1, count),
+        task,
+        _RESULT,
+        profile=jobs.one_task_a_device(session),
+    )
+    written = 0
+    for row in jobs.collected(results):
+        if row["problem"] is not None:
+            raise ValueError(row["problem"])
+        written += row["written"]
+    prediction.finish()
+    return written
+
+
+def _number_of_groups(data: Path) -> int:
+    folder = DataFolder.find(data)
+    return 1 if folder is None else max(1, len(folder.groups()))
+
+
+def _write(
+    batches: Iterator[pa.RecordBatch], *, arguments: str, identity: str
+) -> Iterator[pa.RecordBatch]:
+    """The function of a task: writes the parts whose numbers are given."""
+    for batch in batches:
+        for number in batch.column(0).to_pylist():
+            written, problem = False, None
+            try:
+                parts = _parts(arguments, identity)
+                path, content = parts.arguments["predictor"], parts.predictor
+                load = functools.partial(scoring.predictor_here, path, content)
+                written = parts.write(number, load)
+            except ValueError as error:
+                if isinstance(error.__cause__, OSError):
+                    raise  # of a disk or a store: Spark repeats the task
+                problem = str(error)  # it would be the same again
+            result = {"part": number, "written": written, "problem": problem}
+            yield pa.RecordBatch.from_pylist([result], schema=_RESULT)
+
+
+@functools.lru_cache(maxsize=1)
+def _parts(arguments: str, identity: str) -> Parts:
+    """The prediction, as a worker sees it. Tasks of a process read the manifest once.
+
+    What the driver has stays there: its file systems may hold credentials.
+    """
+    parts = Parts.of(**json.loads(arguments))
+    if parts.identity != identity:
+        predictor, data = parts.arguments["predictor"], parts.arguments["data"]
+        raise ValueError(
+            f"a worker finds another {shown(predictor)} or {shown(data)} than the driver; "
+            "let both be where all machines read the same files, and do not change them "
+            "meanwhile"
+        )
+    return parts

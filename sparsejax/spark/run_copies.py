@@ -1,0 +1,190 @@
+"""Copies of a run folder in an object store, which has no place for a training to work in.
+
+::
+
+    run.json, vocabulary.parquet    the files of the folder
+    checkpoints/300/...             the files of a checkpoint
+    checkpoints/300.json            their sizes and checksums; it is written last
+
+A checkpoint without its list is unfinished, and is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import threading
+import traceback
+import zlib
+from collections.abc import Generator
+
+from sparsejax.data.files import DataError, Path, is_address
+from sparsejax.data.stores import Place, crc32
+from sparsejax.whole_files import whole_folder
+
+_CHECKPOINTS = "checkpoints"
+_SECONDS = 2  # between looks for a new checkpoint
+
+
+def fetch_run(run: Path, folder: str | os.PathLike[str]) -> None:
+    """Copies a run that `train` has kept in a store to a local folder.
+
+    `sparsejax.load_model`, `sparsejax export` and other commands take the folder.
+
+    ::
+
+        sj.spark.fetch_run("s3://bucket/run", "run")
+
+    Args:
+      run: the address.
+      folder: the folder to make.
+
+    Raises:
+      DataError: there is no run, or it is damaged.
+      FileExistsError: the folder exists.
+    """
+    if not is_address(run):
+        raise ValueError(f"{run} is no address of a store; use the folder as it is")
+    with whole_folder(folder) as new:
+        copy = RunCopy(new, Place.of(run))
+        copy.fetch()
+        if not (new / _CHECKPOINTS).exists():
+            raise DataError.at(run, "has no checkpoint of a run")
+
+
+@dataclasses.dataclass
+class RunCopy:
+    """A run folder and its copy.
+
+    Attributes:
+      folder: on this machine.
+      place: in the store.
+    """
+
+    folder: pathlib.Path
+    place: Place
+    _saved: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def fetch(self) -> None:
+        """Copies all files and finished checkpoints to the folder.
+
+        Raises:
+          DataError: a checkpoint is damaged, or the store cannot be read.
+        """
+        self.folder.mkdir(exist_ok=True)
+        checkpoints = self._checkpoints
+        for step in self._steps_there():
+            stated = checkpoints.below(_list(step)).read()
+            if stated is None:
+                continue  # it was removed just now, when newer ones were there
+            target = self.folder / _CHECKPOINTS / step
+            for name, (size, checksum) in json.loads(stated).items():
+                path = target / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = checkpoints.below(f"{step}/{name}")
+                file.fetch(path)
+                if path.stat().st_size != size or crc32(os.fspath(path)) != checksum:
+                    raise DataError.at(
+                        file.path, "is damaged: its checksum is another one"
+                    )
+        for name in self.place.names():
+            file = self.place.below(name)
+            if file.size() is not None:
+                file.fetch(self.folder / name)
+
+    def save(self) -> None:
+        """Copies what is new, and removes the copies of checkpoints that are gone.
+
+        Raises:
+          OSError: the store does not take a file.
+          DataError: the store cannot be read.
+        """
+        for path in self.folder.iterdir():
+            if path.is_file() and not path.name.startswith("."):
+                content = path.read_bytes()
+                checksum = zlib.crc32(content)
+                if self._saved.get(path.name) != checksum:
+                    with self.place.below(path.name).writing() as file:
+                        file.write(content)
+                    self._saved[path.name] = checksum
+        here = self._steps_here()
+        for step in sorted(here - self._steps_there(), key=int):
+            # The training may remove an old checkpoint at any time.
+            with contextlib.suppress(FileNotFoundError):
+                self._save_checkpoint(step)
+        if here:
+            self._remove_but(here)
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Within it, each new checkpoint is copied soon. At the end all are.
+
+        Raises:
+          OSError: the last copies cannot be written.
+        """
+        end = threading.Event()
+
+        def keep() -> None:
+            while not end.wait(_SECONDS):
+                try:
+                    self.save()
+                except (OSError, ValueError):  # of the store; it is tried again
+                    traceback.print_exc()
+
+        thread = threading.Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
+        self.save()
+
+    @property
+    def _checkpoints(self) -> Place:
+        return self.place.below(_CHECKPOINTS)
+
+    def _steps_here(self) -> set[str]:
+        folder = self.folder / _CHECKPOINTS
+        if not folder.is_dir():
+            return set()
+        # Orbax renames a checkpoint when it is finished.
+        return {path.name for path in folder.iterdir() if path.name.isdecimal()}
+
+    def _steps_there(self) -> set[str]:
+        names = self._checkpoints.names()
+        steps = {name.removesuffix(".json") for name in names if name.endswith(".json")}
+        return {step for step in steps if step.isdecimal()}
+
+    def _remove_but(self, steps: set[str]) -> None:
+        """Removes all checkpoints but these, unfinished ones too."""
+        for name in sorted(self._checkpoints.names(), reverse=True):  # lists first
+            step = name.removesuffix(".json")
+            if step.isdecimal() and step not in steps:
+                place = self._checkpoints.below(name)
+                if name == step:
+                    place.filesystem.delete_dir(place.inner)
+                else:
+                    place.filesystem.delete_file(place.inner)
+
+    def _save_checkpoint(self, step: str) -> None:
+        folder, to = self.folder / _CHECKPOINTS / step, self._checkpoints
+        stated = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                name = path.relative_to(folder).as_posix()
+                stated[name] = path.stat().st_size, crc32(os.fspath(path))
+                with path.open("rb") as file, to.below(f"{step}/{name}").writing() as o:
+                    shutil.copyfileobj(file, o)
+        # Complete, unless it was removed meanwhile.
+        if folder.is_dir() and all((folder / name).is_file() for name in stated):
+            with to.below(_list(step)).writing() as file:
+                file.write(json.dumps(stated).encode())
+
+
+def _list(step: str) -> str:
+    return f"{step}.json"

@@ -1,0 +1,51 @@
+"""The processes of a cluster of Spark on this machine."""
+
+import contextlib
+import pathlib
+
+# What the command line of a process has.
+_WORDS = {
+    "executor": "CoarseGrainedExecutorBackend",
+    "worker": "pyspark.daemon",
+    "child": "sparsejax.spark.child",
+}
+
+
+def processes_below(ancestor: int, kind: str | None = None) -> list[int]:
+    """The processes that a process has started, and those that these have, and so on.
+
+    Args:
+      ancestor: the number of the process.
+      kind: only executors, Python workers ("worker") or trainings ("child").
+    """
+    parents, commands = {}, {}
+    for folder in pathlib.Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_text()
+            except OSError:  # it has ended
+                continue
+            if state[0] != "Z":
+                parents[int(folder.name)] = int(state[1])
+                commands[int(folder.name)] = command
+
+    def is_below(process: int | None) -> bool:
+        while process is not None and process != ancestor:
+            process = parents.get(process)
+        return process is not None
+
+    found = [p for p in parents if p != ancestor and is_below(p)]
+    if kind is not None:
+        found = [p for p in found if _WORDS[kind] in commands[p]]
+    if kind == "worker":  # their parent has the same command
+        found = [p for p in found if _WORDS[kind] in commands.get(parents[p], "")]
+    return sorted(found)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process has not ended yet."""
+    with contextlib.suppress(OSError):
+        state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2]
+        return state.split()[0] != "Z"  # one that has ended may wait for its parent
+    return False
