@@ -534,6 +534,7 @@ class MosaicChunks(Chunks):
         if self.with_product and layer.scale is None and self.h.shape[1] <= MAX_HIDDEN:
             del arguments["scale"]
             values, slopes, product = slopes_product(function, **arguments)
+            assert slopes is not None
             product = jnp.sum(product, axis=0)[:batch]
         else:
             values, slopes = mosaic.slopes(function, **arguments)

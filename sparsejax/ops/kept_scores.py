@@ -155,7 +155,7 @@ def packed_rows(batch: Batch, layer: Layer, shard: Shard, multiple: int) -> Pack
 
 
 def loss_and_gradients(
-    rule: SoftmaxCrossEntropy, batch: Batch, layer: Layer, shard: Shard, rows: int
+    method: Method, batch: Batch, layer: Layer, shard: Shard, rows: int
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
@@ -163,13 +163,14 @@ def loss_and_gradients(
     `chunked_loss.loss_and_updates` is, on each device.
 
     Args:
-      rule: the loss.
+      method: of which the rule is used, a softmax without smoothing.
       batch: bfloat16 vectors, and targets.
       layer: kernel and bias of the device's items.
       shard: the part of a mesh's work that this device does.
       rows: of a block, a multiple of 128.
     """
-    dtype = item_chunks.accumulator(batch.h.dtype)
+    assert isinstance(method.rule, SoftmaxCrossEntropy)
+    rule, dtype = method.rule, item_chunks.accumulator(batch.h.dtype)
     of_rows, wanted, limit, finish = packed_rows(batch, layer, shard, rows)
     padded = len(of_rows.h)
     bias = None if layer.bias is None else layer.bias.astype(jnp.float32)
@@ -258,6 +259,7 @@ def _exponentials(rows: Rows, kernel, bias, start, shard: Shard):
             [rows.weights, reference],
             **start,
         )
+        assert sums is not None
         total = shard.sum_over_items(jnp.sum(sums, axis=0))
         return attempt + 1, reference, e, total
 

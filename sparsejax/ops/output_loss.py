@@ -347,12 +347,12 @@ def _compiled(
             rows := kept_scores.rows_of_block(how, batch, whole, shard)
         ):
             per_example, dh, gradients = kept_scores.loss_and_gradients(
-                how.rule, batch, whole, shard, rows
+                how, batch, whole, shard, rows
             )
             return per_example, dh.astype(h.dtype), gradients
         if differentiate and two_passes.is_chosen(how, batch, whole):
             per_example, dh, gradients = two_passes.loss_and_gradients(
-                how.rule, batch, whole, shard
+                how, batch, whole, shard
             )
             return per_example, dh.astype(h.dtype), gradients
 

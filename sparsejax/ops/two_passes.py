@@ -47,7 +47,7 @@ def is_chosen(method: Method, batch: Batch, layer: Layer) -> bool:
 
 
 def loss_and_gradients(
-    rule: SoftmaxCrossEntropy, batch: Batch, layer: Layer, shard: Shard
+    method: Method, batch: Batch, layer: Layer, shard: Shard
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
@@ -55,11 +55,13 @@ def loss_and_gradients(
     they are half of all. It is called as `chunked_loss.loss_and_updates` is, on each device.
 
     Args:
-      rule: the loss.
+      method: of which the rule is used, a softmax without smoothing.
       batch: vectors, and targets.
       layer: kernel and bias of the device's items.
       shard: the part of a mesh's work that this device does.
     """
+    rule = method.rule
+    assert isinstance(rule, SoftmaxCrossEntropy)
     rows, wanted, limit, finish = kept_scores.packed_rows(
         batch, layer, shard, TILE_ROWS
     )

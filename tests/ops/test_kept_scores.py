@@ -120,3 +120,20 @@ def test_blocks():
     assert rows(16_384, 50_432, 512) == 8_192
     assert rows(8_192, 1_000_192, 512) is None  # 384 rows would be too few
     assert rows(256, 1_000_192, 512) == 256
+
+
+@every_form
+def test_mesh_equals_one_device(form):
+    h, kernel, bias, weights, columns = operands(far=False)
+    arrays = h[:128], kernel, bias, weights[:128], columns[:128]
+    options = {"form": form, "implementation": "mosaic_gpu"}
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    want = step(*arrays, implementation="xla")
+    with jax.set_mesh(make_mesh(data=1, model=2)), kernel_can_run():
+        got = jax.jit(functools.partial(step, kernel_spec=P("model"), **options))(
+            *arrays
+        )
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for mine, other in zip(got[1], want[1], strict=True):
+        mine, other = (np.asarray(x, np.float64) for x in (mine, other))
+        assert np.linalg.norm(mine - other) < 2**-7 * np.linalg.norm(other)
