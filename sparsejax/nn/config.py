@@ -17,9 +17,9 @@ from sparsejax.ops.precision import Precision, check_precision
 VERSION = 1
 
 # `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; the
-# weight for rows of one entry, which grows with the root of their length, and the largest.
+# weight grows with the root of the density, up to the largest.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
-_WEIGHT_OF_ONE, _LARGEST_WEIGHT = 0.07, 0.7
+_GROWTH, _LARGEST_WEIGHT = 11, 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,19 +143,20 @@ class LinearConfig:
 
         >>> linear, why = LinearConfig.for_data(29_858, 40_981, 810_128)
         >>> linear.weight, why
-        (0.36, 'linear part of rank 2,048 and weight 0.36: a row has 27.1 entries')
+        (0.28, 'linear part of rank 2,048 and weight 0.28: 0.066 % of all pairs are entries')
 
-        The longer the rows, the more the linear part tells beyond the layers: the weight
-        is 0.07 times the root of their mean length, at most 0.7. The rank is 2,048, or
-        1,024 where the factors would take over 1 GB; None where these would as well.
+        The denser the data, the more the linear part tells beyond the layers: the weight
+        is 11 times the root of the share of pairs of row and item that are entries, at
+        most 0.7. The rank is 2,048, or 1,024 where the factors would take over 1 GB; None
+        where these would as well.
         """
-        length = entries / max(rows, 1)
-        weight = round(min(_WEIGHT_OF_ONE * length**0.5, _LARGEST_WEIGHT), 2)
+        density = entries / max(rows * items, 1)
+        weight = round(min(_GROWTH * density**0.5, _LARGEST_WEIGHT), 2)
         for rank in _RANKS:
             if items * rank <= _LARGEST_LINEAR:
                 return cls(rank=rank, weight=weight), (
                     f"linear part of rank {min(rank, items):,} and weight {weight:g}: "
-                    f"a row has {length:,.1f} entries"
+                    f"{100 * density:.2g} % of all pairs are entries"
                 )
         return None, f"no linear part: {items:,} items are too many for one"
 
