@@ -168,7 +168,7 @@ def _load(folder: pathlib.Path, name: str, seed: int):
         return train, sj.read(folder / "test.txt.xz", features=train)
     file = _FILES[name]
     if file is not None:
-        data = sj.read(folder / file)
+        data = sj.read(folder / file).without_values()  # times, in one file
     elif name == "msweb":
         data = sj.datasets.msweb().train
     else:

@@ -17,9 +17,11 @@ from sparsejax.ops.precision import Precision, check_precision
 VERSION = 1
 
 # `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; the
-# weight for rows of one entry, which grows with the root of their length, and the largest.
+# length of rows for which the weight is 1, and the least and the largest weight; and how many
+# entries rows and items must have for the ridge of dense data.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
-_WEIGHT_OF_ONE, _LARGEST_WEIGHT = 0.07, 0.7
+_LENGTH_FOR_WEIGHT, _WEIGHTS = 75, (0.35, 2.0)
+_DENSE, _DENSE_RIDGE = 50, 1000.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,21 +143,27 @@ class LinearConfig:
     ) -> tuple[LinearConfig | None, str]:
         """What `sparsejax train` gives data of these sizes by default, and why.
 
-        >>> linear, why = LinearConfig.for_data(29_858, 40_981, 810_128)
-        >>> linear.weight, why
-        (0.36, 'linear part of rank 2,048 and weight 0.36: a row has 27.1 entries')
+        >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
+        >>> linear.weight, linear.ridge
+        (1.77, 1000.0)
+        >>> print(why)
+        linear part of rank 2,048, ridge 1,000 and weight 1.77: a row has 132.5 entries, an item 215.9
 
         The longer the rows, the more the linear part tells beyond the layers: the weight
-        is 0.07 times the root of their mean length, at most 0.7. The rank is 2,048, or
+        is their mean length divided by 75, at least 0.35 and at most 2. The ridge is 300,
+        or 1,000 where both rows and items have over 50 entries. The rank is 2,048, or
         1,024 where the factors would take over 1 GB; None where these would as well.
         """
-        length = entries / max(rows, 1)
-        weight = round(min(_WEIGHT_OF_ONE * length**0.5, _LARGEST_WEIGHT), 2)
+        length, each = entries / max(rows, 1), entries / max(items, 1)
+        least, largest = _WEIGHTS
+        weight = round(min(max(length / _LENGTH_FOR_WEIGHT, least), largest), 2)
+        ridge = _DENSE_RIDGE if min(length, each) > _DENSE else cls.ridge
         for rank in _RANKS:
             if items * rank <= _LARGEST_LINEAR:
-                return cls(rank=rank, weight=weight), (
-                    f"linear part of rank {min(rank, items):,} and weight {weight:g}: "
-                    f"a row has {length:,.1f} entries"
+                return cls(rank=rank, ridge=ridge, weight=weight), (
+                    f"linear part of rank {min(rank, items):,}, ridge {ridge:,g} and "
+                    f"weight {weight:g}: a row has {length:,.1f} entries, an item "
+                    f"{each:,.1f}"
                 )
         return None, f"no linear part: {items:,} items are too many for one"
 

@@ -36,17 +36,17 @@ class LinearPart(nnx.Module):
         U      = Q diag(sigma / sqrt(sigma^2 + ridge'))      ridge' = ridge / entries of a row
         score  = (a U) . U_i / (1 - |U_i|^2)                 of a row `a` without item i
 
-    n_i is the number of entries of item i, divided by its mean. The mean of the squared
-    norms is over the rows that have entries. With the full rank this is the score of EASE:
+    n_i is the number of entries of item i, divided by its mean. The mean of the entries
+    is over the rows that have any. With the full rank this is the score of EASE:
     the ridge regression of each item on all others, in the closed form
     `-(a C)_i / C_ii` with `C = (A^T A + ridge' I)^-1`, as `1 - ridge' C = U U^T`. No
     `[items, items]` matrix is made. In `1 - |U_i|^2`, what the rank leaves out counts
     with the mean of the left-out `sigma^2`. Items that a row has keep their own
     contribution, so they have to be excluded from rankings.
 
-    `K = diag(n^-popularity) U` and `scale` hold all of this. All scores together have a
-    standard deviation of `weight` (over the rows and items of the data). Before
-    `set_from` all scores are 0.
+    `K = diag(n^-popularity) U` and `scale` hold all of this. `c` is `weight` times the
+    factor under which the softmax of these scores gives entries of rows that are left out
+    the highest likelihood. Before `set_from` all scores are 0.
 
     Args:
       config: rank, ridge, popularity and weight.
