@@ -202,7 +202,7 @@ def test_other_types_of_columns_and_empty_files(tmp_path):
         assert contents(sj.read(out)) == expected, type_
     for name in ("item", "value", "time"):
         wrong = pa.table(table | {name: [True] * 6})
-        options = {"time": "time"} if name == "time" else {}
+        options: Any = {"time": "time"} if name == "time" else {}
         with pytest.raises(sj.DataError, match=f"column '{name}' .* but it is bool"):
             sj.prepare(wrong, tmp_path / "out", split_last=1, **options)
 
