@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,9 @@ _PASSES, _SHIFT = 3, 1e-6
 
 # The unit of the scores is found from this many scores, and its logarithm is within these.
 _SAMPLED_SCORES, _LOGS = 2**21, (-8.0, 8.0)
+
+# A `csr_array`: SciPy's stubs say that it may have no shape.
+_Rows = Any
 
 # In place of 0 in a denominator.
 _TINY = 1e-30
@@ -105,7 +109,7 @@ class _Data:
       ridge: in the unit of `A^T A`.
     """
 
-    rows: scipy.sparse.csr_array
+    rows: _Rows
     damping: np.ndarray
     diagonal: np.ndarray
     ridge: float
@@ -183,7 +187,7 @@ def _unit(
 
 
 def _decomposed(
-    rows: scipy.sparse.csr_array, width: int
+    rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
     """The largest eigenvalues of `A^T A`, descending, and their vectors."""
     if rows.shape[1] <= _FEW_ITEMS or jax.default_backend() == "cpu":
@@ -193,7 +197,7 @@ def _decomposed(
 
 
 def on_host(
-    rows: scipy.sparse.csr_array, width: int
+    rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
     """The decomposition by NumPy and SciPy. Nothing is compiled."""
     items = rows.shape[1]
@@ -221,7 +225,7 @@ def _descending(squares, q):
 
 
 def on_device(
-    rows: scipy.sparse.csr_array, width: int
+    rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
     """The decomposition by JAX, on the first device."""
     blocks = _blocks(rows)
@@ -234,7 +238,7 @@ def on_device(
     return squares, q[: rows.shape[1]]
 
 
-def _blocks(data: scipy.sparse.csr_array) -> list[tuple[CSR, CSR]]:
+def _blocks(data: _Rows) -> list[tuple[CSR, CSR]]:
     """Blocks of rows with their transposes, all square, so that one program is compiled.
 
     Columns beyond the items are empty, as are rows.
