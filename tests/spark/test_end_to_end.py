@@ -1,12 +1,9 @@
 """From a raw log in a store to metrics on Spark, also when parts of the cluster die."""
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -201,23 +198,3 @@ def test_recommends_to_the_rows_of_a_frame(session, predictor, trained):
     for expressions, message in wrong:
         with pytest.raises(ValueError, match=message):
             sj.spark.recommend(frame.selectExpr(*expressions.split(", ")), predictor)
-
-
-def test_recommends_over_connect(predictor):
-    histories: list[tuple[int, list[int]]] = [(0, [3, 1]), (1, []), (2, [2])]
-    script = pathlib.Path(__file__).with_name("recommend_over_connect.py")
-    root = str(pathlib.Path(__file__).parents[2])
-    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ran = subprocess.run(
-        [sys.executable, script, predictor, json.dumps(histories)],
-        env=os.environ | {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    loaded = sj.load_predictor(predictor)
-    names = [[str(item) for item in items] for _, items in histories]
-    expected = loaded.recommend_names(names, k=2)
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert found == [[user, expected[user]] for user in range(3)]
