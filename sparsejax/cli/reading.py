@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 from sparsejax.cli.flags import Reading
 from sparsejax.cli.wording import in_flags
@@ -112,11 +112,10 @@ def read_heldout[Data: SparseDataset | SequenceDataset](
     Raises:
       DataError: `data` has none of the rows.
     """
-    heldout: Any
     if isinstance(data, SequenceDataset):
-        heldout = read_histories(path, command, features=data)
+        heldout = cast(Data, read_histories(path, command, features=data))
     else:
-        heldout = read_file(path, command, features=data, indicator=True)
+        heldout = cast(Data, read_file(path, command, features=data, indicator=True))
     unknown = find_names(heldout.row_names, data.row_names) < 0
     if unknown.any():
         names = heldout.row_names[unknown]
@@ -127,7 +126,7 @@ def read_heldout[Data: SparseDataset | SequenceDataset](
         if unknown.all():
             raise DataError(text)
         warnings.warn(f"{text}; they are left out", stacklevel=2)
-        heldout = heldout.align_rows(heldout.row_names[~unknown])
+        heldout = cast(Data, heldout.align_rows(heldout.row_names[~unknown]))
     return heldout
 
 
