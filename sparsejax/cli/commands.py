@@ -94,7 +94,7 @@ def _evaluate_histories(
     measured = evaluation.evaluate(
         model,
         train,
-        read_histories(command.test, command, features=names),
+        read_heldout(command.test, command, train, command.train),
         k=command.k,
         exclude=None if command.counting.keep_seen else "inputs",
         unknown=command.counting.unknown,
@@ -242,7 +242,11 @@ def export(command: flags.Export) -> None:
     whole_files.check_writable(command.out)
     model = run.restored_model(command.run, settings)
     if getattr(model, "uses_times", False):
-        print("note: the predictor recommends without times", file=sys.stderr)
+        print(
+            "note: the predictor recommends without times; export_predictor in Python, "
+            "with the data as names, makes one that reads them",
+            file=sys.stderr,
+        )
     export_predictor(
         model, command.out, k=command.k, names=names, batch_size=command.batch_size
     )
@@ -349,10 +353,7 @@ def report(command: flags.Report) -> None:
             indices = shown.matrix.indices
         counts = np.bincount(indices, minlength=len(names))
         if command.test is not None:
-            if isinstance(shown, SequenceDataset):
-                heldout = read_histories(command.test, command, features=names)
-            else:
-                heldout = read_heldout(command.test, command, shown, command.train)
+            heldout = read_heldout(command.test, command, shown, command.train)
             measured = evaluation.evaluate(
                 model,
                 shown,

@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 from sparsejax.cli.flags import Reading
 from sparsejax.cli.wording import in_flags
@@ -94,9 +95,9 @@ def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
     return result.result
 
 
-def read_heldout(
-    path: str, command: Reading, data: SparseDataset, data_path: str
-) -> SparseDataset:
+def read_heldout[Data: SparseDataset | SequenceDataset](
+    path: str, command: Reading, data: Data, data_path: str
+) -> Data:
     """Reads held-out entries of rows of `data`; warns of rows that `data` does not have.
 
     Args:
@@ -105,10 +106,16 @@ def read_heldout(
       data: the data set whose rows and features count.
       data_path: where `data` was read from, for messages.
 
+    Returns:
+      A data set of the same kind.
+
     Raises:
       DataError: `data` has none of the rows.
     """
-    heldout = read_file(path, command, features=data, indicator=True)
+    if isinstance(data, SequenceDataset):
+        heldout = cast(Data, read_histories(path, command, features=data))
+    else:
+        heldout = cast(Data, read_file(path, command, features=data, indicator=True))
     unknown = find_names(heldout.row_names, data.row_names) < 0
     if unknown.any():
         names = heldout.row_names[unknown]
@@ -119,7 +126,7 @@ def read_heldout(
         if unknown.all():
             raise DataError(text)
         warnings.warn(f"{text}; they are left out", stacklevel=2)
-        heldout = heldout.align_rows(heldout.row_names[~unknown])
+        heldout = cast(Data, heldout.align_rows(heldout.row_names[~unknown]))
     return heldout
 
 

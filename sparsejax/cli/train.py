@@ -331,7 +331,7 @@ def _whole_histories(command: flags.Train) -> Source:
     if command.validation is not None:
         parts = _validation_split(command, data)
         if parts is None:
-            heldout = read_histories(command.validation, command, features=data)
+            heldout = read_heldout(command.validation, command, data, command.data)
         else:
             assert isinstance(parts, SequenceSplit)
             data, heldout = parts
@@ -428,6 +428,8 @@ def settings_of(
     if batch_size is None:
         batch_size = 256 if of_histories else 512
     steps = sum(math.ceil(rows / max(batch_size, 1)) for rows in source.chunks)
+    # Without rows to train on, `fit` says so; a schedule cannot have 0 steps.
+    steps = max(steps, 1)
     return run.Run(
         network=network,
         optimizer=rule_of(command, steps, epochs, of_histories=of_histories),

@@ -237,15 +237,22 @@ def scan_sequences(
     return ScannedSequences(path, names, tuple(groups), layout, chunk_rows)
 
 
+def _times_in(schema: pa.Schema) -> pa.DataType | None:
+    """The type of the times of saved sequences; None if they have no times."""
+    return schema.field("times").type if "times" in schema.names else None
+
+
 def _saved(
     path: Path, files: list[ParquetPath], chunk_rows: int | None
 ) -> ScannedSequences:
     """Scans what `SequenceDataset.save` wrote."""
     groups: list[Group] = []
     vocabulary: pa.Array | None = None
+    kinds: set[pa.DataType | None] = set()
     for file in files:
         with file.open() as opened:
             parquet.check_schema(file.path, opened.schema_arrow, sequences=True)
+            kinds.add(_times_in(opened.schema_arrow))
             features = saved_features(opened)
             found = [saved_group(file, opened, n) for n in range(opened.num_row_groups)]
         if vocabulary is None:
@@ -255,6 +262,12 @@ def _saved(
                 file.path,
                 "has another vocabulary than the first file; read all with one "
                 "(features=), and save them again",
+            )
+        if len(kinds) > 1:
+            raise DataError.at(
+                file.path,
+                "has times of another kind than the first file, or only one of the two "
+                "has times; save all with the same",
             )
         groups += [group for group in found if group.rows]
     assert vocabulary is not None  # there is a file

@@ -307,8 +307,13 @@ def features_of(model: Any) -> Features:
     """`model.num_features`.
 
     Raises:
-      TypeError: it is a dict in an attribute of the module.
+      TypeError: there is none, or it is a dict in an attribute of the module.
     """
+    if not hasattr(model, "num_features"):
+        raise TypeError(
+            f"{type(model).__name__} has no num_features, as FeedForward has (a model of "
+            "histories takes a SequenceDataset)"
+        )
     if isinstance(vars(model).get("num_features"), Mapping):
         raise TypeError(
             f"num_features of {type(model).__name__} is a dict, which cannot be part of a "

@@ -149,7 +149,8 @@ def evaluate(
     if not isinstance(model, Recommender):
         raise TypeError(
             "items are ranked by a FeedForward, or a module with num_features, num_items and "
-            f"top_k; got {type(model).__name__}. A click model takes a ClickDataset"
+            f"top_k; got {type(model).__name__}. A click model takes a ClickDataset, a "
+            "model of histories a SequenceDataset"
         )
     _refuse("items", groups=groups)
     prepared = prepared_for(

@@ -73,8 +73,9 @@ def export_predictor(
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or
-        a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are after `fit` or `Optimizer.flush`. It may
-        have several inputs; a dense one is float32 unless `num_features` gives its dtype.
+        a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are
+        after `fit` or `Optimizer.flush`. It may have several inputs; a dense one is
+        float32 unless `num_features` gives its dtype.
       path: the file, which is replaced if it exists.
       k: most items per row that the predictor can recommend; of no use for clicks.
       names: names of the items, or a data set whose features they are. The file keeps

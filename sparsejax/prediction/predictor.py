@@ -109,6 +109,11 @@ class Predictor:
                 exclude = "inputs"
             exclude = unordered("exclude", exclude, inputs)
             given = self._inputs_of(inputs)
+        elif self._length is not None and not isinstance(inputs, Mapping):
+            raise ValueError(
+                "this predictor is of a model of histories; pass a SequenceDataset, as "
+                f"read_sequences makes it, not a {type(inputs).__name__}"
+            )
         else:
             given = Inputs.of(inputs)
         shown = _on_host(given)

@@ -35,7 +35,8 @@ class HSTU(SequenceModel):
         bucket(t, s) = log(|time_t - time_s|) / 0.301, rounded down, from 0 to 127
 
     Times that differ by less than 1 fall into the first bucket, so that seconds are a good
-    unit. Without times there is no bias of times. See `SequenceModel` for the rest.
+    unit. Without times there is no bias of times. A model that was trained without times
+    makes nothing of times that it is shown later. See `SequenceModel` for the rest.
 
     Attributes:
       places: `[max_length, width]`.
@@ -73,10 +74,10 @@ class GatedAttention(nnx.Module):
             nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(4)
         )
         self.mixed = nnx.Linear(width, width, rngs=rngs)
-        self.place_bias, self.time_bias = (
-            nnx.Param(_normal(rngs.params(), (size,), jnp.float32))
-            for size in (config.max_length, _BUCKETS)
-        )
+        shape = (config.max_length,)
+        self.place_bias = nnx.Param(_normal(rngs.params(), shape, jnp.float32))
+        # Zeros stay zeros in training without times, and then times make no difference.
+        self.time_bias = nnx.Param(jnp.zeros(_BUCKETS))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: Vectors, times: Times) -> Vectors:

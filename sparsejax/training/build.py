@@ -68,9 +68,11 @@ def build(
     Args:
       config: the layers and the loss; or that of a model of histories.
       data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
-        SciPy matrix; or histories, also of `scan_sequences`. Beside its number of columns, only a linear part reads it.
+        SciPy matrix; or histories, also of `scan_sequences`. Only its number of columns
+        counts, unless the network has a linear part, which is computed from it.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
-      targets: `[rows, items]`, of the same types; `data` itself by default.
+      targets: `[rows, items]`, of the same types; `data` itself by default. A model of
+        histories has none.
       seed: seed of the random initial parameters, of the noise in training, and of the
         rounding of parameters in bfloat16.
 
@@ -81,9 +83,20 @@ def build(
       TypeError: `data` or `targets` has another type. (A click model is made by
         `sparsejax.build_click_model`.)
       ValueError: the network cannot be made. For example, a tied output has another
-        number of items than features.
+        number of items than features. A network is given histories, or a model of
+        histories is given targets.
       NotImplementedError: the data of a linear part is scanned.
     """
+    of_histories = isinstance(config, SequenceConfig)
+    if of_histories and targets is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out targets"
+        )
+    if not of_histories and isinstance(data, SequenceDataset | ScannedSequences):
+        raise ValueError(
+            "a network does not read histories: pass data.to_sparse(), or the "
+            "configuration of a model of histories, such as SASRecConfig()"
+        )
     features = _num_columns("data", data)
     modules = new_modules(
         config,
@@ -152,9 +165,9 @@ def make_modules(
 
 def _num_columns(what: str, source: Any) -> int:
     match source:
-        case SparseDataset() | ScannedDataset() | SequenceDataset():
+        case SparseDataset() | ScannedDataset():
             return source.num_features
-        case ScannedSequences():
+        case SequenceDataset() | ScannedSequences():
             return source.num_features
         case CSR():
             return source.num_cols

@@ -164,10 +164,10 @@ def fit(
       optimizer: the optimizer of this model.
       inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
         `scan_parquet` gives, which is read from disk a chunk at a time; or histories, also
-        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by name, `{name: source}`, among them
-        `DenseDataset`s and arrays `[rows, ...]`. The rows are those of the first source
-        with row names. The other sources are matched by row name, or by position if they
-        have no names.
+        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by
+        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
+        rows are those of the first source with row names. The other sources are matched
+        by row name, or by position if they have no names.
       targets: `[rows, items]`, matched by row name if both have names; or the name of a
         sparse input. By default the single input itself (an autoencoder). Or several
         by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.

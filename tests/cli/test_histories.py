@@ -134,6 +134,27 @@ def test_a_table_with_times_and_chunks(folder, capsys):
     np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
 
 
+def test_held_out_rows_that_the_data_lacks(folder, capsys):
+    late = str(folder / "late.tsv")
+    (folder / "late.tsv").write_text("u3\ti1\nu3\ti2\nnew\ti3\n")
+    argv = train(folder, out="late", epochs=1)
+    argv[argv.index("last")] = late
+    data = str(folder / "splits" / "train.parquet")
+    measure = ["evaluate", str(folder / "run"), data, late, "--keep-seen"]
+    assert main(argv) == main(measure) == 0
+    said = capsys.readouterr()
+    assert said.err.count("1 of 2 rows are not in") == 2
+    assert json.loads(said.out.splitlines()[-1])["users"] == 1
+
+
+def test_nothing_to_learn(folder, capsys):
+    (folder / "short.tsv").write_text("u1\ti1\nu2\ti2\n")
+    argv = ["train", str(folder / "short.tsv"), "--run", str(folder / "new")]
+    assert main([*argv, "--model", "gru"]) == 1
+    assert "no row has two entries, an item and the next" in capsys.readouterr().err
+    assert not (folder / "new").exists()
+
+
 def test_wrong_arguments(folder, capsys):
     def error(*argv):
         assert main(list(argv)) == 1

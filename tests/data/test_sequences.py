@@ -1,5 +1,6 @@
 """Histories in order, against plain Python."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -115,6 +116,12 @@ def test_saved_and_scanned(tmp_path, times):
     for read in (sj.read, sj.scan_parquet, sj.SparseDataset.load):
         with pytest.raises(sj.DataError, match="holds saved sequences"):
             read(tmp_path / "data")
+    (tmp_path / "folder").mkdir()
+    data.save(tmp_path / "folder" / "a.parquet")
+    other = None if times else np.arange(data.num_entries)
+    dataclasses.replace(data, times=other).save(tmp_path / "folder" / "b.parquet")
+    with pytest.raises(sj.DataError, match="b.parquet: has times of another kind than"):
+        sj.scan_sequences(tmp_path / "folder")
     data.to_sparse().save(tmp_path / "sparse")
     with pytest.raises(sj.DataError, match="holds no saved sequences"):
         sj.SequenceDataset.load(tmp_path / "sparse")

@@ -104,6 +104,8 @@ def test_a_predictor(model, tmp_path, symbolic_sizes):
     entries = data.indptr, data.indices, data.row_names
     with pytest.raises(ValueError, match="'item19' in inputs but 'item0' in the pred"):
         predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[::-1]))
+    with pytest.raises(ValueError, match="a SequenceDataset, .* not a SparseDataset"):
+        predictor.recommend(data.to_sparse())
     with pytest.raises(ValueError, match="inputs has 10 columns but the model has 20"):
         predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[:10]))
 
@@ -122,6 +124,10 @@ def test_wrong_arguments(model):
     )
     with pytest.raises(ValueError, match="column 0 is 'item0' in inputs but 'item19'"):
         sj.evaluate(model, train, renamed)
+    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    for call in (sj.recommend, lambda *given: sj.fit(given[0], optimizer, given[1])):
+        with pytest.raises(TypeError, match="SASRec has no num_features"):
+            call(model, data.to_sparse())
     config = sj.NetworkConfig.autoencoder((4,))
     other = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     with pytest.raises(

@@ -140,6 +140,10 @@ def test_what_comes_later_changes_nothing(model):
     short = model(HISTORIES[:, :3], TIMES[:, :3])
     np.testing.assert_allclose(short, early, rtol=1e-5, atol=1e-6)
     if model.uses_times:
+        # Until it is trained with times.
+        np.testing.assert_array_equal(model(HISTORIES), model(HISTORIES, TIMES))
+        for block in model.blocks:
+            block.time_bias[...] = jnp.arange(128.0)
         assert (model(HISTORIES) != model(HISTORIES, TIMES)).any()
         moved = model(HISTORIES, TIMES + 64)
         np.testing.assert_array_equal(moved, model(HISTORIES, TIMES))

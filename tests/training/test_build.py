@@ -1,5 +1,7 @@
 """A model and its optimizer in one call."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -41,6 +43,18 @@ def test_trains_on_a_mesh():
         history = sj.fit(model, optimizer, ROWS, num_epochs=1, batch_size=64)
         assert not model.output.kernel[...].sharding.is_fully_replicated
     assert np.isfinite(history[0]["loss"])
+
+
+def test_histories_are_for_models_of_histories():
+    names = np.array(["u"]), np.arange(4).astype(str)
+    histories = sj.SequenceDataset(np.array([0, 3]), np.array([1, 2, 1]), *names)
+    model, _ = sj.build(sj.GRUConfig(width=4), histories)
+    assert model.num_items == 4
+    with pytest.raises(ValueError, match="a network does not read histories"):
+        sj.build(CONFIG, histories)
+    targets: Any = {"targets": ROWS}
+    with pytest.raises(ValueError, match="leave out targets"):
+        sj.build(sj.GRUConfig(width=4), histories, **targets)
 
 
 def test_refuses_what_has_no_columns():
