@@ -37,7 +37,13 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data import folder_files
-from sparsejax.data.folder import DataFolder, Manifest, read_rows, vocabulary_hash
+from sparsejax.data.folder import (
+    DataFolder,
+    Manifest,
+    read_rows,
+    vocabulary_file,
+    vocabulary_hash,
+)
 from sparsejax.data.stores import Place
 from sparsejax.prediction import workers
 from sparsejax.prediction.parts import Parts
@@ -123,6 +129,7 @@ def make(
         left_out={},
         skipped={},
         settings={},
+        vocabulary_file=vocabulary_file(None),
     )
     folder_files.finish(data, manifest, names, np.zeros(items, np.int64))
     return str(predictor), str(folder / name)

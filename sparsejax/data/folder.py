@@ -2,7 +2,8 @@
 
 ::
 
-    vocabulary.parquet              item, rows: the columns of the matrix, in their order
+    vocabulary.parquet              item, rows: the columns of the matrix, in their order;
+                                    vocabulary-ID.parquet in a store
     train/part-ID-00000.parquet     row, indices, values, left_out: rows of the matrix
     train/part-ID-00001.parquet     ...
     test/part-ID-00000.parquet      rows of what was held out, if anything was
@@ -40,7 +41,7 @@ from sparsejax.data.stores import Place
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 VERSION = 1
-MANIFEST, VOCABULARY = "manifest.json", "vocabulary.parquet"
+MANIFEST = "manifest.json"
 _VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
 # The schema's metadata of a part has the identity of its folder.
 PART_KEY = b"sparsejax.folder"
@@ -86,8 +87,7 @@ class Manifest:
         lacks their items.
       skipped: number of wrong events that were left out, by what was wrong.
       settings: how the folder was made.
-      vocabulary_file: the file of the items. Where two may write a folder at a time, as on a
-        cluster, its name has the `id`.
+      vocabulary_file: the file of the items; see `vocabulary_file`.
     """
 
     id: str
@@ -99,7 +99,7 @@ class Manifest:
     left_out: Mapping[str, int]
     skipped: Mapping[str, int]
     settings: Mapping[str, Any]
-    vocabulary_file: str = VOCABULARY
+    vocabulary_file: str
 
     def num_rows(self, part: Part = "train") -> int:
         """Number of rows of a part."""
@@ -319,6 +319,18 @@ def check_no_part(path: Path, schema: pa.Schema) -> None:
             f"is a part of a prepared data set, which is read as a whole: name its folder. "
             f"If that has no {MANIFEST}, preparing it was not finished; do it again",
         )
+
+
+def vocabulary_file(identity: str | None) -> str:
+    """The name of the file of the items.
+
+    Args:
+      identity: of the folder, where two may write it at a time: in a store, or on a
+        cluster. So neither replaces the file of the other. None elsewhere.
+    """
+    return (
+        "vocabulary.parquet" if identity is None else f"vocabulary-{identity}.parquet"
+    )
 
 
 def vocabulary_hash(names: Names) -> str:

@@ -25,6 +25,7 @@ from sparsejax.data.folder import (
     VERSION,
     Manifest,
     Part,
+    vocabulary_file,
     vocabulary_hash,
 )
 from sparsejax.data.folder_files import (
@@ -386,6 +387,7 @@ class _Preparation:
             left_out={part: w.left_out for part, w in writers.items() if w.left_out},
             skipped=dict(events.wrong.counts),
             settings=self.settings,
+            vocabulary_file=vocabulary_file(identity if folder.is_remote else None),
         )
         check_prepared(self.events.path, manifest, self.cut)
         finish(folder, manifest, names[:size], counts)

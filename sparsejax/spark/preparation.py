@@ -25,6 +25,7 @@ from sparsejax.data.folder import (
     DataFile,
     Manifest,
     Part,
+    vocabulary_file,
     vocabulary_hash,
 )
 from sparsejax.data.folder_files import (
@@ -230,7 +231,7 @@ class _Preparation:
             left_out={part: n for part, n in found.left_out.items() if n},
             skipped=skipped,
             settings=self.settings,
-            vocabulary_file=f"vocabulary-{identity}.parquet",
+            vocabulary_file=vocabulary_file(identity),
         )
         check_prepared(PATH, manifest, self.cut)
         _finish(Place.of(out), manifest, names, counts)

@@ -209,14 +209,16 @@ def test_preparing_that_is_killed_at_any_point(store, tmp_path, small_groups):
         process.stdin.close()
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_two_at_once(same, store, small_groups):
-    """Another preparation finishes while one writes its rows."""
+@pytest.mark.parametrize(
+    ("same", "writes"), [(True, "train"), (False, "train"), (False, "vocabulary")]
+)
+def test_two_at_once(same, writes, store, small_groups):
+    """Another preparation finishes while one writes its rows, or its vocabulary."""
     sj.prepare(events(seed=not same), store.at("quick"))
     quick = everything(store, "quick")
 
     def finishes(method, path, number):
-        if method == "PUT" and "/slow/train/" in path and not done:
+        if method == "PUT" and f"/slow/{writes}" in path and not done:
             done.append(number)
             pa.fs.copy_files(
                 "shop/quick",
@@ -263,6 +265,7 @@ def test_how_little_is_asked_for(store, monkeypatch):
         left_out={},
         skipped={},
         settings={},
+        vocabulary_file="vocabulary.parquet",
     )
     folder_files.finish(folder, manifest, items, np.zeros(len(items)))
     sizes = [file.size for file in manifest.train]
