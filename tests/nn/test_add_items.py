@@ -112,6 +112,16 @@ def test_new_rows_are_means_and_within_the_padding_too():
             np.testing.assert_array_equal(got[path], fresh[path], str(path))
 
 
+def test_a_linear_part_of_few_items_gets_a_higher_rank():
+    config = sj.NetworkConfig.autoencoder((4,), linear=LinearConfig(rank=64))
+    model = sj.FeedForward(config, inputs=20, outputs=20, rngs=nnx.Rngs(0))
+    model.add_items(30)
+    linear = model.output.linear
+    assert linear is not None and linear.kernel.shape == (256, 50)
+    linear.set_from(interactions(50))
+    assert np.asarray(linear.kernel[:50, 20:]).any()
+
+
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
 def test_on_a_mesh_as_on_one_device(shape):
     rule = sj.optimizers.adamw(1e-2)
