@@ -118,6 +118,7 @@ class _Data:
     def of(cls, matrix, config: LinearConfig) -> _Data:
         data = scipy.sparse.csr_array(matrix, dtype=np.float32, copy=True)
         data.sum_duplicates()
+        data.eliminate_zeros()
         items = CSR.from_scipy(data).shape[1]  # checks it
         squares = np.asarray(data.multiply(data).sum(axis=1), np.float64)
         counts = np.maximum(np.bincount(data.indices, minlength=items), 1)
@@ -152,7 +153,8 @@ def _unit(
     `ridge' g g^T / (1 - h)` in `U U^T`.
     """
     lengths = np.diff(data.rows.indptr)
-    several = np.flatnonzero(lengths > 1)
+    # A row of all items has no others to choose from.
+    several = np.flatnonzero((lengths > 1) & (lengths < len(q)))
     if not len(several):
         return 0.0
     count = min(len(several), max(_SAMPLED_SCORES // len(q), 1))

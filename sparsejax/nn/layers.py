@@ -219,9 +219,7 @@ class SparseOutput(nnx.Module):
         if self.bias is not None:
             growth.add_rows(self.bias, self.num_items, count)
         if self.linear is not None:
-            for variable in (self.linear.kernel, self.linear.scale):
-                growth.add_rows(variable, self.num_items, count, zeros=True)
-            self.linear.items += count
+            self.linear.add_items(count)
         self.num_items += count
 
     def scores(

@@ -19,7 +19,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.nn.closed_form import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.implementations import Implementation
-from sparsejax.optimizers import gradients
+from sparsejax.optimizers import gradients, growth
 
 
 class FromData(nnx.Variable):
@@ -66,6 +66,17 @@ class LinearPart(nnx.Module):
         return gradients.lookup(
             self.kernel, x, combiner="sqrtn", implementation=self.implementation
         )
+
+    def add_items(self, count: int) -> None:
+        """Adds items behind the known ones, in place; their scores are 0.
+
+        With fewer items than the rank, the kernel also gets wider.
+        """
+        for variable in (self.kernel, self.scale):
+            growth.add_rows(variable, self.items, count, zeros=True)
+        self.items += count
+        rank = min(self.config.rank, self.items)
+        growth.add_columns(self.kernel, rank - self.kernel.shape[1])
 
     def set_from(self, matrix: scipy.sparse.sparray | scipy.sparse.spmatrix) -> None:
         """Computes the arrays from the data, `[rows, items]`."""

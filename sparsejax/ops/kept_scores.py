@@ -9,6 +9,7 @@ A block of rows has its scores for all items at once, as exponentials `e` in bfl
 
 The slope of the target also has `- weight`: one number a row is written over in `e`. If each
 block had few rows, adding up the kernel's gradient would cost more than the fourth product.
+With many blocks, its error would be larger: it is rounded to bfloat16 after each.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ from sparsejax.ops.targets import Columns, Targets
 _BLOCK_SCORES, _WIDE, _BLOCK_SCORES_OF_WIDE = 9 * 10**8 // 2, 1024, 2**29
 # With fewer rows in a block, the other form is faster, unless these are all rows.
 _LEAST_ROWS = 1024
+# Rounding the kernel's gradient so often makes an error of .5 % of its norm.
+_MOST_BLOCKS = 16
 # Logarithms of sums of `e` that are not made again lie within this of 0.
 _MOST = 60.0
 
 
 def block_rows(batch: int, items: int, hidden: int) -> int | None:
-    """Rows of a block; None if they are too few for this form."""
+    """Rows of a block; None if these are too few, or the blocks too many."""
     scores = _BLOCK_SCORES_OF_WIDE if hidden >= _WIDE else _BLOCK_SCORES
     most = scores // items // TILE_ROWS * TILE_ROWS
     if most < min(batch, _LEAST_ROWS):
         return None
     blocks = -(-batch // most)
+    if blocks > _MOST_BLOCKS:
+        return None
     return -(-batch // (blocks * TILE_ROWS)) * TILE_ROWS
 
 

@@ -72,8 +72,8 @@ def linear_cross_entropy(
     Without `scale` and smoothing, Hopper GPUs make the gradients in one of two forms. Vectors
     of up to 256 numbers take two passes over the scores, of which nothing is written. Wider
     ones, in bfloat16, take three products: the scores of some rows, as many as fit in 1 GB,
-    are kept (if these are 1,024 rows, or all). The gradients have errors of .3 % of their
-    norm then, otherwise of .2 %.
+    are kept (if these are 1,024 rows, or all, and at least a sixteenth of all). The gradients
+    have errors of .2 to .5 % of their norm then, otherwise of .2 %.
 
     Args:
       h: hidden vectors.

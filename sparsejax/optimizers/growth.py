@@ -57,6 +57,16 @@ def add_rows(
     parameter.set_value(_divided_like(parameter, longer, array))
 
 
+def add_columns(parameter: nnx.Variable, added: int) -> None:
+    """Adds columns of zeros behind those of a parameter, in place."""
+
+    def wider(array):
+        return jnp.pad(array, ((0, 0), (0, added)))
+
+    if added:
+        parameter.set_value(_divided_like(parameter, wider, parameter[...]))
+
+
 def with_first_rows(
     variable: nnx.Variable, fresh: Shaped[Array, "rows *rest"], known: int
 ) -> None:

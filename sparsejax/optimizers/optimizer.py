@@ -252,7 +252,12 @@ class Optimizer(nnx.Pytree):
         def grow(place, variable, value):
             before, after = jnp.shape(variable[...]), jnp.shape(value)
             key = getattr(place[-1], "key", None) if place else None
-            if key in rows and before and after == parameters[key].shape:
+            # Of rank 1 or more, with a row for each: row-wise Adagrad has one number.
+            if (
+                key in rows
+                and before[1:] == after[1:]
+                and after[:1] == parameters[key].shape[:1]
+            ):
                 growth.with_first_rows(variable, value, rows[key])
             elif before != after:
                 raise NotImplementedError(

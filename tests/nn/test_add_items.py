@@ -85,31 +85,49 @@ def test_a_trained_model_learns_new_items_and_keeps_the_known_ones(rule, options
         assert not np.asarray(parameter[...])[KNOWN + ADDED :].any()
 
 
-def test_new_rows_are_means_and_within_the_padding_too():
+@pytest.mark.parametrize(
+    ("rule", "added"),
+    [(sj.optimizers.adagrad, 4), (sj.optimizers.rowwise_adagrad, ADDED)],
+    ids=["adagrad", "rowwise"],
+)
+def test_new_rows_are_means_and_within_the_padding_too(rule, added):
     linear = LinearConfig(rank=8)
-    model, optimizer = build(sj.optimizers.adagrad(0.1), linear=linear)
+    model, optimizer = build(rule(0.1), linear=linear)
     bias = np.linspace(-1, 2, KNOWN, dtype=np.float32)
     bias = np.pad(bias, (0, 256 - KNOWN))
     layer = model.output
     assert layer.bias is not None and layer.linear is not None
     layer.bias.set_value(jax.numpy.asarray(bias))
     wanted = arrays_of(model, optimizer)
-    model.add_items(4, optimizer=optimizer)
+    model.add_items(added, optimizer=optimizer)
     got = arrays_of(model, optimizer)
     check_known_rows(got, wanted)
     kernel = np.asarray(model.output.kernel[...])
     np.testing.assert_allclose(
-        kernel[KNOWN : KNOWN + 4], [kernel[:KNOWN].mean(0)] * 4, rtol=1e-5, atol=1e-7
+        kernel[KNOWN : KNOWN + added],
+        [kernel[:KNOWN].mean(0)] * added,
+        rtol=1e-5,
+        atol=1e-7,
     )
-    np.testing.assert_allclose(layer.bias[KNOWN : KNOWN + 4], 0.5, rtol=1e-5)
+    np.testing.assert_allclose(layer.bias[KNOWN : KNOWN + added], 0.5, rtol=1e-5)
     assert not np.asarray(layer.linear.scale[KNOWN:]).any()
-    layer.linear.set_from(interactions()[:, : KNOWN + 4])
-    assert np.asarray(layer.linear.scale[KNOWN : KNOWN + 4]).all()
+    layer.linear.set_from(interactions()[:, : KNOWN + added])
+    assert np.asarray(layer.linear.scale[KNOWN : KNOWN + added]).all()
     # Adagrad's sums do not begin with 0.
-    fresh = arrays_of(*build(sj.optimizers.adagrad(0.1), KNOWN + 4, linear=linear))
+    fresh = arrays_of(*build(rule(0.1), KNOWN + added, linear=linear))
     for path in got:
         if "rows" in path or "dense" in path:
             np.testing.assert_array_equal(got[path], fresh[path], str(path))
+
+
+def test_a_linear_part_of_few_items_gets_a_higher_rank():
+    config = sj.NetworkConfig.autoencoder((4,), linear=LinearConfig(rank=64))
+    model = sj.FeedForward(config, inputs=20, outputs=20, rngs=nnx.Rngs(0))
+    model.add_items(30)
+    linear = model.output.linear
+    assert linear is not None and linear.kernel.shape == (256, 50)
+    linear.set_from(interactions(50))
+    assert np.asarray(linear.kernel[:50, 20:]).any()
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 8)])

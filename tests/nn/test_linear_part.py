@@ -46,6 +46,24 @@ def up_to_a_factor(got, want):
     return got * (got * want).sum() / np.square(got).sum()
 
 
+def test_rows_of_all_items_and_zeros_that_are_stored():
+    rng = np.random.default_rng(0)
+    data = scipy.sparse.csr_array((rng.random((60, 6)) < 0.4).astype(np.float32))
+    wanted = closed_form(data, LinearConfig(rank=6))
+    stored = data.toarray()
+    stored = scipy.sparse.csr_array(
+        (stored.reshape(-1), np.tile(np.arange(6), 60), 6 * np.arange(61))
+    )
+    for got, want in zip(
+        closed_form(stored, LinearConfig(rank=6)), wanted, strict=True
+    ):
+        np.testing.assert_allclose(got, want)
+    # Of rows that have everything, no item can be told from the others.
+    everything = scipy.sparse.csr_array(np.ones((5, 3)))
+    _, scale = closed_form(everything, LinearConfig(rank=3))
+    assert not scale.any()
+
+
 @pytest.mark.parametrize(("popularity", "valued"), [(0.0, False), (0.5, True)])
 def test_is_ease_on_items_that_a_row_does_not_have(popularity, valued):
     data = some_data(valued=valued)

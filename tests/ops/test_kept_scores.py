@@ -120,6 +120,8 @@ def test_blocks():
     assert rows(16_384, 50_432, 512) == 8_192
     assert rows(8_192, 1_000_192, 512) is None  # 384 rows would be too few
     assert rows(256, 1_000_192, 512) == 256
+    assert rows(26_624, 256_000, 512) == 1_664
+    assert rows(26_625, 256_000, 512) is None  # 17 blocks
 
 
 @every_form
