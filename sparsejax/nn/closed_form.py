@@ -134,7 +134,11 @@ class _Data:
             data,
             damping.astype(np.float32),
             diagonal.astype(np.float32),
-            float(config.ridge / max(mean, _TINY)),
+            # Without a ridge, components of rounding errors would be divided by them.
+            max(
+                float(config.ridge / max(mean, _TINY)),
+                _SHIFT * float(diagonal.max(initial=0)),
+            ),
         )
 
 
@@ -164,8 +168,9 @@ def _unit(
     g = (projected / (squares + data.ridge)) @ q.T
     h = (a * g).sum(axis=1, keepdims=True)
     z = (projected * (squares / (squares + data.ridge))) @ q.T
-    z -= data.ridge * g * (h / (1 - h))
-    less = data.ridge * g * g / (1 - h)
+    left = np.maximum(1 - h, _SHIFT)
+    z -= data.ridge * g * (h / left)
+    less = data.ridge * g * g / left
     u_squared = np.square(q) @ (squares / (squares + data.ridge))
     scores = (z - a * (u_squared - less)) / (error + less) / data.damping
     # The norm of the row is that of one entry less.

@@ -64,6 +64,12 @@ def test_rows_of_all_items_and_zeros_that_are_stored():
     assert not scale.any()
 
 
+def test_without_a_ridge_it_is_finite():
+    with np.errstate(divide="raise", invalid="raise"):
+        arrays = closed_form(some_data()[:20], LinearConfig(rank=ITEMS, ridge=0.0))
+    assert all(np.isfinite(array).all() for array in arrays)
+
+
 @pytest.mark.parametrize(("popularity", "valued"), [(0.0, False), (0.5, True)])
 def test_is_ease_on_items_that_a_row_does_not_have(popularity, valued):
     data = some_data(valued=valued)
