@@ -7,8 +7,10 @@ import re
 from typing import Any
 
 from sparsejax.data.files import Path, is_address
+from sparsejax.spark import workers
 
 _TRACEBACK = "Traceback (most recent call last):"
+_CALLING = "An error occurred while calling "
 
 
 class JobError(RuntimeError):
@@ -21,12 +23,9 @@ def collected(frame: Any) -> list[Any]:
     Raises:
       JobError: the job has failed.
     """
-    import py4j.protocol
-    import pyspark.errors
-
     try:
         return frame.collect()
-    except (pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError) as error:
+    except workers.spark_errors() as error:
         raise JobError(_first_line(str(error))) from error
 
 
@@ -63,6 +62,8 @@ def absolute(path: Path) -> str:
 def _first_line(said: str) -> str:
     """The error of a worker, else the first line of what Spark says."""
     _, is_python, rest = said.partition(_TRACEBACK)
+    if said.startswith(_CALLING):  # the error of Java follows
+        said = said.partition("\n: ")[2] or said
     lines = (rest if is_python else said).split("\n")
     plain = [line for line in lines if line.strip() and not line[0].isspace()]
     return plain[0].strip() if plain else said.strip()

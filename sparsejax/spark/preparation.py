@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -240,14 +241,17 @@ class _Preparation:
     def _pairs(self) -> tuple[Any, _Facts, dict[str, int]]:
         """The entries, what is known of them, and how many events were left out."""
         events, skip_bad = self.events, self.settings["skip_bad"]
+        # Spark keeps one copy for all equal plans, and drops it when the first of them is
+        # unpersisted. So this plan, and all that follow from it, are those of no other call.
+        own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         query = queries.pairs(
             queries.SPARK,
-            "{events}",
+            self._view(own),
             self.settings["duplicates"],
             valued=events.valued,
             timed=events.times is not None,
         )
-        pairs = self.session.sql(query, events=events.frame)
+        pairs = self.session.sql(query)
         if self.session.conf.get("spark.checkpoint.dir", None):
             pairs = pairs.checkpoint()
         else:
@@ -330,8 +334,8 @@ class _Preparation:
         if not which:
             return pairs
         more = [name for name in pairs.columns if name not in ("name", "item")]
-        query = queries.without_point_zero("{pairs}", which, more)
-        return self.session.sql(query, pairs=pairs)
+        query = queries.without_point_zero(self._view(pairs), which, more)
+        return self.session.sql(query)
 
     def _frequent(self, pairs: Any, count: int) -> Any:
         """The pairs of users and items that are frequent enough."""
@@ -344,9 +348,10 @@ class _Preparation:
         while steps and unchanged < len(steps):
             column, least = steps[turn % len(steps)]
             turn += 1
-            query = queries.frequent("{pairs}", column, least)
-            pairs = self._keep(self.session.sql(query, pairs=pairs))
+            query = queries.frequent(self._view(pairs), column, least)
+            before, pairs = pairs, self._keep(self.session.sql(query))
             left = pairs.count()
+            before.unpersist()
             unchanged, count = (unchanged + 1 if left == count else 0), left
             if len(steps) == 1:
                 break
@@ -367,10 +372,8 @@ class _Preparation:
         """
         from pyspark.sql import functions as F
 
-        query = queries.items("{pairs}", before)
-        items, count, size = self._numbered(
-            self.session.sql(query, pairs=pairs), "n > 0"
-        )
+        query = queries.items(self._view(pairs), before)
+        items, count, size = self._numbered(self.session.sql(query), "n > 0")
         if known is None:
             if not size:
                 raise all_held_out(PATH, self.cut)
@@ -456,6 +459,17 @@ class _Preparation:
         sums = [facts.entries, *facts.sums, vocabulary, num_tasks]
         text = json.dumps([VERSION, "spark", self.settings, sums], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def _view(self, frame: Any) -> str:
+        """The name of a frame in SQL.
+
+        `session.sql(query, pairs=frame)` makes a view, too, but drops it at once, and with
+        it what Spark keeps of the frame.
+        """
+        name = f"sparsejax_{uuid.uuid4().hex}"
+        frame.createTempView(name)
+        self.kept.callback(self.session.catalog.dropTempView, name)
+        return name
 
     def _keep(self, frame: Any) -> Any:
         """The frame, kept for the steps that follow when it is first computed."""

@@ -40,6 +40,8 @@ _ERROR = "sparsejax: error: "
 # Messages of a process that could not go on without another one.
 _OF_OTHERS = ("another process was lost", "process 0 has failed")
 _WRONG_USAGE = 2  # exit status
+# Spark's words if a cluster is too small, or its settings do not allow barrier stages.
+_NO_BARRIER = "Barrier execution mode does not"
 _RESULT = pa.schema({"number": pa.int32(), "status": pa.int32(), "said": pa.string()})
 
 
@@ -81,6 +83,8 @@ def train(
 
     Raises:
       ImportError: pyspark is not installed.
+      JobError: Spark cannot start so many tasks at the same time. It waits ten minutes for
+        more executors before it says so.
       RuntimeError: processes were lost more than `retries` times.
       ValueError: an argument is wrong; or `sparsejax train` refuses it, with its message.
     """
@@ -99,6 +103,8 @@ def train(
             ended = job.submit(session)
         except jobs.JobError as error:
             lost = str(error)
+            if _NO_BARRIER in lost:  # Spark has waited for executors already
+                raise
             continue
         refused = [process for process in ended if process.is_refusal]
         if refused:

@@ -93,14 +93,22 @@ def _described(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
+def spark_errors() -> tuple[type[Exception], ...]:
+    """What Spark raises when a job fails."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkException
+
+    # Without Connect, errors of Java that pyspark has no name for, such as the loss of too
+    # many executors, are of the second kind.
+    return PySparkException, Py4JJavaError
+
+
 def check_workers(session: Any) -> None:
     """Checks that workers have our version of Python and of sparsejax.
 
     Raises:
       RuntimeError: they have other versions, or none. The message has both.
     """
-    from pyspark.errors import PySparkException
-
     ours = _versions()
     remedy = (
         "install the same versions on all machines of the cluster, or name the Python "
@@ -111,7 +119,7 @@ def check_workers(session: Any) -> None:
     schema = pa.schema(dict.fromkeys(ours, pa.string()))
     try:
         found = map_batches(session.range(0, 64), _tell, schema).collect()
-    except PySparkException as error:
+    except spark_errors() as error:
         text = str(error)
         if "PYTHON_VERSION_MISMATCH" in text or "different version in worker" in text:
             problem = "have another minor version of Python"
@@ -155,11 +163,9 @@ def clear_errors(what: str) -> Generator[None]:
       DataError: a task raised it.
       RuntimeError: Spark could not compute the input again after it lost an executor.
     """
-    from pyspark.errors import PySparkException
-
     try:
         yield
-    except PySparkException as error:
+    except spark_errors() as error:
         text = str(error)
         if "rollback" in text or "indeterminate" in text.lower():
             raise RuntimeError(

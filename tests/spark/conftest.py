@@ -36,6 +36,9 @@ def session(java) -> Iterator[Any]:
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.driver.host": "127.0.0.1",
             "spark.log.level": "ERROR",
+            # So a stage of too many tasks fails soon.
+            "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "2s",
+            "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "4",
             "spark.sql.codegen.factoryMode": "NO_CODEGEN",  # quicker for small tables
             "spark.sql.codegen.wholeStage": "false",
             "spark.sql.shuffle.partitions": "2",

@@ -169,6 +169,8 @@ def test_what_train_refuses_is_not_repeated(session, shop, tmp_path):
         train("--optimizer", "none")
     with pytest.raises(ValueError, match="leave out --run"):
         train("--run=elsewhere")
+    with pytest.raises(sj.spark.JobError, match="requires more slots than"):
+        sj.spark.train(session, shop, tmp_path / "run", processes=3)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,5 @@
 """Data sets that Spark prepares as folders: the same as `read` and DuckDB give."""
 
-import concurrent.futures
 import datetime
 import os
 import pathlib
@@ -20,6 +19,7 @@ import pytest
 from contents import contents
 from event_tables import entries, expected, frequent, tables
 from hypothesis import given
+from spark_processes import processes_below
 
 import sparsejax as sj
 from sparsejax.data.stores import Place
@@ -82,27 +82,6 @@ def many_events() -> pa.Table:
     return pa.table(table)
 
 
-def executors() -> list[int]:
-    """The processes of executors that descend from this one."""
-    parents, found = {}, []
-    for folder in pathlib.Path("/proc").iterdir():
-        try:
-            process = int(folder.name)
-            status = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[process] = int(status[1])
-            if b"CoarseGrainedExecutorBackend" in (folder / "cmdline").read_bytes():
-                found.append(process)
-        except (ValueError, OSError):
-            continue
-
-    def is_ours(process: int) -> bool:
-        while process > 1 and process != os.getpid():
-            process = parents.get(process, 0)
-        return process == os.getpid()
-
-    return [process for process in found if is_ours(process)]
-
-
 def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     """Into a store, with a vocabulary that is sorted in several ranges."""
     address, query = bucket
@@ -116,7 +95,7 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
         parts = Place.of(out).below("train")
         for _ in range(3000):
             if len(parts.names()) > 2:
-                killed.append(executors()[0])
+                killed.append(processes_below(os.getpid(), "executor")[0])
                 os.kill(killed[0], signal.SIGKILL)
                 return
             time.sleep(0.02)
@@ -241,31 +220,44 @@ def test_columns_of_other_types(session, columns, tmp_path):
 
 
 def test_two_calls_at_once_and_again(session, tmp_path, monkeypatch):
+    """A call finishes while another one of the same frame is about to write."""
     frame = session.createDataFrame(many_events())
     monkeypatch.setattr(preparation, "TASK_ENTRIES", 2000)
+    kind = preparation._Preparation
+    keep, entries_of, kept, ids = kind._keep, kind._entries, [], []
 
-    def call(fraction: float) -> str | None:
+    def call(fraction: float) -> str:
         options = {"split_fraction": fraction, "time": "when"}
-        try:
-            return sj.spark.prepare(frame, tmp_path / "out", **options).id
-        except FileExistsError:
-            return None
+        return sj.spark.prepare(frame, tmp_path / "out", **options).id
 
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        ids = list(threads.map(call, (0.5, 0.75)))
+    def note(self, frame):
+        kept.append(keep(self, frame))
+        return kept[-1]
+
+    def interrupt(self, *given):
+        if not ids:
+            ids.append("")
+            first = [*kept]
+            ids[0] = call(0.75)
+            # What Spark keeps for the one is not dropped with the other's.
+            assert first and all(frame.storageLevel.useDisk for frame in first)
+        return entries_of(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "_keep", note)
+        patch.setattr(kind, "_entries", interrupt)
+        with pytest.raises(FileExistsError, match="another preparation has finished"):
+            call(0.5)
     found = sj.read(tmp_path / "out")
-    fraction = 0.5 if ids[1] is None else 0.75
-    text = (tmp_path / "out" / "manifest.json").read_text()
-    if None not in ids:
-        fraction = 0.5 if f'"id": "{ids[0]}"' in text else 0.75
-    train, _ = sj.from_arrow(many_events()).split(fraction, seed=0)
+    train, _ = sj.from_arrow(many_events()).split(0.75, seed=0)
     assert entries(found) == entries(train)
     with pytest.raises(FileExistsError, match="already exists"):
         sj.spark.prepare(frame, tmp_path / "out")
     # A driver that was killed before the end: the same command makes the same files.
+    text = (tmp_path / "out" / "manifest.json").read_text()
     before = {p: p.read_bytes() for p in (tmp_path / "out" / "train").iterdir()}
     (tmp_path / "out" / "manifest.json").unlink()
-    assert call(fraction) in ids
+    assert call(0.75) == ids[0]
     assert text == (tmp_path / "out" / "manifest.json").read_text()
     assert before == {p: p.read_bytes() for p in (tmp_path / "out" / "train").iterdir()}
 
