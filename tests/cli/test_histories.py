@@ -134,6 +134,22 @@ def test_a_table_with_times_and_chunks(folder, capsys):
     np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
 
 
+def test_new_items_go_to_the_end(folder, capsys):
+    lines = [f"u{user} i{user % ITEMS} late" for user in range(80)]
+    (folder / "more.txt").write_text("\n".join(lines))
+    argv = ["train", str(folder / "more.txt"), "--from", str(folder / "run")]
+    argv += ["--run", str(folder / "more"), "--epochs", "9", "--learning-rate", ".02"]
+    argv += ["--format", "adjacency"]
+    assert main([*argv, "--batch-size", "16"]) == 0
+    said = capsys.readouterr().err
+    assert "12 items are known, 1 are new; the optimizer goes on with its" in said
+    known, (model, names) = run.load_run(folder / "run")[1], sj.load_model(argv[5])
+    assert names.tolist() == [*known.tolist(), "late"]
+    more = sj.read_sequences(folder / "more.txt", format="adjacency", features=names)
+    found = sj.recommend(model, more.split_last().train, 1).ids
+    assert (found == ITEMS).all()
+
+
 def test_held_out_rows_that_the_data_lacks(folder, capsys):
     late = str(folder / "late.tsv")
     (folder / "late.tsv").write_text("u3\ti1\nu3\ti2\nnew\ti3\n")
