@@ -314,7 +314,7 @@ def test_choosing(capsys):
 def test_measuring_while_it_trains(trained, capsys):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     assert capsys.readouterr().out.count("'users'") == 2
-    _, code = python("training.md")
+    _, code, _ = python("training.md")
     exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
     found = capsys.readouterr().err
     assert found.startswith("training ended after epoch ")
@@ -322,7 +322,7 @@ def test_measuring_while_it_trains(trained, capsys):
 
 
 def test_a_loop_of_your_own(trained):
-    code, _ = python("training.md")
+    code, *_ = python("training.md")
     exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
     model, optimizer = (nnx.clone(trained[name]) for name in ("model", "optimizer"))
     assert np.isfinite(np.asarray(trained["losses"])).all()

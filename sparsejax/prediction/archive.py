@@ -200,7 +200,7 @@ def ready(
         size: jax.jit(program.call, compiler_options=options)
         for size, program in programs.items()
     }
-    return compiled, [jnp.asarray(weight) for weight in weights]
+    return compiled, jax.device_put(list(weights))
 
 
 def check_version(settings: Any, version: int) -> None:

@@ -289,7 +289,6 @@ class Predictor:
         self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
     ) -> list[list[int]]:
         """The numbers of the known items of each history, in its order."""
-        columns = self._columns
         if self._length is None:
             if not isinstance(self.num_features, int):
                 raise ValueError(
@@ -304,6 +303,7 @@ class Predictor:
             raise ValueError(
                 "the predictor also reads times; use recommend with a SequenceDataset"
             )
+        columns = self._columns
         rows: list[list[int]] = []
         missing: list[str] = []
         for history in histories:
