@@ -289,21 +289,21 @@ class Predictor:
         self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
     ) -> list[list[int]]:
         """The numbers of the known items of each history, in its order."""
-        if self._length is None:
-            if not isinstance(self.num_features, int):
-                raise ValueError(
-                    "the predictor has several inputs; use recommend({name: source})"
-                )
-            if self.num_features != self.num_items:
-                raise ValueError(
-                    f"the predictor knows the names of its {self.num_items:,} items, not "
-                    f"of its {self.num_features:,} features; use recommend with a matrix"
-                )
-        elif TIMES in cast(Mapping, self.num_features):
+        features = self.num_features
+        if isinstance(features, Mapping) and self._length is None:
+            raise ValueError(
+                "the predictor has several inputs; use recommend({name: source})"
+            )
+        columns = self._columns
+        if isinstance(features, int) and features != self.num_items:
+            raise ValueError(
+                f"the predictor knows the names of its {self.num_items:,} items, not "
+                f"of its {features:,} features; use recommend with a matrix"
+            )
+        if isinstance(features, Mapping) and TIMES in features:
             raise ValueError(
                 "the predictor also reads times; use recommend with a SequenceDataset"
             )
-        columns = self._columns
         rows: list[list[int]] = []
         missing: list[str] = []
         for history in histories:

@@ -21,6 +21,13 @@ Vectors = Float[Array, "batch length width"]
 class SequenceModel(nnx.Module):
     """A model of histories. Each says in `__call__` how items become hidden vectors.
 
+    >>> class LastItem(SequenceModel):
+    ...     def __call__(self, histories, times=None):
+    ...         return self.output.kernel[...][jnp.maximum(histories, 0)]
+    >>> model = LastItem(SASRecConfig(width=8), items=100, rngs=nnx.Rngs(0))
+    >>> model.loss(jnp.array([[7, 3, 7], [5, 1, -1]])).shape
+    ()
+
     With E the vectors of the items and h_t the hidden vector of place t, which depends on
     the places up to t alone::
 

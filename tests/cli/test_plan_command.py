@@ -72,7 +72,7 @@ def test_plan_compiles_for_a_mesh_that_is_not_here():
     """For 64 devices, in a process of its own, which must be told before JAX begins."""
     argv = ["plan", "--items", "70000", "--rows", "5000", "--entries", "200000"]
     argv += ["--hidden", "32", "--optimizer", "sgd", "--batch-size", "64", "--fused"]
-    argv += ["--mesh", "data=2,model=32", "--memory", "1GB", "--compile"]
+    argv += ["--mesh", "data=2,model=32", "--memory", "16GB", "--compile"]
     done = subprocess.run(
         [sys.executable, "-m", "sparsejax", *argv],
         capture_output=True,
