@@ -450,11 +450,7 @@ class SparseDataset:
 
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
         """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
-        indptr = np.asarray(self.matrix.indptr)
-        lengths = np.append(np.diff(indptr), 0)[rows]
-        taken = offsets(lengths)
-        entries = np.repeat(indptr[rows] - taken[:-1], lengths)
-        entries += np.arange(len(entries))
+        entries, taken = entries_of(np.asarray(self.matrix.indptr), rows)
         return self._take(
             entries,
             taken,
@@ -701,6 +697,17 @@ def check_times(times: np.ndarray) -> None:
 def _lengths(dataset: SparseDataset) -> np.ndarray:
     """`[rows]` number of entries."""
     return np.diff(dataset.matrix.indptr)
+
+
+def entries_of(indptr: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the entries of some rows, and where each row begins among them.
+
+    Row -1 is an empty row.
+    """
+    lengths = np.append(np.diff(indptr), 0)[rows]
+    taken = offsets(lengths)
+    entries = np.repeat(indptr[rows] - taken[:-1], lengths)
+    return entries + np.arange(len(entries)), taken
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from sparsejax.data.dataset import (
     UnknownFeaturesWarning,
     about_unknown,
     check_times,
+    entries_of,
     latest_events,
     offsets,
 )
@@ -445,11 +446,7 @@ class SequenceDataset:
                 f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
                 f"{_names.quoted(absent)}"
             )
-        lengths = np.diff(self.indptr)[found]
-        indptr = offsets(lengths)
-        entries = np.arange(indptr[-1]) + np.repeat(
-            self.indptr[:-1][found] - indptr[:-1], lengths
-        )
+        entries, indptr = entries_of(self.indptr, found)
         return dataclasses.replace(
             self,
             indptr=indptr,
