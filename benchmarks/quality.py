@@ -1,6 +1,6 @@
 """Quality with the defaults of `sparsejax train`, on six data sets, for several seeds.
 
-    python benchmarks/quality.py run --data FOLDER [--sets NAME ...] [--seeds N]
+    python benchmarks/quality.py run --data FOLDER [--sets NAME ...] [--seeds N] [--add]
     python benchmarks/quality.py table
 
 FOLDER holds what there is of `train.txt.xz` and `test.txt.xz` (Gowalla in the split of the
@@ -43,7 +43,8 @@ _FILES = {
     "ml-20m-1024": "movielens_input_1024.txt.xz",
     "generated": None,
 }
-_EPOCHS = {"gowalla": (20, 50)}
+# Instead of the default.
+_EPOCHS = {"gowalla": (None, 50)}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
 # From the bias of an item's score, this times the log of its entries is subtracted.
 _PENALTIES = (0.25, 0.5, 1.0)
@@ -56,7 +57,8 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, help="folder of the files")
     parser.add_argument("--sets", nargs="+", choices=list(_FILES), default=list(_FILES))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, help="instead of 20, and 50 on Gowalla")
+    parser.add_argument("--epochs", type=int, help="instead of the default")
+    parser.add_argument("--add", action="store_true", help="keep results of others")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     arguments = parser.parse_args()
@@ -72,86 +74,87 @@ def _run(arguments: argparse.Namespace) -> None:
     import jax
 
     results: list[dict[str, Any]] = []
+    if arguments.add:
+        results = json.loads(arguments.output.read_text())["results"]
+    device = jax.devices()[0].device_kind
     for seed in range(arguments.seeds):
         for name in arguments.sets:
             file = _FILES[name]
             if file is not None and not (arguments.data / file).exists():
                 continue
-            epochs = _EPOCHS.get(name, (20,))
+            epochs = _EPOCHS.get(name, (None,))
             if arguments.epochs is not None:
                 epochs = (arguments.epochs,)
-            result = _trained(arguments.data, name, seed, epochs)
-            results.append({"set": name, "seed": seed, **result})
+            result = {"set": name, "seed": seed, "device": device}
+            for number in epochs:
+                result |= _trained(arguments.data, name, seed, number)
+            same = [r for r in results if (r["set"], r["seed"]) == (name, seed)]
+            results = [r for r in results if r not in same] + [result]
             report = {
                 "date": datetime.date.today().isoformat(),
                 "commit": arguments.commit,
                 "command": "python benchmarks/quality.py run",
                 "versions": {
                     "jax": jax.__version__,
-                    "device": jax.devices()[0].device_kind,
+                    "device": device,
                 },
                 "results": results,
             }
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
             shown = {k: v[:2] if isinstance(v, list) else v for k, v in result.items()}
-            print(json.dumps({"set": name, "seed": seed, **shown}), flush=True)
+            print(json.dumps(shown), flush=True)
 
 
 def _trained(
-    folder: pathlib.Path, name: str, seed: int, epochs: tuple[int, ...]
+    folder: pathlib.Path, name: str, seed: int, epochs: int | None
 ) -> dict[str, Any]:
-    """Seconds, and a list of metrics for each number of epochs and form of the model."""
+    """Seconds, and a list of metrics for each form of the model."""
     import jax
 
     import sparsejax as sj
 
-    train, test = _load(folder, name, seed)
+    train, test = load(folder, name, seed)
     sizes = train.num_rows, train.num_features, train.num_entries
     linear, _ = sj.LinearConfig.for_data(*sizes)
     start = time.perf_counter()
     config = sj.NetworkConfig.autoencoder(linear=linear)
-    model, optimizer = sj.build(config, train, seed=seed)
+    how = sj.training.recipe(config, train.num_rows, num_epochs=epochs)
+    model, optimizer = sj.build(config, train, how.rule, seed=seed)
     jax.block_until_ready(model.output.kernel[...])
+    epochs = how.num_epochs
     result: dict[str, Any] = {
         "linear": None if linear is None else vars(linear),
         "entries of an item": sizes[2] / sizes[1],
-        "build, s": time.perf_counter() - start,
+        f"{epochs} epochs, build, s": time.perf_counter() - start,
     }
     counts = np.bincount(train.matrix.indices, minlength=sizes[1])
     excess = np.log(np.maximum(counts, 1))
-    measuring = [0.0]
 
-    def measured(form: str, epoch: int) -> None:
-        found = sj.evaluate(model, train, test, k=20, optimizer=optimizer)
-        result[f"{epoch} epochs, {form}"] = [float(found[m]) for m in _METRICS]
-
-    def measure(step, entry):
-        if entry["epoch"] not in epochs:
-            return
-        began = time.perf_counter()
-        output: Any = model.output
-        measured("default", entry["epoch"])
-        bias = output.bias[...]
-        for penalty in _PENALTIES if seed == 0 else ():
-            less = np.pad(excess, (0, len(bias) - len(excess)))
-            output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
-            measured(f"penalty {penalty}", entry["epoch"])
-        output.bias.set_value(bias)
-        if linear is not None:
-            scale, kernel = output.linear.scale[...], output.kernel[...]
-            output.linear.scale.set_value(scale * 0)
-            measured("layers alone", entry["epoch"])
-            output.linear.scale.set_value(scale)
-            output.kernel.set_value(kernel * 0)
-            output.bias.set_value(bias * 0)
-            measured("linear part alone", entry["epoch"])
-            output.kernel.set_value(kernel)
-            output.bias.set_value(bias)
-        measuring[0] += time.perf_counter() - began
+    def measured(form: str) -> None:
+        found = sj.evaluate(model, train, test, k=20)
+        result[f"{epochs} epochs, {form}"] = [float(found[m]) for m in _METRICS]
 
     start = time.perf_counter()
-    sj.fit(model, optimizer, train, num_epochs=max(epochs), seed=seed, log=measure)
-    result["fit, s"] = time.perf_counter() - start - measuring[0]
+    sj.fit(
+        model, optimizer, train, batch_size=how.batch_size, num_epochs=epochs, seed=seed
+    )
+    result[f"{epochs} epochs, fit, s"] = time.perf_counter() - start
+    measured("default")
+    output: Any = model.output
+    bias = output.bias[...]
+    for penalty in _PENALTIES if seed == 0 else ():
+        less = np.pad(excess, (0, len(bias) - len(excess)))
+        output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
+        measured(f"penalty {penalty}")
+    output.bias.set_value(bias)
+    if linear is not None:
+        scale = output.linear.scale[...]
+        output.linear.scale.set_value(scale * 0)
+        measured("layers alone")
+        output.linear.scale.set_value(scale)
+        output.kernel.set_value(output.kernel[...] * 0)
+        output.bias.set_value(bias * 0)
+        measured("linear part alone")
     if train.num_features <= _EASE_ITEMS:
         start = time.perf_counter()
         found = sj.evaluate(sj.baselines.ease(train), train, test, k=20)
@@ -160,7 +163,7 @@ def _trained(
     return result
 
 
-def _load(folder: pathlib.Path, name: str, seed: int):
+def load(folder: pathlib.Path, name: str, seed: int):
     import sparsejax as sj
 
     if name == "gowalla":
@@ -222,8 +225,9 @@ def _write_table(report: dict) -> None:
                 columns.append(shown)
             rows.append(columns)
     head = ["set", "model", "recall@20", "nDCG@20", "coverage", "Gini", "popularity"]
-    seeds = len(report["results"]) // max(len(groups), 1)
-    note = f"{seeds} seeds: mean ± standard deviation. " if seeds > 1 else "One seed. "
+    seeds = {name: len(results) for name, results in groups.items()}
+    note = ", ".join(f"{name} {count}" for name, count in seeds.items())
+    note = f"Seeds: {note}; of several, mean ± standard deviation. "
     write_section("quality", [*table(head, rows), "", note + origin(report)])
 
 

@@ -179,7 +179,6 @@ def test_published_tables(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{part}.csv").write_text("\n".join(["uid,sid", *pairs]))
     data = sj.read_vae_cf(tmp_path)
     module = example("06_published_tables")
-    monkeypatch.setattr(module, "EPOCHS", 2)
     results = module.main("ml-20m", tmp_path, seeds=2)
     printed = capsys.readouterr().out
     metric = "truncated_recall@20"

@@ -180,16 +180,15 @@ class Train:
       config: JSON file that describes the network, instead of the network options below;
         or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
-        rowwise_adagrad, ftrl, sgd, momentum and nesterov. Models of histories have adamw
-        with a weight decay of .1, b2 .98, a learning rate of .002 and --cosine-decay,
-        unless one of these flags is given.
-      learning_rate: Learning rate of the optimizer.
+        rowwise_adagrad, ftrl, sgd, momentum and nesterov. For histories adamw has b2 .98
+        and a weight decay of .1.
+      learning_rate: Learning rate of the optimizer, at its highest.
       weight_decay: In each step, subtract from each weight this share of it, times the
         learning rate. Only for adamw, sgd, momentum and nesterov.
       warmup_epochs: Raise the learning rate from 0 over this many epochs, which may be a
         fraction.
-      cosine_decay: Lower the learning rate along a cosine, to 0 at the last epoch. With
-        this flag a resume cannot raise --epochs, since that changes the curve.
+      decay: cosine lowers the learning rate along a cosine, to 0 at the last epoch. A
+        resume cannot raise --epochs then, since that changes the curve. none keeps it.
       batch_size: Rows per step.
       chunk_rows: Read DATA while training, about this many rows at a time, for Parquet
         that does not fit in memory: saved data sets, tables with a list of items on each
@@ -199,7 +198,8 @@ class Train:
         saves an array of the kernel's size. Not with --tied.
       deterministic: Give the same bits in every process on the same kind of GPU. It can
         make steps slower. A resume must keep it.
-      epochs: Number of passes over the data, including those before a resume.
+      epochs: Number of passes over the data, including those before a resume. By default
+        30, or as many as 200 steps take; of histories 40.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
@@ -231,16 +231,16 @@ class Train:
         ),
     ] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: Annotated[str | None, _value("STR", "adam")] = None
-    learning_rate: Annotated[float | None, _value("FLOAT", ".001")] = None
+    optimizer: Annotated[str | None, _value("STR", "adam, of histories adamw")] = None
+    learning_rate: Annotated[float | None, _value("FLOAT", ".002")] = None
     weight_decay: Annotated[float | None, _value("FLOAT", "0, of adamw .0001")] = None
     warmup_epochs: float = 0.0
-    cosine_decay: Flag = False
+    decay: Literal["cosine", "none"] = "cosine"
     batch_size: Annotated[int | None, _value("INT", "512, of histories 256")] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
     deterministic: Flag = False
-    epochs: Annotated[int | None, _value("INT", "20, of histories 40")] = None
+    epochs: Annotated[int | None, _value("INT", "30 or more")] = None
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False
@@ -278,7 +278,7 @@ class Tune:
       validation: What to hold out of DATA: a share; or last, the last interaction of each
         row by time. Or a file of held-out interactions with the same rows.
       k: Cut-off of the nDCG that decides: the number of recommendations that count.
-      epochs: Most passes over the data in a trial.
+      epochs: Number of passes over the data in a trial, as for train.
       patience: End a trial when its nDCG has not risen for this many epochs.
       format: Format of the files.
       optimizer: Name of the optimizer, as for train.
@@ -296,11 +296,11 @@ class Tune:
     time: Annotated[str | None, _value("TIME", "no limit")] = None
     validation: Annotated[str, _value("{FILE,SHARE,last}")] = ".1"
     k: int = 20
-    epochs: int = 100
-    patience: int = 5
+    epochs: Annotated[int | None, _value("INT", "30 or more")] = None
+    patience: Annotated[int | None, _value("INT", "train all epochs")] = None
     format: Annotated[Format | None, _Formats] = None
     optimizer: str = "adam"
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     batch_size: int = 512
     seed: int = 0
     network: Network = Network()

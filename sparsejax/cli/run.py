@@ -193,6 +193,12 @@ class Run:
         ours, theirs = self._settings(), before._settings()
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
+                if name == "decay_steps" and self.num_epochs > before.num_epochs:
+                    raise ValueError(
+                        f"cannot resume with {self.num_epochs} epochs: the learning rate "
+                        f"of the run falls to 0 by epoch {before.num_epochs}. Train on in "
+                        "a new run with --from, or begin one with --decay none"
+                    )
                 raise ValueError(
                     f"cannot resume with {name} {ours.get(name)}: the run was begun "
                     f"with {theirs.get(name)}"
@@ -211,12 +217,19 @@ class Run:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that a resume must keep, as `{name: plain value}`."""
-        rule = optimizers.to_json(self.optimizer)
-        settings = _settings_of(self.network)
-        settings |= {"optimizer": rule.pop("name"), **rule}
         plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
         plain += () if self.origin is None else ("origin",)
-        return settings | {name: getattr(self, name) for name in plain}
+        settings = _settings_of(self.network)
+        settings |= {name: getattr(self, name) for name in plain}
+        rule = optimizers.to_json(self.optimizer)
+        settings |= {"optimizer": rule.pop("name"), **rule, "decay": "none"}
+        if isinstance(rate := rule["learning_rate"], dict):
+            rate = dict(rate)
+            settings["learning_rate"] = rate.get("peak_value", rate.get("init_value"))
+            settings["decay"] = "cosine" if "decay_steps" in rate else "none"
+            steps = ("warmup_steps", "decay_steps")
+            settings |= {name: rate[name] for name in steps if name in rate}
+        return settings
 
 
 def config_of(document: object) -> NetworkConfig | SequenceConfig:

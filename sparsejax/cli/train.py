@@ -47,6 +47,13 @@ from sparsejax.training.dispatch import check_seed
 from sparsejax.training.fit import fit
 from sparsejax.training.items import ScannedItems
 from sparsejax.training.progress import EarlyStopping
+from sparsejax.training.recipe import (
+    LEARNING_RATE,
+    Defaults,
+    defaults_of,
+    learning_rate,
+    steps_of_epoch,
+)
 from sparsejax.training.streaming import Stream
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -211,65 +218,35 @@ def with_linear_part(
 
 
 def rule_of(
-    command: flags.Train, steps: int, epochs: int, *, of_histories: bool = False
+    command: flags.Train, defaults: Defaults, steps: int, epochs: int
 ) -> optimizers.Rule:
     """The optimizer's rule. A schedule counts the steps that `fit` does.
 
     Args:
       command: the flags.
+      defaults: for what the flags do not say.
       steps: of an epoch.
       epochs: number of epochs.
-      of_histories: whether it is for a model of histories.
 
     Raises:
       ValueError: the optimizer does not take these options.
     """
-    given = command.optimizer, command.learning_rate, command.weight_decay
-    if of_histories and not (
-        any(flag is not None for flag in given)
-        or command.warmup_epochs
-        or command.cosine_decay
-    ):
-        # Found by a sweep on the validation of one data set: `benchmarks/sequences.py`.
-        rate = optimizers.schedule(
-            "cosine_decay_schedule", init_value=2e-3, decay_steps=steps * epochs
-        )
-        return optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
-    name = command.optimizer or "adam"
-    peak = 1e-3 if command.learning_rate is None else command.learning_rate
-    options: dict[str, Any] = {"learning_rate": peak}
+    name, peak = command.optimizer or defaults.optimizer, command.learning_rate
+    options = dict(defaults.options) if name == defaults.optimizer else {}
     if command.weight_decay is not None:
         options["weight_decay"] = command.weight_decay
-    optimizers.get(name, **options)  # checks them
-    decay = epochs * steps
+    peak = LEARNING_RATE if peak is None else peak
+    optimizers.get(name, learning_rate=peak, **options)  # checks them
+    decays = command.decay == "cosine"
     is_number = 0 <= command.warmup_epochs < math.inf
     warmup = round(command.warmup_epochs * steps) if is_number else 0
-    if not is_number or (command.cosine_decay and warmup >= decay):
+    if not is_number or (decays and warmup and warmup >= epochs * steps):
         raise ValueError(
             f"--warmup-epochs is {command.warmup_epochs}; it must be 0 or more, and with "
-            f"--cosine-decay below the {epochs} epochs"
+            f"--decay cosine below the {epochs} epochs"
         )
-    match warmup > 0, command.cosine_decay:
-        case True, True:
-            options["learning_rate"] = optimizers.schedule(
-                "warmup_cosine_decay_schedule",
-                init_value=0.0,
-                peak_value=peak,
-                warmup_steps=warmup,
-                decay_steps=decay,
-            )
-        case True, False:
-            options["learning_rate"] = optimizers.schedule(
-                "warmup_constant_schedule",
-                init_value=0.0,
-                peak_value=peak,
-                warmup_steps=warmup,
-            )
-        case False, True:
-            options["learning_rate"] = optimizers.schedule(
-                "cosine_decay_schedule", init_value=peak, decay_steps=decay
-            )
-    return optimizers.get(name, **options)
+    rate = learning_rate(peak, epochs * steps, warmup=warmup, decay=decays)
+    return optimizers.get(name, learning_rate=rate, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,18 +398,16 @@ def settings_of(
         data_fingerprint = fingerprint(data.indptr, data.indices, *times)
     else:
         data_fingerprint = fingerprint(data.matrix)
-    of_histories = isinstance(network, SequenceConfig)
+    defaults = defaults_of(network)
     epochs, batch_size = command.epochs, command.batch_size
-    if epochs is None:
-        epochs = 40 if of_histories else 20
     if batch_size is None:
-        batch_size = 256 if of_histories else 512
-    steps = sum(math.ceil(rows / max(batch_size, 1)) for rows in source.chunks)
-    # Without rows to train on, `fit` says so; a schedule cannot have 0 steps.
-    steps = max(steps, 1)
+        batch_size = defaults.batch_size
+    steps = steps_of_epoch(source.chunks, batch_size)
+    if epochs is None:
+        epochs = defaults.num_epochs(steps)
     return run.Run(
         network=network,
-        optimizer=rule_of(command, steps, epochs, of_histories=of_histories),
+        optimizer=rule_of(command, defaults, steps, epochs),
         num_features=data.num_features,
         num_epochs=epochs,
         batch_size=batch_size,

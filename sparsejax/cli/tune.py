@@ -149,7 +149,7 @@ def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
             n_startup_trials=_FIRST_TRIALS, n_warmup_steps=_FIRST_EPOCHS
         ),
     )
-    identity = settings.identity() | {"epochs": command.epochs}
+    identity = settings.identity() | {"epochs": settings.num_epochs}
     identity = json.loads(json.dumps(identity))
     before = study.user_attrs.setdefault("identity", identity)
     for name, value in identity.items():
@@ -329,7 +329,7 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
     words += ["--run", "RUN", "--config", config, "--optimizer", command.optimizer]
     words += ["--learning-rate", str(chosen.learning_rate)]
     words += ["--batch-size", str(command.batch_size)]
-    words += ["--epochs", str(trial.user_attrs["epoch"])]
+    words += [] if command.epochs is None else ["--epochs", str(command.epochs)]
     given = {"format": command.format, "seed": command.seed, **vars(command.columns)}
     for name, value in given.items():
         if isinstance(value, bool):

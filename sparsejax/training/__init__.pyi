@@ -4,5 +4,7 @@ from .dispatch import Dispatch as Dispatch
 from .dispatch import Epochs as Epochs
 from .dispatch import Program as Program
 from .placing import place as place
+from .recipe import Recipe as Recipe
+from .recipe import recipe as recipe
 from .resident import Examples as Examples
 from .resident import Trainable as Trainable

@@ -70,7 +70,8 @@ def build(
       data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
         SciPy matrix; or histories, also of `scan_sequences`. Only its number of columns
         counts, unless the network has a linear part, which is computed from it.
-      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default.
+      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default. That of
+        `sparsejax.training.recipe` suits a training with a known end better.
       targets: `[rows, items]`, of the same types; `data` itself by default. A model of
         histories has none.
       seed: seed of the random initial parameters, of the noise in training, and of the

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +19,11 @@ from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.nn.config import LinearConfig, NetworkConfig
+from sparsejax.sequence.config import SASRecConfig
 from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.training.recipe import defaults_of, recipe, steps_of_epoch
+
+NETWORK_CONFIG, HISTORIES = NetworkConfig.autoencoder((4,)), SASRecConfig()
 
 
 def test_train_says_what_it_does(board):
@@ -73,7 +78,7 @@ def test_every_setting_is_kept(small, tmp_path):
         loss="sigmoid_binary_cross_entropy",
         precision="highest",
     )
-    assert settings.optimizer == optimizers.adagrad(1e-3)
+    assert settings.optimizer == optimizers.adagrad(2e-3)
     assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
     assert settings.indicator and settings.deterministic
     assert run.Run.from_json(json.loads(json.dumps(settings.to_json()))) == settings
@@ -116,22 +121,45 @@ def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
         optimizer="momentum",
         learning_rate=0.01,
         warmup_epochs=warmup,
-        cosine_decay=True,
     )
     rate = optimizers.schedule(name, **options)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
+    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
     assert rule == optimizers.momentum(rate)
 
 
 def test_models_of_histories_have_a_training_of_their_own():
     command = flags.Train(data="data", run=pathlib.Path("run"))
-    assert training.rule_of(command, 6, 3) == optimizers.adam(1e-3)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
     rate = optimizers.schedule("cosine_decay_schedule", init_value=2e-3, decay_steps=18)
+    rule = training.rule_of(command, defaults_of(NETWORK_CONFIG), 6, 3)
+    assert rule == optimizers.adam(rate)
+    assert rule == recipe(NETWORK_CONFIG, 6 * 512, num_epochs=3).rule
+    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
     assert rule == optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
-    command = dataclasses.replace(command, learning_rate=0.01)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
+    assert rule == recipe(HISTORIES, 6 * 256, num_epochs=3).rule
+    command = dataclasses.replace(command, learning_rate=0.01, decay="none")
+    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
+    assert rule == optimizers.adamw(0.01, b2=0.98, weight_decay=0.1)
+    command = dataclasses.replace(command, optimizer="adam")
+    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
     assert rule == optimizers.adam(0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "epochs"),
+    [
+        (NETWORK_CONFIG, 0, 200),
+        (NETWORK_CONFIG, 512, 200),
+        (NETWORK_CONFIG, 513, 100),
+        (NETWORK_CONFIG, [512, 1], 100),
+        (NETWORK_CONFIG, 100_000, 30),
+        (HISTORIES, 1, 40),
+    ],
+)
+def test_few_rows_take_more_epochs(config, rows, epochs):
+    how = recipe(config, rows)
+    assert how.num_epochs == epochs
+    steps = steps_of_epoch(np.atleast_1d(rows).tolist(), how.batch_size)
+    assert dict(how.rule.learning_rate.options)["decay_steps"] == steps * epochs
 
 
 def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
@@ -140,7 +168,7 @@ def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=10)
     argv = ["train", str(tmp_path / "c.parquet"), "--run", str(tmp_path / "run")]
     argv += ["--chunk-rows", "10", "--batch-size", "8", "--epochs", "2", *NETWORK]
-    assert main([*argv, "--cosine-decay", "--optimizer", "sgd"]) == 0
+    assert main([*argv, "--optimizer", "sgd"]) == 0
     settings = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "'decay_steps': 40" in str(settings["optimizer"])  # 2 of each 10 chunks
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
@@ -188,6 +216,7 @@ def test_validation_from_the_data_is_that_of_two_files(
 ):
     """The same model, bit for bit, as from the files that `split` writes."""
     fit = [*NETWORK, *FIT, "--optimizer", "sgd", "--epochs", "2", "--k", "3"]
+    fit += ["--decay", "none"]
     one, two = tmp_path / "one", tmp_path / "two"
     train = ["train", events, "--run", str(one), "--validation", validation, *fit]
     assert main([*train, "--epochs", "1"]) == 0

@@ -1,0 +1,126 @@
+"""The training that suits most data: batch size, epochs, optimizer and learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from sparsejax import optimizers
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.optimizers.rules import Rule
+from sparsejax.optimizers.schedules import Schedule, schedule
+from sparsejax.sequence.config import SequenceConfig
+
+# Chosen on held-out training entries of six data sets: docs/choosing.md.
+LEARNING_RATE = 2e-3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train: arguments of `build` and of `fit`.
+
+    Attributes:
+      batch_size: examples of a step.
+      num_epochs: passes over the data.
+      rule: the optimizer's rule. Its learning rate falls to 0 at the last step.
+    """
+
+    batch_size: int
+    num_epochs: int
+    rule: Rule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a kind of model is trained with, unless something else is asked for.
+
+    Attributes:
+      batch_size: examples of a step.
+      least_epochs: passes over the data.
+      least_steps: few rows take more epochs, until there are this many steps.
+      optimizer: name of the rule.
+      options: of this rule.
+    """
+
+    batch_size: int
+    least_epochs: int
+    least_steps: int
+    optimizer: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def num_epochs(self, steps: int) -> int:
+        """Epochs, if one has so many steps."""
+        return max(self.least_epochs, math.ceil(self.least_steps / steps))
+
+
+# Of histories by the validation of one data set: `benchmarks/sequences.py`.
+_ITEMS = Defaults(batch_size=512, least_epochs=30, least_steps=200, optimizer="adam")
+_HISTORIES = Defaults(
+    batch_size=256,
+    least_epochs=40,
+    least_steps=0,
+    optimizer="adamw",
+    options={"b2": 0.98, "weight_decay": 0.1},
+)
+
+
+def defaults_of(config: NetworkConfig | SequenceConfig) -> Defaults:
+    """The defaults of a network, or of a model of histories."""
+    return _HISTORIES if isinstance(config, SequenceConfig) else _ITEMS
+
+
+def steps_of_epoch(chunks: Sequence[int], batch_size: int) -> int:
+    """The steps of an epoch over chunks of so many rows."""
+    # `fit` says what is wrong with the rows or the size; a schedule cannot have 0 steps.
+    return max(sum(math.ceil(rows / max(batch_size, 1)) for rows in chunks), 1)
+
+
+def learning_rate(
+    peak: float, steps: int, *, warmup: int = 0, decay: bool = True
+) -> float | Schedule:
+    """A learning rate that rises from 0 over `warmup` steps, and falls to 0 by the last.
+
+    It falls along a cosine, unless `decay` is False.
+    """
+    if not decay and not warmup:
+        return peak
+    if not warmup:
+        return schedule("cosine_decay_schedule", init_value=peak, decay_steps=steps)
+    rise = {"init_value": 0.0, "peak_value": peak, "warmup_steps": warmup}
+    if not decay:
+        return schedule("warmup_constant_schedule", **rise)
+    return schedule("warmup_cosine_decay_schedule", **rise, decay_steps=steps)
+
+
+def recipe(
+    config: NetworkConfig | SequenceConfig,
+    rows: int | Sequence[int],
+    *,
+    batch_size: int | None = None,
+    num_epochs: int | None = None,
+) -> Recipe:
+    """The training of `sparsejax train` without flags.
+
+    >>> config = NetworkConfig.autoencoder((64,))
+    >>> how = recipe(config, train.num_rows)
+    >>> model, optimizer = build(config, train, how.rule)
+    >>> history = fit(
+    ...     model, optimizer, train, batch_size=how.batch_size, num_epochs=how.num_epochs
+    ... )
+
+    Args:
+      config: the network, or the model of histories.
+      rows: number of rows that are trained on; of scanned data, of each of its chunks.
+      batch_size: instead of 512, of histories 256.
+      num_epochs: instead of 30, or more for so few rows that 30 epochs are under 200
+        steps; of histories 40.
+    """
+    defaults = defaults_of(config)
+    batch_size = batch_size or defaults.batch_size
+    steps = steps_of_epoch([rows] if isinstance(rows, int) else rows, batch_size)
+    num_epochs = num_epochs or defaults.num_epochs(steps)
+    rate = learning_rate(LEARNING_RATE, steps * num_epochs)
+    rule = optimizers.get(defaults.optimizer, learning_rate=rate, **defaults.options)
+    return Recipe(batch_size=batch_size, num_epochs=num_epochs, rule=rule)
