@@ -28,7 +28,6 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import jax
 import numpy as np
-from flax import nnx
 from report import RESULTS, origin, table, write_section
 
 import sparsejax as sj
@@ -146,19 +145,15 @@ def _made(
     train: sj.SequenceDataset, name: str, negatives: int | None, seed: int, epochs: int
 ) -> tuple[Any, sj.Optimizer]:
     """A model and its optimizer. The rest of the recipe is in the configuration's defaults."""
-    config = sj.SequenceConfig.from_json({"version": 1, "model": name})
-    model: Any = sj.build_sequence_model(
-        config, items=train.num_features, rngs=nnx.Rngs(seed)
-    )
-    if negatives is not None:
-        model = Sampled(model, negatives, rngs=nnx.Rngs(seed))
+    document = {"version": 1, "model": name, "negatives": negatives}
+    config = sj.SequenceConfig.from_json(document)
     rate = sj.optimizers.schedule(
         "cosine_decay_schedule",
         init_value=2e-3,
         decay_steps=-(-train.num_rows // BATCH) * epochs,
     )
     rule = sj.optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
-    return model, sj.Optimizer(model, rule)
+    return sj.build(config, train, rule, seed=seed)
 
 
 def _epoch_seconds(
@@ -176,29 +171,6 @@ def _epoch_seconds(
         log=lambda step, entry: ends.append(time.perf_counter()),
     )
     return float(np.median(np.diff(ends)))
-
-
-class Sampled(nnx.Module):
-    """A sequence model whose loss is the softmax over a sample of the items."""
-
-    def __init__(self, model: sj.SequenceModel, count: int, *, rngs: nnx.Rngs):
-        self.model, self.count = model, count
-        self.config, self.num_items = model.config, model.num_items
-        self.keys = rngs.negatives.fork()
-
-    def loss(self, histories: jax.Array) -> jax.Array:
-        output, sampler = self.model.output, sj.NegativeSampler.uniform(self.num_items)
-        negatives, log_q = sampler.sample(self.keys(), self.count)
-        kernel = output.kernel[...]
-        if output.temperature is not None:
-            kernel = kernel * output.score_scale(kernel)[:, None]
-        h = output.hidden_operand(self.model(histories[:, :-1]))
-        return sj.sampled_cross_entropy(
-            h, kernel, histories[:, 1:], negatives, log_q=log_q
-        )
-
-    def top_k(self, histories: jax.Array, k: int, *, exclude=None):
-        return self.model.top_k(histories, k, exclude=exclude)
 
 
 def _write_table(report: dict) -> None:

@@ -177,6 +177,9 @@ class Train:
       kind: autoencoder learns which items go together. sasrec, hstu and gru learn what
         comes next: histories are in the order of --time, or else of the file, and an item
         may be in one many times. --config has their options.
+      negatives: The loss of a model of histories is over this many items, drawn for each
+        batch, instead of all. For catalogues where all take too long; a second training
+        --from this run, without the flag, ends with all of them.
       config: JSON file that describes the network, instead of the network options below;
         or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
@@ -230,6 +233,7 @@ class Train:
             help_behavior_hint="(default: autoencoder)",
         ),
     ] = None
+    negatives: Annotated[int | None, _value("INT", "all items")] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
     optimizer: Annotated[str | None, _value("STR", "adam")] = None
     learning_rate: Annotated[float | None, _value("FLOAT", ".001")] = None

@@ -153,6 +153,19 @@ def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConf
     """The network that a file or the flags describe; without a linear part that depends
     on the data.
     """
+    if not isinstance(command, flags.Train):
+        return _described(command)
+    config, negatives = _described(command), command.negatives
+    if isinstance(config, SequenceConfig):
+        # Of a run that is continued, the loss is that of the flags.
+        if negatives is not None or command.origin is not None:
+            config = dataclasses.replace(config, negatives=negatives)
+    elif negatives is not None:
+        raise ValueError("--negatives is for models of histories; leave it out")
+    return config
+
+
+def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
     model = command.kind if isinstance(command, flags.Train) else None
     if command.config is not None:
         config = _load_config(command.config)

@@ -20,6 +20,9 @@ class SequenceConfig(ModelConfig):
       blocks: number of blocks, one after the other.
       dropout: probability of dropping a number in training.
       temperature: scores are cosines divided by it; None for dot products.
+      negatives: the loss is a softmax over the target and this many items, drawn anew for
+        each batch, all equally probable; see `sparsejax.sampled_cross_entropy`. None is the
+        exact softmax over all items.
 
     Raises:
       ValueError: a value is out of range.
@@ -31,11 +34,13 @@ class SequenceConfig(ModelConfig):
     blocks: int = 2
     dropout: float = 0.4
     temperature: float | None = 0.1
+    negatives: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if type(field.default) is int:
+            drawn = name == "negatives" and value is not None
+            if type(field.default) is int or drawn:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"{name} must be an integer, got {value!r}")
                 if value < 1:
