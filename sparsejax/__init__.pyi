@@ -117,6 +117,7 @@ from .sequence.config import SequenceConfig as SequenceConfig
 from .sequence.gru import GRU as GRU
 from .sequence.hstu import HSTU as HSTU
 from .sequence.model import SequenceModel as SequenceModel
+from .sequence.recipe import SequenceRecipe as SequenceRecipe
 from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
 from .training.build import build as build

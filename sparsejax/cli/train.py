@@ -41,6 +41,7 @@ from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.recipe import SequenceRecipe
 from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
@@ -197,7 +198,11 @@ def _suited(
 ) -> tuple[NetworkConfig | SequenceConfig, str]:
     """The network as it suits the data, and what to say about it."""
     if isinstance(network, SequenceConfig):
-        return network, ""
+        described = command.config is not None or command.origin is not None
+        if described or not isinstance(source.data, SequenceDataset):
+            return network, ""
+        length = SequenceRecipe.for_data(source.data).max_length
+        return dataclasses.replace(network, max_length=length), f"max_length {length}"
     return with_linear_part(network, command, source)
 
 
@@ -223,31 +228,51 @@ def with_linear_part(
     return dataclasses.replace(network, linear=linear), why
 
 
-def rule_of(
-    command: flags.Train, steps: int, epochs: int, *, of_histories: bool = False
-) -> optimizers.Rule:
-    """The optimizer's rule. A schedule counts the steps that `fit` does.
+def _training_of(
+    command: flags.Train, rows: Sequence[int], *, of_histories: bool
+) -> tuple[optimizers.Rule, int, int]:
+    """The optimizer's rule, the batch size and the number of epochs.
+
+    Args:
+      command: the flags.
+      rows: to train on, of each chunk.
+      of_histories: whether it is for a model of histories.
+    """
+    epochs, batch_size = command.epochs, command.batch_size
+    if of_histories:
+        recipe = SequenceRecipe.for_rows(
+            rows,
+            batch_size=batch_size,
+            num_epochs=epochs,
+            learning_rate=command.learning_rate,
+            weight_decay=command.weight_decay,
+        )
+        epochs, batch_size = recipe.num_epochs, recipe.batch_size
+        if command.optimizer is None:
+            if command.warmup_epochs or command.cosine_decay:
+                raise ValueError(
+                    "--warmup-epochs and --cosine-decay are for a named --optimizer: "
+                    "without one, models of histories have a training of their own"
+                )
+            return recipe.rule, batch_size, epochs
+    epochs = 20 if epochs is None else epochs
+    batch_size = 512 if batch_size is None else batch_size
+    steps = sum(math.ceil(n / max(batch_size, 1)) for n in rows)
+    # Without rows to train on, `fit` says so; a schedule cannot have 0 steps.
+    return rule_of(command, max(steps, 1), epochs), batch_size, epochs
+
+
+def rule_of(command: flags.Train, steps: int, epochs: int) -> optimizers.Rule:
+    """The rule of `--optimizer`. A schedule counts the steps that `fit` does.
 
     Args:
       command: the flags.
       steps: of an epoch.
       epochs: number of epochs.
-      of_histories: whether it is for a model of histories.
 
     Raises:
       ValueError: the optimizer does not take these options.
     """
-    given = command.optimizer, command.learning_rate, command.weight_decay
-    if of_histories and not (
-        any(flag is not None for flag in given)
-        or command.warmup_epochs
-        or command.cosine_decay
-    ):
-        # Found by a sweep on the validation of one data set: `benchmarks/sequences.py`.
-        rate = optimizers.schedule(
-            "cosine_decay_schedule", init_value=2e-3, decay_steps=steps * epochs
-        )
-        return optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
     name = command.optimizer or "adam"
     peak = 1e-3 if command.learning_rate is None else command.learning_rate
     options: dict[str, Any] = {"learning_rate": peak}
@@ -434,18 +459,12 @@ def settings_of(
         data_fingerprint = fingerprint(data.indptr, data.indices, *times)
     else:
         data_fingerprint = fingerprint(data.matrix)
-    of_histories = isinstance(network, SequenceConfig)
-    epochs, batch_size = command.epochs, command.batch_size
-    if epochs is None:
-        epochs = 40 if of_histories else 20
-    if batch_size is None:
-        batch_size = 256 if of_histories else 512
-    steps = sum(math.ceil(rows / max(batch_size, 1)) for rows in source.chunks)
-    # Without rows to train on, `fit` says so; a schedule cannot have 0 steps.
-    steps = max(steps, 1)
+    rule, batch_size, epochs = _training_of(
+        command, source.chunks, of_histories=isinstance(network, SequenceConfig)
+    )
     return run.Run(
         network=network,
-        optimizer=rule_of(command, steps, epochs, of_histories=of_histories),
+        optimizer=rule,
         num_features=data.num_features,
         num_epochs=epochs,
         batch_size=batch_size,

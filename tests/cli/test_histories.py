@@ -39,6 +39,7 @@ def train(folder, *more, out="run", epochs=12):
     data = str(folder / "splits" / "train.parquet")
     argv = ["train", data, "--run", str(folder / out), "--validation", "last"]
     argv += ["--config", str(folder / "gru.json"), "--learning-rate", ".02"]
+    argv += ["--optimizer", "adam"]
     return [*argv, "--k", "3", "--batch-size", "16", "--epochs", str(epochs), *more]
 
 
@@ -141,12 +142,27 @@ def test_a_table_with_times_and_chunks(folder, capsys):
     np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
 
 
+def test_what_the_data_decide(folder, capsys):
+    lines = [f"u{user} " + " ".join(f"i{n % 7}" for n in range(60)) for user in "abc"]
+    (folder / "long.txt").write_text("\n".join(lines))
+    argv = ["train", str(folder / "long.txt"), "--run", str(folder / "long")]
+    argv += ["--format", "adjacency", "--model", "gru", "--learning-rate", ".01"]
+    assert main([*argv, "--epochs", "1"]) == 0
+    settings, _ = run.load_run(folder / "long")
+    assert settings.network == sj.GRUConfig(max_length=100)
+    recipe = sj.SequenceRecipe.for_rows([3], num_epochs=1, learning_rate=0.01)
+    assert settings.optimizer == recipe.rule and settings.batch_size == 256
+    argv[3] = str(folder / "other")
+    assert main([*argv, "--cosine-decay"]) == 1
+    assert "--cosine-decay are for a named --optimizer" in capsys.readouterr().err
+
+
 def test_new_items_go_to_the_end(folder, capsys):
     lines = [f"u{user} i{user % ITEMS} late" for user in range(80)]
     (folder / "more.txt").write_text("\n".join(lines))
     argv = ["train", str(folder / "more.txt"), "--from", str(folder / "run")]
     argv += ["--run", str(folder / "more"), "--epochs", "9", "--learning-rate", ".02"]
-    argv += ["--format", "adjacency"]
+    argv += ["--format", "adjacency", "--optimizer", "adam"]
     assert main([*argv, "--batch-size", "16"]) == 0
     said = capsys.readouterr().err
     assert "12 items are known, 1 are new; the optimizer goes on with its" in said

@@ -1,6 +1,5 @@
 """`sparsejax train`."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -119,19 +118,7 @@ def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
         cosine_decay=True,
     )
     rate = optimizers.schedule(name, **options)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
-    assert rule == optimizers.momentum(rate)
-
-
-def test_models_of_histories_have_a_training_of_their_own():
-    command = flags.Train(data="data", run=pathlib.Path("run"))
-    assert training.rule_of(command, 6, 3) == optimizers.adam(1e-3)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
-    rate = optimizers.schedule("cosine_decay_schedule", init_value=2e-3, decay_steps=18)
-    assert rule == optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
-    command = dataclasses.replace(command, learning_rate=0.01)
-    rule = training.rule_of(command, 6, 3, of_histories=True)
-    assert rule == optimizers.adam(0.01)
+    assert training.rule_of(command, 6, 3) == optimizers.momentum(rate)
 
 
 def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):
