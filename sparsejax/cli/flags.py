@@ -27,6 +27,15 @@ _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
 _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
+# Not called model, which in messages is an axis of the mesh.
+Kind = Annotated[
+    Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
+    arg(
+        name="model",
+        metavar="{autoencoder,sasrec,hstu,gru}",
+        help_behavior_hint="(default: autoencoder)",
+    ),
+]
 # Off unless given.
 Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
 
@@ -225,15 +234,7 @@ class Train:
     validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
     k: int = 20
     patience: Annotated[int | None, _value("INT", "train all epochs")] = None
-    # Not called model, which in messages is an axis of the mesh.
-    kind: Annotated[
-        Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
-        arg(
-            name="model",
-            metavar="{autoencoder,sasrec,hstu,gru}",
-            help_behavior_hint="(default: autoencoder)",
-        ),
-    ] = None
+    kind: Kind = None
     negatives: Annotated[int | None, _value("INT", "all items")] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
     optimizer: Annotated[str | None, _value("STR", "adam")] = None
@@ -271,8 +272,9 @@ class ColumnsOfTune(Columns):
 class Tune:
     """Trains with many settings, and keeps those that are best on held-out interactions.
 
-    Tuned are the number of hidden units, temperature, corruption and learning rate, by
-    Optuna. The first trial has the settings of the flags. Trials that look worse than
+    Tuned are the number of hidden units, temperature, corruption and learning rate; or, of
+    models of histories, width, dropout, temperature and learning rate. Optuna draws them.
+    The first trial has the settings of the flags. Trials that look worse than
     others did after as many epochs end early. To continue after an interruption, or with
     more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
 
@@ -284,17 +286,20 @@ class Tune:
         the best trial.
       trials: Number of trials, including those before an interruption.
       time: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
+      kind: The model, as for train.
       validation: What to hold out of DATA: a share; or last, the last interaction of each
         row by time. Or a file of held-out interactions with the same rows.
       k: Cut-off of the nDCG that decides: the number of recommendations that count.
       epochs: Most passes over the data in a trial.
       patience: End a trial when its nDCG has not risen for this many epochs.
       format: Format of the files.
-      optimizer: Name of the optimizer, as for train.
+      optimizer: Name of the optimizer, as for train. Models of histories have a training of
+        their own, unless it is given.
       learning_rate: Learning rate of the first trial.
       batch_size: Rows per step.
       seed: Seed of the trials' settings and of each training.
-      network: The network of the first trial. Also fixes what is not tuned.
+      network: The network of the first trial, if it is an autoencoder. Also fixes what is not
+        tuned.
       columns: Which columns of a table hold what. By default their names say it.
       compilation: How programs for the device are compiled.
     """
@@ -303,14 +308,23 @@ class Tune:
     run: Annotated[pathlib.Path, _Folder] = pathlib.Path("tuned")
     trials: int = 50
     time: Annotated[str | None, _value("TIME", "no limit")] = None
-    validation: Annotated[str, _value("{FILE,SHARE,last}")] = ".1"
+    kind: Kind = None
+    validation: Annotated[
+        str | None, _value("{FILE,SHARE,last}", ".1, of histories last")
+    ] = None
     k: int = 20
-    epochs: int = 100
-    patience: int = 5
+    epochs: Annotated[int | None, _value("INT", "100, of histories as for train")] = (
+        None
+    )
+    patience: Annotated[
+        int | None, _value("INT", "5, of histories train all epochs")
+    ] = None
     format: Annotated[Format | None, _Formats] = None
-    optimizer: str = "adam"
-    learning_rate: float = 1e-3
-    batch_size: int = 512
+    optimizer: Annotated[str | None, _value("STR", "adam")] = None
+    learning_rate: Annotated[
+        float | None, _value("FLOAT", ".001, of histories .002")
+    ] = None
+    batch_size: Annotated[int | None, _value("INT", "512, of histories 256")] = None
     seed: int = 0
     network: Network = Network()
     columns: ColumnsOfTune = ColumnsOfTune()

@@ -65,7 +65,7 @@ def train(command: flags.Train) -> None:
         source = _scanned(command, of_histories=of_histories)
     else:
         source = whole(command, of_histories=of_histories)
-    network, chosen = _suited(network, command, source)
+    network, chosen = suited(network, command, source)
     if chosen:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
@@ -109,7 +109,11 @@ def plan(command: flags.Plan) -> bool:
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
     memory = command.memory
-    network = network_of(command)
+    network = config_of(command)
+    if isinstance(network, SequenceConfig):
+        raise ValueError(
+            f"{network.model} is a model of histories, which plan does not know"
+        )
     if command.features is None and _chooses(command):
         sizes = command.rows, command.items, command.entries
         linear, _ = LinearConfig.for_data(*sizes)
@@ -134,20 +138,6 @@ def plan(command: flags.Plan) -> bool:
         raise ValueError("the device here does not say its memory: pass --memory 141GB")
     print(planned.table())
     return planned.fits
-
-
-def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
-    """The network of `config_of`.
-
-    Raises:
-      ValueError: it is a model of histories.
-    """
-    network = config_of(command)
-    if isinstance(network, SequenceConfig):
-        raise ValueError(
-            f"{network.model} is a model of histories, which only train takes"
-        )
-    return network
 
 
 def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
@@ -193,7 +183,7 @@ def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _suited(
+def suited(
     network: NetworkConfig | SequenceConfig, command: flags.Train, source: Source
 ) -> tuple[NetworkConfig | SequenceConfig, str]:
     """The network as it suits the data, and what to say about it."""
@@ -203,7 +193,7 @@ def _suited(
             return network, ""
         length = SequenceRecipe.for_data(source.data).max_length
         return dataclasses.replace(network, max_length=length), f"max_length {length}"
-    return with_linear_part(network, command, source)
+    return _with_linear_part(network, command, source)
 
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
@@ -213,7 +203,7 @@ def _chooses(command: flags.Train | flags.Plan) -> bool:
     return command.config is None and command.network.linear == "auto"
 
 
-def with_linear_part(
+def _with_linear_part(
     network: NetworkConfig, command: flags.Train, source: Source
 ) -> tuple[NetworkConfig, str]:
     """The network, with the linear part that suits the data, and what to say about it."""

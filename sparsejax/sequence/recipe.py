@@ -16,7 +16,7 @@ from sparsejax.optimizers.rules import Rule
 # Found on the validation of Amazon Beauty; steps and lengths also on that of MovieLens. See
 # benchmarks/README.md.
 _BATCH, _EPOCHS, _STEPS = 256, 40, 3500
-_RATE, _DECAY, _B2 = 2e-3, 0.1, 0.98
+LEARNING_RATE, _DECAY, _B2 = 2e-3, 0.1, 0.98  # the rate is that of the first step
 _LENGTHS, _CUT = (50, 100, 200), 0.05
 
 
@@ -90,7 +90,7 @@ class SequenceRecipe:
             num_epochs = max(_EPOCHS, math.ceil(_STEPS / steps))
         rate = optimizers.schedule(
             "cosine_decay_schedule",
-            init_value=_RATE if learning_rate is None else learning_rate,
+            init_value=LEARNING_RATE if learning_rate is None else learning_rate,
             decay_steps=max(steps * num_epochs, 1),
         )
         decay = _DECAY if weight_decay is None else weight_decay
