@@ -117,7 +117,11 @@ def main() -> None:
 
 
 def _trained(
-    split: sj.Split, plan: tuple[str, float], epochs: int, corruption: float, hidden: int
+    split: sj.Split,
+    plan: tuple[str, float],
+    epochs: int,
+    corruption: float,
+    hidden: int,
 ) -> dict[str, Any]:
     train, (form, peak) = split.train, plan
     sizes = train.num_rows, train.num_features, train.num_entries

@@ -118,7 +118,7 @@ def _trained(
     linear, _ = sj.LinearConfig.for_data(*sizes)
     start = time.perf_counter()
     config = sj.NetworkConfig.autoencoder(linear=linear)
-    how = sj.training.recipe(config, train.num_rows, num_epochs=epochs)
+    how = sj.training.recipe(config, train, num_epochs=epochs)
     model, optimizer = sj.build(config, train, how.rule, seed=seed)
     jax.block_until_ready(model.output.kernel[...])
     epochs = how.num_epochs

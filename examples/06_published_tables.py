@@ -136,8 +136,8 @@ def ours(train: sj.SparseDataset, seed: int, times: int) -> Any:
     sizes = train.num_rows, train.num_features, train.num_entries
     linear, _ = sj.LinearConfig.for_data(*sizes)
     config = sj.NetworkConfig.autoencoder(linear=linear)
-    epochs = times * sj.training.recipe(config, train.num_rows).num_epochs
-    how = sj.training.recipe(config, train.num_rows, num_epochs=epochs)
+    epochs = times * sj.training.recipe(config, train).num_epochs
+    how = sj.training.recipe(config, train, num_epochs=epochs)
     model, optimizer = sj.build(config, train, how.rule, seed=seed)
     sj.fit(
         model,

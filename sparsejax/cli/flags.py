@@ -27,6 +27,15 @@ _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
 _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
+# Not called model, which in messages is an axis of the mesh.
+Kind = Annotated[
+    Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
+    arg(
+        name="model",
+        metavar="{autoencoder,sasrec,hstu,gru}",
+        help_behavior_hint="(default: autoencoder)",
+    ),
+]
 # Off unless given.
 Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
 
@@ -177,6 +186,9 @@ class Train:
       kind: autoencoder learns which items go together. sasrec, hstu and gru learn what
         comes next: histories are in the order of --time, or else of the file, and an item
         may be in one many times. --config has their options.
+      negatives: The loss of a model of histories is over this many items, drawn for each
+        batch, instead of all. For catalogues where all take too long; a second training
+        --from this run, without the flag, ends with all of them.
       config: JSON file that describes the network, instead of the network options below;
         or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
@@ -199,7 +211,7 @@ class Train:
       deterministic: Give the same bits in every process on the same kind of GPU. It can
         make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume. By default
-        30, or as many as 200 steps take; of histories 40.
+        30, or as many as 200 steps take; of histories 40, or as many as 3,500 steps take.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
@@ -221,26 +233,21 @@ class Train:
     validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
     k: int = 20
     patience: Annotated[int | None, _value("INT", "train all epochs")] = None
-    # Not called model, which in messages is an axis of the mesh.
-    kind: Annotated[
-        Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
-        arg(
-            name="model",
-            metavar="{autoencoder,sasrec,hstu,gru}",
-            help_behavior_hint="(default: autoencoder)",
-        ),
-    ] = None
+    kind: Kind = None
+    negatives: Annotated[int | None, _value("INT", "all items")] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
     optimizer: Annotated[str | None, _value("STR", "adam, of histories adamw")] = None
     learning_rate: Annotated[float | None, _value("FLOAT", ".002")] = None
-    weight_decay: Annotated[float | None, _value("FLOAT", "0, of adamw .0001")] = None
+    weight_decay: Annotated[
+        float | None, _value("FLOAT", "0, of adamw .0001, of histories .1")
+    ] = None
     warmup_epochs: float = 0.0
     decay: Literal["cosine", "none"] = "cosine"
     batch_size: Annotated[int | None, _value("INT", "512, of histories 256")] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
     deterministic: Flag = False
-    epochs: Annotated[int | None, _value("INT", "30 or more")] = None
+    epochs: Annotated[int | None, _value("INT", "30, of histories 40, or more")] = None
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False
@@ -262,8 +269,9 @@ class ColumnsOfTune(Columns):
 class Tune:
     """Trains with many settings, and keeps those that are best on held-out interactions.
 
-    Tuned are the number of hidden units, temperature, corruption and learning rate, by
-    Optuna. The first trial has the settings of the flags. Trials that look worse than
+    Tuned are the number of hidden units, temperature, corruption and learning rate; or, of
+    models of histories, width, dropout, temperature and learning rate. Optuna draws them.
+    The first trial has the settings of the flags. Trials that look worse than
     others did after as many epochs end early. To continue after an interruption, or with
     more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
 
@@ -275,6 +283,7 @@ class Tune:
         the best trial.
       trials: Number of trials, including those before an interruption.
       time: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
+      kind: The model, as for train.
       validation: What to hold out of DATA: a share; or last, the last interaction of each
         row by time. Or a file of held-out interactions with the same rows.
       k: Cut-off of the nDCG that decides: the number of recommendations that count.
@@ -285,7 +294,8 @@ class Tune:
       learning_rate: Learning rate of the first trial.
       batch_size: Rows per step.
       seed: Seed of the trials' settings and of each training.
-      network: The network of the first trial. Also fixes what is not tuned.
+      network: The network of the first trial, if it is an autoencoder. Also fixes what is not
+        tuned.
       columns: Which columns of a table hold what. By default their names say it.
       compilation: How programs for the device are compiled.
     """
@@ -294,14 +304,17 @@ class Tune:
     run: Annotated[pathlib.Path, _Folder] = pathlib.Path("tuned")
     trials: int = 50
     time: Annotated[str | None, _value("TIME", "no limit")] = None
-    validation: Annotated[str, _value("{FILE,SHARE,last}")] = ".1"
+    kind: Kind = None
+    validation: Annotated[
+        str | None, _value("{FILE,SHARE,last}", ".1, of histories last")
+    ] = None
     k: int = 20
-    epochs: Annotated[int | None, _value("INT", "30 or more")] = None
+    epochs: Annotated[int | None, _value("INT", "as for train")] = None
     patience: Annotated[int | None, _value("INT", "train all epochs")] = None
     format: Annotated[Format | None, _Formats] = None
-    optimizer: str = "adam"
-    learning_rate: float = 2e-3
-    batch_size: int = 512
+    optimizer: Annotated[str | None, _value("STR", "as for train")] = None
+    learning_rate: float = 0.002
+    batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     seed: int = 0
     network: Network = Network()
     columns: ColumnsOfTune = ColumnsOfTune()

@@ -321,7 +321,8 @@ def continued(
 
     Returns:
       The model, the optimizer, and whether that has the state of the earlier one. It has
-      if both rules are of the same kind, and neither's learning rate depends on the step.
+      if both rules are of the same kind, neither's learning rate depends on the step, and
+      both losses are over all items or as many negatives.
 
     Raises:
       ValueError: the folder holds no checkpoint that can be read.
@@ -334,6 +335,10 @@ def continued(
     kept = type(rule) is type(run.optimizer) and not any(
         callable(rule.learning_rate) for rule in rules
     )
+    if isinstance(settings.network, SequenceConfig):
+        negatives = settings.network.negatives
+        kept &= negatives == model.config.negatives
+        model.set_negatives(negatives)
     added = settings.num_features - run.num_features
     model.add_items(added, optimizer=before if kept else None)
     if kept:

@@ -71,7 +71,7 @@ def train(command: flags.Train) -> None:
         source = _scanned(command, of_histories=of_histories)
     else:
         source = whole(command, of_histories=of_histories)
-    network, chosen = _suited(network, command, source)
+    network, chosen = suited(network, command, source)
     if chosen:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
@@ -115,7 +115,11 @@ def plan(command: flags.Plan) -> bool:
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
     memory = command.memory
-    network = network_of(command)
+    network = config_of(command)
+    if isinstance(network, SequenceConfig):
+        raise ValueError(
+            f"{network.model} is a model of histories, which plan does not know"
+        )
     if command.features is None and _chooses(command):
         sizes = command.rows, command.items, command.entries
         linear, _ = LinearConfig.for_data(*sizes)
@@ -142,24 +146,23 @@ def plan(command: flags.Plan) -> bool:
     return planned.fits
 
 
-def network_of(command: flags.Train | flags.Plan) -> NetworkConfig:
-    """The network of `config_of`.
-
-    Raises:
-      ValueError: it is a model of histories.
-    """
-    network = config_of(command)
-    if isinstance(network, SequenceConfig):
-        raise ValueError(
-            f"{network.model} is a model of histories, which only train takes"
-        )
-    return network
-
-
 def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
     """The network that a file or the flags describe; without a linear part that depends
     on the data.
     """
+    if not isinstance(command, flags.Train):
+        return _described(command)
+    config, negatives = _described(command), command.negatives
+    if isinstance(config, SequenceConfig):
+        # Of a run that is continued, the loss is that of the flags.
+        if negatives is not None or command.origin is not None:
+            config = dataclasses.replace(config, negatives=negatives)
+    elif negatives is not None:
+        raise ValueError("--negatives is for models of histories; leave it out")
+    return config
+
+
+def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
     model = command.kind if isinstance(command, flags.Train) else None
     if command.config is not None:
         config = _load_config(command.config)
@@ -186,13 +189,17 @@ def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _suited(
+def suited(
     network: NetworkConfig | SequenceConfig, command: flags.Train, source: Source
 ) -> tuple[NetworkConfig | SequenceConfig, str]:
     """The network as it suits the data, and what to say about it."""
     if isinstance(network, SequenceConfig):
-        return network, ""
-    return with_linear_part(network, command, source)
+        described = command.config is not None or command.origin is not None
+        if described or not isinstance(source.data, SequenceDataset):
+            return network, ""
+        network = network.suited_to(source.data)
+        return network, f"max_length {network.max_length}"
+    return _with_linear_part(network, command, source)
 
 
 def _chooses(command: flags.Train | flags.Plan) -> bool:
@@ -202,7 +209,7 @@ def _chooses(command: flags.Train | flags.Plan) -> bool:
     return command.config is None and command.network.linear == "auto"
 
 
-def with_linear_part(
+def _with_linear_part(
     network: NetworkConfig, command: flags.Train, source: Source
 ) -> tuple[NetworkConfig, str]:
     """The network, with the linear part that suits the data, and what to say about it."""

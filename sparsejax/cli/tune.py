@@ -33,14 +33,17 @@ from sparsejax.data import SparseDataset
 from sparsejax.data.files import shown
 from sparsejax.mesh import processes
 from sparsejax.nn.closed_form import closed_form
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.training.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"
-_SIZES = (64, 128, 256, 512, 1024)
+_SIZES = {"hidden": (64, 128, 256, 512, 1024), "width": (32, 64, 128, 256, 512)}
 _RANGES = {  # the last is whether the logarithm is drawn evenly
     "temperature": (0.03, 1.0, True),
     "corruption": (0.0, 0.8, False),
+    "dropout": (0.0, 0.7, False),
     "learning_rate": (2e-4, 1e-2, True),
 }
 # Trials that are not pruned, and that are drawn without a look at those before.
@@ -61,20 +64,22 @@ def tune(command: flags.Tune) -> None:
     deadline = time.monotonic() + seconds
     if command.trials < 1:
         raise ValueError(f"trials={command.trials} must be at least 1")
+    if command.validation is None:
+        held_out = "last" if _of_histories(command) else ".1"
+        command = dataclasses.replace(command, validation=held_out)
     first = _train_command(command, _start(command))
-    source = training.whole(first)
-    network, chosen = training.with_linear_part(
-        training.network_of(first), first, source
-    )
-    if chosen:
-        print(chosen, file=sys.stderr)
+    source = training.whole(first, of_histories=_of_histories(command))
+    network, said = _network(command, _start(command), source)
+    if said:
+        print(said, file=sys.stderr)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
 
     @functools.cache
     def linear_part() -> Sequence[np.ndarray]:
         """It does not depend on what is tuned."""
-        assert network.linear is not None and isinstance(source.data, SparseDataset)
+        assert isinstance(network, NetworkConfig) and network.linear is not None
+        assert isinstance(source.data, SparseDataset)
         return closed_form(source.data.to_scipy(), network.linear)
 
     with processes.alone_in(command.run):
@@ -84,10 +89,9 @@ def tune(command: flags.Tune) -> None:
                 print(f"the time is over after {number} trials", file=sys.stderr)
                 break
             trial = study.ask()
-            chosen = _train_command(command, _choice(trial, command))
-            began = time.monotonic()
+            chosen, began = _choice(trial, command), time.monotonic()
             state, score, why = _trained(
-                optuna, trial, chosen, source, deadline, linear_part
+                optuna, trial, command, chosen, source, deadline, linear_part
             )
             study.tell(trial, score if state is None else None, state=state)
             took = f"{time.monotonic() - began:.0f} s"
@@ -182,8 +186,17 @@ def _num_done(study: Any) -> int:
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
 
 
+def _of_histories(command: flags.Tune) -> bool:
+    return command.kind not in (None, "autoencoder")
+
+
 def _start(command: flags.Tune) -> dict[str, Any]:
     """The settings to begin with: those of the flags that are tuned."""
+    if _of_histories(command):
+        config = SequenceConfig.from_json({"version": 1, "model": command.kind})
+        tuned = ("width", "dropout", "temperature")
+        start = {name: getattr(config, name) for name in tuned}
+        return start | {"learning_rate": command.learning_rate}
     network = command.network
     start: dict[str, Any] = {
         "corruption": network.corruption,
@@ -200,8 +213,8 @@ def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
     """What the trial draws for each of the settings in `_start`."""
     chosen = {}
     for name, start in _start(command).items():
-        if name == "hidden":
-            sizes = sorted({*_SIZES, start})
+        if name in _SIZES:
+            sizes = sorted({*_SIZES[name], start})
             chosen[name] = trial.suggest_categorical(name, sizes)
             continue
         low, high, log = _RANGES[name]
@@ -217,11 +230,13 @@ def _short(value: float) -> float:
 
 
 def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
-    """The training with the chosen settings."""
+    """The training with the chosen settings, but for those of a model of histories."""
     tuned = dict(chosen)
     learning_rate = tuned.pop("learning_rate")
     if "hidden" in tuned:
         tuned["hidden"] = (tuned["hidden"],)
+    if _of_histories(command):
+        tuned = {}
     return flags.Train(
         data=command.data,
         run=command.run,
@@ -229,6 +244,7 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
         validation=command.validation,
         k=command.k,
         patience=command.patience,
+        kind=command.kind,
         optimizer=command.optimizer,
         learning_rate=learning_rate,
         batch_size=command.batch_size,
@@ -240,10 +256,23 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
     )
 
 
+def _network(
+    command: flags.Tune, chosen: Mapping[str, Any], source: training.Source
+) -> tuple[NetworkConfig | SequenceConfig, str]:
+    """The network with the chosen settings, and what to say about it."""
+    first = _train_command(command, chosen)
+    network, said = training.suited(training.config_of(first), first, source)
+    if isinstance(network, SequenceConfig):
+        tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
+        network = dataclasses.replace(network, **tuned)
+    return network, said
+
+
 def _trained(
     optuna: Any,
     trial: Any,
-    command: flags.Train,
+    tuning: flags.Tune,
+    chosen: Mapping[str, Any],
     source: training.Source,
     deadline: float,
     linear_part: Callable[[], Sequence[np.ndarray]],
@@ -253,9 +282,8 @@ def _trained(
     Returns:
       Its state, None for a complete one; the best score; and why it ended, to be printed.
     """
-    network, _ = training.with_linear_part(
-        training.network_of(command), command, source
-    )
+    command = _train_command(tuning, chosen)
+    network, _ = _network(tuning, chosen, source)
     settings = training.settings_of(command, network, source)
     best, best_epoch = -math.inf, 0
 
@@ -308,11 +336,13 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
     if not complete:
         raise ValueError("no trial could be trained; begin with other settings")
     trial = max(complete, key=lambda t: t.value)
-    chosen = _train_command(command, _choice(trial, command))
+    settings = _choice(trial, command)
+    chosen, (network, _) = (
+        _train_command(command, settings),
+        _network(command, settings, source),
+    )
     config = command.run / _NETWORK
     with whole_text_file(config) as file:
-        network = training.network_of(chosen)
-        network, _ = training.with_linear_part(network, chosen, source)
         file.write(json.dumps(network.to_json(), indent=2) + "\n")
     folder = command.run / f"trial-{trial.number}"
     print(
@@ -326,14 +356,20 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
         )
     )
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
-    words += ["--run", "RUN", "--config", config, "--optimizer", command.optimizer]
-    words += ["--learning-rate", str(chosen.learning_rate)]
-    words += ["--batch-size", str(command.batch_size)]
-    words += [] if command.epochs is None else ["--epochs", str(command.epochs)]
-    given = {"format": command.format, "seed": command.seed, **vars(command.columns)}
+    words += ["--run", "RUN", "--config", config]
+    given = {
+        "optimizer": command.optimizer,
+        "learning_rate": chosen.learning_rate,
+        "batch_size": command.batch_size,
+        "epochs": command.epochs,
+        "format": command.format,
+        "seed": command.seed,
+        **vars(command.columns),
+    }
     for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            words += [f"--{name.replace('_', '-')}"] * value
+            words += [flag] * value
         elif value is not None:
-            words += [f"--{name}", str(value)]
+            words += [flag, str(value)]
     print(shlex.join(map(str, words)))

@@ -22,6 +22,7 @@ from sparsejax.mesh.layout import (
     padded_rows,
 )
 from sparsejax.nn.linear_part import LinearPart
+from sparsejax.nn.sampled import sampled_cross_entropy
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
@@ -315,6 +316,34 @@ class SparseOutput(nnx.Module):
             precision=self.precision,
         )
 
+    def sampled_cross_entropy(
+        self,
+        h: Float[Array, "*batch hidden"],
+        targets: jax.Array | np.ndarray,
+        negatives: Int[Array, "count"],
+        *,
+        log_q: Float[Array, "count"] | None = None,
+    ) -> Float[Array, ""]:
+        """`cross_entropy` against a sample of the items, without a pass over all of them.
+
+        >>> layer = SparseOutput(3, 5, rngs=nnx.Rngs(0))
+        >>> h, targets = jnp.ones((2, 4, 3)), jnp.zeros((2, 4), int)
+        >>> layer.sampled_cross_entropy(h, targets, jnp.array([1, 4])).shape
+        ()
+
+        See `sparsejax.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
+        is a `RowParam`, its gradient has the rows of targets and negatives alone.
+        """
+        return sampled_cross_entropy(
+            self.hidden_operand(h),
+            self.kernel,
+            targets,
+            negatives,
+            log_q=log_q,
+            bias=None if self.bias is None else self.bias[...],
+            scale=None if self.temperature is None else self.score_scale,
+        )
+
     def top_k(
         self,
         h: Float[Array, "batch hidden"],
@@ -380,7 +409,7 @@ class SparseOutput(nnx.Module):
         """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
         if self.temperature is not None:
             h = h * _inverse_norm(h)[..., None].astype(h.dtype)
-        stored = self.kernel[...].dtype
+        stored = self.kernel.dtype
         # With another operand than the kernel there would be a copy of the kernel.
         is_half = stored == jnp.bfloat16
         finer = stored if is_half else jnp.promote_types(h.dtype, stored)
@@ -427,7 +456,7 @@ class SparseOutput(nnx.Module):
         )
 
     def _operands(self, h, u=None):
-        kernel, h = self.kernel[...], self.hidden_operand(h)
+        kernel, h = gradients.whole(self.kernel), self.hidden_operand(h)
         bias = None if self.bias is None else self.bias[...]
         bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         if self.folded_scale is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,8 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
-from sparsejax.optimizers.gradients import lookup
-from sparsejax.sparse import CSR
+from sparsejax.optimizers.gradients import rows_of
 
 
 @jax.tree_util.register_pytree_node_class
@@ -120,6 +120,7 @@ def sampled_cross_entropy(
     log_q: Float[Array, "count"] | None = None,
     loss: Literal["softmax", "sigmoid"] = "softmax",
     bias: Float[Array, "items"] | None = None,
+    scale: Callable[[jax.Array], jax.Array] | None = None,
     weights: Float[Array, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy of one target a row against a sample of the items.
@@ -130,8 +131,8 @@ def sampled_cross_entropy(
     >>> float(sampled_cross_entropy(h, kernel, targets, negatives, log_q=log_q)) > 6.8
     True
 
-    The batch shares its negatives j = 1 .. n. With s_i = h_r . kernel_i + bias_i, and q_j
-    the probability with which negative j was drawn::
+    The batch shares its negatives j = 1 .. n. With s_i = scale_i h_r . kernel_i + bias_i, and
+    q_j the probability with which negative j was drawn::
 
         "softmax"  loss_r = log(exp(s_t) + sum_j [j != t] exp(s_j) / (n q_j)) - s_t
         "sigmoid"  loss_r = softplus(-s_t) + sum_j [j != t] softplus(s_j) / (n q_j)
@@ -164,6 +165,8 @@ def sampled_cross_entropy(
       log_q: the logarithm of the probability of each negative, which `sample` returns.
       loss: "softmax" or "sigmoid".
       bias: added to the scores. None is 0.
+      scale: makes the factor of each score, `[n]`, from the rows of the kernel, `[n, hidden]`;
+        such as `SparseOutput.score_scale`, for cosines. None is 1.
       weights: of the rows. None is 1.
 
     Raises:
@@ -193,20 +196,21 @@ def sampled_cross_entropy(
     used = negatives != IGNORED
     given = jnp.ones(rows, dtype) if weights is None else weights.reshape(-1)
     given = jnp.where(target.ignored, 0, given.astype(dtype))
-    # A row that does not count reads a kernel row that others read too.
-    some = jnp.max(negatives, initial=0)
     ids = jnp.concatenate(
         [
-            jnp.where(target.ignored | target.broken, some, target.columns),
-            jnp.where(used, negatives, some).astype(jnp.int32),
+            jnp.where(target.ignored | target.broken, IGNORED, target.columns),
+            jnp.where(used, negatives, IGNORED).astype(jnp.int32),
         ]
     )
-    vectors = _rows_of(kernel, ids)
+    vectors = rows_of(kernel, ids)
     # Whatever is in a row that does not count.
     flat = jnp.where((given == 0)[:, None], 0, h.reshape(rows, hidden))
     flat = flat.astype(vectors.dtype)
     mine = jnp.sum(flat.astype(dtype) * vectors[:rows].astype(dtype), axis=1)
     others = jnp.matmul(flat, vectors[rows:].T, preferred_element_type=dtype)
+    if scale is not None:
+        factors = scale(vectors).astype(dtype)
+        mine, others = mine * factors[:rows], others * factors[None, rows:]
     if bias is not None:
         of_ids = bias[ids].astype(dtype)
         mine, others = mine + of_ids[:rows], others + of_ids[None, rows:]
@@ -227,14 +231,6 @@ def sampled_cross_entropy(
     total = jnp.sum(given)
     each = jnp.where(given == 0, 0, given * each)
     return jnp.sum(each) / jnp.where(total == 0, 1, total)
-
-
-def _rows_of(kernel: nnx.Variable | jax.Array, ids: jax.Array) -> jax.Array:
-    """`kernel[ids]`, with a gradient of these rows alone if it is a `RowParam`."""
-    if not isinstance(kernel, nnx.Variable):
-        return kernel[ids]
-    indptr = jnp.arange(len(ids) + 1, dtype=jnp.int32)
-    return lookup(kernel, CSR(None, ids, indptr, num_cols=kernel.shape[0]))
 
 
 def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
@@ -44,6 +44,8 @@ from sparsejax.sparse import CSR
 
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
+# Makes a kernel from what is stored, with all rows up to date.
+Settler = Callable[[jax.Array], jax.Array]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
 Reader = Callable[[LookupRows, jax.Array, Implementation], jax.Array]
 
@@ -88,6 +90,42 @@ def lookup(
             w = reshard_if_explicit(w, BY_ROWS)
         return _plain(x, w, implementation)
     return scope.read(kernel, x, implementation)
+
+
+def rows_of(
+    kernel: nnx.Variable | jax.Array, ids: Int[Array, "count"]
+) -> Float[Array, "count hidden"]:
+    """`kernel[ids]`, by `lookup` if it is a `RowParam`.
+
+    >>> rows_of(RowParam(jnp.ones((2, 3))), jnp.array([1, -1])).tolist()
+    [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+
+    Args:
+      kernel: `[rows, hidden]`, a Variable or an array.
+      ids: of rows; or -1 for zeros, which touch no row.
+    """
+    used = ids >= 0
+    if not isinstance(kernel, RowParam):
+        # Out of range, so that zeros have no part in the gradient.
+        ids = jnp.where(used, ids, kernel.shape[0])
+        return kernel[...].at[ids].get(mode="fill", fill_value=0)
+    ends = jnp.cumsum(used, dtype=jnp.int32)
+    places = jnp.where(used, ends - 1, len(ids) + jnp.arange(len(ids)))
+    packed = jnp.zeros_like(ids).at[places].set(ids, mode="drop", unique_indices=True)
+    indptr = jnp.append(jnp.int32(0), ends)
+    return lookup(kernel, CSR(None, packed, indptr, num_cols=kernel.shape[0]))
+
+
+def whole(kernel: nnx.Variable) -> Float[Array, "rows *hidden"]:
+    """All rows of a kernel; within `Optimizer.reading`, up to date.
+
+    >>> whole(RowParam(jnp.ones((5, 3)))).shape
+    (5, 3)
+    """
+    scope = _scope.get()
+    if isinstance(scope, _Reading) and isinstance(kernel, RowParam):
+        return scope.whole(kernel)
+    return kernel[...]
 
 
 def value_and_grad(
@@ -259,11 +297,24 @@ def is_divided(kernel: nnx.Variable) -> bool:
 
 
 @contextlib.contextmanager
-def reading(model: Any, readers: Mapping[Path, Reader]) -> Iterator[None]:
-    """Within it, `lookup` reads the kernels of `model` through `readers`."""
-    kernels = row_params(model, ...)
-    chosen = {id(v): readers.get(path, _plain) for path, v in kernels.items()}
-    token = _scope.set(_Reading(chosen))
+def reading(
+    model: Any,
+    readers: Mapping[Path, Reader],
+    settlers: Mapping[Path, Settler] | None = None,
+) -> Iterator[None]:
+    """Within it, `lookup` reads the kernels of `model` through `readers`.
+
+    Args:
+      model: the model.
+      readers: how to read rows of some of its kernels. The others are read as they are.
+      settlers: what `whole` makes of some of its kernels.
+    """
+    kernels, wholes = row_params(model, ...), settlers or {}
+    scope = _Reading(
+        {id(v): readers.get(path, _plain) for path, v in kernels.items()},
+        {id(v): wholes[path] for path, v in kernels.items() if path in wholes},
+    )
+    token = _scope.set(scope)
     try:
         with _mode("reading"):
             yield
@@ -356,15 +407,21 @@ class _Recorder:
 
 
 class _Reading:
-    """What `lookup` does within `reading`."""
+    """What `lookup` and `whole` do within `reading`."""
 
-    def __init__(self, readers: Mapping[int, Reader]):
-        self.readers = readers
+    def __init__(self, readers: Mapping[int, Reader], settlers: Mapping[int, Settler]):
+        self.readers, self.settlers = readers, settlers
 
     def read(self, kernel, x, implementation):
         if id(kernel) not in self.readers:
             _raise_unknown("`reading`")
         return self.readers[id(kernel)](x, kernel[...], implementation)
+
+    def whole(self, kernel):
+        if id(kernel) not in self.readers:
+            _raise_unknown("`reading`")
+        settle = self.settlers.get(id(kernel))
+        return kernel[...] if settle is None else settle(kernel[...])
 
 
 # One for each thread and each asyncio task.

@@ -12,6 +12,7 @@ After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -302,7 +303,8 @@ class Optimizer(nnx.Pytree):
             path: self._reader(path, self.rule_of(kernel), skip=True)
             for path, kernel in kernels.items()
         }
-        return gradients.reading(model, readers)
+        settlers = {path: self._settler(path, k) for path, k in kernels.items()}
+        return gradients.reading(model, readers, settlers)
 
     def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
         if _key(path) not in self.rows:
@@ -346,6 +348,25 @@ class Optimizer(nnx.Pytree):
             return [trained.w, *(arrays[name] for name in state)], None
 
         inplace.overwrite([kernel, *state.values()], settled)
+
+    def _settler(self, path: Path, kernel: RowParam) -> gradients.Settler:
+        """Makes a whole kernel that is up to date, and changes nothing."""
+
+        def settled(w: jax.Array) -> jax.Array:
+            trained, step = self._trained(path, w), self.step[...]
+            current = functools.partial(
+                row_update.settle,
+                self.rule_of(kernel),
+                noise=self.noise_of(path),
+                divided=gradients.is_divided(kernel),
+            )
+            return jax.lax.cond(
+                jnp.any(trained.stale_rows(step)),
+                lambda: current(trained, step).w,
+                lambda: w,
+            )
+
+        return settled
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
         kernels = self._drifting(model)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
+from sparsejax.nn.sampled import NegativeSampler
+from sparsejax.optimizers.gradients import RowParam, rows_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 
@@ -49,7 +53,7 @@ class SequenceModel(nnx.Module):
     Args:
       config: what the model is made of.
       items: number of items.
-      rngs: random streams: "params", and "dropout" in training.
+      rngs: random streams: "params", and in training "dropout" and "negatives".
 
     Raises:
       ValueError: `items` is not positive.
@@ -69,6 +73,28 @@ class SequenceModel(nnx.Module):
             temperature=config.temperature,
             rngs=rngs,
         )
+        self.draws = rngs.negatives.fork()
+        self.set_negatives(config.negatives)
+
+    def set_negatives(self, negatives: int | None) -> None:
+        """Makes `loss` the softmax over other items, in place; then make a new optimizer.
+
+        >>> config = SASRecConfig(max_length=4, width=8, negatives=3)
+        >>> model = SASRec(config, items=9, rngs=nnx.Rngs(0))
+        >>> model.set_negatives(None)  # to end with some epochs of the exact softmax
+        >>> type(model.output.kernel).__name__
+        'Param'
+
+        While there are negatives the vectors of the items are a `RowParam`: a step of
+        `sparsejax.Optimizer` reads and writes only those that the batch has or that are drawn.
+
+        Args:
+          negatives: see `SequenceConfig`.
+        """
+        self.config = dataclasses.replace(self.config, negatives=negatives)
+        kind, kernel = nnx.Param if negatives is None else RowParam, self.output.kernel
+        if type(kernel) is not kind:
+            self.output.kernel = kind(kernel[...], **kernel.get_metadata())
 
     @property
     def num_items(self) -> int:
@@ -111,17 +137,18 @@ class SequenceModel(nnx.Module):
                 f"histories have {histories.shape[1]} places, but max_length is "
                 f"{self.config.max_length}; cut them: data.padded({self.config.max_length})"
             )
-        kernel = self.output.kernel[...]
-        # Out of range: no item, and a row of NaN. Padding is overwritten.
         known = (histories >= 0) & (histories < self.num_items)
-        rows = jnp.where(known, histories, len(kernel))
-        vectors = kernel.at[rows].get(mode="fill", fill_value=jnp.nan)
-        return jnp.where((histories != PADDING)[..., None], vectors, 0)
+        ids = jnp.where(known, histories, PADDING).reshape(-1)
+        vectors = rows_of(self.output.kernel, ids).reshape(*histories.shape, -1)
+        broken = ~known & (histories != PADDING)
+        return jnp.where(broken[..., None], jnp.nan, vectors)
 
     def loss(
         self, histories: Ids, times: Times = None, *, max_targets: int | None = None
     ) -> Float[Array, ""]:
         """Mean cross-entropy of the next item, over all places that have one.
+
+        It is over all items, or those that are drawn: see `SequenceConfig.negatives`.
 
         Args:
           histories: up to `max_length + 1` places.
@@ -141,14 +168,21 @@ class SequenceModel(nnx.Module):
         h = self(histories[:, :-1], None if times is None else times[:, :-1])
         targets = histories[:, 1:]
         if max_targets is None:
-            return self.output.cross_entropy(h, targets)
+            return self._cross_entropy(h, targets)
         h, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
         wanted = targets != PADDING
         (places,) = jnp.nonzero(wanted, size=max_targets, fill_value=len(targets))
         h = h.at[places].get(mode="fill", fill_value=0)
         targets = targets.at[places].get(mode="fill", fill_value=PADDING)
-        loss = self.output.cross_entropy(h, targets)
+        loss = self._cross_entropy(h, targets)
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
+
+    def _cross_entropy(self, h, targets):
+        if (count := self.config.negatives) is None:
+            return self.output.cross_entropy(h, targets)
+        sampler = NegativeSampler.uniform(self.num_items)
+        negatives, log_q = sampler.sample(self.draws(), count)
+        return self.output.sampled_cross_entropy(h, targets, negatives, log_q=log_q)
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""

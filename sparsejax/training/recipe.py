@@ -7,7 +7,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from sparsejax import optimizers
+from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
 from sparsejax.optimizers.schedules import Schedule, schedule
@@ -55,12 +58,12 @@ class Defaults:
         return max(self.least_epochs, math.ceil(self.least_steps / steps))
 
 
-# Of histories by the validation of one data set: `benchmarks/sequences.py`.
+# Of histories on the validation of Amazon Beauty, steps also on that of MovieLens.
 _ITEMS = Defaults(batch_size=512, least_epochs=30, least_steps=200, optimizer="adam")
 _HISTORIES = Defaults(
     batch_size=256,
     least_epochs=40,
-    least_steps=0,
+    least_steps=3500,
     optimizer="adamw",
     options={"b2": 0.98, "weight_decay": 0.1},
 )
@@ -96,15 +99,16 @@ def learning_rate(
 
 def recipe(
     config: NetworkConfig | SequenceConfig,
-    rows: int | Sequence[int],
+    data: SparseDataset | SequenceDataset | int,
     *,
     batch_size: int | None = None,
     num_epochs: int | None = None,
+    peak: float = LEARNING_RATE,
 ) -> Recipe:
     """The training of `sparsejax train` without flags.
 
     >>> config = NetworkConfig.autoencoder((64,))
-    >>> how = recipe(config, train.num_rows)
+    >>> how = recipe(config, train)
     >>> model, optimizer = build(config, train, how.rule)
     >>> history = fit(
     ...     model, optimizer, train, batch_size=how.batch_size, num_epochs=how.num_epochs
@@ -112,15 +116,21 @@ def recipe(
 
     Args:
       config: the network, or the model of histories.
-      rows: number of rows that are trained on; of scanned data, of each of its chunks.
+      data: what is trained on; or its number of rows, of histories those with two entries
+        or more.
       batch_size: instead of 512, of histories 256.
-      num_epochs: instead of 30, or more for so few rows that 30 epochs are under 200
-        steps; of histories 40.
+      num_epochs: instead of 30, or as many as 200 steps take; of histories 40, or as many
+        as 3,500 steps take.
+      peak: the learning rate of the first step.
     """
     defaults = defaults_of(config)
     batch_size = batch_size or defaults.batch_size
-    steps = steps_of_epoch([rows] if isinstance(rows, int) else rows, batch_size)
+    if isinstance(data, SequenceDataset):
+        rows = int(np.sum(np.diff(data.indptr) > 1))  # as `fit` has them
+    else:
+        rows = data if isinstance(data, int) else data.num_rows
+    steps = steps_of_epoch([rows], batch_size)
     num_epochs = num_epochs or defaults.num_epochs(steps)
-    rate = learning_rate(LEARNING_RATE, steps * num_epochs)
+    rate = learning_rate(peak, steps * num_epochs)
     rule = optimizers.get(defaults.optimizer, learning_rate=rate, **defaults.options)
     return Recipe(batch_size=batch_size, num_epochs=num_epochs, rule=rule)

@@ -104,13 +104,20 @@ def test_export(folder, symbolic_sizes):
     assert found == expected
 
 
-def test_a_resume(folder):
-    assert main(train(folder, out="half", epochs=2)) == 0
-    assert main(train(folder, "--resume", out="half", epochs=4)) == 0
-    assert main(train(folder, out="at_once", epochs=4)) == 0
+def test_of_a_sample_first_and_of_all_items_at_the_end(folder, capsys):
+    sampled = "--negatives", "4"
+    assert main(train(folder, *sampled, out="half", epochs=2)) == 0
+    assert main(train(folder, *sampled, "--resume", out="half", epochs=4)) == 0
+    assert main(train(folder, *sampled, out="at_once", epochs=4)) == 0
     models = [sj.load_model(folder / name)[0] for name in ("half", "at_once")]
     for one, other in zip(*(m.output.kernel[...] for m in models), strict=True):
         np.testing.assert_array_equal(one, other)
+    assert models[0].config.negatives == 4
+    argv = train(folder, "--from", str(folder / "half"), out="exact", epochs=1)
+    index = argv.index("--config")
+    assert main(argv[:index] + argv[index + 2 :]) == 0
+    assert "0 are new; the optimizer begins anew" in capsys.readouterr().err
+    assert sj.load_model(folder / "exact")[0].config.negatives is None
 
 
 def test_a_table_with_times_and_chunks(folder, capsys):
@@ -133,6 +140,18 @@ def test_a_table_with_times_and_chunks(folder, capsys):
         for name in ("timed", "chunks")
     )
     np.testing.assert_allclose(one, other, atol=1e-4)  # one batch, in another order
+
+
+def test_what_the_data_decide(folder):
+    lines = [f"u{user} " + " ".join(f"i{n % 7}" for n in range(60)) for user in "abc"]
+    (folder / "long.txt").write_text("\n".join(lines))
+    argv = ["train", str(folder / "long.txt"), "--run", str(folder / "long")]
+    argv += ["--format", "adjacency", "--model", "gru", "--learning-rate", ".01"]
+    assert main([*argv, "--epochs", "1"]) == 0
+    settings, _ = run.load_run(folder / "long")
+    assert settings.network == sj.GRUConfig(max_length=100)
+    recipe = sj.training.recipe(settings.network, 3, num_epochs=1, peak=0.01)
+    assert settings.optimizer == recipe.rule and settings.batch_size == 256
 
 
 def test_new_items_go_to_the_end(folder, capsys):

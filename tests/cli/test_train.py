@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from sparsejax.cli.main import main
 from sparsejax.nn.config import LinearConfig, NetworkConfig
 from sparsejax.sequence.config import SASRecConfig
 from sparsejax.training.checkpoint import Checkpoints
-from sparsejax.training.recipe import defaults_of, recipe, steps_of_epoch
+from sparsejax.training.recipe import defaults_of, recipe
 
 NETWORK_CONFIG, HISTORIES = NetworkConfig.autoencoder((4,)), SASRecConfig()
 
@@ -142,24 +141,6 @@ def test_models_of_histories_have_a_training_of_their_own():
     command = dataclasses.replace(command, optimizer="adam")
     rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
     assert rule == optimizers.adam(0.01)
-
-
-@pytest.mark.parametrize(
-    ("config", "rows", "epochs"),
-    [
-        (NETWORK_CONFIG, 0, 200),
-        (NETWORK_CONFIG, 512, 200),
-        (NETWORK_CONFIG, 513, 100),
-        (NETWORK_CONFIG, [512, 1], 100),
-        (NETWORK_CONFIG, 100_000, 30),
-        (HISTORIES, 1, 40),
-    ],
-)
-def test_few_rows_take_more_epochs(config, rows, epochs):
-    how = recipe(config, rows)
-    assert how.num_epochs == epochs
-    steps = steps_of_epoch(np.atleast_1d(rows).tolist(), how.batch_size)
-    assert dict(how.rule.learning_rate.options)["decay_steps"] == steps * epochs
 
 
 def test_a_schedule_counts_the_steps_of_chunks(tmp_path, monkeypatch):

@@ -29,7 +29,10 @@ def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
         for n, items in (("before", KNOWN), ("later", ITEMS))
     )
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    options, network = [*FIT, "--epochs", "12", "--decay", "none"], [*NETWORK, "--corruption", "0"]
+    options, network = (
+        [*FIT, "--epochs", "12", "--decay", "none"],
+        [*NETWORK, "--corruption", "0"],
+    )
     assert main(["train", before, "--run", first, *network, *options]) == 0
     capsys.readouterr()
     argv = ["train", later, "--from", first, "--run", second, *options]

@@ -2,11 +2,13 @@
 
 import json
 import math
+import pathlib
 import shlex
 
 import pytest
 from run_folders import write_lines
 
+import sparsejax as sj
 from sparsejax.cli import run, tune
 from sparsejax.cli.main import main
 
@@ -122,6 +124,38 @@ def test_it_is_interrupted_and_goes_on(argv, curves, tmp_path, capsys):
     for other in (["--k", "3"], ["--activation", "relu"], ["--validation", ".4"]):
         assert main([*argv, *other]) == 1
         assert "tuned: was begun with " in capsys.readouterr().err
+
+
+def test_models_of_histories(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"u{u} " + " ".join(f"i{(u + n) % 9}" for n in range(5)) for u in range(9)]
+    pathlib.Path("histories.txt").write_text("\n".join(lines))
+    trained = []
+
+    def fit(model, optimizer, data, *, validation, num_epochs, k, log, **_):
+        assert data.num_entries == 36 and validation.num_entries == 9
+        trained.append((model.config, optimizer.rule))
+        for epoch in range(1, num_epochs + 1):
+            log(epoch, {"epoch": epoch, f"ndcg@{k}": model.config.dropout / epoch})
+
+    monkeypatch.setattr(tune, "fit", fit)
+    final = []
+    monkeypatch.setattr(tune.training, "train", final.append)
+    argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "gru"]
+    assert main([*argv, "--trials", "3", "--epochs", "2"]) == 0
+    assert trained[0][0] == sj.GRUConfig()
+    best = max(trained, key=lambda pair: pair[0].dropout)
+    found = json.loads(pathlib.Path("tuned/network.json").read_text())
+    assert sj.SequenceConfig.from_json(found) == best[0]
+    # The command that is printed, and the one that trains the run of the best trial.
+    printed = shlex.split(capsys.readouterr().out)
+    assert "--optimizer" not in printed
+    rate = float(printed[printed.index("--learning-rate") + 1])
+    assert printed[printed.index("--epochs") + 1] == "2"
+    recipe = sj.training.recipe(best[0], 9, num_epochs=2, peak=rate)
+    assert best[1] == recipe.rule
+    [command] = final
+    assert (command.learning_rate, command.validation) == (rate, "last")
 
 
 def test_it_ends_when_the_time_is_over(argv, curves, capsys):

@@ -1,5 +1,6 @@
 """Several processes train together, lose one, are told to end, and go on as others."""
 
+import json
 import os
 import pathlib
 import re
@@ -189,6 +190,29 @@ def test_processes_read_chunks_together(tmp_path):
     assert ended(start(two, tmp_path, processes=2, devices=1)) == [0, 0]
     [ours], [expected] = (history(tmp_path / name) for name in ("two", "alone"))
     np.testing.assert_allclose(ours["loss"], expected["loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_histories_in_processes(tmp_path):
+    """Two processes do what one does."""
+    rows = [[(u * 7 + n * (1 + u % 3)) % 90 for n in range(5)] for u in range(150)]
+    indptr, times = np.arange(151) * 5, np.tile(np.arange(5) * 3600, 150)
+    users, items = (np.arange(n).astype(str) for n in (150, 90))
+    data = sj.SequenceDataset(indptr, np.ravel(rows), users, items, times)
+    data.save(tmp_path / "data.parquet")
+    config = sj.HSTUConfig(max_length=4, width=8, blocks=1)
+    (tmp_path / "hstu.json").write_text(json.dumps(config.to_json()))
+    argv = ["train", str(tmp_path / "data.parquet"), "--validation", "last"]
+    argv += ["--config", str(tmp_path / "hstu.json"), "--batch-size", "64", "--run"]
+    assert main([*argv, str(tmp_path / "one"), "--epochs", "2"]) == 0
+    two = [*argv, str(tmp_path / "two"), "--epochs", "2", "--mesh", "data=2,model=2"]
+    assert ended(start(two, tmp_path, processes=2, devices=2)) == [0, 0], said(
+        tmp_path, 0
+    )
+    found, expected = (history(tmp_path / name) for name in ("two", "one"))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ours.keys() - {"examples_per_second"}:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

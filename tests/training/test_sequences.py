@@ -114,6 +114,42 @@ def test_a_mesh_gives_the_same_losses():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_negatives_touch_the_same_rows_as_a_dense_gradient():
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 1024, (20, 5))
+    train, heldout = histories_of(*rows, [7], items=1024).split_last()
+    found = []
+    for of_rows in (True, False):
+        model = sj.SASRec(
+            sj.SASRecConfig(
+                max_length=LENGTH, width=8, blocks=1, dropout=0.0, negatives=4
+            ),
+            items=1024,
+            rngs=nnx.Rngs(0),
+        )
+        if not of_rows:
+            model.output.kernel = nnx.Param(model.output.kernel[...])
+        rule = sj.optimizers.adamw(0.01, weight_decay=0.1)  # it moves untouched rows
+        optimizer = sj.Optimizer(model, rule)
+        history = sj.fit(
+            model,
+            optimizer,
+            train,
+            batch_size=8,
+            num_epochs=2,
+            validation=heldout,
+            k=500,
+        )
+        found.append(leaves(model) + [losses(history), history[0]["ndcg@500"]])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    # And then of all items.
+    model.set_negatives(None)
+    expected = model.loss(jnp.asarray(train.padded(LENGTH + 1)))
+    [entry] = sj.fit(model, sj.Optimizer(model, rule), train, num_epochs=1)
+    np.testing.assert_allclose(entry["loss"], expected, rtol=1e-5)
+
+
 def test_streamed_histories(tmp_path):
     sequences = made()
     # In the same batches as those in memory, which leave out what has no next item.

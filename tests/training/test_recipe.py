@@ -1,0 +1,64 @@
+"""How many epochs and which learning rate, for which data; how long histories are."""
+
+import numpy as np
+import pytest
+
+import sparsejax as sj
+
+NETWORK, HISTORIES = sj.NetworkConfig.autoencoder((4,)), sj.SASRecConfig()
+
+
+def histories(*lengths: int) -> sj.SequenceDataset:
+    indptr = np.append(0, np.cumsum(lengths))
+    users = np.arange(len(lengths)).astype(str)
+    return sj.SequenceDataset(indptr, np.zeros(indptr[-1], int), users, np.array(["a"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "options", "epochs"),
+    [
+        (NETWORK, 0, {}, 200),
+        (NETWORK, 512, {}, 200),
+        (NETWORK, 513, {}, 100),
+        (NETWORK, 513, {"batch_size": 1}, 30),
+        (NETWORK, 100_000, {}, 30),
+        (NETWORK, sj.SparseDataset.from_scipy(np.eye(513)), {}, 100),
+        (HISTORIES, 22_363, {}, 40),
+        (HISTORIES, 1_024, {}, 875),
+        (HISTORIES, histories(*[2] * 257, *[1] * 300), {}, 1_750),
+        (HISTORIES, 5, {"num_epochs": 7}, 7),
+    ],
+)
+def test_the_rate_falls_to_zero_at_the_last_of_enough_steps(
+    config, data, options, epochs
+):
+    recipe = sj.training.recipe(config, data, peak=0.5, **options)
+    assert recipe.num_epochs == epochs
+    rows = data if isinstance(data, int) else data.num_rows
+    if isinstance(data, sj.SequenceDataset):
+        rows = 257
+    steps = epochs * max(-(-rows // recipe.batch_size), 1)
+    rate = sj.optimizers.schedule(
+        "cosine_decay_schedule", init_value=0.5, decay_steps=steps
+    )
+    if config is NETWORK:
+        assert recipe.rule == sj.optimizers.adam(rate)
+    else:
+        assert recipe.rule == sj.optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([0, 0], 50),
+        ([51, 2], 50),
+        ([53, 0, 1], 50),
+        ([54, 1], 100),
+        ([101] * 3, 100),
+        ([500, 3], 200),
+        ([2] * 5_000 + [500], 50),
+    ],
+)
+def test_histories_are_as_long_as_most_entries_need(lengths, expected):
+    config = sj.HSTUConfig(width=32).suited_to(histories(*lengths))
+    assert config == sj.HSTUConfig(width=32, max_length=expected)
