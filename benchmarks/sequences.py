@@ -167,8 +167,8 @@ def _write_table(report: dict) -> None:
         for form in ("left out", "kept"):
             for i in range(len(_METRICS)):
                 values = [row[f"test, seen {form}"][i] for row in rows]
-                spread = statistics.stdev(values) if len(values) > 1 else 0
-                cells.append(f"{statistics.mean(values):.4f} ± {spread:.4f}")
+                spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+                cells.append(f"{statistics.mean(values):.4f}{spread}")
         # The first training of each kind compiles.
         seconds = [row["fit_seconds"] for row in rows][1:]
         body.append(

@@ -136,6 +136,8 @@ def test_the_configuration_as_json():
         ({"widht": 3}, 'unknown key "widht"; known: max_length, width'),
         ({"width": 7}, "width must be a multiple of heads, got 7 and 2"),
         ({"blocks": 0}, "blocks must be 1 or more, got 0"),
+        ({"max_length": 0}, "max_length must be 1 or more, got 0"),
+        ({"negatives": 0}, "negatives must be 1 or more, got 0"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
     ],

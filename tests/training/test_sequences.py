@@ -299,6 +299,17 @@ def test_the_output_computes_few_rows_that_have_no_target():
     assert targets is not None and 3 + 31 <= targets <= 1.25 * (3 + 31) + 16 < places
 
 
+def test_the_shortest_histories():
+    """Only the last item and its next one are seen, and rows of one item are left out."""
+    data = histories_of([7, 8, 9], [4, 5], [6], [])
+    config = sj.HSTUConfig(max_length=1, width=8, dropout=0.0)
+    model, optimizer = sj.build(config, data)
+    expected = model.loss(jnp.array([[8, 9], [4, 5]]))
+    [entry] = sj.fit(model, optimizer, data, num_epochs=1)
+    np.testing.assert_allclose(entry["loss"], expected, rtol=1e-5)
+    assert sj.recommend(model, data, k=2).ids.shape == (4, 2)
+
+
 def test_wrong_arguments():
     model, optimizer = build()
     with pytest.raises(ValueError, match="no row has two entries"):
