@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
 
 import numpy as np
 
@@ -64,7 +63,10 @@ class SequenceConfig(ModelConfig):
         if self.temperature is not None and not 0 < self.temperature < float("inf"):
             raise ValueError(f"temperature must be positive, got {self.temperature}")
 
-    def suited_to(self, data: SequenceDataset) -> Self:
+    # Tests check annotations by beartype, which takes Self only in classes it decorates.
+    def suited_to[Config: SequenceConfig](  # noqa: PYI019
+        self: Config, data: SequenceDataset
+    ) -> Config:
         """The same with the `max_length` that suits the data.
 
         Of 50, 100 and 200 it is the least from which 5 % of the entries or less are cut

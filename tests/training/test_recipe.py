@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.sparse
 
 import sparsejax as sj
 
@@ -22,7 +23,7 @@ def histories(*lengths: int) -> sj.SequenceDataset:
         (NETWORK, 513, {}, 100),
         (NETWORK, 513, {"batch_size": 1}, 30),
         (NETWORK, 100_000, {}, 30),
-        (NETWORK, sj.SparseDataset.from_scipy(np.eye(513)), {}, 100),
+        (NETWORK, sj.SparseDataset.from_scipy(scipy.sparse.eye_array(513)), {}, 100),
         (HISTORIES, 22_363, {}, 40),
         (HISTORIES, 1_024, {}, 875),
         (HISTORIES, histories(*[2] * 257, *[1] * 300), {}, 1_750),
