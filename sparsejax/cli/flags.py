@@ -211,7 +211,8 @@ class Train:
       deterministic: Give the same bits in every process on the same kind of GPU. It can
         make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume. By default
-        30, or as many as 200 steps take; of histories 40, or as many as 3,500 steps take.
+        as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
+        take, but 40 to 300.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The

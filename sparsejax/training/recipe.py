@@ -18,6 +18,8 @@ from sparsejax.sequence.config import SequenceConfig
 
 # Chosen on held-out training entries of six data sets: docs/choosing.md.
 LEARNING_RATE = 2e-3
+# Lest little data be learned by heart.
+_MOST_EPOCHS = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,8 @@ class Defaults:
     Attributes:
       batch_size: examples of a step.
       least_epochs: passes over the data.
-      least_steps: few rows take more epochs, until there are this many steps.
+      least_steps: few rows take more epochs, until there are this many steps, but at most
+        300 epochs.
       optimizer: name of the rule.
       options: of this rule.
     """
@@ -55,7 +58,8 @@ class Defaults:
 
     def num_epochs(self, steps: int) -> int:
         """Epochs, if one has so many steps."""
-        return max(self.least_epochs, math.ceil(self.least_steps / steps))
+        wanted = max(self.least_epochs, math.ceil(self.least_steps / steps))
+        return min(wanted, _MOST_EPOCHS)
 
 
 # Of histories on the validation of Amazon Beauty, steps also on that of MovieLens.
@@ -119,8 +123,8 @@ def recipe(
       data: what is trained on; or its number of rows, of histories those with two entries
         or more.
       batch_size: instead of 512, of histories 256.
-      num_epochs: instead of 30, or as many as 200 steps take; of histories 40, or as many
-        as 3,500 steps take.
+      num_epochs: instead of as many as 200 steps take, but at least 30; of histories as
+        many as 3,500 steps take, but 40 to 300.
       peak: the learning rate of the first step.
     """
     defaults = defaults_of(config)

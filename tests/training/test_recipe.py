@@ -25,8 +25,8 @@ def histories(*lengths: int) -> sj.SequenceDataset:
         (NETWORK, 100_000, {}, 30),
         (NETWORK, sj.SparseDataset.from_scipy(scipy.sparse.eye_array(513)), {}, 100),
         (HISTORIES, 22_363, {}, 40),
-        (HISTORIES, 1_024, {}, 875),
-        (HISTORIES, histories(*[2] * 257, *[1] * 300), {}, 1_750),
+        (HISTORIES, 6_040, {}, 146),
+        (HISTORIES, histories(*[2] * 257, *[1] * 300), {}, 300),
         (HISTORIES, 5, {"num_epochs": 7}, 7),
     ],
 )
