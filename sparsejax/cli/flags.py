@@ -212,7 +212,7 @@ class Train:
       deterministic: Give the same bits in every process on the same kind of GPU. It can
         make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume. Of histories
-        they are 40 by default, or as many as 3,500 steps take.
+        they are by default as many as 3,500 steps take, but 40 to 300.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
@@ -250,7 +250,7 @@ class Train:
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
     deterministic: Flag = False
-    epochs: Annotated[int | None, _value("INT", "20, of histories 40 or more")] = None
+    epochs: Annotated[int | None, _value("INT", "20, of histories 40 to 300")] = None
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False

@@ -15,7 +15,7 @@ from sparsejax.optimizers.rules import Rule
 
 # Found on the validation of Amazon Beauty; steps and lengths also on that of MovieLens. See
 # benchmarks/README.md.
-_BATCH, _EPOCHS, _STEPS = 256, 40, 3500
+_BATCH, _STEPS, _LEAST_EPOCHS, _MOST_EPOCHS = 256, 3500, 40, 300
 LEARNING_RATE, _DECAY, _B2 = 2e-3, 0.1, 0.98  # the rate is that of the first step
 _LENGTHS, _CUT = (50, 100, 200), 0.05
 
@@ -42,7 +42,7 @@ class SequenceRecipe:
     Attributes:
       rule: how parameters move.
       batch_size: histories a step.
-      num_epochs: passes over the data: 40, and more where these are few steps.
+      num_epochs: passes over the data: as many as 3,500 steps take, but 40 to 300.
       max_length: for the configuration of the model. Of 50, 100 and 200 the least from
         which 5 % of the entries or less are cut off, or else 200.
     """
@@ -79,7 +79,7 @@ class SequenceRecipe:
         Args:
           rows: histories with two entries or more, of each chunk that is read by itself.
           batch_size: instead of 256.
-          num_epochs: instead of 40, or as many as 3,500 steps take.
+          num_epochs: instead of what suits the data.
           learning_rate: at the beginning, instead of 0.002.
           weight_decay: instead of 0.1.
         """
@@ -87,7 +87,8 @@ class SequenceRecipe:
         # Without rows to train on, `fit` says so; a schedule cannot have 0 steps.
         steps = max(sum(math.ceil(n / max(batch_size, 1)) for n in rows), 1)
         if num_epochs is None:
-            num_epochs = max(_EPOCHS, math.ceil(_STEPS / steps))
+            wanted = math.ceil(_STEPS / steps)
+            num_epochs = min(max(wanted, _LEAST_EPOCHS), _MOST_EPOCHS)
         rate = optimizers.schedule(
             "cosine_decay_schedule",
             init_value=LEARNING_RATE if learning_rate is None else learning_rate,
