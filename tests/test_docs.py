@@ -204,7 +204,7 @@ def test_sequences(trained, symbolic_sizes):
     assert len(trained["history"]) <= 5 and trained["measured"]["users"] == 9
     assert len(trained["names"][0]) == 7 and trained["fresh"].ids[9].max() == -1
     assert trained["loss"] > 0 and len(trained["next_names"]) == 2
-    assert trained["model"].config.width == 64 and trained["recipe"].num_epochs == 3500
+    assert trained["model"].config.width == 64 and trained["recipe"].num_epochs == 300
     np.testing.assert_array_equal(trained["some"], trained["heldout"].padded(50))
 
 

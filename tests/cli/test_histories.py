@@ -1,13 +1,20 @@
 """Models of histories on the command line, from a file to recommendations."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import sparsejax as sj
 from sparsejax.cli import run
 from sparsejax.cli.main import main
+from sparsejax.training.checkpoint import Checkpoints
 
 ITEMS = 12
 
@@ -104,16 +111,24 @@ def test_export(folder, symbolic_sizes):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_of_a_sample_first_and_of_all_items_at_the_end(folder, capsys):
-    sampled = "--negatives", "4"
-    assert main(train(folder, *sampled, out="half", epochs=2)) == 0
-    assert main(train(folder, *sampled, "--resume", out="half", epochs=4)) == 0
-    assert main(train(folder, *sampled, out="at_once", epochs=4)) == 0
-    models = [sj.load_model(folder / name)[0] for name in ("half", "at_once")]
-    for one, other in zip(*(m.output.kernel[...] for m in models), strict=True):
+    sampled = "--negatives", "4", "--checkpoint-seconds", "0"
+    argv = train(folder, *sampled, out="killed", epochs=8)
+    killed = subprocess.Popen([sys.executable, "-m", "sparsejax", *argv])
+    checkpoints = Checkpoints(folder / "killed" / "checkpoints")
+    while not checkpoints.steps() and killed.poll() is None:
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL and checkpoints.steps()[-1] < 8 * 5
+    assert main([*argv, "--resume"]) == 0
+    assert main(train(folder, *sampled, out="at_once", epochs=8)) == 0
+    models = [sj.load_model(folder / name)[0] for name in ("killed", "at_once")]
+    states = [jax.tree.leaves(nnx.state(model, nnx.Param)) for model in models]
+    for one, other in zip(*states, strict=True):
         np.testing.assert_array_equal(one, other)
     assert models[0].config.negatives == 4
-    argv = train(folder, "--from", str(folder / "half"), out="exact", epochs=1)
+    argv = train(folder, "--from", str(folder / "killed"), out="exact", epochs=1)
     index = argv.index("--config")
     assert main(argv[:index] + argv[index + 2 :]) == 0
     assert "0 are new; the optimizer begins anew" in capsys.readouterr().err
