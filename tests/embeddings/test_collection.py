@@ -400,7 +400,6 @@ def batches_of(count):
 @pytest.mark.parametrize(
     ("rule", "mesh", "axis_type"),
     [
-        ("sgd", None, None),
         ("rowwise_adagrad", None, None),
         ("rowwise_adagrad", (2, 4), AxisType.Auto),
         ("sgd", (1, 8), AxisType.Explicit),
