@@ -115,8 +115,8 @@ def test_rows_that_catch_up_are_those_of_the_dense_rule(rule):
         )
         last[touched[t - 1]] = t
     # All rows as they are before the next step.
-    lag = (40 - last)[:, None]
-    w, state = step(twin, kept, w, state, mine, slopes[-1], lag, 41)[-1]
+    mine, lag = touched[0][:, None], (40 - last)[:, None]
+    w, state = step(twin, kept, w, state, mine, slopes[0], lag, 41)[-1]
     assert np.abs(twin - first).max() > 1e-4
     np.testing.assert_allclose(w, twin, rtol=1e-5, atol=2e-6)
     for name, array in state.items():
