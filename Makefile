@@ -50,7 +50,8 @@ OLD := $(addprefix tests/,test_sparse.py ops/test_gather_matmul.py ops/test_outp
 OLD += $(addprefix tests/training/,test_dispatch.py test_progress.py)
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OLD)
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -k lowers_for_cuda tests/ops tests/pallas_kernels
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
+	  tests/ops tests/pallas_kernels
 
 # Without Java the tests are skipped, and say so.
 test-spark: $(SPARK)/.installed

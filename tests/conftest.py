@@ -49,15 +49,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_programs() -> Iterator[None]:
-    """Drops compiled programs when there are many.
+def _few_programs_and_objects() -> Iterator[None]:
+    """Drops compiled programs when there are many, and spares objects that live on.
 
-    On a CPU each maps some regions of memory, of which Linux lets a process have 65,530.
+    On a CPU each program maps some regions of memory, of which Linux lets a process have
+    65,530. To look for garbage among all that earlier modules left takes seconds, and
+    both `overwrite` and damaged checkpoints ask for it.
     """
     yield
     regions = pathlib.Path("/proc/self/maps")
     if not regions.exists() or regions.read_bytes().count(b"\n") > 25_000:
         jax.clear_caches()
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -82,8 +82,9 @@ def placed_training(size, rule, *, meshes=MESHES, plan=None):
                     ids, goal = size.batch_of(step)
                     _step(*modules, jax.tree.map(jnp.asarray, ids), jnp.asarray(goal))
                 saved.save((i + 1) * every, modules, {})
-                optimizer.flush(embeddings)
-                last = tables_of(embeddings)
+                if i + 1 == len(meshes):
+                    optimizer.flush(embeddings)
+                    last = tables_of(embeddings)
     return first, last
 
 
@@ -98,8 +99,14 @@ def _step(embeddings, optimizer, ids, goal):
 
 
 def tables_of(embeddings):
+    """All tables, by one program."""
+    return jax.tree.map(np.asarray, _tables(embeddings))
+
+
+@nnx.jit
+def _tables(embeddings):
     names = {table.name for stack in embeddings.stacks for table in stack.tables}
-    return {name: np.asarray(embeddings.table(name)) for name in sorted(names)}
+    return {name: embeddings.table(name) for name in sorted(names)}
 
 
 def numpy_training(size, rule, first):

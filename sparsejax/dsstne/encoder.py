@@ -192,16 +192,20 @@ def slope_errors(training: train.Training) -> dict[str, float]:
         labels = first(targets)
     share = jnp.full(len(rows), 1 / len(rows))
     model.eval()
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+    arrays, tree = jax.tree.flatten(params)
 
-    @nnx.jit
-    def loss(model: Network):
+    def loss_of(arrays: list[jax.Array]):
+        model = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays), others)
         return model.loss(x, labels, weights=share, deterministic=True)
 
-    grads = dict(nnx.to_flat_state(nnx.grad(loss)(model)))
+    # By arrays, for `nnx.jit` takes longer to call than the loss of a small network.
+    loss = jax.jit(loss_of)
+    grads = jax.jit(jax.grad(loss_of))(arrays)
     found, rng = {}, np.random.default_rng(0)
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        before = np.asarray(variable[...])
-        slopes = np.asarray(grads[path][...])
+    for i, name in enumerate(names):
+        before, slopes = np.asarray(arrays[i]), np.asarray(grads[i])
         largest, places = 0.0, rng.permutation(before.size)[:_CHECKED]
         for place in places:
             at = np.unravel_index(place, before.shape)
@@ -209,10 +213,8 @@ def slope_errors(training: train.Training) -> dict[str, float]:
             for step in (_STEP, -_STEP):
                 moved = before.copy()
                 moved[at] += step
-                nnx.update(model, nnx.from_flat_state({path: jnp.asarray(moved)}))
-                values.append(float(loss(model)))
+                values.append(float(loss([*arrays[:i], moved, *arrays[i + 1 :]])))
             gap = abs((values[0] - values[1]) / (2 * _STEP) - slopes[at])
             largest = max(largest, float(gap))
-        nnx.update(model, nnx.from_flat_state({path: jnp.asarray(before)}))
-        found[".".join(map(str, path))] = largest
+        found[name] = largest
     return found

@@ -367,8 +367,14 @@ def test_a_mesh_gives_the_same():
 
 
 def test_the_cifar_sample_trains():
+    """With an eighth of its channels and hidden units."""
     sizes = {"input": (32, 32, 3), "output": (10,)}
-    network = Network(Definition.from_json(networks.CIFAR, sizes), rngs=nnx.Rngs(0))
+    layers = [
+        layer | {"N": size // 8} if isinstance(size := layer.get("N"), int) else layer
+        for layer in networks.CIFAR["Layers"]
+    ]
+    narrow = Definition.from_json(networks.CIFAR | {"Layers": layers}, sizes)
+    network = Network(narrow, rngs=nnx.Rngs(0))
     image = np.random.default_rng(0).normal(size=(1, 3, 32, 32)).astype(np.float32)
     labels = scipy.sparse.csr_array(np.eye(10, dtype=bool)[3:4])
     before = network.parameters().weights
@@ -383,4 +389,4 @@ def test_the_cifar_sample_trains():
     assert np.isfinite(history["loss"])
     after = network.parameters().weights
     assert all((before[pair] != after[pair]).any() for pair in before)
-    assert after["P3", "Hidden10"].shape == (3 * 3 * 96, 1024)
+    assert after["P3", "Hidden10"].shape == (3 * 3 * 12, 128)

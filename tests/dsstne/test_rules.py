@@ -96,19 +96,27 @@ def test_rows_that_catch_up_are_those_of_the_dense_rule(rule):
     twin: Any = first
     kept = dense.init(first)
     w, state, last = first, rule.init((4, 3)), np.zeros(4, int)
-    for t in range(1, 41):
-        mine = jnp.asarray(touched[t - 1])[:, None]
-        g = jnp.where(mine, slopes[t - 1], 0)
+
+    @jax.jit
+    def step(twin, kept, w, state, mine, g, lag, t):
+        g = jnp.where(mine, g, 0)
         updates, kept = dense.update(g, kept, twin)
         twin = cast(Any, optax.apply_updates(twin, updates))
-        lag = jnp.asarray(t - 1 - last)[:, None]
-        new, after = rule.catch_up(w, state, lag, jnp.asarray(t - 1))
-        new, after = rule.step(new, after, g, rule.numbers(t))
+        now, current = rule.catch_up(w, state, lag, t - 1)
+        new, after = rule.step(now, current, g, rule.numbers(t))
         w = jnp.where(mine, new, w)
         state = {name: jnp.where(mine, after[name], state[name]) for name in state}
+        return twin, kept, w, state, (now, current)
+
+    for t in range(1, 41):
+        mine, lag = touched[t - 1][:, None], (t - 1 - last)[:, None]
+        twin, kept, w, state, _ = step(
+            twin, kept, w, state, mine, slopes[t - 1], lag, t
+        )
         last[touched[t - 1]] = t
-    lag = jnp.asarray(40 - last)[:, None]
-    w, state = rule.catch_up(w, state, lag, jnp.asarray(40))
+    # All rows as they are before the next step.
+    mine, lag = touched[0][:, None], (40 - last)[:, None]
+    w, state = step(twin, kept, w, state, mine, slopes[0], lag, 41)[-1]
     assert np.abs(twin - first).max() > 1e-4
     np.testing.assert_allclose(w, twin, rtol=1e-5, atol=2e-6)
     for name, array in state.items():

@@ -19,16 +19,17 @@ ROWS, FEATURES, HIDDEN = 64, 700, 16
 PADDED = 768
 
 
-def few_each(*, wrong=False, extra=0):
-    """A few entries a row, with duplicates; with `extra`, entries that do not fit."""
+def few_each(*, wrong=False):
+    """A few entries a row, with duplicates; or one wrong id, and nine that do not fit."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, ROWS)
     lengths[:2] = 0, 3
-    indptr = np.cumsum([0, *lengths]).astype(np.int32)
-    indices = rng.integers(0, FEATURES, indptr[-1] - extra).astype(np.int32)
+    indices = rng.integers(0, FEATURES, lengths.sum()).astype(np.int32)
     indices[:3] = 7, 7, 600
     if wrong:
         indices[5] = FEATURES
+        lengths[-9:] += 1
+    indptr = np.cumsum([0, *lengths]).astype(np.int32)
     data = rng.standard_normal(len(indices)).astype(np.float32)
     leaves = (jnp.asarray(leaf) for leaf in (data, indices, indptr))
     return sj.CSR.tree_unflatten(FEATURES, (*leaves, None))
@@ -68,27 +69,28 @@ def operands():
     return jnp.asarray(rng.standard_normal((ROWS, HIDDEN)), jnp.float32), jnp.asarray(w)
 
 
+# A room is a program. Of the last mesh each device has all rows, so it has no places.
 @pytest.mark.parametrize(
-    ("shape", "options"),
-    [((1, 8), {}), ((2, 4), {}), ((2, 4), {"wrong": True, "extra": 9}), ((8, 1), {})],
+    ("shape", "rooms"), [((1, 8), [0.5]), ((2, 4), [8.0, 0.5]), ((8, 1), [8.0])]
 )
-def test_places_change_no_result(shape, options):
+def test_places_change_no_result(shape, rooms):
     """Enough places, and too few, where all devices gather all ids."""
-    x, (dy, w) = few_each(**options), operands()
-    dy = jnp.where(jnp.isnan(sj.gather_matmul(x, w)), 0, dy)
-    want, _ = used(x, dy, w)
-    assert bool(np.isnan(want[0]).any()) == bool(options)
-    with mesh_of(shape):
-        w = jax.device_put(w, P("model", None))
-        for room in (8.0, 0.5):
-            got, crowded = used(x, dy, w, room=room, on_mesh=True)
-            if shape[1] > 1:
-                assert bool(crowded) == (room == 0.5 or bool(options))
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-                got,
-                want,
-            )
+    for wrong in False, True:
+        x, (dy, w) = few_each(wrong=wrong), operands()
+        dy = jnp.where(jnp.isnan(sj.gather_matmul(x, w)), 0, dy)
+        want, _ = used(x, dy, w)
+        assert bool(np.isnan(want[0]).any()) == wrong
+        with mesh_of(shape):
+            w = jax.device_put(w, P("model", None))
+            for room in rooms:
+                got, crowded = used(x, dy, w, room=room, on_mesh=True)
+                if shape[1] > 1:
+                    assert bool(crowded) == (room == 0.5 or wrong)
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+                    got,
+                    want,
+                )
 
 
 def test_narrow_numbers_on_the_wire():

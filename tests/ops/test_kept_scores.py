@@ -45,6 +45,11 @@ def loss(h, kernel, bias, weights, columns, *, z_loss=0.0, **options):
     )
 
 
+# One program for each form, whatever the numbers are.
+step = jax.jit(
+    jax.value_and_grad(functools.partial(loss, z_loss=0.01), (0, 1, 2, 3)),
+    static_argnames=("form", "implementation"),
+)
 every_form = pytest.mark.parametrize("form", ["kept", "twice"])
 
 
@@ -52,7 +57,6 @@ every_form = pytest.mark.parametrize("form", ["kept", "twice"])
 @pytest.mark.parametrize("far", [False, True])
 def test_equals_the_other_form(far, form):
     arrays = operands(far=far)
-    step = jax.value_and_grad(functools.partial(loss, z_loss=0.01), (0, 1, 2, 3))
     with kernel_can_run():
         got = step(*arrays, form=form, implementation="mosaic_gpu")
     want = step(*arrays, implementation="xla")
@@ -72,9 +76,7 @@ def test_a_target_that_is_no_item_is_nan(form):
     *arrays, columns = operands(far=False)
     options = {"form": form, "implementation": "mosaic_gpu"}
     with kernel_can_run():
-        value, dh = jax.value_and_grad(loss)(
-            *arrays, columns.at[5].set(ITEMS), **options
-        )
+        value, (dh, *_) = step(*arrays, columns.at[5].set(ITEMS), **options)
     assert jnp.isnan(value) and jnp.isnan(dh[5]).all()
 
 
@@ -82,13 +84,12 @@ def test_negative_weights_and_rounded_operands_in_two_passes():
     h, kernel, bias, weights, columns = operands(far=False)
     h, kernel = h.astype(jnp.float32), kernel.astype(jnp.float32)
     weights = weights * jnp.where(jnp.arange(ROWS) % 4 == 1, -1, 1)
-    step = jax.value_and_grad(loss, (0, 1, 2))
     arrays = h, kernel, bias, weights, columns
     with kernel_can_run():
         got = step(*arrays, form="twice", implementation="mosaic_gpu")
     want = step(*arrays, implementation="xla")
     np.testing.assert_allclose(got[0], want[0], atol=1e-4)
-    for mine, other in zip(got[1], want[1], strict=True):
+    for mine, other in zip(got[1][:3], want[1][:3], strict=True):
         assert np.linalg.norm(mine - other) < 2**-6 * np.linalg.norm(other)
 
 

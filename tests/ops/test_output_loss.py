@@ -274,8 +274,9 @@ def check_per_example(rule, problem, **options):
 
 
 @both_kinds
-@pytest.mark.parametrize("implementation", ["xla", "xla_gpu"])
-@pytest.mark.parametrize("precision", ["highest", "high"])  # the default is above
+@pytest.mark.parametrize(  # the default is above
+    ("precision", "implementation"), [("highest", "xla"), ("high", "xla_gpu")]
+)
 def test_every_precision_equals_the_oracle(rule, precision, implementation):
     problem = make_problem(matrices.random_csr(6, 300), hidden=16)
     options = {"precision": precision, "implementation": implementation}

@@ -195,10 +195,16 @@ def test_one_wrong_index_in_the_last_block_is_seen_by_all():
     inner = dataclasses.replace(blocks.blocks, indices=indices)
     blocks = dataclasses.replace(blocks, blocks=inner)
     expected = [False] * 8 + [True] + [False] * 7
+
+    @jax.jit
+    def each(h, kernel, blocks):
+        loss = output_loss_per_example(h, kernel, None, blocks)
+        _, scores = top_k(h, kernel, None, 3, exclude=blocks)
+        ids = jnp.zeros((BATCH, 1), jnp.int32)
+        return loss, scores, metrics.recall_at_k(ids, blocks)
+
     with jax.set_mesh(mesh):
-        got = output_loss_per_example(arrays["h"], arrays["kernel"], None, blocks)
-        _, scores = top_k(arrays["h"], arrays["kernel"], None, 3, exclude=blocks)
-        recall = metrics.recall_at_k(jnp.zeros((BATCH, 1), jnp.int32), blocks)
+        got, scores, recall = each(arrays["h"], arrays["kernel"], blocks)
     assert jnp.isnan(got).tolist() == expected
     assert jnp.isnan(scores).all(axis=1).tolist() == expected
     assert jnp.isnan(recall).tolist() == expected

@@ -41,7 +41,6 @@ RULES = [
     optimizers.adam(0.01),
     optimizers.adamw(cosine(0.01), weight_decay=0.1),
 ]
-by_name = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 class Net(nnx.Module):
@@ -140,7 +139,11 @@ def kernel(model):
 CLOSE = {"rtol": 1e-6, "atol": 5e-6}
 
 
-@by_name
+# Without state, with state that does not move a row, and with what moves rows later: decay,
+# velocity, both. `test_rules` has the arithmetic of all.
+@pytest.mark.parametrize(
+    "rule", [RULES[i] for i in (0, 1, 3, 5, 6, 8, 10)], ids=lambda rule: rule.name
+)
 def test_equals_its_dense_twin(rule):
     (model, optimizer), twin = make(rule), make_twin(rule)
     batches = make_batches(200)

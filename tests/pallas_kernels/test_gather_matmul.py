@@ -127,7 +127,7 @@ def test_bad_entries_are_nan_in_their_row_only(run):
     np.testing.assert_array_equal(np.isnan(y).any(1), expected)
 
 
-@pytest.mark.parametrize("nse", [84, 70, 3])
+@pytest.mark.parametrize("nse", [70, 3])  # of 84
 def test_rows_that_do_not_fit_are_nan(run, nse):
     _, indices, indptr = make(LENGTHS, 17, padding=0)
     w = weights(17, 128)

@@ -16,7 +16,6 @@ from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.inplace import HostCopy, variables_of
-from sparsejax.optimizers.rules import NAMES
 from sparsejax.training.checkpoint import checksums
 from sparsejax.training.fit import fit
 
@@ -120,8 +119,10 @@ def test_a_mesh_trains_as_one_device_does(on_one_device):
     check_equal(trained((2, 4)), on_one_device)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rule_divides_the_items_over_all_devices(name):
+# Without state, with a number for a row, with weights that are not all of the state, and
+# with rows that decay. The state of the others lies as Adam's.
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "ftrl", "adamw"])
+def test_every_kind_of_state_divides_the_items_over_all_devices(name):
     rule = optimizers.get(name, learning_rate=1e-2)
     expected, _ = trained(None, rule, num_epochs=2)
     history, arrays = trained((2, 2), rule, num_epochs=2, fused=True)

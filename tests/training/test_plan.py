@@ -50,8 +50,11 @@ def large(network: sj.NetworkConfig, rule=SGD, **options: Any) -> sj.Plan:
     return small(network, rule, **{"inputs": 700_000, **options})
 
 
-@pytest.mark.parametrize("network", [DEEP, TIED], ids=["deep", "tied"])
-@pytest.mark.parametrize("name", ["sgd", "rmsprop", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("network", "name"),
+    [(DEEP, "sgd"), (TIED, "rmsprop"), (DEEP, "rowwise_adagrad"), (TIED, "adam")],
+    ids=["deep", "tied", "deep", "tied"],
+)
 def test_weights_and_state_are_those_of_real_arrays(network, name):
     rule = sj.optimizers.get(name, learning_rate=0.1)
     planned = plan(network, rule, inputs=1000, rows=10, entries=100)
