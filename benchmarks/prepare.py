@@ -6,9 +6,11 @@
 
 The first makes events in a folder (text users and items, integer times; the popularity of
 items falls as in a shop), prepares them in a process of its own, and writes
-`results/prepare.json`. With `--folder` the events stay there for the next time. Seconds of a
-core are the processor's, of all threads; peak memory is the whole process's (VmHWM). The
-load average says how busy the machine was with other work.
+`results/prepare.json`, or the file of `--output`. With `--folder` the events stay there for
+the next time. Seconds of a core are the processor's, of all threads; peak memory is the whole
+process's (VmHWM); peak disk is what the engine spills and what it has written, without the
+events, looked at each second. The load average says how busy the machine was with other work.
+Under `taskset` the engine takes as many threads as it has cores.
 
 The second needs the extra `spark` and Java. It times `sparsejax.spark.prepare` and plain SQL
 of Spark that does the same (deduplicate, count, rank, join, collect lists, write) in turn, in
@@ -48,20 +50,21 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20_000_000)
     parser.add_argument("--memory", default="4GB")
     parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     parser.add_argument("--spark", action="store_true")
     arguments = parser.parse_args()
     if arguments.spark:
-        return on_spark(arguments.events)
+        return _save(arguments.output, on_spark(arguments.events))
     with contextlib.ExitStack() as stack:
         folder = arguments.folder
         if folder is None:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         source = folder / f"events-{arguments.events}.parquet"
         if not source.exists():
             make_events(source, arguments.events)
         load = os.getloadavg()[0]
-        command = [sys.executable, __file__, "time", str(source), arguments.memory]
-        result = json.loads(subprocess.check_output(command))
+        result = watched(source, arguments.memory)
         size = source.stat().st_size
         load = [load, os.getloadavg()[0]]
     report = {
@@ -76,15 +79,15 @@ def main() -> None:
         **result,
         "events_per_core_second": round(arguments.events / result["core_seconds"]),
     }
-    _save(report)
+    _save(arguments.output, report)
 
 
-def _save(new: dict[str, Any]) -> None:
+def _save(path: pathlib.Path, new: dict[str, Any]) -> None:
     """Replaces the results of one kind; those of the other kind stay."""
-    old = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+    old = json.loads(path.read_text()) if path.exists() else {}
     kept = {"spark": old["spark"]} if "spark" in old else {}
     report = old | new if "spark" in new else new | kept
-    _RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(new, indent=2))
 
 
@@ -93,7 +96,8 @@ def make_events(path: pathlib.Path, count: int) -> None:
     rng = np.random.default_rng(0)
     users, items = count // _EVENTS_PER_USER + 1, count // _EVENTS_PER_ITEM + 1
     fields = {"user": pa.string(), "item": pa.string(), "time": pa.int64()}
-    with pq.ParquetWriter(path, pa.schema(list(fields.items()))) as writer:
+    unfinished = path.with_suffix(".tmp")
+    with pq.ParquetWriter(unfinished, pa.schema(list(fields.items()))) as writer:
         for start in range(0, count, _BLOCK):
             size = min(_BLOCK, count - start)
             user = rng.integers(0, users, size)
@@ -102,11 +106,37 @@ def make_events(path: pathlib.Path, count: int) -> None:
             writer.write_table(
                 pa.table([*columns, np.arange(start, start + size)], list(fields))
             )
+    unfinished.rename(path)
 
 
 def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
     texts = pa.array(numbers).cast(pa.string())
     return pc.call_function("binary_join_element_wise", [pa.scalar(prefix), texts, ""])
+
+
+def watched(source: pathlib.Path, memory: str) -> dict[str, float]:
+    """The results of `timed` in another process, and the peak of its files."""
+    command = [sys.executable, __file__, "time", str(source), memory]
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            peak = max(peak, _disk_bytes(source.parent, but=source))
+        assert process.stdout is not None
+        result = process.stdout.read()
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return json.loads(result) | {"peak_disk_bytes": peak}
+
+
+def _disk_bytes(folder: pathlib.Path, but: pathlib.Path) -> int:
+    """What the files below a folder take on disk, without one of them."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the engine removes its files
+            if path.is_file() and path != but:
+                total += path.stat().st_blocks * 512
+    return total
 
 
 def timed(path: str, memory: str) -> dict[str, float]:
@@ -125,7 +155,7 @@ def timed(path: str, memory: str) -> dict[str, float]:
     }
 
 
-def on_spark(events: int) -> None:
+def on_spark(events: int) -> dict[str, Any]:
     """Times Spark: what this package does, and plain SQL."""
     import pyspark
     from pyspark.sql import SparkSession
@@ -173,7 +203,7 @@ def on_spark(events: int) -> None:
         "all": found,
         "events_per_core_second": round(events / seconds / cores),
     }
-    _save({"spark": report})
+    return {"spark": report}
 
 
 def plain_sql(frame: Any, out: str) -> None:
