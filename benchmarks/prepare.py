@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import duckdb
@@ -174,38 +176,60 @@ def on_spark(events: int) -> dict[str, Any]:
     for name, value in settings.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
-    found: dict[str, list[float]] = {"seconds": [], "sql_seconds": []}
+    found: dict[str, list[float]] = {}
+
+    def measure(name: str, call: Callable[[], Any]) -> None:
+        start, cpu = time.perf_counter(), _core_seconds()
+        call()
+        seconds, cores = time.perf_counter() - start, _core_seconds() - cpu
+        found.setdefault(f"{name}seconds", []).append(round(seconds, 2))
+        found.setdefault(f"{name}core_seconds", []).append(round(cores, 2))
+
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "events.parquet")
         make_events(source, events)
         frame = session.read.parquet(str(source))
-        for turn in range(4):  # the first one warms up
-            start = time.perf_counter()
-            plain_sql(frame, f"{folder}/sql{turn}")
-            middle = time.perf_counter()
-            sj.spark.prepare(frame, f"{folder}/out{turn}")
-            end = time.perf_counter()
-            if turn:
-                found["sql_seconds"].append(round(middle - start, 2))
-                found["seconds"].append(round(end - middle, 2))
+        for turn in range(4):
+            if turn == 1:
+                found.clear()  # the first one warmed up
+            sql, out = f"{folder}/sql{turn}", f"{folder}/out{turn}"
+            measure("sql_", functools.partial(plain_sql, frame, sql))
+            measure("", functools.partial(sj.spark.prepare, frame, out))
     session.stop()
-    seconds, sql_seconds = (
-        float(np.median(found[k])) for k in ("seconds", "sql_seconds")
-    )
+    load.append(os.getloadavg()[0])
+    median = {name: float(np.median(values)) for name, values in found.items()}
     report = {
         "date": datetime.date.today().isoformat(),
         "command": f"python benchmarks/prepare.py --spark --events {events}",
         "versions": {"pyspark": pyspark.__version__, "pyarrow": pa.__version__},
         "cores": cores,
-        "load_average": os.getloadavg()[0],
+        "load_average_before_and_after": [round(each, 1) for each in load],
         "events": events,
-        "seconds": seconds,
-        "sql_seconds": sql_seconds,
-        "ratio": round(seconds / sql_seconds, 2),
+        **median,
+        "ratio": round(median["seconds"] / median["sql_seconds"], 2),
+        "core_ratio": round(median["core_seconds"] / median["sql_core_seconds"], 2),
         "all": found,
-        "events_per_core_second": round(events / seconds / cores),
+        "events_per_core_second": round(events / median["core_seconds"]),
     }
     return {"spark": report}
+
+
+def _core_seconds() -> float:
+    """What this process, those that it has started and theirs have taken of processors."""
+    parents, ticks = {}, {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            process = int(path.parent.name)
+            parents[process] = int(fields[1])
+            ticks[process] = sum(map(int, fields[11:15]))  # with children that ended
+    total, below = 0, [os.getpid()]
+    while below:
+        process = below.pop()
+        total += ticks[process]
+        below += [child for child, parent in parents.items() if parent == process]
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def plain_sql(frame: Any, out: str) -> None:
