@@ -6,9 +6,11 @@
 
 The first makes events in a folder (text users and items, integer times; the popularity of
 items falls as in a shop), prepares them in a process of its own, and writes
-`results/prepare.json`. With `--folder` the events stay there for the next time. Seconds of a
-core are the processor's, of all threads; peak memory is the whole process's (VmHWM). The
-load average says how busy the machine was with other work.
+`results/prepare.json`, or the file of `--output`. With `--folder` the events stay there for
+the next time. Seconds of a core are the processor's, of all threads; peak memory is the whole
+process's (VmHWM); peak disk is what the engine spills and what it has written, without the
+events, looked at each second. The load average says how busy the machine was with other work.
+Under `taskset` the engine takes as many threads as it has cores.
 
 The second needs the extra `spark` and Java. It times `sparsejax.spark.prepare` and plain SQL
 of Spark that does the same (deduplicate, count, rank, join, collect lists, write) in turn, in
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -27,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import duckdb
@@ -48,20 +52,21 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20_000_000)
     parser.add_argument("--memory", default="4GB")
     parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     parser.add_argument("--spark", action="store_true")
     arguments = parser.parse_args()
     if arguments.spark:
-        return on_spark(arguments.events)
+        return _save(arguments.output, on_spark(arguments.events))
     with contextlib.ExitStack() as stack:
         folder = arguments.folder
         if folder is None:
             folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         source = folder / f"events-{arguments.events}.parquet"
         if not source.exists():
             make_events(source, arguments.events)
         load = os.getloadavg()[0]
-        command = [sys.executable, __file__, "time", str(source), arguments.memory]
-        result = json.loads(subprocess.check_output(command))
+        result = watched(source, arguments.memory)
         size = source.stat().st_size
         load = [load, os.getloadavg()[0]]
     report = {
@@ -76,15 +81,15 @@ def main() -> None:
         **result,
         "events_per_core_second": round(arguments.events / result["core_seconds"]),
     }
-    _save(report)
+    _save(arguments.output, report)
 
 
-def _save(new: dict[str, Any]) -> None:
+def _save(path: pathlib.Path, new: dict[str, Any]) -> None:
     """Replaces the results of one kind; those of the other kind stay."""
-    old = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
+    old = json.loads(path.read_text()) if path.exists() else {}
     kept = {"spark": old["spark"]} if "spark" in old else {}
     report = old | new if "spark" in new else new | kept
-    _RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(new, indent=2))
 
 
@@ -93,7 +98,8 @@ def make_events(path: pathlib.Path, count: int) -> None:
     rng = np.random.default_rng(0)
     users, items = count // _EVENTS_PER_USER + 1, count // _EVENTS_PER_ITEM + 1
     fields = {"user": pa.string(), "item": pa.string(), "time": pa.int64()}
-    with pq.ParquetWriter(path, pa.schema(list(fields.items()))) as writer:
+    unfinished = path.with_suffix(".tmp")
+    with pq.ParquetWriter(unfinished, pa.schema(list(fields.items()))) as writer:
         for start in range(0, count, _BLOCK):
             size = min(_BLOCK, count - start)
             user = rng.integers(0, users, size)
@@ -102,11 +108,37 @@ def make_events(path: pathlib.Path, count: int) -> None:
             writer.write_table(
                 pa.table([*columns, np.arange(start, start + size)], list(fields))
             )
+    unfinished.rename(path)
 
 
 def _named(prefix: str, numbers: np.ndarray) -> pa.Array:
     texts = pa.array(numbers).cast(pa.string())
     return pc.call_function("binary_join_element_wise", [pa.scalar(prefix), texts, ""])
+
+
+def watched(source: pathlib.Path, memory: str) -> dict[str, float]:
+    """The results of `timed` in another process, and the peak of its files."""
+    command = [sys.executable, __file__, "time", str(source), memory]
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            peak = max(peak, _disk_bytes(source.parent, but=source))
+        assert process.stdout is not None
+        result = process.stdout.read()
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return json.loads(result) | {"peak_disk_bytes": peak}
+
+
+def _disk_bytes(folder: pathlib.Path, but: pathlib.Path) -> int:
+    """What the files below a folder take on disk, without one of them."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # the engine removes its files
+            if path.is_file() and path != but:
+                total += path.stat().st_blocks * 512
+    return total
 
 
 def timed(path: str, memory: str) -> dict[str, float]:
@@ -125,11 +157,13 @@ def timed(path: str, memory: str) -> dict[str, float]:
     }
 
 
-def on_spark(events: int) -> None:
+def on_spark(events: int) -> dict[str, Any]:
     """Times Spark: what this package does, and plain SQL."""
     import pyspark
     from pyspark.sql import SparkSession
 
+    # Spark would take the `python3` that it finds.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     cores = len(os.sched_getaffinity(0))
     builder = SparkSession.builder.master(f"local[{cores}]")
     settings = {
@@ -142,58 +176,84 @@ def on_spark(events: int) -> None:
     for name, value in settings.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
-    found: dict[str, list[float]] = {"seconds": [], "sql_seconds": []}
+    found: dict[str, list[float]] = {}
+
+    def measure(name: str, call: Callable[[], Any]) -> None:
+        start, cpu = time.perf_counter(), _core_seconds()
+        call()
+        seconds, cores = time.perf_counter() - start, _core_seconds() - cpu
+        found.setdefault(f"{name}seconds", []).append(round(seconds, 2))
+        found.setdefault(f"{name}core_seconds", []).append(round(cores, 2))
+
+    load = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder, "events.parquet")
         make_events(source, events)
         frame = session.read.parquet(str(source))
-        for turn in range(4):  # the first one warms up
-            start = time.perf_counter()
-            plain_sql(frame, f"{folder}/sql{turn}")
-            middle = time.perf_counter()
-            sj.spark.prepare(frame, f"{folder}/out{turn}")
-            end = time.perf_counter()
-            if turn:
-                found["sql_seconds"].append(round(middle - start, 2))
-                found["seconds"].append(round(end - middle, 2))
+        for turn in range(4):
+            if turn == 1:
+                found.clear()  # the first one warmed up
+            sql, out = f"{folder}/sql{turn}", f"{folder}/out{turn}"
+            measure("sql_", functools.partial(plain_sql, frame, sql))
+            measure("", functools.partial(sj.spark.prepare, frame, out))
     session.stop()
-    seconds, sql_seconds = (
-        float(np.median(found[k])) for k in ("seconds", "sql_seconds")
-    )
+    load.append(os.getloadavg()[0])
+    median = {name: float(np.median(values)) for name, values in found.items()}
     report = {
         "date": datetime.date.today().isoformat(),
         "command": f"python benchmarks/prepare.py --spark --events {events}",
         "versions": {"pyspark": pyspark.__version__, "pyarrow": pa.__version__},
         "cores": cores,
-        "load_average": os.getloadavg()[0],
+        "load_average_before_and_after": [round(each, 1) for each in load],
         "events": events,
-        "seconds": seconds,
-        "sql_seconds": sql_seconds,
-        "ratio": round(seconds / sql_seconds, 2),
+        **median,
+        "ratio": round(median["seconds"] / median["sql_seconds"], 2),
+        "core_ratio": round(median["core_seconds"] / median["sql_core_seconds"], 2),
         "all": found,
-        "events_per_core_second": round(events / seconds / cores),
+        "events_per_core_second": round(events / median["core_seconds"]),
     }
-    _save({"spark": report})
+    return {"spark": report}
+
+
+def _core_seconds() -> float:
+    """What this process, those that it has started and theirs have taken of processors."""
+    parents, ticks = {}, {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            process = int(path.parent.name)
+            parents[process] = int(fields[1])
+            ticks[process] = sum(map(int, fields[11:15]))  # with children that ended
+    total, below = 0, [os.getpid()]
+    while below:
+        process = below.pop()
+        total += ticks[process]
+        below += [child for child, parent in parents.items() if parent == process]
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def plain_sql(frame: Any, out: str) -> None:
-    """What a user of Spark would write."""
+    """What a user of Spark would write, in the quickest form of some that were tried.
+
+    One shuffle, by user, serves to deduplicate and to collect.
+    """
     session = frame.sparkSession
-    pairs = session.sql("SELECT user, item FROM {frame} GROUP BY ALL", frame=frame)
-    pairs.persist()
-    codes = session.sql(
+    pairs = session.sql(
+        "SELECT DISTINCT user, item "
+        "FROM (SELECT user, item FROM {frame} DISTRIBUTE BY user)",
+        frame=frame,
+    ).persist()
+    session.sql(
         "SELECT item, n, row_number() OVER (ORDER BY n DESC, item) - 1 AS code FROM "
         "(SELECT item, count(*) AS n FROM {pairs} GROUP BY item)",
         pairs=pairs,
-    ).persist()
-    codes.write.parquet(f"{out}/vocabulary")
+    ).write.parquet(f"{out}/vocabulary")
     session.sql(
         "SELECT user AS row, sort_array(collect_list(code)) AS indices "
         "FROM {pairs} JOIN {codes} USING (item) GROUP BY user",
         pairs=pairs,
-        codes=codes,
+        codes=session.read.parquet(f"{out}/vocabulary"),
     ).write.parquet(f"{out}/train")
-    codes.unpersist()
     pairs.unpersist()
 
 

@@ -5,6 +5,7 @@ import dataclasses
 
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow as pa
 from contents import Contents, contents
 
 import sparsejax as sj
@@ -61,6 +62,18 @@ def tables(draw):
     )
     columns = zip(*events, strict=True)
     return dict(zip(("user", "item", "value", "time"), map(list, columns), strict=True))
+
+
+def many_events() -> pa.Table:
+    """Events with a user of most items, an item in a third, and values that add up."""
+    rng = np.random.default_rng(0)
+    item = rng.integers(0, 1500, 6000)
+    item[rng.random(6000) < 1 / 3] = 7
+    user = rng.integers(0, 400, 6000)
+    user[:1500], item[:1500] = 3, np.arange(1500)
+    value, when = rng.integers(1, 9, 6000) / 2, rng.permutation(6000)
+    table = {"user": user, "item": item, "value": value, "when": when}
+    return pa.table(table)
 
 
 def expected(whole: sj.SparseDataset, kind: str):

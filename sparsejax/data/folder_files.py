@@ -20,7 +20,7 @@ from sparsejax.data import arrow
 from sparsejax.data.files import shown
 from sparsejax.data.folder import MANIFEST, PART_KEY, DataFile, Manifest, Part
 from sparsejax.data.names import Names, to_arrow
-from sparsejax.data.stores import Place, crc32
+from sparsejax.data.stores import Place, crc32, path_of
 
 # Entries of a row group, which is read as a whole, and of a file.
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
@@ -341,4 +341,4 @@ def _written(
     """What a manifest says of a file that is open and complete."""
     file.flush()
     size = file.tell()
-    return DataFile(path=name, size=size, crc32=crc32(file.name), groups=groups)
+    return DataFile(path=name, size=size, crc32=crc32(path_of(file)), groups=groups)

@@ -323,6 +323,10 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
         duckdb.connect() as engine,
     ):
         engine.execute("SET temp_directory = $1", [spill])
+        # By itself it takes a thread for each core of the machine, also under `taskset`.
+        [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
+        cores = len(os.sched_getaffinity(0))
+        engine.execute("SET threads = $1", [min(threads, cores)])
         engine.execute("SET preserve_insertion_order = false")
         if memory is not None:
             try:

@@ -134,12 +134,12 @@ class Place:
                 file.flush()
                 os.fsync(file.fileno())
             return
-        with tempfile.NamedTemporaryFile() as file:
+        with tempfile.TemporaryFile() as file:  # nothing stays if the process is killed
             yield file
             file.flush()
             # In one call: if a signal raised within it, what was sent would become the file.
             pa.fs.copy_files(
-                file.name,
+                path_of(file),
                 self.inner,
                 source_filesystem=pa.fs.LocalFileSystem(),
                 destination_filesystem=self.filesystem,
@@ -167,6 +167,11 @@ def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
     except (pa.ArrowException, OSError) as error:
         first = str(error).partition("\n")[0]
         raise DataError.at(path, f"{problem}: {first}") from error
+
+
+def path_of(file: IO[bytes]) -> str:
+    """The path of an open file, in this process; also of one that has no name."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def crc32(path: str) -> int:

@@ -172,8 +172,11 @@ def test_preparing_that_is_killed_at_any_point(store, tmp_path, small_groups):
     pq.write_table(events(), tmp_path / "events.parquet")
     sj.prepare(events(), store.at("whole"))
     whole = everything(store, "whole")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
     with subprocess.Popen(
         [sys.executable, "-c", PREPARES, str(tmp_path / "events.parquet")],
+        env=os.environ | {"TMPDIR": str(scratch)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -207,6 +210,8 @@ def test_preparing_that_is_killed_at_any_point(store, tmp_path, small_groups):
         assert status("again")[0] == 0
         assert everything(store, "again") == whole
         process.stdin.close()
+    # The engine's own folder alone is left.
+    assert all(path.name.startswith(".sparsejax-") for path in scratch.iterdir())
 
 
 @pytest.mark.parametrize(

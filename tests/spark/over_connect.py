@@ -1,23 +1,28 @@
-"""Prepares a file of events by Spark Connect, which a process has besides no other Spark.
+"""Prepares, predicts and recommends by Spark Connect, in a process with no other Spark.
 
-python over_connect.py EVENTS OUT CHECKPOINTS
+python over_connect.py EVENTS PREDICTOR OUT RECOMMENDATIONS FRAME CHECKPOINTS
 """
 
 import sys
 
 from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 
 import sparsejax as sj
 
 
-def main(events: str, out: str, *checkpoints: str) -> None:
+def main(
+    events: str, predictor: str, out: str, parts: str, frame: str, checkpoints: str
+) -> None:
     builder = SparkSession.builder.remote("local[2]")
-    for folder in checkpoints:
-        builder = builder.config("spark.checkpoint.dir", folder)
+    builder = builder.config("spark.checkpoint.dir", checkpoints)
     session = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
+    table = session.read.parquet(events)
     # An indeterminate plan.
-    frame = session.read.parquet(events).repartition(3)
-    print(sj.spark.prepare(frame, out, split_last=1, time="when"))
+    print(sj.spark.prepare(table.repartition(3), out, split_last=1, time="when"))
+    sj.spark.predict(session, predictor, out, parts, k=3, parts=2, indicator=True)
+    histories = table.groupBy("user").agg(F.collect_set("item").alias("items"))
+    sj.spark.recommend(histories, predictor).write.parquet(frame)
     session.stop()
 
 

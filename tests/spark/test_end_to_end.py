@@ -18,13 +18,13 @@ from spark_processes import processes_below
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.data import folder_files
+from sparsejax.spark import preparation
 
 pytest.importorskip("pyspark")
 # Spark starts Java by a fork.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
-K, PARTS = 5, 6
+K, PARTS, ENTRIES = 5, 6, 4000
 OPTIONS = ["--hidden", "4", "--linear", "None", "--batch-size", "64", "--epochs", "8"]
 OPTIONS += ["--optimizer", "sgd", "--checkpoint-seconds", "0"]  # compiles fastest
 
@@ -35,9 +35,8 @@ def store(bucket) -> pa.fs.FileSystem:
 
 
 @pytest.fixture(scope="module")
-def shop(bucket, store) -> str:
-    """The address of a prepared folder, whose log is in the store, too."""
-    address, query = bucket
+def shop(session, bucket, store) -> str:
+    """The address of a folder that Spark prepared, of a log that is in the store, too."""
     rng = np.random.default_rng(0)
     log = pa.table(
         {
@@ -46,14 +45,13 @@ def shop(bucket, store) -> str:
         }
     )
     pq.write_table(log, "shop/log.parquet", filesystem=store)
+    # Spark itself would read from the store with jars that pyspark lacks.
+    frame = session.createDataFrame(pq.read_table("shop/log.parquet", filesystem=store))
+    address = "/prepared".join(bucket)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder_files, "GROUP_ENTRIES", 400)
-        sj.prepare(
-            f"{address}/log.parquet{query}",
-            f"{address}/prepared{query}",
-            split_fraction=0.8,
-        )
-    return f"{address}/prepared{query}"
+        patch.setattr(preparation, "TASK_ENTRIES", ENTRIES // PARTS)
+        sj.spark.prepare(frame, address, split_fraction=0.8)
+    return address
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,23 @@
 """Data sets that Spark prepares as folders: the same as `read` and DuckDB give."""
 
+import concurrent.futures
+import contextlib
 import datetime
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from contents import contents
-from event_tables import entries, expected, frequent, tables
+from event_tables import entries, expected, frequent, many_events, tables
 from hypothesis import given
 from spark_processes import processes_below
 
@@ -70,25 +70,9 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
             np.testing.assert_array_equal(data.left_out, left_out)
 
 
-def many_events() -> pa.Table:
-    """Events with a user of most items, an item in a third, and values that add up."""
-    rng = np.random.default_rng(0)
-    item = rng.integers(0, 1500, 6000)
-    item[rng.random(6000) < 1 / 3] = 7
-    user = rng.integers(0, 400, 6000)
-    user[:1500], item[:1500] = 3, np.arange(1500)
-    value, when = rng.integers(1, 9, 6000) / 2, rng.permutation(6000)
-    table = {"user": user, "item": item, "value": value, "when": when}
-    return pa.table(table)
-
-
-def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
-    """Into a store, with a vocabulary that is sorted in several ranges."""
-    address, query = bucket
-    out = f"{address}/killed{query}"
-    monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
-    session.conf.set("spark.sql.adaptive.coalescePartitions.enabled", "false")
-    session.conf.set("spark.sql.shuffle.partitions", "4")
+@contextlib.contextmanager
+def an_executor_dies(out) -> Iterator[None]:
+    """Within it, an executor is killed as soon as some parts are written."""
     killed = []
 
     def kill_one() -> None:
@@ -103,14 +87,27 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     killer = threading.Thread(target=kill_one)
     killer.start()
     try:
-        events = many_events()
-        frame = session.createDataFrame(events)
-        manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
+        yield
     finally:
         killer.join()
+    assert killed
+
+
+def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
+    """Into a store, with a vocabulary that is sorted in several ranges."""
+    address, query = bucket
+    out = f"{address}/killed{query}"
+    monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
+    session.conf.set("spark.sql.adaptive.coalescePartitions.enabled", "false")
+    session.conf.set("spark.sql.shuffle.partitions", "4")
+    events = many_events()
+    try:
+        with an_executor_dies(out):
+            frame = session.createDataFrame(events)
+            manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
+    finally:
         session.conf.set("spark.sql.adaptive.coalescePartitions.enabled", "true")
         session.conf.set("spark.sql.shuffle.partitions", "2")
-    assert killed
     names = Place.of(out).below("train").names()
     assert sorted(file.path for file in manifest.train) == sorted(
         f"train/{name}" for name in names
@@ -122,32 +119,6 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
         assert entries(found) == entries(data)
         assert found.feature_names.tolist() == data.feature_names.tolist()
         assert len(set(found.row_names.tolist())) == found.num_rows
-
-
-def test_over_connect_into_a_store(java, bucket, tmp_path):
-    address, query = bucket
-    pq.write_table(many_events(), tmp_path / "events.parquet")
-    script = pathlib.Path(__file__).with_name("over_connect.py")
-    secret = "://nobody:nothing@"
-    out = address.replace("://", secret) + f"/connected{query}"
-    root = str(pathlib.Path(__file__).parents[2])
-    path = f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ran = subprocess.run(
-        [sys.executable, script, tmp_path / "events.parquet", out, tmp_path / "kept"],
-        env=os.environ | {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    manifest = Place.of(f"{address}/connected{query}").below("manifest.json").read()
-    assert manifest is not None and b"nothing" not in manifest
-    assert "nothing" not in ran.stdout + ran.stderr
-    assert any((tmp_path / "kept").rglob("part-*"))
-    train, heldout = sj.from_arrow(many_events(), time="when").split_last(1)
-    for part, data in (("train", train), ("test", heldout)):
-        found = sj.read(f"{address}/connected/{part}{query}")
-        assert entries(found) == entries(data)
 
 
 def test_wrong_events(session, tmp_path):
@@ -262,8 +233,55 @@ def test_two_calls_at_once_and_again(session, tmp_path, monkeypatch):
     assert before == {p: p.read_bytes() for p in (tmp_path / "out" / "train").iterdir()}
 
 
+def test_tasks_that_run_twice_at_once(session, tmp_path, monkeypatch):
+    """As speculation does: Spark never runs both attempts on one host, so this test does."""
+    monkeypatch.setattr(preparation, "TASK_ENTRIES", 1000)
+    map_batches = preparation.map_batches
+
+    def twice(frame, function, schema):
+        def both(batches):
+            given = list(batches)
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                first, second = (
+                    threads.submit(lambda: list(function(iter(given))))
+                    for _ in range(2)
+                )
+            assert first.result() == second.result()
+            yield from second.result()
+
+        return map_batches(frame, both, schema)
+
+    monkeypatch.setattr(preparation, "map_batches", twice)
+    events = many_events()
+    manifest = sj.spark.prepare(session.createDataFrame(events), tmp_path / "out")
+    assert entries(sj.read(tmp_path / "out")) == entries(sj.from_arrow(events))
+    written = [*(tmp_path / "out" / "train").iterdir()]
+    assert len(written) == len(manifest.train) > 3
+
+
+def test_an_executor_dies_and_the_frame_is_another_one(session, tmp_path, monkeypatch):
+    """Which rows `limit` takes depends on which come first."""
+    monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
+    frame = session.createDataFrame(many_events()).repartition(4).limit(5500)
+    out = tmp_path / "out"
+    with (
+        an_executor_dies(out),
+        pytest.raises(RuntimeError, match="Write the frame to a table first"),
+    ):
+        sj.spark.prepare(frame, out, indicator=True)
+    assert not (out / "manifest.json").exists()
+
+
 def test_workers_of_another_version(session, tmp_path, monkeypatch):
     frame = session.createDataFrame(pa.table({"user": ["a"], "item": ["x"]}))
-    monkeypatch.setattr(sj, "__version__", "9.9")
-    with pytest.raises(RuntimeError, match=r"driver has .*9\.9, but a worker has"):
+    with monkeypatch.context() as patch:
+        patch.setattr(sj, "__version__", "9.9")
+        with pytest.raises(RuntimeError, match=r"driver has .*9\.9, but a worker has"):
+            sj.spark.prepare(frame, tmp_path / "out")
+    # What the driver tells workers of itself.
+    monkeypatch.setattr(session.sparkContext, "pythonVer", "3.99")
+    with pytest.raises(
+        RuntimeError, match=r"have another minor version of Python\. The"
+    ):
         sj.spark.prepare(frame, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
