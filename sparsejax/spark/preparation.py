@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import DECIMAL, Features, are_floats
@@ -23,17 +22,12 @@ from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
     MANIFEST,
     VERSION,
-    DataFile,
     Manifest,
-    Part,
     vocabulary_file,
     vocabulary_hash,
 )
 from sparsejax.data.folder_files import (
-    SortedEntries,
     finish,
-    whole_users,
-    write_rows,
 )
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.preparation import (
@@ -49,6 +43,7 @@ from sparsejax.data.preparation import (
 from sparsejax.data.stores import Place
 from sparsejax.data.vocabulary import hand_starts
 from sparsejax.spark.events import PATH, FrameEvents, count_wrong, frame_events
+from sparsejax.spark.row_writing import WRITTEN, Found, Write
 from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 
 # Entries that a task writes: a row group at first, and more where there would be more than
@@ -56,12 +51,7 @@ from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 TASK_ENTRIES, MANY_TASKS, MANY_ENTRIES = 2**20, 256, 2**24
 
 _BROADCAST_ITEMS = 2**20  # up to here all workers get the codes of all items
-_BLOCK = 2**18  # entries that a task sorts into rows at a time
 _INDEX_BITS = 33  # of `monotonically_increasing_id`: the place in a partition
-
-_WRITTEN = pa.schema(
-    {"part": pa.string(), "files": pa.string(), "left_out": pa.int64()}
-)
 
 
 def prepare(
@@ -212,9 +202,9 @@ class _Preparation:
         )
         identity = self._identity(facts, vocabulary_hash(names), num_tasks)
         counted = with_left_out(self.cut, known, some_unknown)
-        write = _Write(out, identity, self.cut, before, counted, num_tasks)
+        write = Write(out, identity, self.cut, before, counted, num_tasks)
         entries = self._entries(pairs, codes, len(names), num_tasks)
-        found = _Found.of(map_batches(entries, write, _WRITTEN).collect())
+        found = Found.of(map_batches(entries, write, WRITTEN).collect())
         if found.entries != facts.entries:
             raise RuntimeError(
                 f"the frame was another one when Spark computed it again: {facts.entries:,} "
@@ -494,128 +484,6 @@ class _Hash:
             assert keys is not None
             key = arrow.from_numbers(keys.view(np.int64))
             yield pa.record_batch([items.cast(pa.string()), codes, key], schema=_HASHED)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Write:
-    """Writes the rows of a partition, in a task.
-
-    Attributes:
-      out: the folder.
-      identity: of the folder.
-      cut: how entries are split.
-      before: the time of the split, as entries have it.
-      counted: the parts to write; see `write_rows`.
-      num_tasks: number of partitions.
-    """
-
-    out: str
-    identity: str
-    cut: Cut
-    before: Any
-    counted: Mapping[Part, bool]
-    num_tasks: int
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext
-
-        task = TaskContext.get()
-        assert task is not None
-        # The files of a user with very many entries have numbers of no other task.
-        numbers = range(task.partitionId(), 2**31, self.num_tasks)
-        writers = write_rows(
-            self._users(batches),
-            Place.of(self.out),
-            self.identity,
-            self.counted,
-            numbers=numbers,
-        )
-        for part, writer in writers.items():
-            files = json.dumps([dataclasses.asdict(file) for file in writer.files])
-            yield pa.record_batch([[part], [files], [writer.left_out]], schema=_WRITTEN)
-
-    def _users(
-        self, batches: Iterator[pa.RecordBatch]
-    ) -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
-        waiting: list[pa.Array] = []  # the names of users that were read
-        first = 0  # the number of the first of them
-        for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
-            count = int(entries.users[-1]) + 1 - first
-            first += count
-            names = pa.concat_arrays(waiting)
-            waiting[:] = [names[count:]]
-            names = names[:count]
-            keys = entries.keys
-            if keys is not None and self.cut.fraction is not None:
-                keys = keys.view(np.uint64)
-            yield entries, names, self.cut.held_out(entries, names, keys, self.before)
-
-
-def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in larger batches."""
-    waiting: list[pa.RecordBatch] = []
-    for batch in batches:
-        waiting.append(batch)
-        if sum(map(len, waiting)) >= _BLOCK:
-            yield pa.concat_batches(waiting)
-            waiting = []
-    if waiting:
-        yield pa.concat_batches(waiting)
-
-
-def _numbered_users(
-    blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
-) -> Iterator[SortedEntries]:
-    """Entries with users as numbers from 0. Their names are added to `names`."""
-    number, last = -1, None
-    for block in blocks:
-        if not len(block):
-            continue
-        column = block.column("name").cast(pa.large_string())
-        differ = pc.call_function("not_equal", [column[1:], column[:-1]])
-        is_new = np.append(column[0].as_py() != last, differ.to_numpy(False))
-        names.append(column.filter(pa.array(is_new)))
-        users = number + np.cumsum(is_new, dtype=np.int64)
-        number, last = int(users[-1]), column[-1].as_py()
-        numbers = pa.array(users)
-        yield SortedEntries.of(block.append_column("number", numbers))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """What tasks wrote.
-
-    Attributes:
-      files: of each part, in order.
-      left_out: number of entries of unknown items, of each part.
-    """
-
-    files: Mapping[Part, tuple[DataFile, ...]]
-    left_out: Mapping[Part, int]
-
-    @classmethod
-    def of(cls, rows: list[Any]) -> _Found:
-        """From the rows of `_WRITTEN`."""
-        files: dict[Part, list[DataFile]] = {"train": [], "test": []}
-        left_out: dict[Part, int] = {"train": 0, "test": 0}
-        for part, text, count in rows:
-            left_out[part] += count
-            for file in json.loads(text):
-                groups = tuple(tuple(group) for group in file["groups"])
-                files[part].append(DataFile(**file | {"groups": groups}))
-        in_order = {
-            part: tuple(sorted(some, key=lambda file: file.path))
-            for part, some in files.items()
-        }
-        return cls(in_order, left_out)
-
-    @property
-    def entries(self) -> int:
-        """Number of entries, with those that were left out."""
-        groups = [
-            g for some in self.files.values() for file in some for g in file.groups
-        ]
-        return sum(count for _, count in groups) + sum(self.left_out.values())
 
 
 def _finish(

@@ -71,16 +71,17 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
 
 
 @contextlib.contextmanager
-def an_executor_dies(out) -> Iterator[None]:
-    """Within it, an executor is killed as soon as some parts are written."""
+def executors_die(out, count: int) -> Iterator[None]:
+    """Within it, some executors are killed as soon as some parts are written."""
     killed = []
 
     def kill_one() -> None:
         parts = Place.of(out).below("train")
         for _ in range(3000):
             if len(parts.names()) > 2:
-                killed.append(processes_below(os.getpid(), "executor")[0])
-                os.kill(killed[0], signal.SIGKILL)
+                killed.extend(processes_below(os.getpid(), "executor")[:count])
+                for process in killed:
+                    os.kill(process, signal.SIGKILL)
                 return
             time.sleep(0.02)
 
@@ -102,7 +103,7 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     session.conf.set("spark.sql.shuffle.partitions", "4")
     events = many_events()
     try:
-        with an_executor_dies(out):
+        with executors_die(out, 1):
             frame = session.createDataFrame(events)
             manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
     finally:
@@ -259,13 +260,13 @@ def test_tasks_that_run_twice_at_once(session, tmp_path, monkeypatch):
     assert len(written) == len(manifest.train) > 3
 
 
-def test_an_executor_dies_and_the_frame_is_another_one(session, tmp_path, monkeypatch):
+def test_executors_die_and_the_frame_is_another_one(session, tmp_path, monkeypatch):
     """Which rows `limit` takes depends on which come first."""
     monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
     frame = session.createDataFrame(many_events()).repartition(4).limit(5500)
     out = tmp_path / "out"
     with (
-        an_executor_dies(out),
+        executors_die(out, 2),  # one has all that `limit` took
         pytest.raises(RuntimeError, match="Write the frame to a table first"),
     ):
         sj.spark.prepare(frame, out, indicator=True)

@@ -1,0 +1,143 @@
+"""Rows of a prepared folder, written by the tasks of Spark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sparsejax.data.folder import DataFile, Part
+from sparsejax.data.folder_files import SortedEntries, whole_users, write_rows
+from sparsejax.data.preparation import Cut
+from sparsejax.data.stores import Place
+
+_BLOCK = 2**18  # entries that a task sorts into rows at a time
+
+WRITTEN = pa.schema({"part": pa.string(), "files": pa.string(), "left_out": pa.int64()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Write:
+    """Writes the rows of a partition, in a task.
+
+    Attributes:
+      out: the folder.
+      identity: of the folder.
+      cut: how entries are split.
+      before: the time of the split, as entries have it.
+      counted: the parts to write; see `write_rows`.
+      num_tasks: number of partitions.
+    """
+
+    out: str
+    identity: str
+    cut: Cut
+    before: Any
+    counted: Mapping[Part, bool]
+    num_tasks: int
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        task = TaskContext.get()
+        assert task is not None
+        # The files of a user with very many entries have numbers of no other task.
+        numbers = range(task.partitionId(), 2**31, self.num_tasks)
+        writers = write_rows(
+            self._users(batches),
+            Place.of(self.out),
+            self.identity,
+            self.counted,
+            numbers=numbers,
+        )
+        for part, writer in writers.items():
+            files = json.dumps([dataclasses.asdict(file) for file in writer.files])
+            yield pa.record_batch([[part], [files], [writer.left_out]], schema=WRITTEN)
+
+    def _users(
+        self, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
+        waiting: list[pa.Array] = []  # the names of users that were read
+        first = 0  # the number of the first of them
+        for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
+            count = int(entries.users[-1]) + 1 - first
+            first += count
+            names = pa.concat_arrays(waiting)
+            waiting[:] = [names[count:]]
+            names = names[:count]
+            keys = entries.keys
+            if keys is not None and self.cut.fraction is not None:
+                keys = keys.view(np.uint64)
+            yield entries, names, self.cut.held_out(entries, names, keys, self.before)
+
+
+def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(map(len, waiting)) >= _BLOCK:
+            yield pa.concat_batches(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_batches(waiting)
+
+
+def _numbered_users(
+    blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
+) -> Iterator[SortedEntries]:
+    """Entries with users as numbers from 0. Their names are added to `names`."""
+    number, last = -1, None
+    for block in blocks:
+        if not len(block):
+            continue
+        column = block.column("name").cast(pa.large_string())
+        differ = pc.call_function("not_equal", [column[1:], column[:-1]])
+        is_new = np.append(column[0].as_py() != last, differ.to_numpy(False))
+        names.append(column.filter(pa.array(is_new)))
+        users = number + np.cumsum(is_new, dtype=np.int64)
+        number, last = int(users[-1]), column[-1].as_py()
+        numbers = pa.array(users)
+        yield SortedEntries.of(block.append_column("number", numbers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What tasks wrote.
+
+    Attributes:
+      files: of each part, in order.
+      left_out: number of entries of unknown items, of each part.
+    """
+
+    files: Mapping[Part, tuple[DataFile, ...]]
+    left_out: Mapping[Part, int]
+
+    @classmethod
+    def of(cls, rows: list[Any]) -> Found:
+        """From the rows of `WRITTEN`."""
+        files: dict[Part, list[DataFile]] = {"train": [], "test": []}
+        left_out: dict[Part, int] = {"train": 0, "test": 0}
+        for part, text, count in rows:
+            left_out[part] += count
+            for file in json.loads(text):
+                groups = tuple(tuple(group) for group in file["groups"])
+                files[part].append(DataFile(**file | {"groups": groups}))
+        in_order = {
+            part: tuple(sorted(some, key=lambda file: file.path))
+            for part, some in files.items()
+        }
+        return cls(in_order, left_out)
+
+    @property
+    def entries(self) -> int:
+        """Number of entries, with those that were left out."""
+        groups = [
+            g for some in self.files.values() for file in some for g in file.groups
+        ]
+        return sum(count for _, count in groups) + sum(self.left_out.values())
