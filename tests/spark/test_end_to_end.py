@@ -25,7 +25,8 @@ pytest.importorskip("pyspark")
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 K, PARTS, ENTRIES = 5, 6, 4000
-OPTIONS = ["--hidden", "4", "--linear", "None", "--batch-size", "64", "--epochs", "8"]
+# Epochs enough for a checkpoint to be copied, at each two seconds, before the last.
+OPTIONS = ["--hidden", "4", "--linear", "None", "--batch-size", "64", "--epochs", "40"]
 OPTIONS += ["--optimizer", "sgd", "--checkpoint-seconds", "0"]  # compiles fastest
 
 

@@ -71,15 +71,15 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
 
 
 @contextlib.contextmanager
-def executors_die(out, count: int) -> Iterator[None]:
-    """Within it, some executors are killed as soon as some parts are written."""
+def an_executor_dies(out) -> Iterator[None]:
+    """Within it, an executor is killed as soon as some parts are written."""
     killed = []
 
     def kill_one() -> None:
         parts = Place.of(out).below("train")
         for _ in range(3000):
             if len(parts.names()) > 2:
-                killed.extend(processes_below(os.getpid(), "executor")[:count])
+                killed.extend(processes_below(os.getpid(), "executor")[:1])
                 for process in killed:
                     os.kill(process, signal.SIGKILL)
                 return
@@ -103,7 +103,7 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     session.conf.set("spark.sql.shuffle.partitions", "4")
     events = many_events()
     try:
-        with executors_die(out, 1):
+        with an_executor_dies(out):
             frame = session.createDataFrame(events)
             manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
     finally:
@@ -260,15 +260,28 @@ def test_tasks_that_run_twice_at_once(session, tmp_path, monkeypatch):
     assert len(written) == len(manifest.train) > 3
 
 
-def test_executors_die_and_the_frame_is_another_one(session, tmp_path, monkeypatch):
-    """Which rows `limit` takes depends on which come first."""
-    monkeypatch.setattr(preparation, "TASK_ENTRIES", 150)
-    frame = session.createDataFrame(many_events()).repartition(4).limit(5500)
+def test_the_frame_is_another_one_when_it_is_computed_again(
+    session, tmp_path, monkeypatch
+):
+    """What was kept of it is lost before the parts are written, as executors may be."""
+    functions = pytest.importorskip("pyspark.sql.functions")
+    lost, map_batches = tmp_path / "lost", preparation.map_batches
+
+    @functions.udf("boolean")
+    def comes(user):
+        return not lost.exists() or user % 2 == 1
+
+    def after_a_loss(frame, function, *rest):
+        if isinstance(function, preparation.Write):
+            lost.touch()
+            session.catalog.clearCache()
+        return map_batches(frame, function, *rest)
+
+    monkeypatch.setattr(preparation, "map_batches", after_a_loss)
+    frame = session.createDataFrame(many_events())
+    frame = frame.where(comes(frame["user"]))
     out = tmp_path / "out"
-    with (
-        executors_die(out, 2),  # one has all that `limit` took
-        pytest.raises(RuntimeError, match="Write the frame to a table first"),
-    ):
+    with pytest.raises(RuntimeError, match="Write the frame to a table first"):
         sj.spark.prepare(frame, out, indicator=True)
     assert not (out / "manifest.json").exists()
 
