@@ -25,9 +25,10 @@ pytest.importorskip("pyspark")
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 K, PARTS, ENTRIES = 5, 6, 4000
-# Epochs enough for a checkpoint to be copied, at each two seconds, before the last.
-OPTIONS = ["--hidden", "4", "--linear", "None", "--batch-size", "64", "--epochs", "40"]
-OPTIONS += ["--optimizer", "sgd", "--checkpoint-seconds", "0"]  # compiles fastest
+# Long enough for a checkpoint to be copied before the end: copies are made each two
+# seconds, and a checkpoint that is replaced meanwhile is not finished.
+OPTIONS = ["--hidden", "4", "--linear", "None", "--batch-size", "64", "--epochs", "300"]
+OPTIONS += ["--optimizer", "sgd", "--checkpoint-seconds", "1"]  # compiles fastest
 
 
 @pytest.fixture(scope="module")
