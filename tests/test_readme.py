@@ -80,7 +80,7 @@ def test_rules_of_the_docs():
     import jax.numpy as jnp
 
     page = (ROOT / "docs" / "optimizers.md").read_text()
-    parts, named, own = blocks(page, "python")
+    parts, named, recipe, own = blocks(page, "python")
     names: dict = {}
     exec(compile(parts, "optimizers.md", "exec"), names)  # noqa: S102
     optimizer = names["optimizer"]
@@ -88,6 +88,8 @@ def test_rules_of_the_docs():
     assert set(optimizer.rows["embed/kernel"]) == {"z", "n"}
     exec(compile(named, "optimizers.md", "exec"), names)  # noqa: S102
     assert names["rule"].weight_decay == 0.01
+    exec(compile(recipe, "optimizers.md", "exec"), names)  # noqa: S102
+    assert names["how"].num_epochs == 30
     exec(compile(own, "optimizers.md", "exec"), names)  # noqa: S102
     w, slope = jnp.ones((1, 2)), jnp.array([[5.0, -1.0]])
     moved, _ = names["rule"].step(w, {}, slope, 0.25)

@@ -72,8 +72,9 @@ class SequenceConfig(ModelConfig):
         Of 50, 100 and 200 it is the least from which 5 % of the entries or less are cut
         off, or else 200.
 
-        >>> SASRecConfig().suited_to(histories).max_length
-        50
+        >>> long = SequenceDataset([0, 80], [0] * 80, ["ann"], ["tea"])
+        >>> SASRecConfig(width=64).suited_to(long).max_length
+        100
         """
         lengths = np.diff(data.indptr)
         for length in _LENGTHS[:-1]:

@@ -24,7 +24,10 @@ _MOST_EPOCHS = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train: arguments of `build` and of `fit`.
+    """How to train: arguments of `build` and of `fit`. `recipe` makes it.
+
+    >>> recipe(NetworkConfig.autoencoder((64,)), 1_000).num_epochs  # of two steps
+    100
 
     Attributes:
       batch_size: examples of a step.
@@ -91,6 +94,7 @@ def learning_rate(
 
     It falls along a cosine, unless `decay` is False.
     """
+    steps = max(steps, 1)  # `fit` says what is wrong with the number of epochs
     if not decay and not warmup:
         return peak
     if not warmup:
@@ -112,11 +116,15 @@ def recipe(
     """The training of `sparsejax train` without flags.
 
     >>> config = NetworkConfig.autoencoder((64,))
-    >>> how = recipe(config, train)
-    >>> model, optimizer = build(config, train, how.rule)
-    >>> history = fit(
-    ...     model, optimizer, train, batch_size=how.batch_size, num_epochs=how.num_epochs
-    ... )
+    >>> how = recipe(config, 100_000)
+    >>> how.batch_size, how.num_epochs, how.rule.name
+    (512, 30, 'adam')
+
+    ::
+
+        model, optimizer = build(config, train, how.rule)
+        sizes = {"batch_size": how.batch_size, "num_epochs": how.num_epochs}
+        fit(model, optimizer, train, **sizes)
 
     Args:
       config: the network, or the model of histories.
