@@ -129,14 +129,12 @@ def _trained(
     config = sj.NetworkConfig.autoencoder(
         (hidden,), corruption=corruption, linear=linear
     )
-    rate: Any = peak
     if form == "cosine":
-        steps = -(-train.num_rows // 512) * epochs
-        rate = sj.optimizers.schedule(
-            "cosine_decay_schedule", init_value=peak, decay_steps=steps
-        )
+        rule = sj.training.recipe(config, train, num_epochs=epochs, peak=peak).rule
+    else:
+        rule = sj.optimizers.adam(peak)
     start = time.perf_counter()
-    model, optimizer = sj.build(config, train, sj.optimizers.adam(rate))
+    model, optimizer = sj.build(config, train, rule)
     sj.fit(model, optimizer, train, num_epochs=epochs)
     result = {
         "rate": form,

@@ -224,7 +224,6 @@ class Run:
         rule = optimizers.to_json(self.optimizer)
         settings |= {"optimizer": rule.pop("name"), **rule, "decay": "none"}
         if isinstance(rate := rule["learning_rate"], dict):
-            rate = dict(rate)
             settings["learning_rate"] = rate.get("peak_value", rate.get("init_value"))
             settings["decay"] = "cosine" if "decay_steps" in rate else "none"
             steps = ("warmup_steps", "decay_steps")

@@ -26,9 +26,7 @@ from sparsejax.data.folder import (
     vocabulary_file,
     vocabulary_hash,
 )
-from sparsejax.data.folder_files import (
-    finish,
-)
+from sparsejax.data.folder_files import finish
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.preparation import (
     Cut,

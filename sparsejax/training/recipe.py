@@ -136,13 +136,15 @@ def recipe(
       peak: the learning rate of the first step.
     """
     defaults = defaults_of(config)
-    batch_size = batch_size or defaults.batch_size
+    if batch_size is None:
+        batch_size = defaults.batch_size
     if isinstance(data, SequenceDataset):
         rows = int(np.sum(np.diff(data.indptr) > 1))  # as `fit` has them
     else:
         rows = data if isinstance(data, int) else data.num_rows
     steps = steps_of_epoch([rows], batch_size)
-    num_epochs = num_epochs or defaults.num_epochs(steps)
+    if num_epochs is None:
+        num_epochs = defaults.num_epochs(steps)
     rate = learning_rate(peak, steps * num_epochs)
     rule = optimizers.get(defaults.optimizer, learning_rate=rate, **defaults.options)
     return Recipe(batch_size=batch_size, num_epochs=num_epochs, rule=rule)

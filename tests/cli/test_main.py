@@ -86,7 +86,7 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--dropout -0.5", "dropout"),
         (TRAIN + "--temperature 0", "temperature"),
         (TRAIN + "--hidden 3 4 --tied", "must have 3 units"),
-        (TRAIN + "--batch-size 0", "--batch-size 0 and --epochs "),
+        (TRAIN + "--batch-size 0", "--batch-size 0 and --epochs 100 must be"),
         (TRAIN + "--epochs 0", "--epochs 0 must be positive"),
         (TRAIN + "--seed -1", "--seed -1 must be from 0"),
         (TRAIN + "--checkpoint-seconds -1", "--checkpoint-seconds -1.0 must not"),

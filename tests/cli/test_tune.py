@@ -58,6 +58,7 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     again, _ = run.load_run("again")
     assert again.network == settings.network and again.optimizer == settings.optimizer
     assert best.user_attrs["epoch"] == 1 + scores.index(max(scores))
+    assert again.num_epochs == 2  # the learning rate falls to the last
     # Nothing is left to do.
     capsys.readouterr()
     assert main([*argv, "--trials", "2", "--epochs", "2"]) == 0
