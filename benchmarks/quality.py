@@ -43,8 +43,9 @@ _FILES = {
     "ml-20m-1024": "movielens_input_1024.txt.xz",
     "generated": None,
 }
-# Instead of the default.
-_EPOCHS = {"gowalla": (None, 50)}
+# Epochs and hidden units; None is the default.
+_DEFAULT = (None, 256)
+_TRAININGS = {"gowalla": (_DEFAULT, (50, 256), (50, 512))}
 _METRICS = ("recall@20", "ndcg@20", "coverage@20", "gini@20", "mean_popularity@20")
 # From the bias of an item's score, this times the log of its entries is subtracted.
 _PENALTIES = (0.25, 0.5, 1.0)
@@ -82,12 +83,12 @@ def _run(arguments: argparse.Namespace) -> None:
             file = _FILES[name]
             if file is not None and not (arguments.data / file).exists():
                 continue
-            epochs = _EPOCHS.get(name, (None,))
+            trainings = _TRAININGS.get(name, (_DEFAULT,))
             if arguments.epochs is not None:
-                epochs = (arguments.epochs,)
+                trainings = ((arguments.epochs, 256),)
             result = {"set": name, "seed": seed, "device": device}
-            for number in epochs:
-                result |= _trained(arguments.data, name, seed, number)
+            for training in trainings:
+                result |= _trained(arguments.data, name, seed, *training)
             same = [r for r in results if (r["set"], r["seed"]) == (name, seed)]
             results = [r for r in results if r not in same] + [result]
             report = {
@@ -106,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _trained(
-    folder: pathlib.Path, name: str, seed: int, epochs: int | None
+    folder: pathlib.Path, name: str, seed: int, epochs: int | None, hidden: int
 ) -> dict[str, Any]:
     """Seconds, and a list of metrics for each form of the model."""
     import jax
@@ -115,30 +116,31 @@ def _trained(
 
     train, test = load(folder, name, seed)
     sizes = train.num_rows, train.num_features, train.num_entries
-    linear, _ = sj.LinearConfig.for_data(*sizes)
     start = time.perf_counter()
-    config = sj.NetworkConfig.autoencoder(linear=linear)
+    config, _ = sj.NetworkConfig.for_data(*sizes, hidden=(hidden,))
     how = sj.training.recipe(config, train, num_epochs=epochs)
     model, optimizer = sj.build(config, train, how.rule, seed=seed)
     jax.block_until_ready(model.output.kernel[...])
     epochs = how.num_epochs
+    form = f"{epochs} epochs" + f", {hidden} hidden units" * (hidden != _DEFAULT[1])
     result: dict[str, Any] = {
-        "linear": None if linear is None else vars(linear),
+        "temperature": config.output.temperature,
+        "linear": None if config.linear is None else vars(config.linear),
         "entries of an item": sizes[2] / sizes[1],
-        f"{epochs} epochs, build, s": time.perf_counter() - start,
+        f"{form}, build, s": time.perf_counter() - start,
     }
     counts = np.bincount(train.matrix.indices, minlength=sizes[1])
     excess = np.log(np.maximum(counts, 1))
 
-    def measured(form: str) -> None:
+    def measured(part: str) -> None:
         found = sj.evaluate(model, train, test, k=20)
-        result[f"{epochs} epochs, {form}"] = [float(found[m]) for m in _METRICS]
+        result[f"{form}, {part}"] = [float(found[m]) for m in _METRICS]
 
     start = time.perf_counter()
     sj.fit(
         model, optimizer, train, batch_size=how.batch_size, num_epochs=epochs, seed=seed
     )
-    result[f"{epochs} epochs, fit, s"] = time.perf_counter() - start
+    result[f"{form}, fit, s"] = time.perf_counter() - start
     measured("default")
     output: Any = model.output
     bias = output.bias[...]
@@ -147,7 +149,7 @@ def _trained(
         output.bias.set_value(bias - penalty * jax.numpy.asarray(less, bias.dtype))
         measured(f"penalty {penalty}")
     output.bias.set_value(bias)
-    if linear is not None:
+    if config.linear is not None:
         scale = output.linear.scale[...]
         output.linear.scale.set_value(scale * 0)
         measured("layers alone")

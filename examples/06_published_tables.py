@@ -134,8 +134,7 @@ def measure(model: Any, task: Task, metrics: tuple[str, ...]) -> dict[str, float
 def ours(train: sj.SparseDataset, seed: int, times: int) -> Any:
     """A model with the settings of `sparsejax train`, but so many times the epochs."""
     sizes = train.num_rows, train.num_features, train.num_entries
-    linear, _ = sj.LinearConfig.for_data(*sizes)
-    config = sj.NetworkConfig.autoencoder(linear=linear)
+    config, _ = sj.NetworkConfig.for_data(*sizes)
     epochs = times * sj.training.recipe(config, train).num_epochs
     how = sj.training.recipe(config, train, num_epochs=epochs)
     model, optimizer = sj.build(config, train, how.rule, seed=seed)

@@ -12,7 +12,7 @@ from sparsejax.cli import run
 from sparsejax.data import SparseDataset
 
 USERS, ITEMS = 60, 20
-NETWORK = ["--hidden", "16", "--linear", "None"]
+NETWORK = ["--hidden", "16", "--linear", "None", "--temperature", "0.1"]
 FIT = ["--learning-rate", "0.01", "--batch-size", "16"]
 
 

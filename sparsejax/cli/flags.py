@@ -53,8 +53,8 @@ class Network:
       normalize: Divide each input row by its L2 norm.
       corruption: Probability of dropping an input entry in training.
       dropout: Probability of dropping a hidden unit in training.
-      temperature: Scores are cosines divided by this number. With None, scores are dot
-        products.
+      temperature: Scores are cosines divided by this number. auto chooses it by the number
+        of items, and prints it. With None, scores are dot products.
       tied: Use one kernel for both the first and the last layer.
       output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
         faster on GPUs.
@@ -72,7 +72,9 @@ class Network:
     normalize: bool = True
     corruption: float = 0.5
     dropout: float = 0.0
-    temperature: Annotated[float | None, _value("{FLOAT,None}")] = 0.1
+    temperature: Annotated[
+        float | Literal["auto"] | None, _value("{auto,FLOAT,None}", "auto")
+    ] = "auto"
     tied: Flag = False
     output_dtype: Annotated[
         str | None, _value("{bfloat16,None}", "None, that of the parameters")

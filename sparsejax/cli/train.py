@@ -38,7 +38,7 @@ from sparsejax.data.files import shown
 from sparsejax.data.names import Names, find_names
 from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.mesh import processes
-from sparsejax.nn.config import LinearConfig, NetworkConfig
+from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.training import plan as planning
@@ -120,7 +120,9 @@ def plan(command: flags.Plan) -> bool:
         raise ValueError(
             f"{network.model} is a model of histories, which plan does not know"
         )
-    if command.features is None and _chooses(command):
+    if _chooses(command, "temperature"):
+        network = network.with_temperature(temperature_for(command.items)[0])
+    if command.features is None and _chooses(command, "linear"):
         sizes = command.rows, command.items, command.entries
         linear, _ = LinearConfig.for_data(*sizes)
         network = dataclasses.replace(network, linear=linear)
@@ -147,8 +149,8 @@ def plan(command: flags.Plan) -> bool:
 
 
 def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
-    """The network that a file or the flags describe; without a linear part that depends
-    on the data.
+    """The network that a file or the flags describe; without a linear part and a
+    temperature that depend on the data.
     """
     if not isinstance(command, flags.Train):
         return _described(command)
@@ -176,6 +178,8 @@ def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceCon
         return SequenceConfig.from_json({"version": 1, "model": model})
     options, rank = dict(vars(command.network)), command.network.linear
     options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
+    if options["temperature"] == "auto":
+        del options["temperature"]
     return NetworkConfig.autoencoder(**options)
 
 
@@ -199,29 +203,27 @@ def suited(
             return network, ""
         network = network.suited_to(source.data)
         return network, f"max_length {network.max_length}"
-    return _with_linear_part(network, command, source)
+    data, said = source.data, []
+    if _chooses(command, "temperature"):
+        temperature, why = temperature_for(data.num_features)
+        network = network.with_temperature(temperature)
+        said.append(why)
+    if _chooses(command, "linear"):
+        if isinstance(data, ScannedDataset):
+            why = "no linear part: it needs all of the data in memory"
+        else:
+            sizes = data.num_rows, data.num_features, data.num_entries
+            linear, why = LinearConfig.for_data(*sizes)
+            network = dataclasses.replace(network, linear=linear)
+        said.append(why)
+    return network, "\n".join(said)
 
 
-def _chooses(command: flags.Train | flags.Plan) -> bool:
-    """Whether the linear part depends on the data."""
+def _chooses(command: flags.Train | flags.Plan, flag: str) -> bool:
+    """Whether this setting of the network depends on the data."""
     if isinstance(command, flags.Train) and command.origin is not None:
         return False
-    return command.config is None and command.network.linear == "auto"
-
-
-def _with_linear_part(
-    network: NetworkConfig, command: flags.Train, source: Source
-) -> tuple[NetworkConfig, str]:
-    """The network, with the linear part that suits the data, and what to say about it."""
-    if not _chooses(command):
-        return network, ""
-    data = source.data
-    if isinstance(data, ScannedDataset):
-        return network, "no linear part: it needs all of the data in memory"
-    linear, why = LinearConfig.for_data(
-        data.num_rows, data.num_features, data.num_entries
-    )
-    return dataclasses.replace(network, linear=linear), why
+    return command.config is None and getattr(command.network, flag) == "auto"
 
 
 def rule_of(

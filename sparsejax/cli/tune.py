@@ -72,6 +72,11 @@ def tune(command: flags.Tune) -> None:
     network, said = _network(command, _start(command), source)
     if said:
         print(said, file=sys.stderr)
+    if isinstance(network, NetworkConfig):  # the first trial has what suits the data
+        flag = dataclasses.replace(
+            command.network, temperature=network.output.temperature
+        )
+        command = dataclasses.replace(command, network=flag)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
 
@@ -204,7 +209,7 @@ def _start(command: flags.Tune) -> dict[str, Any]:
     }
     if len(network.hidden) == 1:
         start["hidden"] = network.hidden[0]
-    if network.temperature is not None:
+    if isinstance(network.temperature, float):  # None stays, "auto" needs the data
         start["temperature"] = network.temperature
     return start
 

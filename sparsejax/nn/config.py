@@ -20,8 +20,10 @@ VERSION = 1
 # length of rows for which the weight is 1, and the least and the largest weight; and how many
 # entries rows and items must have for the ridge of dense data.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
-_LENGTH_FOR_WEIGHT, _WEIGHTS = 75, (0.35, 2.0)
+_LENGTH_FOR_WEIGHT, _WEIGHTS = 75, (0.25, 2.0)
 _DENSE, _DENSE_RIDGE = 50, 1000.0
+# `temperature_for`: a number of items and its temperature, twice.
+_TEMPERATURES = (5_000, 0.18), (40_000, 0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ class LinearConfig:
         linear part of rank 2,048, ridge 1,000 and weight 1.77: a row has 132.5 entries, an item 215.9
 
         The longer the rows, the more the linear part tells beyond the layers: the weight
-        is their mean length divided by 75, at least 0.35 and at most 2. The ridge is 300,
+        is their mean length divided by 75, at least 0.25 and at most 2. The ridge is 300,
         or 1,000 where both rows and items have over 50 entries. The rank is 2,048, or
         1,024 where the factors would take over 1 GB; None where these would as well.
         """
@@ -166,6 +168,22 @@ class LinearConfig:
                     f"{each:,.1f}"
                 )
         return None, f"no linear part: {items:,} items are too many for one"
+
+
+def temperature_for(items: int) -> tuple[float, str]:
+    """The temperature of cosine scores that suits so many items, and why.
+
+    It is 0.18 for up to 5,000 items and 0.1 for 40,000 and more. Between them it falls by
+    the same amount for each doubling of the items. It was chosen on held-out parts of the
+    training data of six sets.
+
+    >>> temperature_for(10_000)
+    (0.153, 'temperature 0.153: there are 10,000 items')
+    """
+    (few, warm), (many, cold) = _TEMPERATURES
+    share = math.log(min(max(items, few), many) / few) / math.log(many / few)
+    temperature = round(warm + share * (cold - warm), 3)
+    return temperature, f"temperature {temperature:g}: there are {items:,} items"
 
 
 LayerConfig = InputConfig | HiddenConfig | OutputConfig
@@ -284,6 +302,46 @@ class NetworkConfig:
             param_dtype=param_dtype,
             linear=linear,
         )
+
+    @classmethod
+    def for_data(
+        cls, rows: int, items: int, entries: int, **options: Any
+    ) -> tuple[NetworkConfig, str]:
+        """What `sparsejax train` gives data of these sizes by default, and why.
+
+        >>> config, why = NetworkConfig.for_data(6_040, 3_706, 800_000)
+        >>> config.output.temperature, config.linear.weight
+        (0.18, 1.77)
+        >>> print(why.splitlines()[0])
+        temperature 0.18: there are 3,706 items
+        >>> NetworkConfig.for_data(6_040, 3_706, 800_000, temperature=0.2)[0].output.temperature
+        0.2
+
+        See `temperature_for` and `LinearConfig.for_data`.
+
+        Args:
+          rows: examples of the training data.
+          items: its columns.
+          entries: all its entries.
+          **options: those of `autoencoder`, instead of what suits the data.
+        """
+        said = []
+        if "temperature" not in options:
+            options["temperature"], why = temperature_for(items)
+            said.append(why)
+        if "linear" not in options:
+            options["linear"], why = LinearConfig.for_data(rows, items, entries)
+            said.append(why)
+        return cls.autoencoder(**options), "\n".join(said)
+
+    def with_temperature(self, temperature: float | None) -> NetworkConfig:
+        """The same network with another temperature.
+
+        >>> NetworkConfig.autoencoder((8,)).with_temperature(0.2).output.temperature
+        0.2
+        """
+        output = dataclasses.replace(self.output, temperature=temperature)
+        return dataclasses.replace(self, layers=(*self.layers[:-1], output))
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a JSON object; defaults are left out."""

@@ -142,7 +142,7 @@ def test_errors(errors_folder, capsys, command, message):
     assert main(argv) == 1
     captured = capsys.readouterr()
     # Beside what was read and chosen.
-    stated = (" features, ", " items, ", "linear part of ")
+    stated = (" features, ", " items, ", "linear part of ", "temperature 0.18: ")
     lines = [
         line
         for line in captured.err.splitlines()

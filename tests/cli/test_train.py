@@ -17,7 +17,7 @@ from sparsejax import optimizers
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
-from sparsejax.nn.config import LinearConfig, NetworkConfig
+from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.sequence.config import SASRecConfig
 from sparsejax.training.checkpoint import Checkpoints
 from sparsejax.training.recipe import defaults_of, recipe
@@ -286,6 +286,19 @@ def test_failed_training_leaves_nothing_behind(small, tmp_path, monkeypatch, cap
     error = capsys.readouterr().err.splitlines()[-1]
     assert re.search("^sparsejax: error: the loss is (inf|nan) in epoch", error)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("temperature", ["auto", "0.3", "None"])
+def test_temperature(small, tmp_path, capsys, temperature):
+    argv = [word for word in small if word not in NETWORK[4:]]
+    argv += [] if temperature == "auto" else ["--temperature", temperature]
+    assert main(argv) == 0
+    said, found = capsys.readouterr().err, run.load_run(tmp_path / "run")[0].network
+    chosen, why = temperature_for(checkerboard()[0].num_features)
+    assert (why in said) == (temperature == "auto")
+    wanted = {"auto": chosen, "0.3": 0.3, "None": None}
+    assert isinstance(found, NetworkConfig)
+    assert found.output.temperature == wanted[temperature]
 
 
 @pytest.mark.parametrize("linear", ["auto", "5", None])

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
+from sparsejax.nn.config import (
+    HiddenConfig,
+    InputConfig,
+    LinearConfig,
+    NetworkConfig,
+    OutputConfig,
+    temperature_for,
+)
 
 
 @given(
@@ -122,3 +129,24 @@ def test_missing_key_and_bad_json(tmp_path):
     path.write_text('{"version": 1,\n "layers": [}')
     with pytest.raises(ValueError, match=r"net.json: not JSON: .* line 2"):
         NetworkConfig.load(path)
+
+
+def test_the_temperature_falls_with_the_number_of_items():
+    sizes = [1, 294, 5_000, 10_000, 20_000, 40_000, 10_000_000]
+    found = [temperature_for(size)[0] for size in sizes]
+    assert found == [0.18, 0.18, 0.18, 0.153, 0.127, 0.1, 0.1]
+
+
+def test_for_data():
+    sizes = 6_040, 3_706, 800_000
+    linear, about_linear = LinearConfig.for_data(*sizes)
+    temperature, about_temperature = temperature_for(3_706)
+    config, why = NetworkConfig.for_data(*sizes)
+    assert config == NetworkConfig.autoencoder(temperature=temperature, linear=linear)
+    assert why == f"{about_temperature}\n{about_linear}"
+    # What is given is neither chosen nor explained.
+    given = {"hidden": (8,), "temperature": None, "linear": None}
+    assert NetworkConfig.for_data(*sizes, **given) == (
+        NetworkConfig.autoencoder(**given),
+        "",
+    )
