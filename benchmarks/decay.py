@@ -12,22 +12,20 @@ not read.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import quality
-from report import RESULTS, origin, table, write_section
+from report import origin, table, training_command, write_section
 
 import sparsejax as sj
 
-_RESULTS = RESULTS / "decay.json"
 _WEIGHTS = (0.0, 0.7, 1.0, 1.4)  # of the linear part
 _CONSTANT, _COSINE = ("constant", 1e-3), ("cosine", 2e-3)
 # Learning rate, epochs, corruption, hidden units.
@@ -86,34 +84,17 @@ _RUNS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--data", type=pathlib.Path)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-        return
-    if arguments.data is None:
-        parser.error("run needs --data FOLDER")
-    import jax
+    training_command(parser, __file__, {"run": _run}, {"table": _write_table})
 
+
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     results: list[dict[str, Any]] = []
     for name, runs in _RUNS.items():
         data, _ = quality.load(arguments.data, name, 0)
         split = data.split(0.8, seed=0)
         for run in runs:
             results.append({"set": name, **_trained(split, *run)})
-            versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-            report = {
-                "date": datetime.date.today().isoformat(),
-                "commit": arguments.commit,
-                "command": "python benchmarks/decay.py run",
-                "versions": versions,
-                "results": results,
-            }
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            print(json.dumps(results[-1]), flush=True)
+            yield {"results": results}, results[-1]
 
 
 def _trained(

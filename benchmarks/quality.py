@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import json
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -32,9 +32,8 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import numpy as np
 import scipy.sparse
-from report import RESULTS, origin, table, write_section
+from report import origin, table, training_command, write_section
 
-_RESULTS = RESULTS / "quality.json"
 _FILES = {
     "gowalla": "train.txt.xz",
     "ml-1m": "user_movie.csv.xz",
@@ -54,24 +53,14 @@ _EASE_ITEMS = 15_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of the files")
     parser.add_argument("--sets", nargs="+", choices=list(_FILES), default=list(_FILES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the default")
     parser.add_argument("--add", action="store_true", help="keep results of others")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-        return
-    if arguments.data is None:
-        parser.error("run needs --data FOLDER")
-    _run(arguments)
+    training_command(parser, __file__, {"run": _run}, {"table": _write_table})
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     import jax
 
     results: list[dict[str, Any]] = []
@@ -91,19 +80,8 @@ def _run(arguments: argparse.Namespace) -> None:
                 result |= _trained(arguments.data, name, seed, *training)
             same = [r for r in results if (r["set"], r["seed"]) == (name, seed)]
             results = [r for r in results if r not in same] + [result]
-            report = {
-                "date": datetime.date.today().isoformat(),
-                "commit": arguments.commit,
-                "command": "python benchmarks/quality.py run",
-                "versions": {
-                    "jax": jax.__version__,
-                    "device": device,
-                },
-                "results": results,
-            }
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
             shown = {k: v[:2] if isinstance(v, list) else v for k, v in result.items()}
-            print(json.dumps(shown), flush=True)
+            yield {"results": results}, shown
 
 
 def _trained(

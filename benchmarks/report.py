@@ -50,6 +50,63 @@ def command(
             emit(result)
 
 
+def training_command(
+    parser: argparse.ArgumentParser,
+    script: str,
+    measures: Mapping[str, Callable[[argparse.Namespace], Iterator[tuple[dict, dict]]]],
+    shows: Mapping[str, Callable[[dict], None]],
+    *,
+    results: str | None = None,
+    data: str = "FOLDER",
+    without_data: Sequence[str] = (),
+) -> None:
+    """The command line of a benchmark that trains on data of the user.
+
+    Args:
+      parser: has the benchmark's own flags.
+      script: the file.
+      measures: actions that measure. Each yields all that the report has up to now besides
+        its origin, and a line to print. The report is written anew each time, so that an
+        interrupted run leaves something. With several actions, each has a section of it.
+      shows: actions that are called with the committed report.
+      results: the name of the report; by default that of the script.
+      data: what `--data` is.
+      without_data: the measuring actions that can do without.
+    """
+    path = pathlib.Path(script)
+    committed = RESULTS / f"{results or path.stem}.json"
+    parser.add_argument("action", choices=[*measures, *shows])
+    parser.add_argument("--data", type=pathlib.Path, metavar=data)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=pathlib.Path, default=committed)
+    arguments = parser.parse_args()
+    action, output = arguments.action, arguments.output
+    if action in shows:
+        shows[action](json.loads(committed.read_text()))
+        return
+    if arguments.data is None and action not in without_data:
+        parser.error(f"{action} needs --data {data}")
+    for found, line in measures[action](arguments):
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "commit": arguments.commit,
+            "command": f"python benchmarks/{path.name} {action}",
+            "versions": found.get("versions") or _jax_versions(),
+            **found,
+        }
+        if len(measures) > 1:
+            old = json.loads(output.read_text()) if output.exists() else {}
+            report = old | {action: report}
+        output.write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+def _jax_versions() -> dict[str, str]:
+    import jax
+
+    return {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+
+
 def emit(result: dict) -> None:
     """Hands a result to the process that called this part; "versions" of it apart."""
     print("RESULT " + json.dumps(result), flush=True)

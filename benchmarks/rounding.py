@@ -13,8 +13,6 @@ GPU programs that update rows, by CUPTI.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import pathlib
 import statistics
 import sys
@@ -25,9 +23,8 @@ from typing import Any
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import RESULTS, origin, table, write_section
+from report import origin, table, training_command, write_section
 
-_RESULTS = RESULTS / "rounding.json"
 _METRIC = "ndcg@20"
 # Name, options of the network, and whether bfloat16 is rounded at random.
 _FORMS: tuple[tuple[str, dict[str, Any], bool], ...] = (
@@ -41,44 +38,26 @@ _REPEATS = 12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["quality", "time", "table"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of the files")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-        return
+    training_command(
+        parser,
+        __file__,
+        {"quality": _run, "time": _run},
+        {"table": _write_table},
+        without_data=["time"],
+    )
+
+
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    found = _times(small=arguments.small)
     if arguments.action == "quality":
-        if arguments.data is None:
-            parser.error("quality needs --data FOLDER")
         found = _quality(arguments.data, arguments.seeds, arguments.epochs)
-    else:
-        found = _times(small=arguments.small)
     results = []
     for result in found:
-        print(json.dumps(result), flush=True)
         results.append(result)
-        # Written anew each time, so that an interrupted run leaves something.
-        _keep(arguments, results)
-
-
-def _keep(arguments: argparse.Namespace, results: list[dict]) -> None:
-    import jax
-
-    path = arguments.output
-    report = json.loads(path.read_text()) if path.exists() else {}
-    report[arguments.action] = {
-        "date": datetime.date.today().isoformat(),
-        "commit": arguments.commit,
-        "command": f"python benchmarks/rounding.py {arguments.action}",
-        "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
-        "results": results,
-    }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+        yield {"results": results}, result
 
 
 def _quality(folder: pathlib.Path, seeds: int, epochs: int) -> Iterator[dict]:

@@ -14,27 +14,24 @@ same steps.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import lzma
 import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-import jax
 import numpy as np
 from flax import nnx
-from report import RESULTS, origin, table, write_section
+from report import origin, table, training_command, write_section
 
 import sparsejax as sj
 
-_RESULTS = RESULTS / "beauty.json"
 # Model, negatives (None is the exact softmax), and whether the last but one items are
 # trained on. Published models are not; `sparsejax train` is given all that is known.
 VARIANTS = (
@@ -52,25 +49,22 @@ _METRICS = (f"recall@{K}", f"ndcg@{K}")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--data", type=pathlib.Path)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
         "--epochs", type=int, help="of a trial; by default the recipe's"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    arguments = parser.parse_args()
-    if arguments.action == "table":
-        _write_table(json.loads(_RESULTS.read_text()))
-        return
-    if arguments.data is None:
-        parser.error("run needs --data FILE")
-    _run(arguments)
+    training_command(
+        parser,
+        __file__,
+        {"run": _run},
+        {"table": _write_table},
+        results="beauty",
+        data="FILE",
+    )
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     data = read(arguments.data)
     results, begin, longest = [], time.perf_counter(), 0.0
     # One seed of all variants after the other, so that an early end leaves some of each.
@@ -81,20 +75,12 @@ def _run(arguments: argparse.Namespace) -> None:
         result = _trained(data, *variant, seed, arguments.epochs)
         results.append(result)
         longest = max(longest, result["seconds"])
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "commit": arguments.commit,
-            "command": "python benchmarks/sequences.py run",
-            "versions": {
-                "jax": jax.__version__,
-                "device": jax.devices()[0].device_kind,
-            },
+        found = {
             "data": f"{data.num_rows:,} users, {data.num_features:,} items, "
             f"{data.num_entries:,} events",
             "results": results,
         }
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-        print(json.dumps(result), flush=True)
+        yield found, result
 
 
 def read(file: pathlib.Path) -> sj.SequenceDataset:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
-import json
 import multiprocessing
 import os
 import pathlib
@@ -27,7 +25,7 @@ from typing import Any
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import RESULTS
+from report import training_command
 
 _DATA = {"gowalla": "train.txt.xz", "ml-1m": "user_movie.csv.xz", "msweb": None}
 _EPOCHS = {"gowalla": 80, "ml-1m": 150, "msweb": 60}
@@ -38,24 +36,13 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "corruption": (0.0, 0.25, 0.5, 0.75),
 }
 _SEEDS = (0, 1, 2)  # of the defaults; other settings have the first
-_RESULTS = RESULTS / "settings.json"
 _PLOT = _HERE.parent / "docs" / "settings.svg"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["run", "plot"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of the files")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--output", type=pathlib.Path, default=_RESULTS)
-    arguments = parser.parse_args()
-    if arguments.action == "plot":
-        _plot(json.loads(_RESULTS.read_text()))
-        return
-    if arguments.data is None:
-        parser.error("run needs --data FOLDER")
-    _run(arguments.data, arguments.workers, arguments.commit, arguments.output)
+    training_command(parser, __file__, {"run": _run}, {"plot": _plot})
 
 
 def _settings() -> Iterator[dict[str, Any]]:
@@ -68,27 +55,20 @@ def _settings() -> Iterator[dict[str, Any]]:
                 yield _DEFAULTS | {"seed": _SEEDS[0], name: value}
 
 
-def _run(folder: pathlib.Path, workers: int, commit: str, output: pathlib.Path) -> None:
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the workers share a GPU
     runs = [(name, setting) for setting in _settings() for name in _DATA]
     results: list[dict[str, Any]] = []
     spawned = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawned) as pool:
-        waiting = [pool.submit(_trained, folder, *run) for run in runs]
+    with concurrent.futures.ProcessPoolExecutor(
+        arguments.workers, mp_context=spawned
+    ) as pool:
+        waiting = [pool.submit(_trained, arguments.data, *run) for run in runs]
         for done in concurrent.futures.as_completed(waiting):
             result, versions = done.result()
             results.append(result)
-            report = {
-                "date": datetime.date.today().isoformat(),
-                "commit": commit,
-                "command": "python benchmarks/settings.py run",
-                "versions": versions,
-                "epochs": _EPOCHS,
-                "results": results,
-            }
-            output.write_text(json.dumps(report, indent=1) + "\n")
-            shown = {k: v for k, v in result.items() if k != "ndcg@20"}
-            print(json.dumps(shown), flush=True)
+            found = {"versions": versions, "epochs": _EPOCHS, "results": results}
+            yield found, {k: v for k, v in result.items() if k != "ndcg@20"}
 
 
 def _trained(

@@ -160,7 +160,8 @@ class _Facts:
       name: the name of a user.
       item: the name of an item.
       times: the first and the last time, or None.
-      sums: hashes of all pairs in two numbers.
+      mixed: the hashes of all pairs in one number.
+      checksum: the sum of the upper halves of the hashes.
       too_large: a pair whose values have too large a sum, or None.
     """
 
@@ -169,7 +170,8 @@ class _Facts:
     name: str | None
     item: str | None
     times: list[Any]
-    sums: tuple[int, int]
+    mixed: int
+    checksum: int
     too_large: tuple[str, str] | None
 
 
@@ -203,10 +205,13 @@ class _Preparation:
         write = Write(out, identity, self.cut, before, counted, num_tasks)
         entries = self._entries(pairs, codes, len(names), num_tasks)
         found = Found.of(map_batches(entries, write, WRITTEN).collect())
-        if found.entries != facts.entries:
+        if (found.entries, found.checksum) != (facts.entries, facts.checksum):
+            came = f"{found.entries:,} came"
+            if found.entries == facts.entries:
+                came = "as many with other content came"
             raise RuntimeError(
                 f"the frame was another one when Spark computed it again: {facts.entries:,} "
-                f"entries were counted, but {found.entries:,} came. Plans with limit, sample "
+                f"entries were counted, but {came}. Plans with limit, sample "
                 "or repartition(n) are such. Write the frame to a table first and give that, "
                 "or set spark.checkpoint.dir to a folder that all machines share"
             )
@@ -263,15 +268,14 @@ class _Preparation:
         from pyspark.sql import functions as F
 
         is_pair = F.col("name").isNotNull()
-        hashed = F.when(is_pair, F.xxhash64(*pairs.columns))
+        hashed = F.when(is_pair, _hash(pairs))
         facts = {
             "entries": F.count("name"),
             "wrong": F.count_if(~is_pair),
             "name": F.min("name"),
             "item": F.min(F.when(is_pair, F.col("item"))),
             "mixed": F.bit_xor(hashed),
-            # The sum of the upper halves does not overflow.
-            "added": F.sum(F.shiftrightunsigned(hashed, 32)),
+            "checksum": F.sum(_upper_half(hashed)),
         }
         if self.events.times is not None:
             facts |= {"first": F.min("time"), "last": F.max("time")}
@@ -286,7 +290,8 @@ class _Preparation:
             name=found["name"],
             item=found["item"],
             times=[found["first"], found["last"]] if "first" in found else [],
-            sums=(found["mixed"] or 0, found["added"] or 0),
+            mixed=found["mixed"] or 0,
+            checksum=found["checksum"] or 0,
             too_large=None if found.get("large") is None else tuple(found["large"]),
         )
 
@@ -434,17 +439,22 @@ class _Preparation:
 
         if num_items <= _BROADCAST_ITEMS:
             codes = F.broadcast(codes)
-        joined = pairs.join(codes, "item").drop("item")
+        # The writing tasks add up the hashes that came with the entries, so `run` knows that
+        # these are the entries that were counted. It costs four bytes an entry in the
+        # shuffle; later the item's name, a part of the hash, is not there. `observe` would
+        # cost none, but counts what Spark computes twice, as after the loss of an executor.
+        hashed = pairs.withColumn("hash", _upper_half(_hash(pairs)))
+        joined = hashed.join(codes, "item").drop("item")
         if self.cut.time is None and self.cut.last is None:
             joined = joined.drop("time")
-        hashed = F.expr(queries.SPARK.hash.format("name"))
+        order = F.expr(queries.SPARK.hash.format("name"))
         return joined.repartition(num_tasks, "name").sortWithinPartitions(
-            hashed, "name", "code"
+            order, "name", "code"
         )
 
     def _identity(self, facts: _Facts, vocabulary: str, num_tasks: int) -> str:
         """A hash of the entries and the settings."""
-        sums = [facts.entries, *facts.sums, vocabulary, num_tasks]
+        sums = [facts.entries, facts.mixed, facts.checksum, vocabulary, num_tasks]
         text = json.dumps([VERSION, "spark", self.settings, sums], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -464,6 +474,24 @@ class _Preparation:
         frame = frame.persist()
         self.kept.callback(frame.unpersist)
         return frame
+
+
+def _hash(pairs: Any) -> Any:
+    """The hash of a pair, with its value and its time.
+
+    A value is a float32 here. The sum of three or more decimals is another float32 when Spark
+    adds in another order only for one sum in about 2^29.
+    """
+    from pyspark.sql import functions as F
+
+    return F.xxhash64(*pairs.columns)
+
+
+def _upper_half(hashed: Any) -> Any:
+    """Half of the bits: sums of them fit in 64 bits."""
+    from pyspark.sql import functions as F
+
+    return F.shiftright(hashed, 32).cast("int")
 
 
 _HASHED = pa.schema({"item": pa.string(), "code": pa.int32(), "key": pa.int64()})

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparsejax.data import arrow
 from sparsejax.data.folder import DataFile, Part
 from sparsejax.data.folder_files import SortedEntries, whole_users, write_rows
 from sparsejax.data.preparation import Cut
@@ -18,7 +19,7 @@ from sparsejax.data.stores import Place
 
 _BLOCK = 2**18  # entries that a task sorts into rows at a time
 
-WRITTEN = pa.schema({"part": pa.string(), "files": pa.string(), "left_out": pa.int64()})
+WRITTEN = pa.schema({"parts": pa.string(), "checksum": pa.int64()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +49,22 @@ class Write:
         assert task is not None
         # The files of a user with very many entries have numbers of no other task.
         numbers = range(task.partitionId(), 2**31, self.num_tasks)
+        sums: list[int] = []
         writers = write_rows(
-            self._users(batches),
+            self._users(_summed(batches, sums)),
             Place.of(self.out),
             self.identity,
             self.counted,
             numbers=numbers,
         )
-        for part, writer in writers.items():
-            files = json.dumps([dataclasses.asdict(file) for file in writer.files])
-            yield pa.record_batch([[part], [files], [writer.left_out]], schema=WRITTEN)
+        parts = {
+            part: {
+                "files": [dataclasses.asdict(file) for file in writer.files],
+                "left_out": writer.left_out,
+            }
+            for part, writer in writers.items()
+        }
+        yield pa.record_batch([[json.dumps(parts)], [sum(sums)]], schema=WRITTEN)
 
     def _users(
         self, batches: Iterator[pa.RecordBatch]
@@ -74,6 +81,16 @@ class Write:
             if keys is not None and self.cut.fraction is not None:
                 keys = keys.view(np.uint64)
             yield entries, names, self.cut.held_out(entries, names, keys, self.before)
+
+
+def _summed(
+    batches: Iterator[pa.RecordBatch], sums: list[int]
+) -> Iterator[pa.RecordBatch]:
+    """The same rows. The sum of each batch's hashes is added to `sums`."""
+    for batch in batches:
+        hashes = arrow.numbers(batch.column("hash"))
+        sums.append(int(hashes.sum(dtype=np.int64)))
+        yield batch.drop_columns("hash")
 
 
 def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -113,26 +130,29 @@ class Found:
     Attributes:
       files: of each part, in order.
       left_out: number of entries of unknown items, of each part.
+      checksum: the sum of the hashes of all entries.
     """
 
     files: Mapping[Part, tuple[DataFile, ...]]
     left_out: Mapping[Part, int]
+    checksum: int
 
     @classmethod
     def of(cls, rows: list[Any]) -> Found:
         """From the rows of `WRITTEN`."""
         files: dict[Part, list[DataFile]] = {"train": [], "test": []}
         left_out: dict[Part, int] = {"train": 0, "test": 0}
-        for part, text, count in rows:
-            left_out[part] += count
-            for file in json.loads(text):
-                groups = tuple(tuple(group) for group in file["groups"])
-                files[part].append(DataFile(**file | {"groups": groups}))
+        for text, _ in rows:
+            for part, written in json.loads(text).items():
+                left_out[part] += written["left_out"]
+                for file in written["files"]:
+                    groups = tuple(tuple(group) for group in file["groups"])
+                    files[part].append(DataFile(**file | {"groups": groups}))
         in_order = {
             part: tuple(sorted(some, key=lambda file: file.path))
             for part, some in files.items()
         }
-        return cls(in_order, left_out)
+        return cls(in_order, left_out, sum(checksum for _, checksum in rows))
 
     @property
     def entries(self) -> int:

@@ -260,16 +260,17 @@ def test_tasks_that_run_twice_at_once(session, tmp_path, monkeypatch):
     assert len(written) == len(manifest.train) > 3
 
 
+@pytest.mark.parametrize("changed", ["entries", "user", "item", "value", "when"])
 def test_the_frame_is_another_one_when_it_is_computed_again(
-    session, tmp_path, monkeypatch
+    session, changed, tmp_path, monkeypatch
 ):
     """What was kept of it is lost before the parts are written, as executors may be."""
     functions = pytest.importorskip("pyspark.sql.functions")
     lost, map_batches = tmp_path / "lost", preparation.map_batches
 
     @functions.udf("boolean")
-    def comes(user):
-        return not lost.exists() or user % 2 == 1
+    def is_another(user):
+        return lost.exists()
 
     def after_a_loss(frame, function, *rest):
         if isinstance(function, preparation.Write):
@@ -279,10 +280,19 @@ def test_the_frame_is_another_one_when_it_is_computed_again(
 
     monkeypatch.setattr(preparation, "map_batches", after_a_loss)
     frame = session.createDataFrame(many_events())
-    frame = frame.where(comes(frame["user"]))
+    flag = is_another(frame["user"])
+    if changed == "entries":
+        frame, came = frame.where(~flag | (frame["user"] % 2 == 1)), r"[\d,]+ came"
+    else:
+        # Users, values and times that were not there, but items that were.
+        column = frame[changed]
+        other = 1499 - column if changed == "item" else column + 1
+        frame = frame.withColumn(changed, functions.when(flag, other).otherwise(column))
+        came = "as many with other content came"
     out = tmp_path / "out"
-    with pytest.raises(RuntimeError, match="Write the frame to a table first"):
-        sj.spark.prepare(frame, out, indicator=True)
+    told = rf"entries were counted, but {came}\. .*Write the frame to a table first"
+    with pytest.raises(RuntimeError, match=told):
+        sj.spark.prepare(frame, out, time="when", split_time=3000)
     assert not (out / "manifest.json").exists()
 
 
