@@ -92,7 +92,8 @@ def test_from_a_store_to_metrics(bucket, shop, capsys):
     expected = sj.recommend(model, train, K, exclude=train)
     found = dict(zip(table["row"].to_pylist(), table["items"].to_pylist(), strict=True))
     scores = np.array(table["scores"].to_pylist())
-    np.testing.assert_allclose(scores, expected.scores[order], rtol=1e-5)
+    # Scores of up to 8 are sums whose terms cancel, so the small ones have their rounding.
+    np.testing.assert_allclose(scores, expected.scores[order], rtol=1e-5, atol=1e-6)
     # Recall by these files is that of the path in one process, from the log itself.
     split = sj.from_arrow(log).split(0.8, seed=0)
     names = train.feature_names
