@@ -628,19 +628,24 @@ class Plan:
 
     Attributes:
       items: Number of items.
-      rows: Number of rows of the data.
+      rows: Number of rows of the data; of histories those with two entries or more.
       entries: Number of entries of the data, over all rows.
       features: Number of input features, if they are not the items. The targets are
         separate data then.
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
+      times: The entries have times. Of the models of histories, hstu reads them.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
         over all devices.
       memory: Memory of a device, for example 141GB.
       compile: Also print the memory that the compiler needs, for a mesh of devices of the
         kind that is here. There may be fewer devices than the mesh has.
-      config: JSON file that describes the network, instead of the network options below.
+      kind: The model, as for train. The length of histories is chosen as for train, by the
+        mean number of entries of a row.
+      negatives: Plan for training with --negatives.
+      config: JSON file that describes the network, instead of the network options below;
+        or a model of histories.
       optimizer: Name of the optimizer, as for train.
       batch_size: Rows per step.
       fused: Plan for training with --fused.
@@ -654,14 +659,17 @@ class Plan:
     features: Annotated[int | None, _value("INT", "the items")] = None
     target_entries: Annotated[int | None, _value("INT", "those of the inputs")] = None
     values: Flag = False
+    times: Flag = False
     mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
     memory: Annotated[
         str | None, _value("SIZE", "what JAX may take of the device here")
     ] = None
     compile: Flag = False
+    kind: Kind = None
+    negatives: Annotated[int | None, _value("INT", "all items")] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: str = "adam"
-    batch_size: int = 512
+    optimizer: Annotated[str | None, _value("STR", "as for train")] = None
+    batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     fused: Flag = False
     network: Network = Network()
     compilation: Compilation = Compilation()

@@ -155,8 +155,8 @@ def _importing() -> Generator[None]:
 
 def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
     """Raises ValueError where a file, a run or a model, and flags describe the network."""
-    is_training = isinstance(command, flags.Train)
-    model, origin = (command.kind, command.origin) if is_training else (None, None)
+    model = command.kind
+    origin = command.origin if isinstance(command, flags.Train) else None
     if origin is not None:
         if command.config is not None or model is not None:
             raise ValueError(

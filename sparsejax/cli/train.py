@@ -45,6 +45,7 @@ from sparsejax.training import plan as planning
 from sparsejax.training.checkpoint import fingerprint
 from sparsejax.training.dispatch import check_seed
 from sparsejax.training.fit import fit
+from sparsejax.training.history_footprint import assumed_lengths
 from sparsejax.training.items import ScannedItems
 from sparsejax.training.progress import EarlyStopping
 from sparsejax.training.recipe import (
@@ -116,26 +117,33 @@ def plan(command: flags.Plan) -> bool:
         _pretend_devices(data * model)
     memory = command.memory
     network = config_of(command)
+    defaults = defaults_of(network)
     if isinstance(network, SequenceConfig):
-        raise ValueError(
-            f"{network.model} is a model of histories, which plan does not know"
-        )
-    if _chooses(command, "temperature"):
-        network = network.with_temperature(temperature_for(command.items)[0])
-    if command.features is None and _chooses(command, "linear"):
+        if command.features is not None:
+            raise ValueError(
+                "the targets of histories are their own items; leave out --features"
+            )
+        if command.config is None:
+            lengths = assumed_lengths(command.rows, command.entries)
+            network = network.suited_to_lengths(lengths)
+            print(f"max_length {network.max_length}", file=sys.stderr)
+    elif command.features is None and _chooses(command, "linear"):
         sizes = command.rows, command.items, command.entries
         linear, _ = LinearConfig.for_data(*sizes)
         network = dataclasses.replace(network, linear=linear)
+    name, options = _rule(command, defaults)
+    batch_size = command.batch_size
     planned = planning.plan(
         network,
-        optimizers.get(command.optimizer, learning_rate=1e-3),
+        optimizers.get(name, learning_rate=LEARNING_RATE, **options),
         inputs=command.items if command.features is None else command.features,
         outputs=None if command.features is None else command.items,
         rows=command.rows,
         entries=command.entries,
         target_entries=command.target_entries,
         values=command.values,
-        batch_size=command.batch_size,
+        times=command.times,
+        batch_size=defaults.batch_size if batch_size is None else batch_size,
         fused=command.fused,
         data=data,
         model=model,
@@ -152,12 +160,10 @@ def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConf
     """The network that a file or the flags describe; without a linear part and a
     temperature that depend on the data.
     """
-    if not isinstance(command, flags.Train):
-        return _described(command)
     config, negatives = _described(command), command.negatives
     if isinstance(config, SequenceConfig):
         # Of a run that is continued, the loss is that of the flags.
-        if negatives is not None or command.origin is not None:
+        if negatives is not None or _origin_of(command) is not None:
             config = dataclasses.replace(config, negatives=negatives)
     elif negatives is not None:
         raise ValueError("--negatives is for models of histories; leave it out")
@@ -165,15 +171,15 @@ def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConf
 
 
 def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
-    model = command.kind if isinstance(command, flags.Train) else None
+    model, origin = command.kind, _origin_of(command)
     if command.config is not None:
         config = _load_config(command.config)
         found = getattr(config, "model", "autoencoder")
         if model not in (None, found):
             raise ValueError(f"--model {model}: {command.config} describes {found}")
         return config
-    if isinstance(command, flags.Train) and command.origin is not None:
-        return run.load_run(command.origin)[0].network
+    if origin is not None:
+        return run.load_run(origin)[0].network
     if model not in (None, "autoencoder"):
         return SequenceConfig.from_json({"version": 1, "model": model})
     options, rank = dict(vars(command.network)), command.network.linear
@@ -181,6 +187,10 @@ def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceCon
     if options["temperature"] == "auto":
         del options["temperature"]
     return NetworkConfig.autoencoder(**options)
+
+
+def _origin_of(command: flags.Train | flags.Plan) -> pathlib.Path | None:
+    return command.origin if isinstance(command, flags.Train) else None
 
 
 def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
@@ -221,7 +231,7 @@ def suited(
 
 def _chooses(command: flags.Train | flags.Plan, flag: str) -> bool:
     """Whether this setting of the network depends on the data."""
-    if isinstance(command, flags.Train) and command.origin is not None:
+    if _origin_of(command) is not None:
         return False
     return command.config is None and getattr(command.network, flag) == "auto"
 
@@ -240,8 +250,7 @@ def rule_of(
     Raises:
       ValueError: the optimizer does not take these options.
     """
-    name, peak = command.optimizer or defaults.optimizer, command.learning_rate
-    options = dict(defaults.options) if name == defaults.optimizer else {}
+    (name, options), peak = _rule(command, defaults), command.learning_rate
     if command.weight_decay is not None:
         options["weight_decay"] = command.weight_decay
     peak = LEARNING_RATE if peak is None else peak
@@ -256,6 +265,14 @@ def rule_of(
         )
     rate = learning_rate(peak, epochs * steps, warmup=warmup, decay=decays)
     return optimizers.get(name, learning_rate=rate, **options)
+
+
+def _rule(
+    command: flags.Train | flags.Plan, defaults: Defaults
+) -> tuple[str, dict[str, Any]]:
+    """Name and options of the optimizer that the flags name, or of the default."""
+    name = command.optimizer or defaults.optimizer
+    return name, dict(defaults.options) if name == defaults.optimizer else {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

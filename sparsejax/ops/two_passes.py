@@ -31,7 +31,7 @@ from sparsejax.ops.scatter_gradient import row_gradient
 from sparsejax.sparse import CSR
 
 # Items of a chunk: their gradient exists in float32, and rows of other dtypes are rounded.
-_CHUNK_ITEMS = 2**19
+CHUNK_ITEMS = 2**19
 
 
 def is_chosen(method: Method, batch: Batch, layer: Layer) -> bool:
@@ -110,7 +110,7 @@ def _first_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, shard: Shar
     reference.
     """
     items, h = len(layer.kernel), rows.h
-    size = items if layer.kernel.dtype == h.dtype else min(items, _CHUNK_ITEMS)
+    size = items if layer.kernel.dtype == h.dtype else min(items, CHUNK_ITEMS)
 
     def largest():
         def step(start, size, chunk, known):
@@ -206,7 +206,7 @@ def _second_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, factor, ls
                 bias = _added(bias, sign * values, start)
             return Layer(kernel, bias, None)
 
-        return _fold(step, gradients, layer, min(items, _CHUNK_ITEMS))
+        return _fold(step, gradients, layer, min(items, CHUNK_ITEMS))
 
     zeros = jax.tree.map(jnp.zeros_like, layer)
     return lax.fori_loop(0, signs, of_sign, zeros)

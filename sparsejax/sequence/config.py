@@ -76,7 +76,16 @@ class SequenceConfig(ModelConfig):
         >>> SASRecConfig(width=64).suited_to(long).max_length
         100
         """
-        lengths = np.diff(data.indptr)
+        return self.suited_to_lengths(np.diff(data.indptr))
+
+    def suited_to_lengths[Config: SequenceConfig](  # noqa: PYI019
+        self: Config, lengths: np.ndarray
+    ) -> Config:
+        """`suited_to`, of data whose rows have these numbers of entries.
+
+        >>> SASRecConfig(width=64).suited_to_lengths(np.array([80])).max_length
+        100
+        """
         for length in _LENGTHS[:-1]:
             # A window has one entry more, which is a target only.
             cut = np.maximum(lengths - length - 1, 0).sum()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,16 +17,22 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import score_tiles, slopes_product
 from sparsejax.data.batching import bucket
+from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, padded_rows
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.ops import chunked_loss, gather_sum, item_chunks, row_update
+from sparsejax.ops.precision import Precision
 from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.model import SequenceModel
+from sparsejax.sparse import CSR
 from sparsejax.training import dispatch
 from sparsejax.training.build import make_modules
+from sparsejax.training.resident import Roles, Task
 
 # Bytes per entry of a dispatch. The transpose has its column, row and place; the starts of
 # the columns are counted separately. During the sort, an entry has its column, keys, values
@@ -35,7 +42,7 @@ _TRANSPOSED, _SORTED = 12, 37
 # numbers of the entry's row, the sums of pieces of rows.
 _STEP_ENTRY, _PIECES = 40, 1 / 8
 # Bytes per row of the data while the order of an epoch is sorted, besides the order.
-_ORDER_SORTED = 20
+ORDER_SORTED = 20
 # Arrays of [batch, hidden] for each hidden layer, forward and backward.
 _ACTIVATIONS = 5
 # The entries of the fullest device of a mesh divided by the mean, in the readers' order.
@@ -45,18 +52,15 @@ _IMBALANCE = 1.05
 _FULLEST = 3 * 1.3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Bytes on one device; see `sparsejax.Plan`."""
+# Makes something in place of an array of a shape and a dtype that lies so on a mesh.
+type Shape = Callable[[tuple[int, ...], Any, P], Any]
 
-    data: int
-    model: int
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a device makes and sends while it trains, in bytes; see `sparsejax.Plan`."""
+
     steps: int
-    entries: int
-    weights: int
-    state: int
-    dataset: int
-    order: int
     batches: int
     hidden: int
     operand: int
@@ -64,10 +68,23 @@ class Footprint:
     chunk: int
     input_gradient: int
     sorting: int
-    linear: int
+    linear: int = 0
     temporary: int
     over_data: Mapping[str, int]
     over_model: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint(Step):
+    """Bytes on one device; see `sparsejax.Plan`."""
+
+    data: int
+    model: int
+    entries: int
+    weights: int
+    state: int
+    dataset: int
+    order: int
 
     @property
     def kept(self) -> int:
@@ -81,26 +98,32 @@ class Footprint:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(abc.ABC):
     """What is to be trained, on any mesh.
 
     Attributes:
-      target_entries: None if the inputs are the targets.
+      inputs: number of features; of a model of histories the items.
+      entries: of the inputs, over all rows.
+      values: whether entries have values.
       batch: rows of a step.
+      fused: as `fit` takes it.
     """
 
-    network: NetworkConfig
+    network: NetworkConfig | SequenceConfig
     rule: Rule
     inputs: int
-    outputs: int
     rows: int
     entries: int
-    target_entries: int | None
-    values: bool
     batch: int
-    fused: bool
+    values: bool = False
+    fused: bool = False
 
-    def modules(self) -> tuple[FeedForward, Optimizer]:
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return self.inputs
+
+    def modules(self) -> tuple[FeedForward | SequenceModel, Optimizer]:
         """Model and optimizer, with shapes in place of arrays."""
 
         def make():
@@ -108,38 +131,19 @@ class Job:
                 self.network,
                 self.rule,
                 inputs=self.inputs,
-                outputs=self.outputs,
+                outputs=self.num_items,
                 seed=0,
             )
             modules[0].train()
             return modules
 
-        return cast(tuple[FeedForward, Optimizer], nnx.eval_shape(make))
-
-    def matrices(self) -> list[tuple[int, int]]:
-        """Entries and columns of the inputs, and of the targets if they are separate."""
-        found = [(self.entries, self.inputs)]
-        if self.target_entries is not None:
-            found.append((self.target_entries, self.outputs))
-        return found
+        return cast(tuple[FeedForward | SequenceModel, Optimizer], nnx.eval_shape(make))
 
     def rows_of(self, data: int, model: int) -> int:
         """Rows of the data set that a device has."""
         if data * model == 1:
             return self.rows
         return -(-self.rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS // data
-
-    def entries_of(self, data: int, model: int) -> list[int]:
-        """Entries of each matrix on the fullest device."""
-        uneven = _IMBALANCE if data * model > 1 else 1
-        return [math.ceil(e * uneven / (data * model)) for e, _ in self.matrices()]
-
-    def capacities(self, data: int, model: int) -> list[int]:
-        """Room for a batch in the fullest device's block of each matrix."""
-        rows = self.batch // data
-        share = (rows + _FULLEST * math.sqrt(rows)) / self.rows / model
-        share *= _IMBALANCE if model > 1 else 1
-        return [bucket(math.ceil(share * e)) for e, _ in self.matrices()]
 
     def state_shapes(self, width: int) -> list[tuple[int, ...]]:
         """Shapes of the state arrays of a kernel `[2, width]`."""
@@ -150,6 +154,142 @@ class Job:
         """Whether a GPU program can do the rule's step on rows of this width."""
         alike = all(shape == (2, width) for shape in self.state_shapes(width))
         return self.rule.elementwise and alike
+
+    @abc.abstractmethod
+    def entries_of(self, data: int, model: int) -> list[int]:
+        """Entries of each sparse matrix on the fullest device."""
+
+    @abc.abstractmethod
+    def capacities(self, data: int, model: int) -> list[int]:
+        """Room for a batch in the fullest device's block of each matrix."""
+
+    @property
+    def roles(self) -> Task:
+        """What the matrices are."""
+        return Roles()
+
+    @abc.abstractmethod
+    def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
+        """The matrices on a mesh; `shape` makes what takes the place of arrays."""
+
+    @abc.abstractmethod
+    def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
+        """What a device makes and sends, if the variables lie so on the mesh."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkJob(Job):
+    """A network that is to be trained.
+
+    Attributes:
+      target_entries: None if the inputs are the targets.
+    """
+
+    network: NetworkConfig
+    outputs: int
+    target_entries: int | None
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return self.outputs
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Entries and columns of the inputs, and of the targets if they are separate."""
+        found = [(self.entries, self.inputs)]
+        if self.target_entries is not None:
+            found.append((self.target_entries, self.outputs))
+        return found
+
+    def entries_of(self, data: int, model: int) -> list[int]:
+        uneven = _IMBALANCE if data * model > 1 else 1
+        return [math.ceil(e * uneven / (data * model)) for e, _ in self.sizes()]
+
+    def capacities(self, data: int, model: int) -> list[int]:
+        rows = self.batch // data
+        share = (rows + _FULLEST * math.sqrt(rows)) / self.rows / model
+        share *= _IMBALANCE if model > 1 else 1
+        return [bucket(math.ceil(share * e)) for e, _ in self.sizes()]
+
+    def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
+        is_mesh = data * model > 1
+        parts, spec = ((data, model), P("data", "model")) if is_mesh else ((), P())
+        rows = self.rows_of(data, model)
+
+        def matrix(entries: int, columns: int):
+            width = padded_rows(columns) // model if is_mesh else columns
+            leaves = (
+                shape((*parts, entries), jnp.float32, spec) if self.values else None,
+                shape((*parts, entries), jnp.int32, spec),
+                shape((*parts, rows + 1), jnp.int32, spec),
+                None,
+            )
+            block = CSR.tree_unflatten(width, leaves)
+            return ShardedCSR(block, num_cols=columns) if is_mesh else block
+
+        columns = [columns for _, columns in self.sizes()]
+        held = self.entries_of(data, model)
+        return tuple(map(matrix, held, columns))
+
+    def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
+        batch, rows = self.batch // data, self.rows_of(data, model)
+        itemsize = 8 if self.values else 4
+        own = self.capacities(data, model)
+        steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
+        # A device receives the entries of the whole batch that are in its columns.
+        column = data * own[0]
+        kernel_rows = padded_rows(self.inputs) // model
+        starts = min(column, kernel_rows)
+        taken = steps * itemsize * sum(own)
+        batches = taken + steps * (_TRANSPOSED * column + 4 * starts)
+        batches += _STEP_ENTRY * column
+        in_dispatch = taken + steps * (_SORTED - 4) * column
+        sorting = max(in_dispatch, ORDER_SORTED * rows)
+
+        # Before training, without the data set and the order.
+        network, linear = self.network, 0
+        if network.linear is not None:
+            sizes_of_data = self.rows, self.inputs, self.entries
+            linear = closed_form.gpu_bytes(network.linear, *sizes_of_data)
+
+        sizes = [layer.size for layer in network.hidden]
+        hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
+        if data > 1:  # gradient of the first layer, operand and gradient of the output
+            hidden += 4 * self.batch * (sizes[0] + 2 * sizes[-1])
+        stored = jnp.dtype(network.param_dtype)
+        scored = Scored(
+            rows=self.batch,
+            items=padded_rows(self.outputs) // (data * model),
+            width=sizes[-1],
+            stored=stored,
+            dtype=jnp.dtype(network.output.dtype or stored),
+            temperature=network.output.temperature,
+            precision=network.precision,
+        )
+        output = output_bytes(self, scored)
+        tied = network.output.tied is not None
+        first = sizes[0]
+        touched = input_gradient(self, column, kernel_rows, first, dense=tied)
+        operand = output.operand if self.fused else 0  # exists during a dispatch
+        stays = output.gradient + operand
+        stages = output.at_once(self.fused), stays + touched
+        over_data, over_model = _sent(self, laid, data, model, column, data * own[-1])
+        return Step(
+            steps=steps,
+            batches=batches,
+            hidden=hidden,
+            operand=output.operand,
+            output_gradient=output.gradient,
+            chunk=output.chunk,
+            input_gradient=touched,
+            sorting=sorting,
+            linear=linear,
+            temporary=max(
+                sorting, in_dispatch + operand, batches + hidden + max(stages), linear
+            ),
+            over_data=over_data,
+            over_model=over_model,
+        )
 
 
 class Laid(NamedTuple):
@@ -188,14 +328,19 @@ def laid_out(job: Job, data: int, model: int) -> list[Laid]:
         elif path[-1] in parameters:
             spec = _as_parameter(variable.shape, parameters[path[-1]])
         size = variable.size * variable.dtype.itemsize
-        part = size // math.prod(
-            mesh.shape[axis]
-            for axes in spec
-            if axes is not None
-            for axis in ((axes,) if isinstance(axes, str) else axes)
-        )
-        found.append(Laid(path, spec, size, part))
+        found.append(Laid(path, spec, size, size // _parts(spec, data, model)))
     return found
+
+
+def _parts(spec: P, data: int, model: int) -> int:
+    """The number of parts into which a mesh of these axes divides an array."""
+    sizes = {"data": data, "model": model}
+    return math.prod(
+        sizes[axis]
+        for axes in spec
+        if axes is not None
+        for axis in ((axes,) if isinstance(axes, str) else axes)
+    )
 
 
 def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
@@ -207,63 +352,45 @@ def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
 
 def footprint(job: Job, data: int, model: int) -> Footprint:
     """What a device needs on a mesh with axes of these sizes."""
-    batch, rows = job.batch // data, job.rows_of(data, model)
-    itemsize = 8 if job.values else 4
-    own = job.capacities(data, model)
-    steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data))
-    # A device receives the entries of the whole batch that are in its columns.
-    column = data * own[0]
-    starts = min(column, padded_rows(job.inputs) // model)
-    taken = steps * itemsize * sum(own)
-    batches = taken + steps * (_TRANSPOSED * column + 4 * starts)
-    batches += _STEP_ENTRY * column
-    in_dispatch = taken + steps * (_SORTED - 4) * column
-    sorting = max(in_dispatch, _ORDER_SORTED * rows)
 
-    # Before training, without the data set and the order.
-    linear = 0
-    if job.network.linear is not None:
-        sizes_of_data = job.rows, job.inputs, job.entries
-        linear = closed_form.gpu_bytes(job.network.linear, *sizes_of_data)
+    def part(size: tuple[int, ...], dtype: Any, spec: P) -> int:
+        whole = math.prod(size) * jnp.dtype(dtype).itemsize
+        return whole // _parts(spec, data, model)
 
-    sizes = [layer.size for layer in job.network.hidden]
-    hidden = 4 * batch * sum(sizes) * _ACTIVATIONS
-    if data > 1:  # gradient of the first layer, operand and gradient of the output
-        hidden += 4 * job.batch * (sizes[0] + 2 * sizes[-1])
-    output = _output(job, data, model)
-    input_gradient = _input_gradient(job, column, model)
-    operand = output.operand if job.fused else 0  # exists during a dispatch
-    stays = output.gradient + operand
-    stages = output.at_once(job.fused), stays + input_gradient
-    held = job.entries_of(data, model)
     laid = laid_out(job, data, model)
-    over_data, over_model = _sent(job, laid, data, model, column, data * own[-1])
     return Footprint(
+        **vars(job.step(data, model, laid)),
         data=data,
         model=model,
-        steps=steps,
-        entries=max(held),
+        entries=max(job.entries_of(data, model)),
         weights=sum(variable.part for variable in laid if variable.path[0] == 0),
         state=sum(variable.part for variable in laid if variable.path[0] == 1),
-        dataset=sum(itemsize * n + 4 * (rows + 1) for n in held),
-        order=4 * -(-job.rows // job.batch) * batch,
-        batches=batches,
-        hidden=hidden,
-        operand=output.operand,
-        output_gradient=output.gradient,
-        chunk=output.chunk,
-        input_gradient=input_gradient,
-        sorting=sorting,
-        linear=linear,
-        temporary=max(
-            sorting, in_dispatch + operand, batches + hidden + max(stages), linear
-        ),
-        over_data=over_data,
-        over_model=over_model,
+        dataset=sum(jax.tree.leaves(job.placed(data, model, part))),
+        order=4 * -(-job.rows // job.batch) * (job.batch // data),
     )
 
 
-class _Output(NamedTuple):
+class Scored(NamedTuple):
+    """An output layer, and what it scores.
+
+    Attributes:
+      rows: of the whole batch.
+      items: rows of the kernel that the device has.
+      width: of the kernel.
+      stored: dtype of the kernel.
+      dtype: that of the operands of the products.
+    """
+
+    rows: int
+    items: int
+    width: int
+    stored: jnp.dtype
+    dtype: jnp.dtype
+    temperature: float | None
+    precision: Precision
+
+
+class Output(NamedTuple):
     """Bytes of the output's temporary arrays, and whether one chunk has all items."""
 
     operand: int
@@ -277,19 +404,17 @@ class _Output(NamedTuple):
         return self.operand + self.gradient + self.chunk
 
 
-def _output(job: Job, data: int, model: int) -> _Output:
-    layer, width, batch = job.network.output, job.network.hidden[-1].size, job.batch
-    items = padded_rows(job.outputs) // (data * model)
-    stored = jnp.dtype(job.network.param_dtype)
-    dtype = jnp.dtype(layer.dtype or stored)
+def output_bytes(job: Job, scored: Scored) -> Output:
+    """Of the loss over all items, a chunk of items at a time, and its gradients."""
+    batch, items, width, stored, dtype, temperature, precision = scored
     operand = items * width * dtype.itemsize if dtype != stored else 0
     gradient = items * width * dtype.itemsize
-    if layer.temperature is not None:  # factors of the scores
+    if temperature is not None:  # factors of the scores
         operand += 4 * items
         gradient += 4 * items
     if job.fused:
         gradient = 0
-    product = chunked_loss.operand_dtype(job.network.precision, dtype, batch, items)
+    product = chunked_loss.operand_dtype(precision, dtype, batch, items)
     with_kernel = not job.values and not score_tiles.unsupported(width, items, product)
     budget = chunked_loss.GPU_CHUNK_SCORES
     if with_kernel:
@@ -303,29 +428,38 @@ def _output(job: Job, data: int, model: int) -> _Output:
         made = 17 * scores
     if rounded := with_kernel and product != dtype:
         made += product.itemsize * rows
-    in_product = with_kernel and layer.temperature is None
+    in_product = with_kernel and temperature is None
     if job.fused and in_product and job.steps_by_elements(width):
         in_place = size >= items or width <= slopes_product.MAX_HIDDEN or rounded
         copied = 0 if in_place else dtype.itemsize * rows
-        return _Output(operand, gradient, made + copied, size >= items)
+        return Output(operand, gradient, made + copied, size >= items)
     if size >= items:  # whole arrays are updated in place, without copies of rows
-        return _Output(operand, gradient, made + job.fused * 4 * rows, True)
+        return Output(operand, gradient, made + job.fused * 4 * rows, True)
     read = made + (8 if with_kernel else 12) * rows
     arrays = job.state_shapes(width).count((2, width))
     moved = (8 + 4 * arrays + 2 * with_kernel) * rows
-    return _Output(operand, gradient, max(read, job.fused * moved), False)
+    return Output(operand, gradient, max(read, job.fused * moved), False)
 
 
-def _input_gradient(job: Job, entries: int, model: int) -> int:
-    """Bytes of the gradient of the first kernel, for a batch with this many entries."""
-    rule, width = job.rule, job.network.hidden[0].size
-    rows = padded_rows(job.inputs) // model
+def input_gradient(
+    job: Job, entries: int, rows: int, width: int, *, dense: bool
+) -> int:
+    """Bytes of the gradient of a kernel `[rows, width]` of which a batch reads rows.
+
+    Args:
+      job: what is trained.
+      entries: how many of them the batch reads.
+      rows: of the kernel, on a device.
+      width: of the kernel.
+      dense: whether a gradient of all rows is made, too.
+    """
+    rule = job.rule
     touched = 4 * min(entries, rows) * width
     if not gather_sum.mosaic_fits(rows, width, entries):
         touched = 8 * entries * width  # XLA's gather, and what is summed
     elif width < 128 and width % 8:
         touched += 4 * 128 * rows  # a copy of the kernel with wider rows
-    if job.network.output.tied is not None:
+    if dense:
         return touched + 4 * rows * width
     if rule.drifts and optimizer.updates_whole(rows, entries):
         return touched + 4 * rows * width
@@ -341,8 +475,23 @@ def _is_between(path: tuple[Any, ...]) -> bool:
     return path[0] == 0 and path[1] != "output" and path[1:] != ("first", "kernel")
 
 
+def gathered(size: int, n: int) -> int:
+    """Bytes that each device of a ring of n sends to gather an array of this size."""
+    return round((n - 1) / n * size)
+
+
+def summed(size: int, n: int) -> int:
+    """Bytes that each device of a ring of n sends to sum arrays of this size."""
+    return 2 * gathered(size, n)
+
+
 def _sent(
-    job: Job, laid: Sequence[Laid], data: int, model: int, entries: int, labels: int
+    job: NetworkJob,
+    laid: Sequence[Laid],
+    data: int,
+    model: int,
+    entries: int,
+    labels: int,
 ):
     """Bytes that a ring sends from each device in a step, over "data" and "model".
 
@@ -350,12 +499,6 @@ def _sent(
     """
     network, batch = job.network, job.batch // data
     sizes = [layer.size for layer in network.hidden]
-
-    def gathered(size: int, n: int) -> int:
-        return round((n - 1) / n * size)
-
-    def summed(size: int, n: int) -> int:
-        return 2 * gathered(size, n)
 
     over_data, over_model = {}, {}
     if network.loss == "softmax_cross_entropy":

@@ -14,20 +14,26 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import (
     ROW_MULTIPLE,
     check_axis_sizes,
     device_memory,
     make_mesh,
-    padded_rows,
     readable_bytes,
 )
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
-from sparsejax.sparse import CSR, MAX_ENTRIES
+from sparsejax.sequence.config import HSTUConfig, SequenceConfig
+from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.training import dispatch
-from sparsejax.training.footprint import Footprint, Job, footprint, laid_out
+from sparsejax.training.footprint import (
+    Footprint,
+    Job,
+    NetworkJob,
+    footprint,
+    laid_out,
+)
+from sparsejax.training.history_footprint import HistoryJob
 from sparsejax.training.resident import Resident
 
 
@@ -39,7 +45,8 @@ class Compiled(NamedTuple):
 
     Attributes:
       platform: "cpu" or "gpu".
-      kept: weights, state, data set and order: the arguments of the program.
+      kept: weights, state, data set and order: the arguments of the program. Of histories
+        it does not read the places that have a next item, which are not counted.
       temporary: all other arrays that the program makes.
     """
 
@@ -66,17 +73,18 @@ class Plan(Footprint):
         over all devices.
       steps: steps of a dispatch.
       entries: number of entries of the inputs or of the targets, whichever is larger, on
-        the fullest device.
+        the fullest device; of histories the places that have a next item.
       weights: parameters.
       state: state of the optimizer.
-      dataset: inputs and targets.
+      dataset: inputs and targets; of histories their last items, and where targets are.
       order: order of the rows in an epoch.
       batches: batches of all steps of a dispatch, and what a step makes of its entries.
-      hidden: activations of the hidden layers and their gradients.
+      hidden: activations of the hidden layers, or of the blocks, and their gradients.
       operand: a copy of the last kernel in bfloat16, and factors of cosines.
       output_gradient: gradient of the last kernel, if it is not applied where it is made.
       chunk: scores of a part of the items, and the gradient of their rows.
-      input_gradient: gradient of the rows of the first kernel that a batch touches.
+      input_gradient: gradient of the rows of the first kernel that a batch touches; or of
+        the vectors of the items, as histories read them.
       sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
       linear: what it takes to compute the linear part of the network, before training,
         on the first device.
@@ -154,7 +162,7 @@ class Plan(Footprint):
 
 
 def plan(
-    network: NetworkConfig,
+    network: NetworkConfig | SequenceConfig,
     rule: Rule,
     *,
     inputs: int,
@@ -163,6 +171,7 @@ def plan(
     entries: int,
     target_entries: int | None = None,
     values: bool = False,
+    times: bool = False,
     batch_size: int = 512,
     fused: bool = False,
     data: int = 1,
@@ -184,17 +193,29 @@ def plan(
     evenly to 5 %. Temporary arrays are those of our GPU programs on an H200. Validation,
     the host's memory, and what the compiler tries out are not counted.
 
+    Of a model of histories, `inputs` is the number of items:
+
+    >>> sizes = {"inputs": 1_000_000, "rows": 2_000_000, "entries": 100_000_000}
+    >>> planned = plan(HSTUConfig(), optimizers.adamw(1e-3), times=True, **sizes)
+    >>> planned.dataset // 10**6  # items and times of 51 places a row, and where targets are
+    1062
+
+    Its activations are those that JAX keeps for the backward pass. What a mesh sends is
+    estimated, as XLA's partitioner chooses it.
+
     Args:
-      network: layers and loss.
+      network: layers and loss, or the configuration of a model of histories.
       rule: rule of the optimizer.
       inputs: number of features.
       outputs: number of items; by default the features, which are then the targets too.
-      rows: number of rows of the data set.
+        Histories have none.
+      rows: number of rows of the data set; of histories those with two entries or more.
       entries: number of entries of the inputs, over all rows. The lengths of rows are
         assumed to have a standard deviation of 1.3 times their mean, as those of purchase
         histories have.
       target_entries: number of entries of the targets; `entries` by default.
       values: whether entries have values.
+      times: whether histories have times. Only `HSTU` reads them.
       batch_size: examples a step.
       fused: as `fit` takes it.
       data: devices over which batches are divided.
@@ -208,8 +229,9 @@ def plan(
 
     Raises:
       ValueError: a size is not positive, the mesh cannot be made or does not divide the
-        batch, or there are too few devices to compile for.
-      NotImplementedError: `fused` with a tied output.
+        batch, there are too few devices to compile for, or histories have fewer than two
+        entries a row, targets or values.
+      NotImplementedError: `fused` with a tied output, or with a model of histories.
     """
     if outputs is None and target_entries is not None:
         raise ValueError(
@@ -227,22 +249,33 @@ def plan(
     for name, count in counts.items():
         if count is not None and count < 1:
             raise ValueError(f"{name} must be positive, got {count}")
-    if fused and network.output.tied is not None:
-        raise NotImplementedError("a tied kernel cannot have a fused update")
     check_axis_sizes(data, model)
-    targets = entries if target_entries is None else target_entries
-    job = Job(
-        network=network,
-        rule=rule,
-        inputs=inputs,
-        outputs=inputs if outputs is None else outputs,
-        rows=rows,
-        entries=entries,
-        target_entries=None if outputs is None else targets,
-        values=values,
-        batch=dispatch.step_size(batch_size, rows, data),
-        fused=fused,
-    )
+    shared: dict[str, Any] = {
+        "rule": rule,
+        "inputs": inputs,
+        "rows": rows,
+        "entries": entries,
+        "batch": dispatch.step_size(batch_size, rows, data),
+    }
+    if isinstance(network, SequenceConfig):
+        _check_histories(outputs=outputs, values=values, fused=fused)
+        # Only this model reads times.
+        reads = times and isinstance(network, HSTUConfig)
+        job: Job = HistoryJob(network=network, times=reads, **shared)
+    else:
+        if times:
+            raise ValueError("a network does not read times; leave out times")
+        if fused and network.output.tied is not None:
+            raise NotImplementedError("a tied kernel cannot have a fused update")
+        targets = entries if target_entries is None else target_entries
+        job = NetworkJob(
+            network=network,
+            outputs=inputs if outputs is None else outputs,
+            target_entries=None if outputs is None else targets,
+            values=values,
+            fused=fused,
+            **shared,
+        )
     memory = device_memory() if memory is None else memory
 
     def plan_on(model: int) -> Plan:
@@ -254,6 +287,21 @@ def plan(
         least_model=next((each.model for each in larger if each.fits), None),
         compiled=_compiled(job, data, model) if compile else None,
     )
+
+
+def _check_histories(*, outputs: int | None, values: bool, fused: bool) -> None:
+    """Raises an error for what histories do not have."""
+    if outputs is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out outputs"
+        )
+    if values:
+        raise ValueError("histories have no values; leave out values")
+    if fused:
+        raise NotImplementedError(
+            "a fused update needs a kernel that only the output reads, and histories are "
+            "read with it, too; leave out fused"
+        )
 
 
 def _compiled(job: Job, data: int, model: int) -> Compiled:
@@ -272,24 +320,10 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
     if data * model > 1:
         devices = _devices(data * model)
         mesh = make_mesh(data=data, model=model, devices=devices)
-    parts = () if mesh is None else (data, model)
 
     def shape(size, dtype, spec):
         place = None if mesh is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(size, dtype, sharding=place)
-
-    def matrix(entries: int, columns: int):
-        width = columns if mesh is None else padded_rows(columns) // model
-        spec = P("data", "model")
-        rows = job.rows_of(data, model)
-        leaves = (
-            shape((*parts, entries), jnp.float32, spec) if job.values else None,
-            shape((*parts, entries), jnp.int32, spec),
-            shape((*parts, rows + 1), jnp.int32, spec),
-            None,
-        )
-        block = CSR.tree_unflatten(width, leaves)
-        return block if mesh is None else ShardedCSR(block, num_cols=columns)
 
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         graphdef, state = nnx.split(job.modules())
@@ -300,9 +334,8 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
             return variable.replace(made)
 
         state = nnx.map_state(placed, state)
-        columns = [columns for _, columns in job.matrices()]
-        held = job.entries_of(data, model)
-        resident = Resident(tuple(map(matrix, held, columns)), None, job.rows)
+        placed = job.placed(data, model, shape)
+        resident = Resident(placed, None, job.rows, roles=job.roles)
         capacities = tuple(job.capacities(data, model))
         steps = -(-job.rows // job.batch)
         order = shape((steps, data, job.batch // data), jnp.int32, P(None, "data"))
@@ -310,7 +343,8 @@ def program(job: Job, data: int, model: int) -> jax.stages.Compiled:
         layout = None
         if mesh is not None:
             layout = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
-        entries = dispatch.entries_of_step(capacities, data)
+        sparse_inputs = resident.sparse_inputs
+        entries = dispatch.entries_of_step(capacities, data, sparse_inputs)
         return (
             dispatch.run_steps[False]
             .lower(

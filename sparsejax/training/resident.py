@@ -306,7 +306,8 @@ class Resident:
       roles: what the matrices are (static).
     """
 
-    matrices: tuple[SparseRows | jax.Array, ...]
+    # Each a CSR, ShardedCSR or array; while a program is lowered, what JAX has in its place.
+    matrices: tuple[Any, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(default=False, metadata={"static": True})

@@ -223,16 +223,4 @@ def test_wrong_arguments(folder, capsys):
     ]
     text = error("evaluate", str(folder / "run"), *files, "--baselines")
     assert "--baselines is of no use for a model of histories" in text
-    plan = [
-        "plan",
-        "--items",
-        "10",
-        "--rows",
-        "10",
-        "--entries",
-        "20",
-        "--memory",
-        "1GB",
-    ]
-    assert "gru is a model of histories" in error(*plan, "--config", config)
     assert not (folder / "new").exists()

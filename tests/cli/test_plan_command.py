@@ -5,13 +5,16 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from sparsejax import optimizers
 from sparsejax.cli.main import main
 from sparsejax.nn.config import NetworkConfig
+from sparsejax.sequence.config import GRUConfig, SequenceConfig
 from sparsejax.training import plan as planning
+from sparsejax.training.recipe import recipe
 
 PLAN = ["plan", "--items", "8000000", "--rows", "1000000", "--entries", "30000000"]
 
@@ -50,6 +53,67 @@ def test_plan_of_a_network_from_a_file(tmp_path, capsys):
     assert capsys.readouterr().out == planned.table() + "\n"
     assert main([*argv, "--tied"]) == 1
     assert "leave out --tied, or --config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "mean", "length"), [("sasrec", 5, 50), ("hstu", 15, 100), ("gru", 30, 200)]
+)
+def test_plan_of_a_model_of_histories(kind, mean, length, capsys):
+    """With the optimizer, the batch and the length that train takes by default."""
+    sizes: dict[str, Any] = {"rows": 1_000_000, "entries": mean * 1_000_000}
+    argv = [*PLAN, "--entries", str(sizes["entries"]), "--memory", "45GB"]
+    assert main([*argv, "--model", kind, "--times"]) == 0
+    config = SequenceConfig.from_json(
+        {"version": 1, "model": kind, "max_length": length}
+    )
+    planned = planning.plan(
+        config,
+        recipe(config, 1_000_000).rule,
+        inputs=8_000_000,
+        times=True,
+        batch_size=256,
+        memory=45 * 10**9,
+        **sizes,
+    )
+    out, err = capsys.readouterr()
+    assert out == planned.table() + "\n" and err == f"max_length {length}\n"
+
+
+def test_plan_of_a_model_of_histories_from_a_file(tmp_path, capsys):
+    path = tmp_path / "gru.json"
+    path.write_text('{"version": 1, "model": "gru", "width": 64, "max_length": 20}')
+    more = ["--negatives", "100", "--optimizer", "sgd", "--batch-size", "64"]
+    argv = [*PLAN, "--config", str(path), *more, "--mesh", "model=2"]
+    assert main([*argv, "--memory", "45GB"]) == 0
+    planned = planning.plan(
+        GRUConfig(width=64, max_length=20, negatives=100),
+        optimizers.sgd(1e-3),
+        inputs=8_000_000,
+        rows=1_000_000,
+        entries=30_000_000,
+        batch_size=64,
+        model=2,
+        memory=45 * 10**9,
+    )
+    out, err = capsys.readouterr()
+    assert out == planned.table() + "\n" and not err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["sasrec", "--features", "9"], "their own items; leave out --features"),
+        (["sasrec", "--values"], "histories have no values"),
+        (["sasrec", "--fused"], "histories are read with it, too; leave out fused"),
+        (["sasrec", "--hidden", "8"], "--hidden is for an autoencoder"),
+        (["sasrec", "--entries", "1000001"], "rows must have two entries or more"),
+        (["autoencoder", "--times"], "a network does not read times"),
+        (["autoencoder", "--negatives", "9"], "--negatives is for models of histories"),
+    ],
+)
+def test_plan_says_what_does_not_go_with_a_model(capsys, options, message):
+    assert main([*PLAN, "--memory", "45GB", "--model", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Plans, against real arrays, and against what the compiler takes."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -7,17 +8,21 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 
 import sparsejax as sj
+from sparsejax import training
 from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
 from sparsejax.training import plan as planning
-from sparsejax.training.footprint import Job, laid_out
+from sparsejax.training.footprint import NetworkJob, laid_out
+from sparsejax.training.history_footprint import HistoryJob
 from sparsejax.training.plan import plan
 
+ADAMW = sj.optimizers.adamw(1e-3, weight_decay=0.1)
 RMSPROP = sj.optimizers.rmsprop(1e-3)
 SGD = sj.optimizers.sgd(1e-3)
 DECAYING = sj.optimizers.sgd(1e-3, weight_decay=1e-3)
@@ -160,7 +165,7 @@ def test_what_a_mesh_divides_is_what_lies_in_parts(name):
         rule = sj.optimizers.get(name, learning_rate=0.1)
         state = nnx.state((model, sj.Optimizer(model, rule)))
         whole = put_on_mesh(state)
-    job = Job(
+    job = NetworkJob(
         network=DEEP,
         rule=rule,
         inputs=300,
@@ -185,7 +190,19 @@ def test_what_is_sent_is_what_the_program_sends(monkeypatch):
     """The collectives in the loop over steps, of a program for eight CPU devices."""
     network = sj.NetworkConfig.autoencoder((128, 96, 64, 32))
     sizes: dict[str, Any] = {"inputs": 20_000, "batch_size": 256, "fused": True}
+    mesh = {"data": 2, "model": 4}
+    planned, shapes = sent_by(monkeypatch, small, network, SGD, **mesh, **sizes)
     sent = {"data": 0.0, "model": 0.0}
+    for n, (size, largest) in shapes.items():
+        sent["model" if n == 4 else "data"] += size
+        # The gradient of the output's kernel stays where it is made.
+        assert largest < padded_rows(20_000) // 8 * 32 * 4
+    assert sum(planned.over_data.values()) == pytest.approx(sent["data"], rel=0.05)
+    assert sum(planned.over_model.values()) == pytest.approx(sent["model"], rel=0.05)
+
+
+def sent_by(monkeypatch, planned, *arguments, **options):
+    """The plan; and for each size of a ring, what the program sends and at most at once."""
     made: list[Any] = []
 
     def program(*arguments):
@@ -194,20 +211,19 @@ def test_what_is_sent_is_what_the_program_sends(monkeypatch):
 
     compile_ = planning.program
     monkeypatch.setattr(planning, "program", program)
-    planned = small(network, SGD, data=2, model=4, compile=True, **sizes)
+    found = planned(*arguments, compile=True, **options)
+    sent: dict[int, tuple[float, int]] = {}
     text = made[0].as_text()
     kinds = "all-reduce|all-gather|reduce-scatter"
     kinds = rf"= (.*?) ({kinds})\(.*replica_groups=(.*?), .*while/body"
     for shapes, kind, groups in re.findall(kinds, text):
         n = group_size(groups)
-        axis = "model" if n == 4 else "data"
         # All devices make a part or the whole of what is that large.
         times = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": n}[kind]
-        sent[axis] += times * (n - 1) / n * bytes_of(shapes)
-        # The gradient of the output's kernel stays where it is made.
-        assert bytes_of(shapes) < padded_rows(20_000) // 8 * 32 * 4
-    assert sum(planned.over_data.values()) == pytest.approx(sent["data"], rel=0.05)
-    assert sum(planned.over_model.values()) == pytest.approx(sent["model"], rel=0.05)
+        size, largest = sent.get(n, (0.0, 0))
+        bytes_ = bytes_of(shapes)
+        sent[n] = size + times * (n - 1) / n * bytes_, max(largest, bytes_)
+    return found, sent
 
 
 def group_size(groups: str) -> int:
@@ -295,3 +311,212 @@ def test_computing_a_linear_part_is_counted():
     assert "computing the linear part" in many.table()
     # By NumPy, in the host's memory.
     assert planned(1100, inputs=4000).linear == 0
+
+
+HISTORIES: dict[str, Any] = {
+    "inputs": 20_000,
+    "rows": 2_000,
+    "entries": 60_000,
+    "batch_size": 64,
+    "times": True,
+}
+MODELS = [sj.SASRecConfig(width=64), sj.HSTUConfig(width=64), sj.GRUConfig(width=64)]
+EACH = pytest.mark.parametrize("config", MODELS, ids=lambda config: config.model)
+SASREC = MODELS[0]
+
+
+def of_histories(config: sj.SequenceConfig, rule=ADAMW, **options: Any) -> sj.Plan:
+    return plan(config, rule, **{**HISTORIES, **options})
+
+
+def histories(lengths: np.ndarray, items: int) -> sj.SequenceDataset:
+    """Random items, a second apart."""
+    ends = np.append(0, np.cumsum(lengths))
+    rng = np.random.default_rng(0)
+    return sj.SequenceDataset(
+        ends,
+        rng.integers(0, items, ends[-1]).astype(np.int32),
+        np.array([f"u{i}" for i in range(len(lengths))]),
+        np.array([f"i{i}" for i in range(items)]),
+        times=np.arange(ends[-1]),
+    )
+
+
+@EACH
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 4}], ids=["one", "mesh"])
+def test_what_histories_keep_is_what_their_arrays_take(config, mesh):
+    """Rows of two entries: the places with a next item need not be estimated."""
+    sizes: dict[str, Any] = {"inputs": 300, "rows": 130, "entries": 260}
+    planned = of_histories(config, **sizes, **mesh)
+    data = histories(np.full(130, 2), 300)
+    placed = jax.set_mesh(sj.make_mesh(**mesh)) if mesh else contextlib.nullcontext()
+    with placed:
+        model, optimizer = sj.build(config, data, ADAMW)
+        examples = training.place(data, model=model).resident(0, None)
+
+        def size(tree) -> int:
+            leaves = map(put_on_mesh, jax.tree.leaves(tree))
+            return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+        assert planned.weights == size(nnx.state(model))
+        assert planned.state == size(nnx.state(optimizer))
+        assert planned.dataset == size(examples)
+    assert planned.order == 4 * 3 * 64 // mesh.get("data", 1)
+
+
+def test_the_places_with_a_next_item_are_estimated():
+    """With lognormal lengths, of which the longest are cut off."""
+    lengths = np.random.default_rng(0).lognormal(3, 1, 3_000).astype(int) + 2
+    wanted = np.sum(np.minimum(lengths, 51) - 1)
+    sizes = {"rows": len(lengths), "entries": int(lengths.sum())}
+    assert of_histories(SASREC, **sizes).entries == pytest.approx(wanted, rel=0.03)
+    longer = dataclasses.replace(SASREC, max_length=500)
+    wanted = lengths.sum() - len(lengths)
+    assert of_histories(longer, **sizes).entries == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_batch_has_room_for_its_places():
+    """The plan's room is that of `fit`, but for the steps between sizes."""
+    lengths = np.random.default_rng(1).lognormal(3, 1, 2_000).astype(int) + 2
+    data = histories(lengths, 50)
+    model, _ = sj.build(SASREC, data)
+    placed = training.place(data, model=model)
+    epochs = training.Epochs(placed, batch_size=64, num_epochs=5)
+    found = next(epochs.dispatches(0)).sizes.capacities
+    job = HistoryJob(
+        network=SASREC,
+        rule=ADAMW,
+        inputs=50,
+        rows=len(lengths),
+        entries=int(lengths.sum()),
+        batch=64,
+        times=False,
+    )
+    windows, places = job.capacities(1, 1)
+    assert windows == found[0]
+    assert found[1] / 1.3 < places < found[1] * 1.3
+
+
+@functools.cache
+def compiled_histories(config, **options) -> tuple[sj.Plan, int]:
+    """A plan, and the compiler's temporary bytes."""
+    planned = of_histories(config, compile=True, **options)
+    assert planned.compiled is not None
+    # The program does not read the places that have a next item.
+    places = 4 * planned.entries + 4 * (HISTORIES["rows"] + 1)
+    numbers = 2 * 4  # the first step, and how many
+    assert planned.compiled.kept == planned.kept - places + numbers
+    return planned, planned.compiled.temporary
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [*((config, (1, 1)) for config in MODELS), (SASREC, (2, 4))],
+    ids=["sasrec", "hstu", "gru", "mesh"],
+)
+def test_activations_grow_with_the_batch(config, mesh):
+    options = {"data": mesh[0], "model": mesh[1]}
+    few, many = (
+        compiled_histories(config, batch_size=size, **options) for size in (64, 192)
+    )
+    more = many[0].hidden - few[0].hidden
+    assert many[1] - few[1] == pytest.approx(more, rel=0.25)
+
+
+def test_gradients_grow_with_the_items():
+    """The output's, and that of the vectors that histories are read as."""
+    few, many = (
+        compiled_histories(SASREC, inputs=items) for items in (100_000, 300_000)
+    )
+
+    def gradients(planned: sj.Plan) -> int:
+        return planned.output_gradient + planned.input_gradient
+
+    more = gradients(many[0]) - gradients(few[0])
+    assert more == pytest.approx(2 * 4 * 64 * 200_000, rel=0.05)
+    assert many[1] - few[1] == pytest.approx(more, rel=0.1)
+
+
+@pytest.mark.slow
+def test_negatives_replace_what_grows_with_the_items():
+    def drawing(count, **options):
+        config = dataclasses.replace(SASREC, negatives=count, blocks=1)
+        return compiled_histories(config, **{"inputs": 200_000, **options})
+
+    few, large, many = drawing(64), drawing(64, inputs=400_000), drawing(1064)
+    assert few[0].output_gradient == 0
+    assert large[0].temporary == few[0].temporary
+    assert large[1] == pytest.approx(few[1], rel=0.01)
+    more = many[0].chunk - few[0].chunk
+    assert many[1] - few[1] == pytest.approx(more, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "negatives"),
+    [((2, 4), None), ((8, 1), None), ((1, 8), None), ((2, 4), 128), ((8, 1), 128)],
+)
+def test_what_histories_send_is_about_what_the_program_sends(
+    monkeypatch, mesh, negatives
+):
+    config = dataclasses.replace(SASREC, negatives=negatives, blocks=1)
+    options = {"data": mesh[0], "model": mesh[1], "batch_size": 128}
+    planned, shapes = sent_by(monkeypatch, of_histories, config, **options)
+    sent = sum(size for size, _ in shapes.values())
+    found = sum([*planned.over_data.values(), *planned.over_model.values()])
+    assert found == pytest.approx(sent, rel=0.2)
+    assert bool(planned.over_data) == (mesh[0] > 1)
+    assert bool(planned.over_model) == (mesh[1] > 1)
+
+
+def test_times_are_counted_for_the_model_that_reads_them():
+    for config in MODELS:
+        planned = of_histories(config)
+        without = of_histories(config, times=False)
+        windows = 4 * 51 * (2_000 + 1) if config.model == "hstu" else 0
+        assert planned.dataset - without.dataset == windows
+        assert (planned.hidden > without.hidden) == bool(windows)
+
+
+def test_histories_that_do_not_fit():
+    options: dict[str, Any] = {"inputs": 7_000_000, "memory": 2 * 10**9}
+    planned = of_histories(SASREC, **options)
+    assert planned.fits is False and planned.least_model == 8
+    assert of_histories(SASREC, model=8, **options).fits
+    assert not of_histories(SASREC, model=4, **options).fits
+
+
+def test_large_outputs_of_histories():
+    """The GPU programs round operands where there are many scores."""
+    dots = dataclasses.replace(SASREC, temperature=None)
+    odd = dataclasses.replace(SASREC, width=50)
+    sizes: dict[str, Any] = {"inputs": 700_000}
+    rows = padded_rows(700_000)
+    # No scores exist: rows of a chunk in bfloat16, and their gradient, twice.
+    assert of_histories(dots, **sizes).chunk == 2**19 * 64 * (2 + 2 * 4)
+    cosines = of_histories(SASREC, **sizes)
+    # Slopes of a chunk of 2^27 scores and the bits of targets, and rows of the chunk.
+    assert cosines.chunk > 2 * 2**27
+    # The kernel is copied with zeros, for products of 64 columns.
+    more = of_histories(odd, **sizes).operand - cosines.operand
+    assert more == 4 * rows * 64
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"entries": 3_999}, ValueError, "rows must have two entries or more each"),
+        ({"outputs": 5}, ValueError, "targets of histories are their own items"),
+        ({"values": True}, ValueError, "histories have no values"),
+        ({"fused": True}, NotImplementedError, "histories are read with it"),
+        ({"rows": 0}, ValueError, "rows must be positive"),
+        ({"data": 2, "batch_size": 100}, ValueError, "must be a multiple of 64"),
+    ],
+)
+def test_wrong_arguments_of_histories(options, error, message):
+    with pytest.raises(error, match=message):
+        of_histories(SASREC, **options)
+
+
+def test_a_network_reads_no_times():
+    with pytest.raises(ValueError, match="a network does not read times"):
+        small(WIDE, times=True)
