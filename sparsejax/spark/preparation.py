@@ -480,7 +480,8 @@ def _hash(pairs: Any) -> Any:
     """The hash of a pair, with its value and its time.
 
     A value is a float32 here. The sum of three or more decimals is another float32 when Spark
-    adds in another order only for one sum in about 2^29.
+    adds in another order only for one sum in about 2^29. If an executor was lost, `run` then
+    takes its entries for changed, which a repeated call mends.
     """
     from pyspark.sql import functions as F
 
