@@ -198,7 +198,7 @@ def plan(
     >>> sizes = {"inputs": 1_000_000, "rows": 2_000_000, "entries": 100_000_000}
     >>> planned = plan(HSTUConfig(), optimizers.adamw(1e-3), times=True, **sizes)
     >>> planned.dataset // 10**6  # items and times of 51 places a row, and where targets are
-    1062
+    1071
 
     Its activations are those that JAX keeps for the backward pass. What a mesh sends is
     estimated, as XLA's partitioner chooses it.
