@@ -68,7 +68,7 @@ class Batch:
 
 
 class Events:
-    """Events, to be read once.
+    """Events, to be read once, by one reader or by several in turn.
 
     Attributes:
       path: what messages name.
@@ -92,10 +92,13 @@ class Events:
         self.valued = first is not None and first.values is not None
         self.times = None if first is None else first.times
 
-    def reader(self) -> pa.RecordBatchReader:
-        """Batches with the columns `name` (of the user), `item`, `value` and `time`.
+    def reader(self, most: int | None = None) -> pa.RecordBatchReader:
+        """The next batches, with the columns `name` (of the user), `item`, `value`, `time`.
 
         The last two may be missing. Dates are in microseconds.
+
+        Args:
+          most: how many events to read, up to a whole batch; by default all that are left.
         """
         fields = {"name": pa.large_string(), "item": pa.large_string()}
         if self.valued:
@@ -104,16 +107,27 @@ class Events:
             is_float = self.times.dtype == np.float64
             fields["time"] = pa.float64() if is_float else pa.int64()
         schema = pa.schema(list(fields.items()))
-        return pa.RecordBatchReader.from_batches(schema, self._read(schema))
+        return pa.RecordBatchReader.from_batches(schema, self._read(schema, most))
+
+    def are_left(self) -> bool:
+        """Whether there are events that no reader has given yet."""
+        first = next((batch for batch in self._batches if len(batch.users)), None)
+        if first is not None:
+            self._batches = itertools.chain([first], self._batches)
+        return first is not None
 
     def check(self) -> None:
         """Raises the error that ended the stream, if one did."""
         if self._error is not None:
             raise self._error
 
-    def _read(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _read(self, schema: pa.Schema, most: int | None) -> Iterator[pa.RecordBatch]:
+        count = 0
         try:
-            for batch in self._batches:
+            while most is None or count < most:
+                if (batch := next(self._batches, None)) is None:
+                    break
+                count += len(batch.users)
                 columns = [batch.users, batch.items]
                 if batch.values is not None:
                     columns.append(arrow.from_numbers(batch.values))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
@@ -47,6 +49,10 @@ from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.whole_files import whole_folder
 
 _BATCH = 2**18  # sorted entries that come from the engine at a time
+# What the engine may take for each event that it groups at once. DuckDB 2.0 keeps up to 8
+# bytes of notes, which it cannot spill (github.com/duckdb/duckdb/issues/22578).
+BYTES_PER_EVENT = 32
+_BUCKET_BITS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,17 +407,13 @@ class _Preparation:
         events = self.events
         timed = events.times is not None
         duplicates = self.settings["duplicates"]
-        query = queries.pairs(
-            queries.DUCKDB, "events", duplicates, valued=events.valued, timed=timed
+        grouped = queries.pairs(
+            queries.DUCKDB, "{}", duplicates, valued=events.valued, timed=timed
         )
-        self.engine.register("events", events.reader())
-        try:
-            self._make("pairs", query)
-        except Exception:
-            events.check()  # this says more, if the events are the cause
-            raise
-        finally:
-            self.engine.unregister("events")
+        most = self._most()
+        self._consume(f"CREATE TABLE pairs AS {grouped.format('events')}", most)
+        if events.are_left():
+            self._group_in_buckets(grouped, most)
         if events.wrong.counts and not self.settings["skip_bad"]:
             raise DataError.at(
                 events.path,
@@ -422,6 +424,46 @@ class _Preparation:
                 events.path, f"holds no data: there are no events{self._skipped()}"
             )
         return "pairs"
+
+    def _most(self) -> int:
+        """How many events the engine can group at once."""
+        limit = "parse_formatted_bytes(current_setting('memory_limit'))"
+        [[limit]] = self._run(f"SELECT {limit}")
+        return limit // BYTES_PER_EVENT
+
+    def _group_in_buckets(self, grouped: str, most: int) -> None:
+        """Groups the table `pairs` and the events that are left, some users at a time.
+
+        Args:
+          grouped: the query that groups the table `{}`.
+          most: how many events to read at once.
+        """
+        [[spill]] = self._run("SELECT current_setting('temp_directory')")
+        folder = os.path.join(spill, "buckets")
+        write = (
+            f"COPY ({queries.in_buckets('{}', _BUCKET_BITS)}) TO {_literal(folder)} "
+            "(FORMAT parquet, COMPRESSION lz4, PARTITION_BY (bucket), APPEND)"
+        )
+        self._run(write.format("pairs"))
+        self._run("CREATE OR REPLACE TABLE pairs AS FROM pairs LIMIT 0")
+        while self.events.are_left():
+            self._consume(write.format("events"), most)
+        for bucket in os.listdir(folder):
+            files = os.path.join(glob.escape(folder), bucket, "*.parquet")
+            source = f"read_parquet({_literal(files)})"
+            self._run(f"INSERT INTO pairs {grouped.format(source)}")
+            shutil.rmtree(os.path.join(folder, bucket))
+
+    def _consume(self, query: str, most: int) -> None:
+        """Runs a query of the next `events`."""
+        self.engine.register("events", self.events.reader(most))
+        try:
+            self._run(query)
+        except Exception:
+            self.events.check()  # this says more, if the events are the cause
+            raise
+        finally:
+            self.engine.unregister("events")
 
     def _without_point_zero(self, table: str) -> str:
         """The pairs, with names as `read` has them where integers became floats."""
@@ -615,6 +657,11 @@ def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
         raise DataError.at(
             path, "nothing is held out: rows are too short, or the time is too late"
         )
+
+
+def _literal(text: str) -> str:
+    quoted = text.replace("'", "''")
+    return f"'{quoted}'"
 
 
 def _times(entries: SortedEntries) -> np.ndarray:

@@ -65,6 +65,13 @@ def pairs(
     return f"SELECT {', '.join(columns)} FROM {events} GROUP BY name, item"
 
 
+def in_buckets(table: str, bits: int) -> str:
+    """Events or pairs with the number of a bucket, `bucket`, that has all of a user."""
+    return (
+        f"SELECT *, {DUCKDB.hash.format('name')} >> {64 - bits} AS bucket FROM {table}"
+    )
+
+
 def content(dialect: Dialect, table: str, *, valued: bool, timed: bool) -> str:
     """The number of pairs and a hash of them.
 

@@ -12,6 +12,7 @@ from event_tables import entries, expected, frequent, tables
 from hypothesis import given
 
 import sparsejax as sj
+from sparsejax.data import preparation
 from sparsejax.data.folder import Part
 
 pytest.importorskip("duckdb")
@@ -93,3 +94,33 @@ def test_a_split_at_an_infinite_time(time, problem, tmp_path):
     table = pa.table({"user": ["a", "a"], "item": ["x", "y"], "time": [1.5, 2.5]})
     with pytest.raises(sj.DataError, match=f"{problem} is held out"):
         sj.prepare(table, tmp_path / "out", split_time=time * float("inf"))
+
+
+@pytest.mark.parametrize("duplicates", ["add", "last", "max"])
+def test_more_events_than_the_engine_can_group_at_once(
+    duplicates, tmp_path, monkeypatch
+):
+    rng = np.random.default_rng(0)
+    names = [f"user {each}" for each in rng.integers(0, 40, 600)]
+    columns = {"user": names, "item": rng.integers(0, 9, 600).astype(str)}
+    columns |= {"value": rng.integers(1, 99, 600) / 4, "time": rng.permutation(600)}
+    parts = [pa.table(columns).slice(start, 100) for start in range(0, 600, 100)]
+    found = {}
+    # Each part of the table exceeds what 1 GB would allow for events of so many bytes.
+    for size in (preparation.BYTES_PER_EVENT, 2**40):
+        monkeypatch.setattr(preparation, "BYTES_PER_EVENT", size)
+        found[size] = sj.prepare(
+            pa.concat_tables(parts),
+            tmp_path / str(size),
+            duplicates=duplicates,
+            value="value",
+            split_last=1,
+            memory="1GB",
+        )
+    one, several = found.values()
+    assert one == several and one.num_entries("train") > 200
+    for part in ("", "test"):
+        whole, grouped = (sj.read(tmp_path / str(size) / part) for size in found)
+        assert entries(whole) == entries(grouped)
+        assert whole.row_names.tolist() == grouped.row_names.tolist()
+    assert not list(tmp_path.glob(".sparsejax*"))
