@@ -429,7 +429,7 @@ class _Preparation:
         """How many events the engine can group at once."""
         limit = "parse_formatted_bytes(current_setting('memory_limit'))"
         [[limit]] = self._run(f"SELECT {limit}")
-        return limit // BYTES_PER_EVENT
+        return max(limit // BYTES_PER_EVENT, 1)
 
     def _group_in_buckets(self, grouped: str, most: int) -> None:
         """Groups the table `pairs` and the events that are left, some users at a time.
