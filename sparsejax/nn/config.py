@@ -16,11 +16,11 @@ from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
 
-# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; the
-# length of rows for which the weight is 1, and the least and the largest weight; and how many
-# entries rows and items must have for the ridge of dense data.
+# `LinearConfig.for_data`: the most elements of the kernel, 1 GB, and the ranks to try; how
+# many entries of a row and of an item together make the weight 1, and the least and the
+# largest weight; and how many entries rows and items must have for the ridge of dense data.
 _LARGEST_LINEAR, _RANKS = 2**28, (2048, 1024)
-_LENGTH_FOR_WEIGHT, _WEIGHTS = 75, (0.25, 2.0)
+_ENTRIES_FOR_WEIGHT, _WEIGHTS = 200, (0.1, 2.0)
 _DENSE, _DENSE_RIDGE = 50, 1000.0
 # `temperature_for`: a number of items and its temperature, twice.
 _TEMPERATURES = (5_000, 0.18), (40_000, 0.1)
@@ -147,18 +147,20 @@ class LinearConfig:
 
         >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
         >>> linear.weight, linear.ridge
-        (1.77, 1000.0)
+        (1.74, 1000.0)
         >>> print(why)
-        linear part of rank 2,048, ridge 1,000 and weight 1.77: a row has 132.5 entries, an item 215.9
+        linear part of rank 2,048, ridge 1,000 and weight 1.74: a row has 132.5 entries, an item 215.9
 
-        The longer the rows, the more the linear part tells beyond the layers: the weight
-        is their mean length divided by 75, at least 0.25 and at most 2. The ridge is 300,
-        or 1,000 where both rows and items have over 50 entries. The rank is 2,048, or
+        The longer the rows, the more the linear part tells beyond the layers. The more
+        entries an item has, the better its part is known. So the weight is the mean number
+        of entries of a row, plus that of an item, divided by 200; at least 0.1 and at most
+        2. The ridge is 300, or 1,000 where both rows and items have over 50 entries. The rank is 2,048, or
         1,024 where the factors would take over 1 GB; None where these would as well.
         """
         length, each = entries / max(rows, 1), entries / max(items, 1)
         least, largest = _WEIGHTS
-        weight = round(min(max(length / _LENGTH_FOR_WEIGHT, least), largest), 2)
+        weight = (length + each) / _ENTRIES_FOR_WEIGHT
+        weight = round(min(max(weight, least), largest), 2)
         ridge = _DENSE_RIDGE if min(length, each) > _DENSE else cls.ridge
         for rank in _RANKS:
             if items * rank <= _LARGEST_LINEAR:
@@ -311,7 +313,7 @@ class NetworkConfig:
 
         >>> config, why = NetworkConfig.for_data(6_040, 3_706, 800_000)
         >>> config.output.temperature, config.linear.weight
-        (0.18, 1.77)
+        (0.18, 1.74)
         >>> print(why.splitlines()[0])
         temperature 0.18: there are 3,706 items
         >>> NetworkConfig.for_data(6_040, 3_706, 800_000, temperature=0.2)[0].output.temperature
