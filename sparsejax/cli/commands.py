@@ -1,4 +1,4 @@
-"""What each command does, except `train`, `plan` and `demo`."""
+"""What each command does, except `train`, `plan`, `tune`, `demo` and `predict --parts`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ from sparsejax.prediction import recommend as recommendation
 from sparsejax.prediction import recommendation_files
 from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
-from sparsejax.prediction.parts import Parts
-from sparsejax.prediction.workers import write_parts
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -148,10 +146,7 @@ def _data_to_evaluate(
 
 
 def predict(command: flags.Predict) -> None:
-    """`sparsejax predict`."""
-    if command.parts is not None:
-        _predict_parts(command, command.parts)
-        return
+    """`sparsejax predict` without `--parts`."""
     if command.part is not None or command.finish:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
     if command.workers is not None:
@@ -190,50 +185,6 @@ def _read_shown(
     if settings.of_histories:
         return read_histories(path, command, features=names)
     return read_file(path, command, features=names, indicator=settings.indicator)
-
-
-def _predict_parts(command: flags.Predict, count: int) -> None:
-    """`sparsejax predict --parts`."""
-    if command.users is not None or command.exclude is not None:
-        raise ValueError("--users and --exclude do not go with --parts")
-    no_value = command.columns.no_value
-    if command.format is not None or command.columns != flags.Columns(
-        no_value=no_value
-    ):
-        raise ValueError(
-            "--parts takes a folder that prepare wrote: leave out --format and the flags "
-            "that name columns"
-        )
-    if command.part is not None and command.finish:
-        raise ValueError("--part writes one part, --finish the manifest: leave one out")
-    if command.workers is not None and (command.part is not None or command.finish):
-        raise ValueError("--workers makes all parts: leave out --part and --finish")
-    if command.devices != flags.Devices():
-        raise ValueError(
-            "a part is made on one device: leave out --mesh, and give --workers instead"
-        )
-    parts = Parts.of(
-        command.run,
-        command.data,
-        command.out,
-        count=count,
-        k=command.k,
-        exclude_seen=command.exclude_seen,
-        indicator=no_value,
-    )
-    if command.finish:
-        parts.finish()
-        return
-    if command.part is None:
-        wanted, written = count, write_parts(parts, workers=command.workers)
-    else:
-        wanted, written = 1, parts.write(command.part, parts.load_predictor)
-    print(
-        f"{shown(command.out)}: wrote {written:,} parts, {wanted - written:,} were there",
-        file=sys.stderr,
-    )
-    if command.part is None:
-        parts.finish()
 
 
 def export(command: flags.Export) -> None:

@@ -117,6 +117,8 @@ def _carry_out(
                 from sparsejax.cli import tune as module
             case flags.Demo():
                 from sparsejax.cli import demo as module
+            case flags.Predict(parts=int()):
+                from sparsejax.cli import parts as module
             case _:
                 from sparsejax.cli import commands as module
     if isinstance(command, flags.Train | flags.Plan):

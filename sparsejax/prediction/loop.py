@@ -35,7 +35,7 @@ def collect(
     ids = np.empty((x.num_rows, k), np.int32)
     scores = np.empty((x.num_rows, k), np.float32)
     start = 0
-    for count, result in zip(counts, _one_late(results), strict=True):
+    for count, result in zip(counts, one_late(results), strict=True):
         part = slice(start, start + count)
         found = jax.device_get(result)
         ids[part], scores[part] = (array[:count, :k] for array in found)
@@ -103,10 +103,10 @@ def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
         )
 
 
-def _one_late[T](results: Iterable[T]) -> Iterator[T]:
+def one_late[T](results: Iterable[T]) -> Iterator[T]:
     """The same results, but each is yielded after the next one was requested.
 
-    So the device works on the next batch while the host reads a result.
+    So the device, or a thread, works on the next one while the caller uses a result.
     """
     pairs = itertools.pairwise(itertools.chain(results, [None]))
     return (current for current, _ in pairs if current is not None)

@@ -17,10 +17,9 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -37,11 +36,13 @@ from sparsejax.data.names import to_arrow
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.stores import Place
+from sparsejax.prediction.loop import one_late
 from sparsejax.prediction.predictor import Predictor
 from sparsejax.prediction.predictor_files import (
     load_same_predictor,
     predictor_identity,
 )
+from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
 _VERSION = 1
@@ -200,18 +201,19 @@ class Parts:
         self._check_out()
         predictor = load()
         self._check(predictor)
-        tables = [
-            self._table(read_rows(group), predictor) for group in self.groups(part)
-        ]
         schema = _SCHEMA.with_metadata({_KEY: self.identity.encode()})
         with (
             self._place(part).writing() as file,
             pq.ParquetWriter(
-                file, schema, compression="zstd", write_page_checksum=True
+                file,
+                schema,
+                compression="zstd",
+                # Other columns hardly repeat: a dictionary would take time and room.
+                use_dictionary=["items.list.element"],
+                write_page_checksum=True,
             ) as writer,
         ):
-            for table in tables:
-                writer.write_table(table)
+            self._write_groups(self.groups(part), predictor, writer)
         return True
 
     def finish(self) -> None:
@@ -281,25 +283,36 @@ class Parts:
                 "of parts needs a folder of its own"
             )
 
-    def _table(self, rows: PreparedRows, predictor: Predictor) -> pa.Table:
-        """The recommendations for some rows."""
+    def _write_groups(
+        self, groups: Iterable[Group], predictor: Predictor, writer: pq.ParquetWriter
+    ) -> None:
+        """Writes the recommendations for row groups, in their order.
+
+        While the device works on a group, a thread writes the last one and reads the next
+        one. So only these three are in memory.
+        """
         assert predictor.items is not None  # it was checked
+        items = to_arrow(predictor.items)
+
+        def write(rows: PreparedRows, found: Recommendations) -> None:
+            writer.write_table(_table(rows, found, items))
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            read = (thread.submit(read_rows, group) for group in groups)
+            written = (
+                thread.submit(write, rows, self._recommend(rows, predictor))
+                for rows in (reading.result() for reading in one_late(read))
+            )
+            for writing in one_late(written):
+                writing.result()
+
+    def _recommend(self, rows: PreparedRows, predictor: Predictor) -> Recommendations:
         indptr = offsets(rows.lengths)
         size = self.data.manifest.num_items
         values = None if self.indicator else rows.values
         matrix = CSR(values, rows.indices, indptr, num_cols=size)
         exclude = matrix if self.exclude_seen else None
-        found = predictor.recommend(matrix, k=self.k, exclude=exclude)
-        is_item = found.ids >= 0
-        ends = arrow.from_numbers(offsets(is_item.sum(axis=1)))
-        items = to_arrow(predictor.items[found.ids[is_item]])
-        scores = arrow.from_numbers(found.scores[is_item].astype(np.float32))
-        columns = [
-            rows.names,
-            pa.ListArray.from_arrays(ends, items),
-            pa.ListArray.from_arrays(ends, scores),
-        ]
-        return pa.table(columns, schema=_SCHEMA)
+        return predictor.recommend(matrix, k=self.k, exclude=exclude)
 
 
 _SCHEMA = pa.schema(
@@ -309,3 +322,19 @@ _SCHEMA = pa.schema(
         "scores": pa.list_(pa.float32()),
     }
 )
+
+
+def _table(
+    rows: PreparedRows, found: Recommendations, items: pa.LargeStringArray
+) -> pa.Table:
+    """The recommendations for some rows; `items` are the names of all items."""
+    is_item = found.ids >= 0
+    ends = arrow.from_numbers(offsets(is_item.sum(axis=1)))
+    names = items.take(arrow.from_numbers(found.ids[is_item]))
+    scores = arrow.from_numbers(found.scores[is_item])
+    columns = [
+        rows.names,
+        pa.ListArray.from_arrays(ends, names),
+        pa.ListArray.from_arrays(ends, scores),
+    ]
+    return pa.table(columns, schema=_SCHEMA)

@@ -19,6 +19,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import folder_files
+from sparsejax.prediction import parts as module
 from sparsejax.prediction import workers
 from sparsejax.prediction.parts import Parts
 
@@ -127,6 +128,67 @@ def test_values_count_unless_they_are_ignored(shop, tmp_path):
     expected = sj.recommend(model, known, K, exclude=known).scores
     np.testing.assert_allclose(scores[1], expected, rtol=1e-5, atol=1e-5)
     assert np.abs(np.subtract(*scores)).max() > 0.01
+
+
+class Steps:
+    """Follows which row groups are read ("r") and written ("w").
+
+    Attributes:
+      done: the steps so far, in their order.
+      last: if these are done, the step fails.
+    """
+
+    def __init__(self):
+        self.done, self.last = "", None
+
+    def before(self, step, call):
+        def stepped(*arguments):
+            self.done += step
+            if self.done == self.last:
+                raise OSError("the disk is gone")
+            return call(*arguments)
+
+        return stepped
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    steps, writer = Steps(), pq.ParquetWriter
+    monkeypatch.setattr(module, "read_rows", steps.before("r", module.read_rows))
+    monkeypatch.setattr(writer, "write_table", steps.before("w", writer.write_table))
+    return steps
+
+
+def test_a_part_of_many_row_groups(shop, tmp_path, steps):
+    data = shop[0] / "data"
+    groups = len(parts_of(shop, data, tmp_path, count=1).groups(0))
+    files = {}
+    for out, count in (("one", 1), ("again", 1), ("each", groups)):
+        parts = parts_of(shop, data, tmp_path / out, count=count)
+        steps.done = ""
+        for part in range(count):
+            assert parts.write(part, parts.load_predictor)
+        if count == 1:  # two groups are read ahead of those that are written
+            assert groups > 5 and steps.done == "rr" + "wr" * (groups - 2) + "ww"
+        files[out] = sorted((tmp_path / out).iterdir())
+    [one], [again] = files["one"], files["again"]
+    assert one.read_bytes() == again.read_bytes()
+    table, each = pq.read_table(one), map(pq.read_table, files["each"])
+    assert table.equals(pa.concat_tables(each))
+    assert table["row"].to_pylist() == sj.read(data).row_names.tolist()
+    texts, numbers = pa.large_string(), pa.float32()
+    assert table.schema.types == [texts, pa.list_(texts), pa.list_(numbers)]
+
+
+@pytest.mark.parametrize("last", ["r", "rrwr", "rrw", "rrwrw"])
+def test_there_is_no_part_after_an_error(last, shop, tmp_path, steps):
+    parts = parts_of(shop, shop[0] / "data", tmp_path / "out", count=1)
+    steps.last = last
+    with pytest.raises(OSError, match="the disk is gone"):
+        parts.write(0, parts.load_predictor)
+    assert list((tmp_path / "out").iterdir()) == [] and parts.missing() == [0]
+    steps.last = None
+    assert parts.write(0, parts.load_predictor) and parts.missing() == []
 
 
 def test_what_is_refused(shop, tmp_path, capsys):
