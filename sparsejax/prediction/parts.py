@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -142,9 +143,13 @@ class Parts:
 
     def groups(self, part: int) -> list[Group]:
         """The row groups of a part."""
-        groups = self.data.groups()
+        groups = self._groups
         ends = [number * len(groups) // self.count for number in (part, part + 1)]
         return groups[slice(*ends)]
+
+    @functools.cached_property
+    def _groups(self) -> list[Group]:
+        return self.data.groups()
 
     def load_predictor(self) -> Predictor:
         """The predictor.
@@ -265,7 +270,8 @@ class Parts:
             raise ValueError(
                 "the predictor has no names of items; export it with names=..."
             )
-        if vocabulary_hash(predictor.items) != self.data.manifest.vocabulary:
+        _, vocabulary = _names_of(predictor)
+        if vocabulary != self.data.manifest.vocabulary:
             raise ValueError(
                 f"{shown(self.data.place.path)} has other items than the predictor, or "
                 "another order of them; prepare the data with the vocabulary that the "
@@ -291,8 +297,7 @@ class Parts:
         While the device works on a group, a thread writes the last one and reads the next
         one. So only these three are in memory.
         """
-        assert predictor.items is not None  # it was checked
-        items = to_arrow(predictor.items)
+        items, _ = _names_of(predictor)
 
         def write(rows: PreparedRows, found: Recommendations) -> None:
             writer.write_table(_table(rows, found, items))
@@ -322,6 +327,13 @@ _SCHEMA = pa.schema(
         "scores": pa.list_(pa.float32()),
     }
 )
+
+
+@functools.lru_cache(maxsize=1)
+def _names_of(predictor: Predictor) -> tuple[pa.LargeStringArray, str]:
+    """The names of its items, and their hash. A process may make many small parts."""
+    assert predictor.items is not None  # it was checked
+    return to_arrow(predictor.items), vocabulary_hash(predictor.items)
 
 
 def _table(
