@@ -63,14 +63,12 @@ def _part(data: sj.SparseDataset, rows: int | None, share: float) -> sj.SparseDa
     if rows is None and share == 1:
         return data
     rng = np.random.default_rng(0)
-    matrix = scipy.sparse.csr_array(data.to_scipy())
+    # A copy, without a type: SciPy's stubs say that it cannot be indexed.
+    matrix: Any = scipy.sparse.csr_array(data.to_scipy(), copy=True)
     if rows is not None:
         matrix = matrix[np.sort(rng.choice(matrix.shape[0], rows, replace=False))]
-    kept = matrix.tocoo()
-    places = rng.random(kept.nnz) < share
-    matrix = scipy.sparse.csr_array(
-        (kept.data[places], (kept.row[places], kept.col[places])), shape=kept.shape
-    )
+    matrix.data[rng.random(matrix.nnz) >= share] = 0
+    matrix.eliminate_zeros()
     matrix = matrix[np.diff(matrix.indptr) > 1]
     matrix = matrix[:, np.unique(matrix.indices)]
     order = sj.data.vocabulary_order(np.bincount(matrix.indices))
