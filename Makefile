@@ -2,7 +2,9 @@
 ## PYTHON=/path/to/python). What is needed is installed into .venv, once.
 ##
 ##   make demo          train on the bundled data, measure, recommend
-##   make test          all tests
+##   make test          the tests that are quick
+##   make test-slow     the others
+##   make test-all      all tests, each annotation checked, new random examples
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
 ##   make docs          the pages, in docs/_build/index.html
@@ -15,8 +17,10 @@ OLDEST := .venv-oldest
 SPARK := .venv-spark
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Many processes are started, and asserts take five seconds to rewrite.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-x64 lint docs test-oldest test-spark clean
+.PHONY: help demo test test-slow test-all test-x64 lint docs test-oldest test-spark clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -25,14 +29,22 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/sparsejax demo
 
 # Programs compile in two thirds of the time; `test-oldest` optimizes, as users do.
+PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
+  --numprocesses 2 --dist worksteal --durations 20 $(OPTIONS)
 test: $(VENV)/.installed
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest --numprocesses 2 --dist worksteal --durations 20
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m slow
+
+test-all: $(VENV)/.installed
+	$(PYTEST) --check-annotations --random-examples
 
 # Of losses over all items and of ranking the tests choose their own types.
 X64 := $(addprefix tests/,ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)
 test-x64: $(VENV)/.installed
 	JAX_ENABLE_X64=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
-	  --numprocesses 2 --dist worksteal $(X64)
+	  --numprocesses 2 --dist worksteal $(OPTIONS) $(X64)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check
@@ -49,14 +61,14 @@ docs: $(VENV)/.installed
 OLD := $(addprefix tests/,test_sparse.py ops/test_gather_matmul.py ops/test_output_on_mesh.py optimizers/test_gradients.py)
 OLD += $(addprefix tests/training/,test_dispatch.py test_progress.py)
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OLD)
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OPTIONS) $(OLD)
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OPTIONS) -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
 	  tests/ops tests/pallas_kernels
 
 # Without Java the tests are skipped, and say so.
 test-spark: $(SPARK)/.installed
 	JAVA_HOME=$$(sh .ci/find-java $(SPARK)) PYSPARK_PYTHON=$(CURDIR)/$(SPARK)/bin/python \
-	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(SPARK)/bin/pytest --durations 10 -ra tests/spark
+	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(SPARK)/bin/pytest $(OPTIONS) --durations 10 -ra tests/spark
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(SPARK) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache

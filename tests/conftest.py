@@ -11,21 +11,46 @@ from collections.abc import Iterator
 import hypothesis
 import jax
 import jaxtyping
+import kept_programs
 import numpy as np
+import platformdirs
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Compiled programs are kept for the next session of tests, also of another clone, and for
+# the processes that tests start. JAX's key of a program has all that it depends on: the
+# program, the versions of jaxlib and XLA with their flags and options, and the devices
+# with the processor's features. So what is found is what would be compiled.
+# JAX does not bound the folder: it would list all of it whenever it writes a program.
+PROGRAMS = pathlib.Path(
+    os.environ.setdefault(
+        "JAX_COMPILATION_CACHE_DIR",
+        str(platformdirs.user_cache_path("sparsejax", appauthor=False) / "tests"),
+    )
+)
+MAX_BYTES = 2**30
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+
+def _keep_programs(folder: str | None, seconds: float) -> tuple[str | None, float]:
+    """Keeps programs that take this long to compile; gives what was set before."""
+    before = (
+        jax.config.jax_compilation_cache_dir,
+        jax.config.jax_persistent_cache_min_compile_time_secs,
+    )
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    compilation_cache.reset_cache()
+    return before
+
+
+_keep_programs(str(PROGRAMS), 0.0)
 
 # Not the user's own: workers and commands in processes of their own share this folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = _cache.name
-
-# Every annotation of the packages is checked at run time. This must come before their
-# first import. `pep484_tower`: an int is a float, as it is for the type checker.
-jaxtyping.install_import_hook(
-    ["sparsejax", "pallas_kernels"],
-    "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
-)
 
 # Eight devices for the mesh tests; others use the first and are no slower for it.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -38,9 +63,10 @@ gc.set_threshold(50_000)
 hypothesis.settings.register_profile(
     "sparsejax",
     deadline=None,  # the first example of a shape compiles
-    derandomize=bool(os.environ.get("CI")),
+    derandomize=True,  # its programs are found again; `--random` draws others
     max_examples=15,  # most of them compile, and a test has several forms
 )
+hypothesis.settings.register_profile("random", derandomize=False)
 hypothesis.settings.load_profile("sparsejax")
 
 
@@ -71,6 +97,16 @@ def symbolic_sizes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def no_kept_programs(monkeypatch) -> Iterator[None]:
+    """For tests that count compilations, or keep programs themselves: nothing is kept."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    before = _keep_programs(None, 1.0)  # JAX's defaults
+    yield
+    _keep_programs(*before)
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -119,9 +155,41 @@ def bucket():
     server.stop()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sparsejax")
+    group.addoption(
+        "--check-annotations",
+        action="store_true",
+        help="check each annotation of the packages at run time (a quarter slower)",
+    )
+    group.addoption(
+        "--random-examples",
+        action="store_true",
+        help="draw new examples of properties; their programs are compiled anew",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--random-examples"):
+        hypothesis.settings.load_profile("random")
+    if config.getoption("--check-annotations"):
+        # Before their first import. `pep484_tower`: an int is a float, as it is for the
+        # type checker.
+        jaxtyping.install_import_hook(
+            ["sparsejax", "pallas_kernels"],
+            "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+        )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is none."""
     if jax.default_backend() != "gpu":
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Bounds the folder of compiled programs, once all processes have ended."""
+    if not hasattr(session.config, "workerinput"):
+        kept_programs.bound(PROGRAMS, MAX_BYTES)

@@ -15,7 +15,7 @@ from sparsejax.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> pathlib.Path:
+def folder(tmp_path, monkeypatch, no_kept_programs) -> pathlib.Path:
     """An empty folder for compiled programs, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return compilation_cache.folder()
