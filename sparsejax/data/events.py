@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
 
 from sparsejax.data import arrow, lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Block
@@ -21,7 +22,7 @@ from sparsejax.data.lines import mixed_values
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.tables import BATCH_ROWS, TableLayout
-from sparsejax.data.values import parse_times
+from sparsejax.data.values import find_time_problem, parse_times, plain_text
 
 # What can be wrong with an event, in the order in which it is looked for.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
@@ -300,6 +301,12 @@ def _of_block(block: Block, with_time: bool) -> Batch:
     return Batch(_as_text(users), _as_text(block.features), block.values, times)
 
 
+def _without_view(names: pa.Array) -> pa.Array:
+    """The names in a type that can be taken and filtered."""
+    is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
+    return plain_text(names) if is_view else names
+
+
 def _as_text(names: pa.Array) -> pa.Array:
     return names.cast(pa.large_string())
 
@@ -330,18 +337,20 @@ class _Cleaner:
     def _clean(self, batch: pa.RecordBatch, path: Path, first: int) -> Batch:
         layout = self.layout
         items, rows = batch.column(layout.item), np.arange(len(batch))
-        users = batch.column(layout.user)
+        users = _without_view(batch.column(layout.user))
         lengths = None
         if layout.has_lists:
             lengths = tables.list_lengths(items)
             rows, items = np.repeat(rows, lengths), items.flatten()
             users = users.take(arrow.from_numbers(rows))
 
+        items = _without_view(items)
+
         def entries_of(name: str | None) -> pa.Array | None:
             """A column, one for each event."""
             if name is None:
                 return None
-            column = batch.column(name)
+            column = plain_text(batch.column(name))
             if lengths is None:
                 return column
             if not tables.is_list(column.type):
@@ -353,7 +362,7 @@ class _Cleaner:
                     f"row {first + int(np.argmax(differs)):,}: the lists of "
                     f"{layout.item!r} and {name!r} have different lengths",
                 )
-            return column.flatten()
+            return plain_text(column.flatten())
 
         keep = np.ones(len(items), bool)
 
@@ -364,9 +373,14 @@ class _Cleaner:
             at = int(np.argmax(is_wrong))
             self.wrong.counts[what] += int(is_wrong.sum())
             if self.wrong.first is None:
+                is_time = what == NO_TIME and column[at].is_valid
+                cell = (
+                    find_time_problem(column[at : at + 1], self.kind)[1]
+                    if is_time
+                    else repr(column[at].as_py())
+                )
                 self.wrong.first = (
-                    f"row {first + int(rows[at]):,} of {shown(path)}, with "
-                    f"{column[at].as_py()!r}"
+                    f"row {first + int(rows[at]):,} of {shown(path)}, with {cell}"
                 )
             keep[is_wrong] = False
 

@@ -257,6 +257,8 @@ def opened(
             metadata=metadata,
             page_checksum_verification=True,
             pre_buffer=pre_buffer,
+            # As nanoseconds, times before 1677 and after 2262 would wrap.
+            coerce_int96_timestamp_unit="us",
         ) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,12 @@ from sparsejax.data.assemble import Block
 from sparsejax.data.columns import Chosen, Columns, SourceColumn, find_columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
-from sparsejax.data.values import find_time_problem, mixed_times, parse_times
+from sparsejax.data.values import (
+    find_time_problem,
+    mixed_times,
+    parse_times,
+    plain_text,
+)
 
 # Rows that are parsed at a time; see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
@@ -261,7 +266,7 @@ def _block(
 
     def entries_of(name: str, what: str) -> pa.Array:
         """A column of values or times: one for each entry."""
-        column = batch.column(name)
+        column = plain_text(batch.column(name))
         if lengths is None:
             return column
         if not is_list(column.type):  # one for all entries of a row
@@ -460,5 +465,5 @@ def is_number(type_: pa.DataType) -> bool:
 def _is_time(type_: pa.DataType) -> bool:
     if pt.is_dictionary(type_):
         type_ = type_.value_type
-    kinds = (pt.is_timestamp, pt.is_date, pt.is_string, pt.is_large_string)
-    return is_number(type_) or any(kind(type_) for kind in kinds)
+    is_date = pt.is_timestamp(type_) or pt.is_date(type_)
+    return is_number(type_) or is_text(type_) or is_date

@@ -75,38 +75,61 @@ _TIMES = [
 ]
 
 
+def plain_text(column: pa.Array) -> pa.Array:
+    """The same column in a type that all functions of Arrow take: text as large_string.
+
+    Text that is not UTF-8 becomes large_binary. Dictionaries are decoded.
+    """
+    type_ = column.type
+    if pt.is_dictionary(type_):
+        return plain_text(column.dictionary).take(column.indices)
+    kinds = (pt.is_string, pt.is_string_view, pt.is_binary, pt.is_large_binary)
+    if any(is_kind(type_) for is_kind in (*kinds, pt.is_binary_view)):
+        try:
+            return column.cast(pa.large_string())
+        except pa.ArrowInvalid:  # not UTF-8
+            return column.cast(pa.large_binary())
+    return column
+
+
 def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
     """`[n]` int64, float64 or datetime64[us], and the name of their kind.
 
     Integers and floats stay what they are. Dates have a type of Arrow, or are text of ISO
     8601; they become UTC if they have a zone.
 
-    Returns None if they are of several kinds, or one is not a time or not finite.
+    Returns None if they are of several kinds, or one is not a time, not finite or does not
+    fit in the type.
     """
+    times = plain_text(times)
     type_ = times.type
-    if pt.is_dictionary(type_):
-        return parse_times(times.cast(type_.value_type))
     if pt.is_integer(type_):
         wanted = _TIMES[:1]
+    elif pt.is_decimal(type_) and type_.scale <= 0:
+        wanted = _TIMES[:2]  # float64 does not hold nanoseconds
     elif pt.is_floating(type_) or pt.is_decimal(type_):
         wanted = _TIMES[1:2]
     elif pt.is_date(type_):
         wanted = _TIMES[2:3]
     elif pt.is_timestamp(type_):
         wanted = [_TIMES[3 if type_.tz else 2]]
-    elif pt.is_string(type_) or pt.is_large_string(type_) or pt.is_string_view(type_):
-        wanted, times = _TIMES, trim(times.cast(pa.large_string()))
+    elif pt.is_large_string(type_):
+        wanted, times = _TIMES, trim(times)
     else:
         return None
     for to, kind in wanted:
         try:
             # Parts of a timestamp below a microsecond are dropped.
-            found = times.cast(to, safe=not pt.is_timestamp(type_))
+            found = times.cast(
+                to, safe=not (pt.is_timestamp(type_) and type_.unit == "ns")
+            )
         except pa.ArrowInvalid:
             continue
         if pt.is_timestamp(to):
             unit = f"datetime64[{to.unit}]"
             dates = found.cast(pa.int64()).to_numpy().view(unit)
+            if np.isnat(dates).any():
+                return None
             return dates.astype("datetime64[us]"), kind
         numbers = found.to_numpy()
         return (numbers, kind) if np.isfinite(numbers).all() else None
@@ -126,6 +149,8 @@ def time_problem(time: object, kind: str | None) -> str | None:
     """What is wrong with a time where others are of `kind`, or None if nothing is."""
     found = parse_times(pa.array([time]))
     if found is None:
+        if isinstance(time, bytes):
+            time = time.decode(errors="replace")
         return (
             f"time {str(time)!r} is neither a finite number nor a date of ISO 8601, like "
             "2024-12-31 or 2024-12-31T23:59:59Z"
@@ -140,9 +165,31 @@ def find_time_problem(times: pa.Array, kind: str | None) -> tuple[int, str]:
 
     `kind` is the kind of the times before, or None.
     """
+    outside = _outside_microseconds(times)
+    if outside.any():
+        at, unit = int(np.argmax(outside)), getattr(times.type, "unit", "ms")
+        number = times[at].value
+        return at, (
+            f"time {number} {'days' if pt.is_date32(times.type) else unit} since 1970 does "
+            "not fit in microseconds, which reach from the year -290307 to 294246"
+        )
     for at, time in enumerate(times.to_pylist()):
         if problem := time_problem(time, kind):
             return at, problem
         if kind is None and (found := parse_times(pa.array([time]))):
             kind = found[1]
     return 0, "these times cannot be read together"
+
+
+def _outside_microseconds(times: pa.Array) -> np.ndarray:
+    """`[n]` bool: whether a date is too far from 1970 for int64 microseconds."""
+    type_ = times.type
+    if not (pt.is_timestamp(type_) or pt.is_date(type_)):
+        return np.zeros(len(times), bool)
+    size = 86_400_000_000 if pt.is_date32(type_) else 1000
+    if pt.is_timestamp(type_):
+        size = {"s": 1_000_000, "ms": 1000}.get(type_.unit, 1)
+    plain = pa.int32() if pt.is_date32(type_) else pa.int64()
+    numbers = arrow.numbers(times.cast(plain).fill_null(0)).astype(np.int64)
+    most = (2**63 - 1) // size
+    return (numbers > most) | (numbers < -most)

@@ -186,20 +186,26 @@ def _time(type_: pa.DataType) -> str:
         return "timestampdiff(MICROSECOND, TIMESTAMP_NTZ '1970-01-01 00:00:00', time)"
     if pt.is_timestamp(type_):
         return "unix_micros(time)"
-    is_float = pt.is_floating(type_) or pt.is_decimal(type_)
-    return f"CAST(time AS {'DOUBLE' if is_float else 'BIGINT'})"
+    return f"try_cast(time AS {'DOUBLE' if _is_float(type_) else 'BIGINT'})"
+
+
+def _is_float(type_: pa.DataType) -> bool:
+    """Whether times of this type are floats. Decimals without a fraction are integers."""
+    return pt.is_floating(type_) or (pt.is_decimal(type_) and type_.scale > 0)
 
 
 def _is_time(type_: pa.DataType) -> str:
     if pt.is_floating(type_):
         return "coalesce(abs(time) < CAST('inf' AS DOUBLE), false)"
+    if pt.is_decimal(type_):
+        return f"{_time(type_)} IS NOT NULL"
     return "time IS NOT NULL"
 
 
 def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.ndarray]:
     """The frame with times that are no text, their type, and an array like them."""
     if not is_text(type_):
-        is_float = pt.is_floating(type_) or pt.is_decimal(type_)
+        is_float = _is_float(type_)
         dates = pt.is_date(type_) or pt.is_timestamp(type_)
         kind = np.dtype("datetime64[us]" if dates else "f8" if is_float else "i8")
         return frame, type_, np.zeros(1, kind)
