@@ -21,6 +21,7 @@ from sparsejax.dsstne.layer_definition import (
     LocalResponseNormalization,
     SparsenessPenalty,
     check_layer,
+    check_layer_numbers,
     check_lrn,
     check_penalty,
     check_range,
@@ -111,8 +112,8 @@ class Definition:
       weights_data: a network file from which the weights start.
 
     Raises:
-      ValueError: layers do not fit each other, or a value is out of its range; the
-        message names the layer.
+      ValueError: layers do not fit each other; the message names the layer. See also
+        `check_numbers`.
     """
 
     layers: tuple[LayerDefinition, ...]
@@ -194,6 +195,23 @@ class Definition:
         own = own or SparsenessPenalty()
         return SparsenessPenalty(p=own.p or ours.p, beta=own.beta or ours.beta)
 
+    def check_numbers(self) -> None:
+        """Raises ValueError if a number that only training needs is out of its range.
+
+        A trained network may have such numbers: it still has its units.
+        """
+        margins, boost = self.margins, self.delta_boost
+        check_range("the network", "Denoising p", self.denoising, 0, 1, below=True)
+        check_range("the network", "Decay", self.decay, 0)
+        for name in ("one", "zero"):
+            check_range("the network", f"DeltaBoost {name}", getattr(boost, name), 0)
+            target, scale = f"{name}_target", f"{name}_scale"
+            check_range("the network", _camel(target), getattr(margins, target), 0, 1)
+            check_range("the network", _camel(scale), getattr(margins, scale), 0)
+        check_penalty("the network", self.sparseness_penalty)
+        for layer in self.layers:
+            check_layer_numbers(layer)
+
     def check_data(self, data: Mapping[str, Sequence[int]]) -> None:
         """Raises ValueError if a data set is wider than its layer.
 
@@ -260,6 +278,7 @@ class Definition:
             decay=network.number("Decay", 0.0),
             weights_data=network.text("WeightsData", None),
         )
+        definition.check_numbers()
         definition.check_data(data)
         return definition
 
@@ -370,15 +389,6 @@ def _check_network(network: Definition) -> None:
         raise ValueError("the network has no layer of kind Input")
     if len(network.of_kind("Input")) == len(network.layers):
         raise ValueError("the network has only layers of kind Input")
-    margins, boost = network.margins, network.delta_boost
-    check_range("the network", "Denoising p", network.denoising, 0, 1, below=True)
-    check_range("the network", "Decay", network.decay, 0)
-    for name in ("one", "zero"):
-        check_range("the network", f"DeltaBoost {name}", getattr(boost, name), 0)
-        target, scale = f"{name}_target", f"{name}_scale"
-        check_range("the network", _camel(target), getattr(margins, target), 0, 1)
-        check_range("the network", _camel(scale), getattr(margins, scale), 0)
-    check_penalty("the network", network.sparseness_penalty)
     if any(layer.function == "LRN" for layer in network.layers):
         check_lrn("the network", network.lrn)
 

@@ -248,7 +248,7 @@ def num_biases(layer: LayerDefinition) -> int:
 
 
 def check_layer(layer: LayerDefinition) -> None:
-    """Raises ValueError if a value is out of its range, whatever the other layers are."""
+    """Raises ValueError if it is no layer, whatever the other layers are."""
     label = label_of(layer)
     if not 1 <= len(layer.size) <= 4 or min(layer.size) < 1 or layer.units > MAX_UNITS:
         raise ValueError(
@@ -279,6 +279,11 @@ def check_layer(layer: LayerDefinition) -> None:
                 f"{label}: {key} must be 1 to 3 numbers from {low}, as many as Kernel "
                 f"has, got {times(sizes) or 'none'}"
             )
+
+
+def check_layer_numbers(layer: LayerDefinition) -> None:
+    """Raises ValueError if a number that only training needs is out of its range."""
+    label = label_of(layer)
     check_range(label, "pDropout", layer.dropout, 0, 1, below=True)
     check_range(label, "DeltaNorm", layer.delta_norm, 0)
     for source in layer.sources:

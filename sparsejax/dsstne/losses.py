@@ -184,7 +184,8 @@ def of_output(
 
     Raises:
       NotImplementedError: DSSTNE has no gradient for this error function with this
-        activation or this data, or takes no notice of DeltaBoost.
+        activation or this data, or takes no notice of DeltaBoost; or what SoftMax gives
+        is dropped.
     """
     activation, error = layer.activation, network.error_function
     if activation is None:  # a pooling layer
@@ -197,6 +198,11 @@ def of_output(
                 "CrossEntropy, or another activation"
             )
         _refuse_boost(network, f"{label} with SoftMax")
+        if layer.dropout:
+            raise NotImplementedError(
+                f"layer {layer.name!r}: pDropout after SoftMax is not supported: what is "
+                "dropped has the probability 0, so its loss is not finite; leave it out"
+            )
         if ignore_zeros:
             raise NotImplementedError(
                 f"{label} with SoftMax is a distribution over all items, so a data set "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -68,7 +69,8 @@ class Network(nnx.Module):
     A single sparse input is given without its name. So are targets: several outputs have
     labels by name, and their losses are added. The items of the output called "Output" are
     ranked, else those of the first. Scores are those before the activation; `top_k` gives
-    those after it. A network without outputs only has `units`.
+    those after it. A network without outputs only has `units`. One that cannot be trained,
+    see `check_trainable`, has units, scores and `top_k`.
 
     Weights that only sparse inputs and outputs share are one kernel, of which a sparse
     input reads the rows it names. The gradient of shared weights is the mean of those of
@@ -88,8 +90,8 @@ class Network(nnx.Module):
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
-      NotImplementedError: dropout after SoftMax in an output, or what `of_output` refuses.
-      ValueError: two inputs have the same name, or `parameters` do not fit.
+      ValueError: inputs of one data set differ in width or in being sparse, or
+        `parameters` do not fit.
     """
 
     def __init__(
@@ -105,9 +107,13 @@ class Network(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.definition, self.weighted = definition, weighted
-        _check_supported(definition)
+        self.dense_targets, self.ignore_zeros = dense_targets, ignore_zeros
+        _check_inputs(definition)
         self.output_layer = definition.ranked
-        self.corruption = SparseDropout(definition.denoising, rngs=rngs)
+        denoising = definition.denoising
+        # Of another number `check_trainable` says what is wrong.
+        denoising = denoising if 0 <= denoising < 1 else 0
+        self.corruption = SparseDropout(denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
         modules: list[Layer] = []
         for layer in definition.in_order:
@@ -121,14 +127,9 @@ class Network(nnx.Module):
                 rngs=rngs,
             )
             if layer.kind == "Output":
-                module.set_rule(
-                    of_output(
-                        definition,
-                        layer,
-                        sparse=not dense_targets,
-                        ignore_zeros=ignore_zeros,
-                    )
-                )
+                # `check_trainable` raises the error when there is something to train.
+                with contextlib.suppress(NotImplementedError):
+                    module.set_rule(self._rule_of(layer))
             modules.append(module)
         self.layers = nnx.List(modules)
         self.brake = nnx.data(Brake(brake_steps) if brake_steps else None)
@@ -154,8 +155,39 @@ class Network(nnx.Module):
 
     @property
     def loss_rule(self) -> losses.LossRule | None:
-        """The loss of the output whose items are ranked."""
+        """The loss of the output whose items are ranked; None without an output.
+
+        Raises:
+          NotImplementedError, ValueError: see `check_trainable`.
+        """
+        self.check_trainable()
         return None if self.output_layer is None else self._output.rule
+
+    def check_trainable(self) -> None:
+        """Raises an error if the network has units, but no loss.
+
+        Raises:
+          NotImplementedError: what `of_output` refuses, or two inputs of one data set.
+          ValueError: a number is out of its range.
+        """
+        self.definition.check_numbers()
+        names = [name_of(layer) for layer in self.definition.of_kind("Input")]
+        for name in names:
+            if names.count(name) > 1:
+                raise NotImplementedError(
+                    f"two inputs read the data set {name!r}; to train, give each a data "
+                    "set of its own"
+                )
+        for layer in self.definition.of_kind("Output"):
+            self._rule_of(layer)
+
+    def _rule_of(self, layer: LayerDefinition) -> losses.LossRule:
+        return of_output(
+            self.definition,
+            layer,
+            sparse=not self.dense_targets,
+            ignore_zeros=self.ignore_zeros,
+        )
 
     def rank_first(self, items: int) -> None:
         """From now on `top_k` ranks only the first items: the others are padding.
@@ -207,8 +239,10 @@ class Network(nnx.Module):
           batch_size: rows at a time.
 
         Raises:
+          NotImplementedError: see `check_trainable`.
           ValueError: they do not fit the network or each other.
         """
+        self.check_trainable()
         x = Inputs.of(inputs)
         check_inputs(x, self.num_features)
         labels = {}
@@ -273,7 +307,11 @@ class Network(nnx.Module):
         penalty has gradients, as beside the mean loss, but is not part of the value. An
         example of weight 0 is padding: it is not among the B, nor in a mean over the
         batch. (DSSTNE counts it. From the weights alone it cannot be told from padding.)
+
+        Raises:
+          NotImplementedError, ValueError: see `check_trainable`.
         """
+        self.check_trainable()
         targets = self._targets(labels)
         batch = self._counted(weights, targets[0][1].num_rows)
         if weights is None:
@@ -445,7 +483,7 @@ def load_network(path: Path) -> Network:
 
     Raises:
       DataError: the file is missing, damaged or wrong.
-      NotImplementedError: see `Network`.
+      NotImplementedError: a layer has what DSSTNE names, but has no formula for.
     """
     definition, parameters = load_parameters(path)
     return Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
@@ -505,16 +543,14 @@ def check_parameters(definition: Definition, parameters: Parameters) -> None:
             )
 
 
-def _check_supported(definition: Definition) -> None:
-    names = [name_of(layer) for layer in definition.of_kind("Input")]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two inputs read the same data set: {', '.join(names)}")
-    for layer in definition.of_kind("Output"):
-        activation = layer.activation
-        if layer.dropout and activation is not None and activation.name == "SoftMax":
-            raise NotImplementedError(
-                f"layer {layer.name!r}: pDropout after SoftMax is not supported: what is "
-                "dropped has the probability 0, so its loss is not finite; leave it out"
+def _check_inputs(definition: Definition) -> None:
+    forms: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for layer in definition.of_kind("Input"):
+        form, name = (layer.size, layer.sparse), name_of(layer)
+        if forms.setdefault(name, form) != form:
+            raise ValueError(
+                f"the inputs of the data set {name!r} differ in width or in being sparse; "
+                "make them alike"
             )
 
 

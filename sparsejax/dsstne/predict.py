@@ -88,7 +88,8 @@ def predict(command: Predict) -> None:
         ) from error
     network, parameters = load_parameters(command.network)
     features, items = read_index(command.inputs), read_index(command.outputs)
-    layer = _input_layer(command, network)
+    inputs = _inputs(command, network)
+    layer = inputs[0]
     _check_width(command.inputs, features, layer)
     if command.layer is None:
         _check_width(command.outputs, items, _ranked(command, network))
@@ -102,12 +103,13 @@ def predict(command: Predict) -> None:
     known = [other.name for other in network.layers]
     if command.layer is not None and command.layer not in known:
         raise ValueError(f"-l {command.layer}: the layers are {', '.join(known)}")
-    network = network.with_inputs({layer.name: True})
+    network = network.with_inputs({layer.name: True for layer in inputs})
     with setting_mesh(command.mesh):
         model = Network(network, parameters=parameters, rngs=nnx.Rngs(0))
         nnx.update(model, put_on_mesh(nnx.state(model)))
         if command.layer is not None:
-            units = model.units(rows, command.layer, batch_size=command.batch_size)
+            given = _given(model, rows)
+            units = model.units(given, command.layer, batch_size=command.batch_size)
             processes.in_first(lambda: _write_units(command, units, found.samples))
             return
         model.rank_first(len(items))
@@ -116,7 +118,7 @@ def predict(command: Predict) -> None:
         else:
             best = recommend(
                 model,
-                rows,
+                _given(model, rows),
                 command.k,
                 exclude=filters.astype(bool),
                 batch_size=command.batch_size,
@@ -189,7 +191,8 @@ def _multiplied(
     for start in range(0, count, command.batch_size):
         some = slice(start, start + command.batch_size)
         batch = rows.align_rows(rows.row_names[some])
-        scores = model.units(batch, output, batch_size=command.batch_size)[:, :items]
+        given, size = _given(model, batch), command.batch_size
+        scores = model.units(given, output, batch_size=size)[:, :items]
         part = scipy.sparse.coo_array(filters[some])
         np.multiply.at(scores, part.coords, part.data.astype(np.float32))
         order = np.argsort(-scores, axis=1, kind="stable")[:, :most]
@@ -198,15 +201,22 @@ def _multiplied(
     return Recommendations(ids, best)
 
 
-def _input_layer(command: Predict, network: Definition) -> LayerDefinition:
+def _inputs(command: Predict, network: Definition) -> tuple[LayerDefinition, ...]:
+    """The inputs, which all read the one data set."""
     inputs, wanted = network.of_kind("Input"), f"{command.dataset}_input"
-    if len(inputs) != 1 or inputs[0].dataset != wanted:
+    if any(layer.dataset != wanted for layer in inputs):
         there = ", ".join(repr(layer.dataset) for layer in inputs)
         raise ValueError(
-            f"{command.network}: -d {command.dataset} needs a network with one input, of "
-            f"the data set {wanted!r}; its inputs are of {there}"
+            f"{command.network}: -d {command.dataset} needs a network whose inputs are of "
+            f"the data set {wanted!r}; they are of {there}"
         )
-    return inputs[0]
+    return inputs
+
+
+def _given(model: Network, rows: SparseDataset) -> Any:
+    """Rows as a network takes them."""
+    features = model.num_features
+    return dict.fromkeys(features, rows) if isinstance(features, dict) else rows
 
 
 def _ranked(command: Predict, network: Definition) -> LayerDefinition:

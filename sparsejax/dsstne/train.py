@@ -182,6 +182,7 @@ class Training:
             parameters=parameters,
             rngs=nnx.Rngs(command.seed),
         )
+        self.model.check_trainable()
         self.optimizer = Optimizer(self.model, rule)
         modules = (self.model, self.optimizer)
         nnx.update(modules, put_on_mesh(nnx.state(modules)))

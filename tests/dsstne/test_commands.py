@@ -181,6 +181,33 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
     assert (folder / "recs").read_text() == expected
 
 
+def test_predict_reads_what_cannot_be_trained(folder, capsys):
+    """And `train` refuses it, before it writes anything."""
+    networks.tiny(
+        folder / "gl.nc", deltaBoost_one=np.float32(30), errorFunction=np.uint32(3)
+    )
+    inputs = [{"N": 4, "DataSet": "gl_input", "Sparse": True, "Kind": "Input"}] * 2
+    twice = Definition.from_json(
+        {"Layers": [*inputs, {"N": 3, "Source": ["Input0", "Input1"]}]}
+    )
+    save_network(folder / "twice.nc", Network(twice, rngs=nnx.Rngs(0)))
+    (folder / "features").write_text("a\t0\nb\t1\nc\t2\nd\t3\n")
+    (folder / "items").write_text("p\t0\nq\t1\nr\t2\n")
+    (folder / "text").write_text("u\ta:c\n")
+    (folder / "filters").write_text("")
+    assert run(PREDICT) == 0
+    assert (folder / "recs").read_text() == "u\tp,0.682:q,0.614:r,0.098:\n"
+    for flags in ("", "-multiply"):
+        assert run(f"{PREDICT.replace('gl.nc', 'twice.nc')} {flags}") == 0
+        assert (folder / "recs").read_text().count(":") == 3
+    config = {**NETWORK, "DeltaBoost": {"one": 30}}
+    (folder / "config.json").write_text(json.dumps(config))
+    before = {path.name for path in folder.iterdir()}
+    assert run(TRAIN.replace("gl.nc", "new.nc")) == 1
+    assert "DeltaBoost" in capsys.readouterr().err
+    assert {path.name for path in folder.iterdir()} == before
+
+
 def test_predict_ranks_the_output_called_output(folder):
     layers = [
         {"Name": "x", "N": 3, "DataSet": "gl_input", "Sparse": True},

@@ -5,6 +5,7 @@ from typing import Any
 import dsstne_networks as networks
 import jax
 import jax.numpy as jnp
+import netCDF4
 import numpy as np
 import pytest
 import scipy.sparse
@@ -12,6 +13,7 @@ from dsstne_networks import made, rows
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax import dsstne
 from sparsejax.dsstne import rules
 from sparsejax.dsstne.definition import Definition, weights_of
 from sparsejax.dsstne.network import Network, regularization
@@ -269,12 +271,81 @@ def test_parameters_that_do_not_fit(tiny):
             Network(definition, parameters=parameters, rngs=nnx.Rngs(0))
 
 
-def test_what_is_not_supported_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="'Output1': pDropout after SoftMax"):
-        made({"N": 3}, {"N": 2, "pDropout": 0.5, "Activation": "SoftMax"})
-    layers = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
-    with pytest.raises(ValueError, match="two inputs read the same data set: d, d"):
-        made(*layers, {"N": 2})
+def refused(network, x, labels, message):
+    """It cannot be trained, and says so wherever that begins."""
+    optimizer = sj.Optimizer(network, rules.SGD(0.1))
+    for use in (
+        lambda: network.loss(x, labels),
+        lambda: network.mean_loss(x, labels),
+        lambda: sj.fit(network, optimizer, x, labels, log=lambda *_: pytest.fail()),
+    ):
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            use()
+
+
+# Attributes of a file whose network trains no more, and what its layers then make of z.
+UNTRAINED = [
+    ({"deltaBoost_one": np.float32(30), "errorFunction": np.uint32(3)}, "DeltaBoost"),
+    ({"deltaBoost_zero": np.float32(-2)}, "DeltaBoost zero must be 0 or more"),
+    ({"layer2_activation": np.uint32(7), "errorFunction": np.uint32(3)}, "SoftMax"),
+    ({"layer2_activation": np.uint32(7), "errorFunction": np.uint32(1)}, "SoftMax"),
+    ({"layer2_activation": np.uint32(1), "errorFunction": np.uint32(2)}, "Tanh"),
+    ({"layer2_activation": np.uint32(3), "errorFunction": np.uint32(4)}, "Linear"),
+    (
+        {"layer2_activation": np.uint32(7), "layer2_pDropout": np.float32(0.5)},
+        "pDropout after SoftMax",
+    ),
+    ({"errorFunction": np.uint32(5)}, "Hinge needs a dense data set"),
+    ({"layer1_pDropout": np.float32(1)}, "pDropout must be from 0 to below 1"),
+    ({"denoising_p": np.float32(1.5), "bDenoising": np.uint32(1)}, "Denoising p"),
+    ({"SMCE_oneTarget": np.float32(1.5)}, "oneTarget must be from 0 to 1"),
+    ({"decay": np.float32(-1)}, "Decay"),
+    ({"layer1_deltaNorm": np.float32(-1)}, "DeltaNorm"),
+    ({"weight0_norm": np.float32(-1)}, "WeightNorm"),
+]
+
+
+@pytest.mark.parametrize(("attributes", "message"), UNTRAINED)
+def test_a_network_that_cannot_be_trained_is_read_and_ranks(
+    tmp_path, attributes, message
+):
+    path = networks.tiny(tmp_path / "net.nc")
+    with netCDF4.Dataset(path, "a") as file:
+        file.setncatts(attributes)
+    network = dsstne.load_network(path)
+    x = rows([1.0, 0, 1, 0], [0, 0, 0, 0])
+    z = np.array([[2 * 0.880797 - 1, 2 * 0.731059 - 1, 1 - 2 * 1.611856], [0, 0, -1]])
+    made = {
+        1: np.tanh,
+        3: lambda z: z,
+        7: lambda z: np.exp(z) / np.exp(z).sum(axis=1, keepdims=True),
+    }
+    activation = int(attributes.get("layer2_activation", 0))
+    expected = made.get(activation, sigmoid)(z)
+    np.testing.assert_allclose(network(x, deterministic=True), z, atol=1e-5)
+    np.testing.assert_allclose(network.units(x, "Output"), expected, atol=1e-5)
+    found = sj.recommend(network, x, k=2)
+    assert found.ids.tolist() == [[0, 1], [0, 1]]
+    np.testing.assert_allclose(found.scores, expected[:, :2], atol=1e-5)
+    refused(network, x, rows([0.0, 1, 0], [1, 0, 0]), message)
+    # What is read is what is written.
+    dsstne.save_network(tmp_path / "again.nc", network)
+    again = load_parameters(tmp_path / "again.nc")[0]
+    assert again == load_parameters(path)[0]
+
+
+def test_inputs_of_one_data_set():
+    """Forward they may share it; of different widths they may not."""
+    inputs = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
+    network = made(*inputs, {"N": 2, "Source": ["Input0", "Input1"]})
+    weights, x = network.parameters().weights, np.float32([[1, 0, 2]])
+    expected = x @ sum(weights.values())
+    np.testing.assert_allclose(network({"d": x}), expected, rtol=1e-5)
+    found = sj.recommend(network, {"d": x}, k=2)
+    assert found.ids[0, 0] == np.argmax(expected)
+    refused(network, {"d": x}, rows([0.0, 1]), "two inputs read the data set 'd'")
+    with pytest.raises(ValueError, match="'d'.* differ in width"):
+        made(inputs[0], {**inputs[1], "N": 4}, {"N": 2})
 
 
 def test_a_network_without_outputs_only_has_units():

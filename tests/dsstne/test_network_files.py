@@ -174,7 +174,6 @@ def test_what_is_written_has_names_and_types_of_dsstne(tmp_path):
         ("layer1_dimensions", np.uint32(9), "9 dimensions; expected 1 to 4"),
         ("layer1_source0", "Hdden", "no weights from 'Hdden' to 'Hidden'"),
         ("layer1_pDropout", np.float32(np.nan), "layer1_pDropout is nan"),
-        ("layer1_pDropout", np.float32(1.5), "pDropout must be from 0 to below 1"),
         (
             "layer1_kernelX",
             np.uint32(0),
