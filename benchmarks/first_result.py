@@ -2,11 +2,16 @@
 
     python benchmarks/first_result.py run TRAIN TEST [--commit NAME] [--output FILE]
     python benchmarks/first_result.py table             anywhere
+    python benchmarks/first_result.py compare BASE [TRAIN TEST] [--turns 3] [--epochs 1]
 
 TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's. `train` takes 20 epochs,
 `evaluate` measures all users of TEST, `predict` recommends 20 items to each user of TRAIN.
 *Cold* processes find no compiled programs. *Warm* ones find those of the same command before
 them in the user's cache folder.
+
+`compare` runs the commands of BASE, a commit, and of the working tree in turns, on the bundled
+data if none is given. It ends with status 1 if one of them takes more than 1.1 times as long as
+that of BASE: the quickest of its turns counts, which other work on the machine delays least.
 
 The parts are sums over a process: `imports` of modules, wherever they are; `tracing`,
 `lowering` (to MLIR) and `compiling` as JAX reports them, without imports; `rest` is what
@@ -42,6 +47,7 @@ _EVENTS = {
     "/jax/core/compile/backend_compile_duration": "compiling",
 }
 _SHORTEST = 1e-3  # of an import: a module that is there already is found faster
+_SLOWER = 1.1  # than this, `compare` does not allow
 
 
 def main() -> None:
@@ -54,34 +60,35 @@ def main() -> None:
     run.add_argument("--commit", default="unknown")
     run.add_argument("--output", type=pathlib.Path, default=results)
     actions.add_parser("table")
-    actions.add_parser("process").add_argument("words", nargs=argparse.REMAINDER)
+    compare = actions.add_parser("compare")
+    compare.add_argument("base", metavar="BASE")
+    compare.add_argument("files", type=pathlib.Path, nargs="*", metavar="FILE")
+    compare.add_argument("--turns", type=int, default=3)
+    compare.add_argument("--epochs", type=int, default=1)
+    process = actions.add_parser("process")
+    process.add_argument("tree")
+    process.add_argument("words", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     match arguments.action:
         case "run":
             _run(arguments)
         case "table":
             _write_table(json.loads(results.read_text()))
+        case "compare":
+            if len(arguments.files) not in (0, 2):
+                parser.error("compare takes TRAIN and TEST, or neither")
+            sys.exit(_compare(arguments))
         case _:
-            _process(arguments.words)
+            _process(arguments.tree, arguments.words)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     """Times each command twice, with a cache folder that is empty the first time."""
     found, versions = [], {}
-    train, test = str(arguments.train.resolve()), str(arguments.test.resolve())
-    with tempfile.TemporaryDirectory() as folder:
-        for name in "cold", "warm":
-            run, recommended = f"{folder}/{name}", f"{folder}/{name}.csv"
-            seen = ["--k", "20", "--exclude-seen", "--out", recommended]
-            for words in (
-                ["train", train, "--run", run, "--epochs", "20"],
-                ["evaluate", run, train, test, "--k", "20"],
-                ["predict", run, train, *seen],
-            ):
-                result = _timed(words, {"XDG_CACHE_HOME": f"{folder}/cache/{words[0]}"})
-                versions |= result.pop("versions")
-                found.append({"command": words[0], "cache": name} | result)
-                print(found[-1], file=sys.stderr)
+    for result in _commands(_HERE.parent, arguments.train, arguments.test, epochs=20):
+        versions |= result.pop("versions")
+        found.append(result)
+        print(found[-1], file=sys.stderr)
     report = {
         "date": datetime.date.today().isoformat(),
         "commit": arguments.commit,
@@ -93,26 +100,95 @@ def _run(arguments: argparse.Namespace) -> None:
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _timed(words: list[str], environment: dict[str, str]) -> dict:
+def _compare(arguments: argparse.Namespace) -> int:
+    """Prints the seconds of each command in both trees, and the ratio; 1 if one is slower."""
+    here = _HERE.parent
+    seconds: dict[tuple[str, str], dict[pathlib.Path, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        base = pathlib.Path(folder, "base")
+        git = ["git", "-C", str(here), "worktree"]
+        add = [*git, "add", "--quiet", "--detach", str(base), arguments.base]
+        subprocess.run(add, check=True)
+        try:
+            train, test = arguments.files or _bundled(pathlib.Path(folder))
+            for _ in range(arguments.turns):
+                for tree in (base, here):
+                    for r in _commands(tree, train, test, epochs=arguments.epochs):
+                        trees = seconds.setdefault((r["command"], r["cache"]), {})
+                        trees.setdefault(tree, []).append(r["seconds"])
+        finally:
+            subprocess.run([*git, "remove", "--force", str(base)], check=True)
+    status = 0
+    print(f"{'':<16}{'base':>8}{'here':>8}{'ratio':>8}")
+    for (command, cache), trees in seconds.items():
+        before, after = min(trees[base]), min(trees[here])
+        ratio = after / before
+        slower = "  slower" if ratio > _SLOWER else ""
+        status |= bool(slower)
+        name = f"{command} {cache}"
+        print(f"{name:<16}{before:>8.2f}{after:>8.2f}{ratio:>8.2f}{slower}")
+    return status
+
+
+def _bundled(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Files of the bundled data, with a fifth of the entries of each row in the second."""
+    import sparsejax as sj
+
+    paths = folder / "train.parquet", folder / "test.parquet"
+    for data, path in zip(
+        sj.datasets.msweb().train.split(0.8, seed=0), paths, strict=True
+    ):
+        data.save(path)
+    return paths
+
+
+def _commands(
+    tree: pathlib.Path, train: pathlib.Path, test: pathlib.Path, *, epochs: int
+) -> Iterator[dict]:
+    """Each command of a tree, cold and then warm, as `_timed` measures it."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = str(train.resolve()), str(test.resolve())
+        for name in "cold", "warm":
+            run, recommended = f"{folder}/{name}", f"{folder}/{name}.csv"
+            seen = ["--k", "20", "--exclude-seen", "--out", recommended]
+            for words in (
+                ["train", first, "--run", run, "--epochs", str(epochs)],
+                ["evaluate", run, first, second, "--k", "20"],
+                ["predict", run, first, *seen],
+            ):
+                cache = {"XDG_CACHE_HOME": f"{folder}/cache/{words[0]}"}
+                yield {
+                    "command": words[0],
+                    "cache": name,
+                    **_timed(tree, words, cache),
+                }
+
+
+def _timed(tree: pathlib.Path, words: list[str], environment: dict[str, str]) -> dict:
     """Seconds of a process from its start to its end, and of its parts."""
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **environment,
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it
+    command = [sys.executable, __file__, "process", str(tree), *words]
     start = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, __file__, "process", *words],
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        check=True,
+        command, env=environment, capture_output=True, text=True, check=False
     )
     seconds = time.perf_counter() - start
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} in {tree} has failed:\n{done.stderr}")
     (line,) = (x for x in done.stdout.splitlines() if x.startswith("RESULT "))
     result = json.loads(line.removeprefix("RESULT "))
     result["parts"]["rest"] = seconds - sum(result["parts"].values())
     return {"seconds": seconds, **result}
 
 
-def _process(words: list[str]) -> None:
-    """Runs one command, and says how long its parts took."""
+def _process(tree: str, words: list[str]) -> None:
+    """Runs one command of a tree, and says how long its parts took."""
+    sys.path.insert(0, tree)
     spans: list[tuple[float, float, str]] = []
     with _noted_imports(spans):
         import jax
