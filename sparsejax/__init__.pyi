@@ -79,6 +79,7 @@ from .nn.models import FeedForward as FeedForward
 from .nn.sampled import NegativeSampler as NegativeSampler
 from .nn.sampled import sampled_cross_entropy as sampled_cross_entropy
 from .ops.gather_matmul import gather_matmul as gather_matmul
+from .ops.history_attention import history_attention as history_attention
 from .ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .ops.output_loss import output_loss as output_loss
 from .ops.output_loss import output_loss_per_example as output_loss_per_example

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from sparsejax.ops.history_attention import TIME_RATIO
 from sparsejax.sequence.config import HSTUConfig
 from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
 
 _BUCKETS = 128  # of times
-_RATIO = 0.301  # of times in neighbouring buckets, as a logarithm; the authors' number
 _normal = nnx.initializers.normal(0.02)
 
 
@@ -104,5 +104,5 @@ class GatedAttention(nnx.Module):
         if times is None:
             return bias
         apart = jnp.abs(times[:, :, None] - times[:, None])
-        bucket = (jnp.log(jnp.maximum(apart, 1)) / _RATIO).astype(jnp.int32)
+        bucket = (jnp.log(jnp.maximum(apart, 1)) / TIME_RATIO).astype(jnp.int32)
         return bias + self.time_bias[...][jnp.minimum(bucket, _BUCKETS - 1)][:, None]

@@ -1,0 +1,601 @@
+"""Causal attention within histories of any length, which lie one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sparsejax.mesh.layout import vary_alike, vary_over, varying_axes
+from sparsejax.ops.implementations import Implementation, check_implementation
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.precision import Precision, check_precision, of_xla
+
+Activation = Literal["silu", "softmax"]
+
+# Of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
+TIME_RATIO = 0.301
+_BLOCK = 128  # places of a block
+# Numbers of scores that exist at once, at most, where blocks are worked on together.
+_SCORES = 2**26
+
+
+def history_attention(
+    q: Float[Array, "tokens heads dim"],
+    k: Float[Array, "tokens heads dim"],
+    v: Float[Array, "tokens heads dim"],
+    indptr: jax.Array | np.ndarray,
+    *,
+    activation: Activation = "silu",
+    scale: float | None = None,
+    divisor: float = 1.0,
+    place_bias: Float[Array, "places"] | None = None,
+    times: jax.Array | np.ndarray | None = None,
+    time_bias: Float[Array, "buckets"] | None = None,
+    implementation: Implementation = None,
+    precision: Precision = None,
+) -> Float[Array, "tokens heads dim"]:
+    """Each entry of a history attends to itself and to the entries before it.
+
+    >>> q = k = v = jnp.ones((5, 1, 2))
+    >>> y = history_attention(q, k, v, jnp.array([0, 3, 3, 4]), divisor=4)
+    >>> [round(float(x), 3) for x in y[:, 0, 0]]  # silu(2) / 4 of 1, 2, 3, and 1 entries
+    [0.44, 0.881, 1.321, 0.44, 0.0]
+
+    History r has the entries `indptr[r]` to `indptr[r + 1] - 1`, oldest first. For its
+    entries s <= t and each head::
+
+        a_ts = scale q_t . k_s + place_bias[t - s] + time_bias[bucket(t, s)]
+        y_t  = sum_s silu(a_ts) v_s / divisor        "silu", as in HSTU
+        y_t  = sum_s softmax_s(a_ts) v_s / divisor   "softmax"
+
+        bucket(t, s) = log(times_t - times_s) / 0.301, rounded down
+
+    The last number of each bias also stands for all that is further apart. Times that differ
+    by less than 1 fall into the first bucket. Products of `q` and `k` and all sums are
+    float32 (float64 for float64); `a` and `y` are rounded to the dtype of `v`.
+
+    Nothing of the size of a history squared is stored, neither here nor in the derivative:
+    memory grows with the number of tokens. It is differentiable in reverse mode in `q`,
+    `k`, `v` and both biases, once. The gradient of a bias is made of sums: over diagonals,
+    and, as the buckets of an entry follow each other, of differences of sums over entries
+    before it. No two devices or threads add to the same number, so that two runs give
+    the same bits.
+
+    Entries from `indptr[-1]` on are padding: their results are 0, and whatever is in them
+    changes no other result. On a mesh call it in a `jax.shard_map`, in which each device has
+    histories of its own and their `indptr`.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      indptr: `[histories + 1]` integers, ascending from 0. If the last is more than
+        `tokens`, that is an error in a NumPy array, and otherwise the results of a
+        history that does not fit are NaN.
+      activation: "silu" or "softmax".
+      scale: of the products; by default 1 for "silu" and `dim^-1/2` for "softmax".
+      divisor: of the results. `HSTU` has its `max_length` here.
+      place_bias: by distance, the same for all heads.
+      times: `[tokens]`, ascending within a history. In a NumPy array times that go back, or
+        that are not finite, are an error; elsewhere the results of that history are NaN.
+      time_bias: by bucket, the same for all heads.
+      implementation: "xla" is made of XLA's operations, on a CPU a block of 128 entries at a
+        time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
+        what is fastest here.
+      precision: of the products of float32 operands, see `output_loss`.
+
+    Raises:
+      ValueError: shapes do not match, an unknown activation or implementation, only one of
+        `times` and `time_bias`, or numbers in a NumPy array that are wrong (see there).
+      TypeError: dtypes differ or are not of real floating numbers, or `indptr` does not
+        have integers.
+      NotImplementedError: an implementation that this operation does not have.
+    """
+    check_implementation(implementation)
+    if implementation in ("cusparse", "mosaic_gpu"):
+        raise NotImplementedError(
+            f"history_attention has no form {implementation!r}; take None, "
+            '"xla" or "xla_gpu"'
+        )
+    precision = check_precision(precision)
+    _check(q, k, v, indptr, activation, divisor, place_bias, times, time_bias)
+    if scale is None:
+        scale = 1.0 if activation == "silu" else q.shape[2] ** -0.5
+    if 0 in q.shape:
+        return jnp.zeros_like(v)
+    sums = accumulator(q.dtype)
+    starts = _starts(jnp.asarray(indptr), times, len(q))
+    if times is not None:
+        times = jnp.asarray(times, sums)
+    place_bias, time_bias = (
+        None if bias is None else bias.astype(sums) for bias in (place_bias, time_bias)
+    )
+    rule = Rule(activation, float(scale), float(divisor))
+    q, k, v, starts, times, biases = vary_alike(
+        q, k, v, starts, times, Biases(place_bias, time_bias)
+    )
+    return _attention(q, k, v, biases, starts, times, rule, implementation, precision)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is made of the scores, see `history_attention`."""
+
+    activation: Activation
+    scale: float
+    divisor: float
+
+
+class Biases(NamedTuple):
+    """What is added to the scores."""
+
+    place: Float[Array, "places"] | None
+    time: Float[Array, "buckets"] | None
+
+
+def time_thresholds(buckets: int) -> np.ndarray:
+    """`[buckets]` float32: the least difference of times of each bucket.
+
+    They are rounded up, so that a float32 difference has reached one if and only if it has
+    reached the exact number: all forms agree on all buckets.
+    """
+    exact = np.exp(TIME_RATIO * np.arange(buckets, dtype=np.float64))
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(np.float32)
+    rounded = np.where(
+        rounded < exact, np.nextafter(rounded, np.float32(np.inf)), rounded
+    )
+    rounded[:1] = -np.inf
+    return rounded.astype(np.float32)
+
+
+def _check(q, k, v, indptr, activation, divisor, place_bias, times, time_bias) -> None:
+    """Raises what `history_attention` says."""
+    if activation not in get_args(Activation):
+        raise ValueError(f'activation is "silu" or "softmax", got {activation!r}')
+    if not (math.isfinite(divisor) and divisor > 0):
+        raise ValueError(f"divisor is a number above 0, got {divisor}")
+    if q.ndim != 3 or not q.shape == k.shape == v.shape:
+        raise ValueError(
+            "expected q, k and v [tokens, heads, dim] of one shape, got "
+            f"{q.shape}, {k.shape} and {v.shape}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; cast them to one "
+            "floating dtype, as bfloat16"
+        )
+    if indptr.ndim != 1 or not len(indptr):
+        raise ValueError(
+            f"indptr has shape {indptr.shape}; it is [histories + 1], and begins with 0"
+        )
+    if not jnp.issubdtype(indptr.dtype, jnp.integer):
+        raise TypeError(f"indptr is {indptr.dtype}; its numbers are integers")
+    if (times is None) != (time_bias is None):
+        raise ValueError("times and time_bias go together: give both or neither")
+    for name, bias in {"place_bias": place_bias, "time_bias": time_bias}.items():
+        if bias is not None and (bias.ndim != 1 or not len(bias)):
+            raise ValueError(f"{name} has shape {bias.shape}; it is one row of numbers")
+        if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"{name} is {bias.dtype}; cast it to float32")
+    if times is not None and times.shape != q.shape[:1]:
+        raise ValueError(
+            f"times has shape {times.shape}; one for each token: {q.shape[:1]}"
+        )
+    if isinstance(indptr, np.ndarray):
+        _check_numbers(indptr, times, len(q))
+
+
+def _check_numbers(indptr: np.ndarray, times, tokens: int) -> None:
+    """Raises ValueError for wrong numbers in NumPy arrays."""
+    if indptr[0] != 0 or np.any(np.diff(indptr) < 0):
+        raise ValueError("indptr must ascend from 0")
+    if indptr[-1] > tokens:
+        raise ValueError(
+            f"the histories have {indptr[-1]:,} entries but q has {tokens:,} tokens; "
+            "make room for all entries, or cut histories"
+        )
+    if not isinstance(times, np.ndarray):
+        return
+    used = times[: indptr[-1]]
+    wrong = ~np.isfinite(used)
+    wrong[1:] |= used[1:] < used[:-1]
+    inside = np.zeros(len(used) + 1, bool)
+    inside[indptr[:-1]] = True  # a time before the history's first is of another one
+    wrong &= ~inside[:-1] | ~np.isfinite(used)
+    if np.any(wrong):
+        place = int(np.argmax(wrong))
+        raise ValueError(
+            f"times[{place:,}] is {times[place]}; times are finite and ascend within a "
+            "history: sort the entries by time"
+        )
+
+
+def _starts(
+    indptr: Int[Array, "histories_plus_1"], times: jax.Array | None, tokens: int
+) -> Int[Array, "tokens"]:
+    """The first entry of each token's history.
+
+    It is `tokens` for padding, and -1 where the result is NaN.
+    """
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    indptr = indptr.astype(jnp.int32)
+    history = jnp.searchsorted(indptr, place, side="right") - 1
+    history = jnp.clip(history, 0, max(len(indptr) - 2, 0)).astype(jnp.int32)
+    starts, ends = indptr[history], indptr[jnp.minimum(history + 1, len(indptr) - 1)]
+    inside = (place >= starts) & (place < ends)
+    wrong = ends > tokens
+    if times is not None:
+        times = jnp.asarray(times)
+        back = (times < jnp.roll(times, 1)) & (place > starts)
+        bad = jnp.cumsum(inside & (back | ~jnp.isfinite(times)), dtype=jnp.int32)
+        before = jnp.where(starts > 0, bad[jnp.maximum(starts - 1, 0)], 0)
+        wrong |= bad[jnp.clip(ends - 1, 0, tokens - 1)] != before
+    return jnp.where(inside, jnp.where(wrong, -1, starts), tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
+def _attention(
+    q: Float[Array, "tokens heads dim"],
+    k: Float[Array, "tokens heads dim"],
+    v: Float[Array, "tokens heads dim"],
+    biases: Biases,
+    starts: Int[Array, "tokens"],
+    times: Float[Array, "tokens"] | None,
+    rule: Rule,
+    implementation: Implementation,
+    precision: Precision,
+) -> Float[Array, "tokens heads dim"]:
+    operands = q, k, v, biases, starts, times
+    return _attend(operands, rule, implementation, precision)[0]
+
+
+def _forward(q, k, v, biases, starts, times, rule, implementation, precision):
+    operands = q, k, v, biases, starts, times
+    y, norms = _attend(operands, rule, implementation, precision)
+    return y, (operands, y if rule.activation == "softmax" else None, norms)
+
+
+def _backward(rule, implementation, precision, residuals, dy):
+    operands, y, norms = residuals
+    return *_slopes(operands, y, norms, dy, rule, implementation, precision), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _attend(operands, rule, implementation, precision):
+    """The result, and for softmax the logarithms of the sums."""
+
+    def attend(chunk_of, *operands):
+        blocks = _Blocks.of(operands, chunk_of)
+        return blocks.attend(rule, precision)
+
+    return _by_platform(attend, implementation, operands)
+
+
+def _slopes(operands, y, norms, dy, rule, implementation, precision):
+    """The gradients of q, k, v and the biases."""
+
+    def slopes(chunk_of, *arguments):
+        *operands, y, norms, dy = arguments
+        blocks = _Blocks.of(operands, chunk_of)
+        return blocks.slopes(y, norms, dy, rule, precision)
+
+    return _by_platform(slopes, implementation, (*operands, y, norms, dy))
+
+
+def _by_platform(function, implementation, operands):
+    """Calls `function` with the number of blocks that this platform takes at once."""
+
+    def many(heads: int) -> int:
+        return max(1, _SCORES // (heads * _BLOCK**2))
+
+    one, all_ = (functools.partial(function, x) for x in (lambda heads: 1, many))
+    if implementation == "xla_gpu":
+        return all_(*operands)
+    return lax.platform_dependent(*operands, cpu=one, default=all_)
+
+
+class _Blocks(NamedTuple):
+    """The operands in blocks of `_BLOCK` places, and several of these in a chunk.
+
+    The blocks of a chunk are worked on together: first each with itself, then each with
+    the block before it, and so on, until no history reaches further back.
+
+    Attributes:
+      q, k, v: `[chunks * chunk, heads, block, dim]`; `k` and `v` have `chunk` more blocks
+        before.
+      place: `[blocks, block]`: numbers of the entries, of the queries.
+      first: the first entry that a query attends to; too large if there is none.
+      wrong: whether the result is NaN.
+      times: of the queries.
+      times_before: of the keys, with `chunk` more blocks.
+      depth: `[chunks]`: how many blocks a chunk needs, at most.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    place: jax.Array
+    first: jax.Array
+    wrong: jax.Array
+    times: jax.Array | None
+    times_before: jax.Array | None
+    depth: jax.Array
+    biases: Biases
+    tokens: int
+    chunk: int
+
+    @classmethod
+    def of(cls, operands, chunk_of) -> _Blocks:
+        q, k, v, biases, starts, times = operands
+        tokens, heads, _ = q.shape
+        blocks = -(-tokens // _BLOCK)
+        chunk = min(blocks, chunk_of(heads))
+        blocks = -(-blocks // chunk) * chunk
+        none = blocks * _BLOCK  # later than any entry
+        inside = (starts >= 0) & (starts < tokens)
+        first = jnp.where(inside, starts, none)
+
+        def rows(x, fill, before=0):
+            x = jnp.pad(x, (0, none - tokens), constant_values=fill)
+            x = x.reshape(blocks, _BLOCK)
+            return jnp.pad(x, ((before, 0), (0, 0)))
+
+        def matrices(x, before=0):
+            # Padding may be anything, and 0 NaN would be NaN.
+            x = jnp.where(inside[:, None, None], x, 0)
+            return _in_blocks(x, blocks, before)
+
+        first = rows(first, none)
+        place = jnp.arange(none, dtype=jnp.int32).reshape(blocks, _BLOCK)
+        reach = jnp.arange(blocks) + 1 - jnp.min(first, axis=1) // _BLOCK
+        depth = jnp.max(jnp.maximum(reach, 0).reshape(-1, chunk), axis=1)
+        return cls(
+            matrices(q),
+            matrices(k, chunk),
+            matrices(v, chunk),
+            place,
+            first,
+            rows(starts < 0, False),
+            None if times is None else rows(times, 0),
+            None if times is None else rows(times, 0, chunk),
+            depth.astype(jnp.int32),
+            biases,
+            tokens,
+            chunk,
+        )
+
+    def attend(self, rule: Rule, precision: Precision):
+        """The result and the logarithms of the sums, see `_attend`."""
+        sums, axes = accumulator(self.q.dtype), self.axes()
+        einsum = _einsum(precision, self.q.dtype, sums)
+        softmax = rule.activation == "softmax"
+        rows = (self.chunk, self.q.shape[1], _BLOCK, 1)
+
+        def of_chunk(c):
+            q, wrong = self.queries(self.q, c), self.queries(self.wrong, c)
+
+            def step(d, carry):
+                y, largest, total = carry
+                v = self.keys(self.v, c, d)
+                scores, seen = self.scores(q, c, d, rule, einsum)
+                if softmax:
+                    scores = jnp.where(seen, scores, -jnp.inf)
+                    top = jnp.maximum(largest, jnp.max(scores, axis=3, keepdims=True))
+                    shift = jnp.where(top == -jnp.inf, 0, top)
+                    weights = jnp.exp(scores - shift)
+                    less = jnp.exp(largest - shift)
+                    total = less * total + jnp.sum(weights, axis=3, keepdims=True)
+                    y, largest = less * y, top
+                else:
+                    weights = jnp.where(seen, jax.nn.silu(scores), 0)
+                y += einsum("chqk,chkd->chqd", weights.astype(v.dtype), v)
+                return y, largest, total
+
+            zeros = jnp.zeros(q.shape, sums), jnp.zeros(rows, sums) - jnp.inf
+            start = vary_over((*zeros, jnp.zeros(rows, sums)), axes)
+            y, largest, total = lax.fori_loop(0, self.depth[c], step, start)
+            if softmax:
+                nobody = total == 0
+                total = jnp.where(nobody, 1, total)
+                y, largest = y / total, jnp.where(nobody, 0, largest)
+            y = jnp.where(wrong[:, None, :, None], jnp.nan, y / rule.divisor)
+            norms = largest + jnp.log(total) if softmax else None
+            return y.astype(self.q.dtype), norms
+
+        y, norms = lax.map(of_chunk, jnp.arange(len(self.depth)))
+        return self.in_tokens(y), None if norms is None else self.in_tokens(norms)
+
+    def slopes(self, y, norms, dy, rule: Rule, precision: Precision):
+        """The gradients of q, k, v and the biases."""
+        sums, axes, dtype = accumulator(self.q.dtype), self.axes(), self.q.dtype
+        einsum = _einsum(precision, dtype, sums)
+        softmax = rule.activation == "softmax"
+        nothing = self.wrong.reshape(-1)[: self.tokens] | (
+            self.first.reshape(-1)[: self.tokens] >= self.first.size
+        )
+        dy = jnp.where(nothing[:, None, None], 0, dy)
+        inner = None
+        if softmax:
+            inner = jnp.sum(jnp.where(dy == 0, 0, dy.astype(sums) * y), axis=2)
+            inner, norms = (
+                _in_blocks(x, len(self.q)) for x in (inner[..., None], norms)
+            )
+        dy = _in_blocks((dy / rule.divisor).astype(dtype), len(self.q))
+        place, time = self.biases
+        size = len(self.place) * _BLOCK
+
+        def of_chunk(c, carry):
+            q, out = self.queries(self.q, c), self.queries(dy, c)
+
+            def step(d, carry):
+                dq, dk, dv, diagonals, suffixes = carry
+                k, v = self.keys(self.k, c, d), self.keys(self.v, c, d)
+                scores, seen = self.scores(q, c, d, rule, einsum)
+                pulled = einsum("chqd,chkd->chqk", out, v)
+                if softmax:
+                    weights = jnp.exp(scores - self.queries(norms, c))
+                    ds = weights * (pulled - self.queries(inner, c))
+                else:
+                    share = jax.nn.sigmoid(scores)
+                    weights = scores * share
+                    ds = pulled * (share + weights * (1 - share))
+                weights, ds = (jnp.where(seen, x, 0) for x in (weights, ds))
+                small = ds.astype(dtype)
+                dv = self.add(
+                    dv, c, d, einsum("chqk,chqd->chkd", weights.astype(dtype), out)
+                )
+                dk = self.add(dk, c, d, einsum("chqk,chqd->chkd", small, q))
+                dq += einsum("chqk,chkd->chqd", small, k)
+                if place is not None:
+                    found = _diagonal_sums(jnp.sum(ds, axis=(0, 1)))
+                    at = d * _BLOCK
+                    found += lax.dynamic_slice_in_dim(diagonals, at, len(found))
+                    diagonals = lax.dynamic_update_slice_in_dim(diagonals, found, at, 0)
+                if time is not None:
+                    suffixes += self.suffix_sums(jnp.sum(ds, axis=1), c, d)
+                return dq, dk, dv, diagonals, suffixes
+
+            zeros = vary_over(jnp.zeros(q.shape, sums), axes)
+            dq, *carry = lax.fori_loop(0, self.depth[c], step, (zeros, *carry))
+            return tuple(carry), (rule.scale * dq).astype(dtype)
+
+        carry = (
+            jnp.zeros(self.k.shape, sums),
+            jnp.zeros(self.k.shape, sums),
+            None if place is None else jnp.zeros(size + _BLOCK, sums),
+            None if time is None else jnp.zeros(len(time), sums),
+        )
+        chunks = jnp.arange(len(self.depth))
+        carry = vary_over(carry, axes)
+        (dk, dv, diagonals, suffixes), dq = lax.scan(
+            lambda carry, c: of_chunk(c, carry), carry, chunks
+        )
+        dk, dv = (self.in_tokens(x[self.chunk :]) for x in (rule.scale * dk, dv))
+        found = Biases(
+            None if place is None else _clipped(diagonals[_BLOCK - 1 :], len(place)),
+            None if time is None else suffixes - jnp.append(suffixes[1:], 0),
+        )
+        return self.in_tokens(dq), dk.astype(dtype), dv.astype(dtype), found
+
+    def axes(self) -> frozenset[str]:
+        """The axes of a mesh over which the operands vary."""
+        return varying_axes((self.q, self.k, self.v, self.first, self.biases))
+
+    def queries(self, x, c):
+        """The blocks of chunk c."""
+        return lax.dynamic_slice_in_dim(x, c * self.chunk, self.chunk)
+
+    def keys(self, x, c, d):
+        """The blocks that are d blocks before those of chunk c."""
+        return lax.dynamic_slice_in_dim(x, (c + 1) * self.chunk - d, self.chunk)
+
+    def add(self, x, c, d, found):
+        """Adds to the `keys`."""
+        at = (c + 1) * self.chunk - d
+        return lax.dynamic_update_slice_in_dim(x, self.keys(x, c, d) + found, at, 0)
+
+    def scores(self, q, c, d, rule: Rule, einsum):
+        """`[chunk, heads, block, block]`, and which of them count."""
+        place, first = self.queries(self.place, c), self.queries(self.first, c)
+        scores = rule.scale * einsum("chqd,chkd->chqk", q, self.keys(self.k, c, d))
+        inside = jnp.arange(_BLOCK, dtype=jnp.int32)
+        apart = d * _BLOCK + inside[:, None] - inside[None]
+        if self.biases.place is not None:
+            at = jnp.clip(apart, 0, len(self.biases.place) - 1)
+            scores += self.biases.place[at][None, None]
+        if self.biases.time is not None:
+            bias = self.biases.time[self.buckets(c, d, len(self.biases.time))]
+            scores += bias[:, None]
+        key = place[:, :, None] - apart[None]
+        seen = (key >= first[:, :, None]) & (apart >= 0)[None]
+        return scores, seen[:, None]
+
+    def since(self, c, d) -> Float[Array, "chunk block block"]:
+        """Differences of times."""
+        times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
+        return times[:, :, None] - before[:, None]
+
+    def buckets(self, c, d, count: int) -> Int[Array, "chunk block block"]:
+        """Of pairs that count; of others, any number of a bucket."""
+        since = self.since(c, d)
+        guess = jnp.log(jnp.maximum(since, 1)) / TIME_RATIO
+        guess = jnp.clip(guess, 0, count - 1).astype(jnp.int32)
+        least = jnp.asarray(np.append(time_thresholds(count), np.inf), since.dtype)
+        guess += since >= least[guess + 1]
+        return guess - (since < least[guess])
+
+    def suffix_sums(self, ds, c, d) -> Float[Array, "buckets"]:
+        """Of each bucket: the sum of `ds` over all pairs in this or a later one."""
+        times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
+        place, first = self.queries(self.place, c), self.queries(self.first, c)
+        count = len(self.biases.time)
+        least = jnp.asarray(time_thresholds(count), times.dtype)
+        origin = place[:, :1] - d * _BLOCK  # the first key of each block
+        # Keys from `low` on and before `high` count, and the first of them are the oldest.
+        low = jnp.clip(first - origin, 0, _BLOCK)
+        high = jnp.clip(place + 1 - origin, 0, _BLOCK)
+        shape = *low.shape, count
+        low, high = (
+            vary_over(jnp.broadcast_to(x[..., None], shape), self.axes())
+            for x in (jnp.minimum(low, high), high)
+        )
+
+        def old(at):
+            key = jnp.take_along_axis(
+                before[:, None], jnp.minimum(at, _BLOCK - 1), axis=2
+            )
+            return times[..., None] - key >= least[None, None]
+
+        for _ in range(_BLOCK.bit_length()):
+            middle = (low + high) // 2
+            later = (low < high) & old(middle)
+            low, high = (
+                jnp.where(later, middle + 1, low),
+                jnp.where(later, high, middle),
+            )
+        sums = jnp.pad(jnp.cumsum(ds, axis=2), ((0, 0), (0, 0), (1, 0)))
+        return jnp.sum(jnp.take_along_axis(sums, low, axis=2), axis=(0, 1))
+
+    def in_tokens(self, x):
+        """Blocks, perhaps in chunks, as `[tokens, heads, dim]`."""
+        x = x.reshape(-1, *x.shape[-3:])
+        x = jnp.swapaxes(x, 1, 2)
+        return x.reshape(-1, *x.shape[2:])[: self.tokens]
+
+
+def _in_blocks(x, blocks: int, before: int = 0):
+    """`[tokens, heads, n]` as `[before + blocks, heads, block, n]`."""
+    x = jnp.pad(x, ((before * _BLOCK, blocks * _BLOCK - len(x)), (0, 0), (0, 0)))
+    return jnp.swapaxes(x.reshape(-1, _BLOCK, *x.shape[1:]), 1, 2)
+
+
+def _einsum(precision: Precision, dtype, sums):
+    return functools.partial(
+        jnp.einsum, precision=of_xla(precision, dtype), preferred_element_type=sums
+    )
+
+
+def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
+    """The sums of elements with column - row = n - 1, ..., 1 - n, and 0."""
+    n = len(x)
+    # In rows that are one element shorter, each begins one place further right.
+    x = jnp.pad(x[:, ::-1], ((0, 0), (0, n))).reshape(-1)
+    sums = jnp.sum(x[: n * (2 * n - 1)].reshape(n, 2 * n - 1), axis=0)
+    return jnp.append(sums, 0)
+
+
+def _clipped(sums: Float[Array, "distances"], places: int) -> Float[Array, "places"]:
+    """The gradient of a bias whose last number stands for all further distances."""
+    sums = jnp.pad(sums, (0, max(0, places - len(sums))))
+    return jnp.append(sums[: places - 1], jnp.sum(sums[places - 1 :]))
