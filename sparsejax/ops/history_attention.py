@@ -112,9 +112,8 @@ def history_attention(
     if 0 in q.shape:
         return jnp.zeros_like(v)
     sums = accumulator(q.dtype)
+    times = None if times is None else jnp.asarray(times, sums)
     starts = _starts(jnp.asarray(indptr), times, len(q))
-    if times is not None:
-        times = jnp.asarray(times, sums)
     place_bias, time_bias = (
         None if bias is None else bias.astype(sums) for bias in (place_bias, time_bias)
     )
@@ -234,7 +233,6 @@ def _starts(
     inside = (place >= starts) & (place < ends)
     wrong = ends > tokens
     if times is not None:
-        times = jnp.asarray(times)
         back = (times < jnp.roll(times, 1)) & (place > starts)
         bad = jnp.cumsum(inside & (back | ~jnp.isfinite(times)), dtype=jnp.int32)
         before = jnp.where(starts > 0, bad[jnp.maximum(starts - 1, 0)], 0)
@@ -463,7 +461,7 @@ class _Blocks(NamedTuple):
                     found += lax.dynamic_slice_in_dim(diagonals, at, len(found))
                     diagonals = lax.dynamic_update_slice_in_dim(diagonals, found, at, 0)
                 if time is not None:
-                    suffixes += self.suffix_sums(jnp.sum(ds, axis=1), c, d)
+                    suffixes += self.suffix_sums(jnp.sum(ds, axis=1), len(time), c, d)
                 return dq, dk, dv, diagonals, suffixes
 
             zeros = vary_over(jnp.zeros(q.shape, sums), axes)
@@ -535,11 +533,10 @@ class _Blocks(NamedTuple):
         guess += since >= least[guess + 1]
         return guess - (since < least[guess])
 
-    def suffix_sums(self, ds, c, d) -> Float[Array, "buckets"]:
+    def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
         """Of each bucket: the sum of `ds` over all pairs in this or a later one."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         place, first = self.queries(self.place, c), self.queries(self.first, c)
-        count = len(self.biases.time)
         least = jnp.asarray(time_thresholds(count), times.dtype)
         origin = place[:, :1] - d * _BLOCK  # the first key of each block
         # Keys from `low` on and before `high` count, and the first of them are the oldest.
