@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
@@ -49,15 +50,15 @@ class Dense(nnx.Module):
             layout = hidden_layout(source.units, layer.units, by_inputs=by_inputs)
         self.by_outputs = layout is not None and not by_inputs
         shape, init = weight_shape(source, layer), _initializer(layer, source.units)
-        key = rngs.params()
 
-        def made(make: Callable[[], jax.Array], spec: P | None) -> nnx.Param:
+        def made(spec: P | None, static: tuple, make: Callable, *arguments: Any):
             placed: dict[str, Any] = {} if spec is None else {"out_sharding": spec}
-            return nnx.Param(jit_sharded(make, spec, static=())(), **placed)
+            value = jit_sharded(make, spec, static=static)(*arguments)
+            return nnx.Param(value, **placed)
 
         kernel_spec, bias_spec = (None, None) if layout is None else layout
-        self.kernel = made(lambda: init(key, shape, jnp.float32), kernel_spec)
-        self.bias = made(lambda: _bias(layer), bias_spec)
+        self.kernel = made(kernel_spec, (1, 2), init, rngs.params(), shape, jnp.float32)
+        self.bias = made(bias_spec, (0,), _bias, layer)
 
 
 class _Bias(nnx.Module):
@@ -121,7 +122,7 @@ def connection(
     kernel = sharing.kernels.get(owner)
     options: dict[str, Any] = {
         "kernel_init": _initializer(layer, before.units),
-        "bias_init": nnx.initializers.constant(layer.weight_init.bias),
+        "bias_init": _constant(layer.weight_init.bias),
         "kernel": kernel,
         "rngs": rngs,
     }
@@ -244,8 +245,18 @@ def _placed(variable: nnx.Variable) -> dict[str, Any]:
 
 def _initializer(layer: LayerDefinition, inputs: int) -> Callable[..., jax.Array]:
     """How weights start. `inputs` is the number of units of the layer that is read."""
-    scheme, scale = layer.weight_init.scheme, layer.weight_init.scale
-    outputs = layer.units
+    start = layer.weight_init
+    return _drawing(start.scheme, start.scale, inputs, layer.units)
+
+
+# The same function for the same layer: its program is found again.
+_constant = functools.lru_cache(maxsize=256)(nnx.initializers.constant)
+
+
+@functools.lru_cache(maxsize=256)
+def _drawing(
+    scheme: str, scale: float, inputs: int, outputs: int
+) -> Callable[..., jax.Array]:
     widths = {
         # Half of what Glorot and Bengio have.
         "Xavier": scale / 2 * math.sqrt(6 / (inputs + outputs)),

@@ -138,6 +138,9 @@ class FeedForward(nnx.Module):
         `data.append_features(names)` gives data the vocabulary of such a model. On a mesh
         the new rows lie on the last devices.
 
+        Every round of new items has new shapes, for which programs are compiled anew. Those
+        of the rounds before stay in memory until `jax.clear_caches()` is called.
+
         Args:
           count: number of new items.
           features: number of new input features, `count` by default. It may only differ

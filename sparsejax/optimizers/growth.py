@@ -45,44 +45,51 @@ def add_rows(
             f"this one has {len(array):,}"
         )
 
-    def longer(array):
-        rows, rest = array[:known], array.shape[1:]
-        parts = [rows]
-        if added and not zeros:
-            mean = jnp.mean(rows, axis=0, keepdims=True, dtype=accumulator(rows.dtype))
-            parts.append(jnp.broadcast_to(mean.astype(rows.dtype), (added, *rest)))
-        extra = padded_rows(known + added) - sum(map(len, parts))
-        return jnp.concatenate([*parts, jnp.zeros((extra, *rest), array.dtype)])
-
-    parameter.set_value(_divided_like(parameter, longer, array))
+    parameter.set_value(_divided_like(parameter, _longer, known, added, zeros, array))
 
 
 def add_columns(parameter: nnx.Variable, added: int) -> None:
     """Adds columns of zeros behind those of a parameter, in place."""
-
-    def wider(array):
-        return jnp.pad(array, ((0, 0), (0, added)))
-
     if added:
-        parameter.set_value(_divided_like(parameter, wider, parameter[...]))
+        parameter.set_value(_divided_like(parameter, _wider, added, parameter[...]))
 
 
 def with_first_rows(
     variable: nnx.Variable, fresh: Shaped[Array, "rows *rest"], known: int
 ) -> None:
     """Makes a variable `fresh`, in place, but for its first `known` rows, which stay."""
-
-    def joined(fresh, before):
-        return lax.dynamic_update_slice_in_dim(fresh, before[:known], 0, 0)
-
     before = variable[...]
     fresh = fresh.astype(before.dtype)
-    variable.set_value(_divided_like(variable, joined, fresh, before))
+    variable.set_value(_divided_like(variable, _joined, known, fresh, before))
 
 
-def _divided_like(variable: nnx.Variable, make: Callable, *arrays: jax.Array):
-    """`make(*arrays)`, divided over the mesh that is set as the variable is."""
+def _longer(known: int, added: int, zeros: bool, array: jax.Array) -> jax.Array:
+    rows, rest = array[:known], array.shape[1:]
+    parts = [rows]
+    if added and not zeros:
+        mean = jnp.mean(rows, axis=0, keepdims=True, dtype=accumulator(rows.dtype))
+        parts.append(jnp.broadcast_to(mean.astype(rows.dtype), (added, *rest)))
+    extra = padded_rows(known + added) - sum(map(len, parts))
+    return jnp.concatenate([*parts, jnp.zeros((extra, *rest), array.dtype)])
+
+
+def _wider(added: int, array: jax.Array) -> jax.Array:
+    return jnp.pad(array, ((0, 0), (0, added)))
+
+
+def _joined(known: int, fresh: jax.Array, before: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(fresh, before[:known], 0, 0)
+
+
+def _divided_like(variable: nnx.Variable, make: Callable, *arguments: int | jax.Array):
+    """`make(*arguments)`, divided over the mesh that is set as the variable is.
+
+    The program of a function of this module is found again; a new function would compile.
+    """
     spec = variable.get_metadata().get("out_sharding")
+    numbers = [n for n in arguments if isinstance(n, int)]
     if axes_are_explicit():
-        return call_with_auto_axes(make, *arrays, out_specs=spec or jax.P())
-    return jit_sharded(functools.partial(make), spec, static=())(*arrays)
+        made = functools.partial(make, *numbers)
+        arrays = arguments[len(numbers) :]
+        return call_with_auto_axes(made, *arrays, out_specs=spec or jax.P())
+    return jit_sharded(make, spec, static=tuple(range(len(numbers))))(*arguments)

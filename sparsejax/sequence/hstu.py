@@ -8,10 +8,9 @@ from jaxtyping import Array, Float
 
 from sparsejax.ops.history_attention import TIME_RATIO
 from sparsejax.sequence.config import HSTUConfig
-from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
+from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors, normal
 
 _BUCKETS = 128  # of times
-_normal = nnx.initializers.normal(0.02)
 
 
 class HSTU(SequenceModel):
@@ -47,7 +46,7 @@ class HSTU(SequenceModel):
     def __init__(self, config: HSTUConfig, *, items: int, rngs: nnx.Rngs):
         super().__init__(config, items=items, rngs=rngs)
         shape = config.max_length, config.width
-        self.places = nnx.Param(_normal(rngs.params(), shape, jnp.float32))
+        self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.blocks = nnx.List(
             GatedAttention(config, rngs=rngs) for _ in range(config.blocks)
@@ -75,7 +74,7 @@ class GatedAttention(nnx.Module):
         )
         self.mixed = nnx.Linear(width, width, rngs=rngs)
         shape = (config.max_length,)
-        self.place_bias = nnx.Param(_normal(rngs.params(), shape, jnp.float32))
+        self.place_bias = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         # Zeros stay zeros in training without times, and then times make no difference.
         self.time_bias = nnx.Param(jnp.zeros(_BUCKETS))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)

@@ -17,6 +17,9 @@ from sparsejax.sequence.config import SequenceConfig
 
 PADDING = -1  # where a history has ended
 
+# Once: a program that is compiled for a function is not found for its like.
+normal = nnx.initializers.normal(0.02)
+
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
 Vectors = Float[Array, "batch length width"]
@@ -69,7 +72,7 @@ class SequenceModel(nnx.Module):
             config.width,
             items,
             use_bias=False,
-            kernel_init=nnx.initializers.normal(0.02),
+            kernel_init=normal,
             temperature=config.temperature,
             rngs=rngs,
         )
@@ -116,6 +119,9 @@ class SequenceModel(nnx.Module):
         >>> model.add_items(3)
         >>> model.num_items
         12
+
+        Every round of new items has new shapes, for which programs are compiled anew. Those
+        of the rounds before stay in memory until `jax.clear_caches()` is called.
 
         Args:
           count: number of new items.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.sequence.config import SASRecConfig
-from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
+from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors, normal
 
 
 class SASRec(SequenceModel):
@@ -39,10 +39,7 @@ class SASRec(SequenceModel):
 
     def __init__(self, config: SASRecConfig, *, items: int, rngs: nnx.Rngs):
         super().__init__(config, items=items, rngs=rngs)
-        shape, normal = (
-            (config.max_length, config.width),
-            jax.nn.initializers.normal(0.02),
-        )
+        shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.blocks))
