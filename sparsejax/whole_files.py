@@ -1,8 +1,14 @@
 """Files and folders that appear and disappear whole or not at all.
 
 A file or folder that is being written has a hidden name, `.sparsejax-*.tmp`, in the folder
-of the final one. If the process is killed, it stays there. A later write into the same
-folder removes it when nothing has written to it for an hour.
+of the final one. Its writer holds a lock on `.sparsejax-*.lock` beside it, which ends with
+the process. If that is killed, both stay. The next write into the same folder removes what
+nobody holds, however new it is, and nothing that is held, however long its writer is quiet.
+
+A lock that was taken elsewhere, by another machine or before a restart, may not be seen here,
+as on some mounts of NFS. What such a writer left is removed when it has been quiet for a day,
+and so is what earlier releases left, which took no locks. Where the file system has no locks
+nothing is removed.
 """
 
 from __future__ import annotations
@@ -14,16 +20,19 @@ import io
 import lzma
 import os
 import pathlib
+import platform
 import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterable
 
+from sparsejax import file_locks
+
 # The functions that open a compressed file, by the end of its name.
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
 
-# A hidden file or folder has no writer if nothing was written to it for this time.
-_ABANDONED_SECONDS = 3600
+# What has no lock that can be seen here has no writer if it was quiet for this time.
+_QUIET_SECONDS = 24 * 3600
 # Errors of a full disk come without the name of the file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
@@ -89,15 +98,25 @@ def whole_folder(path: _Path) -> Generator[pathlib.Path]:
     """
     path = pathlib.Path(path)
     check_new(path)
-    temporary = _temporary(path)
-    try:
+    with _hidden(path.parent, path) as temporary:
         temporary.mkdir()
         yield temporary
         check_new(path)  # an empty folder would be replaced
         os.rename(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: _Path) -> Generator[pathlib.Path]:
+    """Makes a hidden folder in another folder, and removes it when the block is done.
+
+    If the process is killed, the next write into the other folder removes it.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    with _hidden(pathlib.Path(parent), parent) as temporary:
+        temporary.mkdir()
+        yield temporary
 
 
 def remove_folder(path: _Path) -> None:
@@ -108,8 +127,22 @@ def remove_folder(path: _Path) -> None:
     """
     path = pathlib.Path(path)
     if path.exists():
-        os.rename(path, temporary := _temporary(path))
-        shutil.rmtree(temporary)
+        with _hidden(path.parent, path) as temporary:
+            os.rename(path, temporary)
+            shutil.rmtree(temporary)
+
+
+def remove_abandoned(folder: _Path) -> None:
+    """Removes the hidden files and folders of writers that were killed.
+
+    Every write into a folder does so. What cannot be removed stays.
+    """
+    for path in pathlib.Path(folder).glob(".sparsejax-*"):
+        with contextlib.suppress(OSError):
+            if path.suffix == ".lock":
+                _remove_if_free(path)
+            elif path.suffix == ".tmp" and not path.with_suffix(".lock").exists():
+                _remove_if_quiet(path)
 
 
 def check_writable(path: _Path) -> None:
@@ -146,29 +179,96 @@ def _check_parent(path: pathlib.Path) -> None:
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
     """A temporary name for a file, which is renamed to `path` when the block is done."""
     path = pathlib.Path(path).resolve()  # a link stays a link
-    temporary = _temporary(path)
-    try:
+    with _hidden(path.parent, path) as temporary:
         yield temporary
         os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and (
-            error.filename == os.fspath(temporary)
-            or (error.filename is None and error.errno in _FULL)
-        ):  # the caller knows the final name of the file, not this one
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
+    """A hidden name in a folder, which is locked for the block.
+
+    What has this name at the end of the block is removed, and so is the lock. Errors of
+    it name the path `told`.
+    """
+    temporary = folder / f".sparsejax-{uuid.uuid4().hex}.tmp"
+    lock, file = temporary.with_suffix(".lock"), None
+    try:
+        file = _hold(lock)
+        if file is not None:
+            remove_abandoned(folder)
+        yield temporary
+    except OSError as error:
+        hidden = os.fspath(lock), os.fspath(temporary)
+        if error.filename in hidden or (
+            error.filename is None and error.errno in _FULL
+        ):  # the caller knows the final name, not these
+            raise OSError(error.errno, error.strerror, os.fspath(told)) from error
         raise
-
-
-def _temporary(path: pathlib.Path) -> pathlib.Path:
-    """A temporary name in the folder of `path`. Removes abandoned files from that folder."""
-    for other in path.parent.glob(".sparsejax-*.tmp"):
+    finally:
         with contextlib.suppress(OSError):
-            written = max(file.stat().st_mtime for file in [other, *other.rglob("*")])
-            if time.time() - written <= _ABANDONED_SECONDS:
-                continue
-            if other.is_dir():
-                shutil.rmtree(other)
-            else:
-                other.unlink()
-    return path.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
+            _remove(temporary)
+        if file is not None:
+            lock.unlink(missing_ok=True)
+            os.close(file)
+
+
+def _hold(lock: pathlib.Path) -> int | None:
+    """Makes and locks a file for a name that is new; None if there are no locks."""
+    while True:
+        try:
+            file = file_locks.hold(lock)
+        except BlockingIOError:  # another process looks whether it was abandoned
+            continue
+        except OSError as error:
+            if error.errno not in file_locks.UNSUPPORTED:
+                raise
+            lock.unlink(missing_ok=True)
+            return None
+        try:
+            os.pwrite(file, _kernel().encode(), 0)
+        except OSError:  # as the disk is full
+            lock.unlink(missing_ok=True)
+            os.close(file)
+            raise
+        return file
+
+
+def _kernel() -> str:
+    """What runs on this machine since its last start: it sees its own locks."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _remove_if_free(lock: pathlib.Path) -> None:
+    """Removes a lock that nobody holds, and what it is for."""
+    file = file_locks.hold(lock, new=False)
+    try:
+        temporary = lock.with_suffix(".tmp")
+        is_ours = os.pread(file, 200, 0).decode(errors="replace") == _kernel()
+        if is_ours or _is_quiet(lock, temporary):
+            _remove(temporary)
+            lock.unlink()
+    finally:
+        os.close(file)
+
+
+def _remove_if_quiet(path: pathlib.Path) -> None:
+    if _is_quiet(path):
+        _remove(path)
+
+
+def _is_quiet(*paths: pathlib.Path) -> bool:
+    """Whether nothing was written there for long."""
+    files = [file for path in paths for file in (path, *path.rglob("*"))]
+    times = [file.stat().st_mtime for file in files if file.exists()]
+    return time.time() - max(times, default=0) > _QUIET_SECONDS
+
+
+def _remove(path: pathlib.Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

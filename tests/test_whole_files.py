@@ -1,20 +1,26 @@
 """What is written appears whole or not at all."""
 
 import errno
+import fcntl
 import gzip
 import lzma
 import os
+import pathlib
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from sparsejax.whole_files import (
     check_new,
     check_writable,
+    remove_abandoned,
     remove_folder,
+    temporary_folder,
     whole_file,
     whole_folder,
     whole_text_file,
@@ -101,7 +107,80 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["late", "parts"]
 
 
-def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path):
+WAYS = {
+    "file": whole_file,
+    "text": whole_text_file,
+    "folder": whole_folder,
+    "temporary": lambda path: temporary_folder(path.parent),
+}
+
+
+def make_old(folder):
+    for path in [*folder.rglob("*")]:
+        os.utime(path, (0, 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_somebody_writes_stays_however_long_he_is_quiet(tmp_path, way):
+    with WAYS[way](tmp_path / "d") as mine:
+        make_old(tmp_path)
+        with whole_file(tmp_path / "other"):
+            pass
+        make_old(tmp_path)
+        remove_abandoned(tmp_path)
+        if isinstance(mine, pathlib.Path):
+            (mine / "part").write_bytes(b"new")
+    left = {"other"} if way == "temporary" else {"other", "d"}
+    assert {*os.listdir(tmp_path)} == left
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from sparsejax import whole_files
+way, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+if way == "removal":
+    whole_files.shutil.rmtree = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    whole_files.remove_folder(folder / "whole")
+kind = getattr(whole_files, way)
+with kind(folder if way == "temporary_folder" else folder / "d") as opened:
+    if isinstance(opened, pathlib.Path):
+        (opened / "inner").mkdir()
+        (opened / "inner" / "part").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_killed_is_removed_by_the_next_write(tmp_path):
+    (tmp_path / "whole").mkdir()
+    for way in ("removal", "whole_file", "whole_folder", "temporary_folder"):
+        arguments = [sys.executable, "-c", KILLED, way, str(tmp_path)]
+        assert subprocess.run(arguments, check=False).returncode == -signal.SIGKILL
+        left = {path.suffix for path in tmp_path.glob(".sparsejax-*")}
+        assert left == {".tmp", ".lock"}, way  # of this one only
+        assert len(os.listdir(tmp_path)) == 2
+    with whole_file(tmp_path / "e"):
+        pass
+    assert os.listdir(tmp_path) == ["e"]
+
+
+def test_what_another_machine_left_is_removed_when_it_was_quiet_for_a_day(tmp_path):
+    for name, hours in (("1", 23), ("2", 25), ("3", 25), ("4", 25)):
+        folder = tmp_path / f".sparsejax-{name}.tmp"
+        folder.mkdir()
+        (folder / "part").write_bytes(b"half")
+        (tmp_path / f".sparsejax-{name}.lock").write_text("another machine")
+        then = time.time() - hours * 3600
+        for path in (folder, folder / "part", folder.with_suffix(".lock")):
+            os.utime(path, (then, then))
+    os.utime(tmp_path / ".sparsejax-3.tmp" / "part")  # a long file is still written
+    with open(tmp_path / ".sparsejax-4.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # and this is seen to be held
+        remove_abandoned(tmp_path)
+    numbers = {name.split("-")[1].split(".")[0] for name in os.listdir(tmp_path)}
+    assert numbers == {"1", "3", "4"}
+
+
+def test_what_earlier_releases_left_is_removed_when_it_was_quiet_for_a_day(tmp_path):
     old, new, other = (
         tmp_path / name for name in (".sparsejax-1.tmp", ".sparsejax-2.tmp", "a.tmp")
     )
@@ -111,21 +190,37 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(tmp_path):
         os.utime(path, (0, 0))
     with whole_file(tmp_path / "d"):
         pass
-    # What is new may be somebody else's, who is still writing.
     assert sorted(os.listdir(tmp_path)) == [new.name, "a.tmp", "d"]
 
 
-def test_what_a_killed_folder_left_is_removed_when_it_is_old(tmp_path):
-    for name in ("old", "new"):
-        folder = tmp_path / f".sparsejax-{name}.tmp"
-        folder.mkdir()
-        (folder / "train").write_bytes(b"half")
-        os.utime(folder, (0, 0))
-    os.utime(tmp_path / ".sparsejax-old.tmp" / "train", (0, 0))
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unsupported(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    (tmp_path / ".sparsejax-1.tmp").touch()
+    make_old(tmp_path)  # nobody can say whose it is
+    with whole_file(tmp_path / "d") as file:
+        file.write(b"new")
+    assert sorted(os.listdir(tmp_path)) == [".sparsejax-1.tmp", "d"]
+
+
+def test_a_lock_that_is_looked_at_while_it_is_taken(tmp_path, monkeypatch):
+    flock, calls = fcntl.flock, []
+
+    def looked_at(file, how):
+        calls.append(file)
+        if len(calls) == 1:  # another process holds it, and then removes it
+            raise BlockingIOError
+        if len(calls) == 2:
+            for path in tmp_path.glob("*.lock"):
+                path.unlink()
+        return flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
     with whole_file(tmp_path / "d"):
-        pass
-    # A long file is still written into the other.
-    assert sorted(os.listdir(tmp_path)) == [".sparsejax-new.tmp", "d"]
+        assert len([*tmp_path.glob("*.lock")]) == 1
+    assert os.listdir(tmp_path) == ["d"]
 
 
 def test_checks_come_before_the_work(tmp_path):

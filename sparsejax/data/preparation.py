@@ -46,7 +46,7 @@ from sparsejax.data.names import (
 )
 from sparsejax.data.stores import Place
 from sparsejax.data.vocabulary import popularity_ranks
-from sparsejax.whole_files import whole_folder
+from sparsejax.whole_files import temporary_folder, whole_folder
 
 _BATCH = 2**18  # sorted entries that come from the engine at a time
 # What the engine may take for each event that it groups at once. DuckDB 2.0 keeps up to 8
@@ -320,15 +320,12 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
         ) from None
 
     beside = (
-        None if folder.is_remote else os.path.dirname(os.path.abspath(folder.inner))
+        tempfile.gettempdir()
+        if folder.is_remote
+        else os.path.dirname(os.path.abspath(folder.inner))
     )
-    with (
-        tempfile.TemporaryDirectory(
-            prefix=".sparsejax-", suffix=".tmp", dir=beside
-        ) as spill,
-        duckdb.connect() as engine,
-    ):
-        engine.execute("SET temp_directory = $1", [spill])
+    with temporary_folder(beside) as spill, duckdb.connect() as engine:
+        engine.execute("SET temp_directory = $1", [os.fspath(spill)])
         # By itself it takes a thread for each core of the machine, also under `taskset`.
         [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
         cores = len(os.sched_getaffinity(0))

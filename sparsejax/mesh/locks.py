@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
-import fcntl
 import os
 import pathlib
 import socket
 import warnings
 from collections.abc import Iterator
 
+from sparsejax import file_locks
+
 _NAME = ".lock"
-# The errors of file systems without locks.
-_UNSUPPORTED = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
 @contextlib.contextmanager
@@ -48,43 +46,33 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 def _hold(folder: pathlib.Path) -> int:
     """The descriptor of the file, locked."""
+    path = folder / _NAME
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            file = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            file = file_locks.hold(path)
+            break
         except FileNotFoundError:  # the folder was removed
             continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 200).decode(errors="replace").partition("\n")[0]
-            os.close(file)
+            holder = ""
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                holder = path.read_text(errors="replace")[:200].partition("\n")[0]
             raise BlockingIOError(
                 f"{folder}: is in use by {holder or 'another process'}; wait for its "
                 "end, or name another folder"
             ) from None
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                os.close(file)
+            if error.errno not in file_locks.UNSUPPORTED:
                 raise
             warnings.warn(
                 f"{folder} is on a file system without locks ({error.strerror}): let "
                 "no other process train there",
                 stacklevel=4,
             )
-            return file
-        if _is_at(file, folder / _NAME):
-            break
-        os.close(file)  # the process that held it before has removed it
+            return os.open(path, os.O_RDWR)
     since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.ftruncate(file, 0)
     os.pwrite(file, text.encode(), 0)
     return file
-
-
-def _is_at(file: int, path: pathlib.Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
