@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import pathlib
@@ -82,11 +83,12 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
         ("-alpha", "alpha", "learning rate"),
         ("-lambda", "l2", "adds lambda w to the gradients of weights"),
         ("-lambda1", "l1", "adds lambda1 sign(w) to the gradients of weights"),
-        ("-mu", "mu", "momentum, of the optimizers that have it"),
-        ("-mu1", "mu1", "second decay rate of adam"),
+        ("-mu", "mu", "momentum, of the optimizers that have it; of adam 0.9"),
+        ("-mu1", "mu1", "second decay rate of adam, there 0.999"),
         ("-seed", "seed", "of the first weights, of noise and of the order"),
     ):
         _number(parser, flag, name, getattr(default, name), does)
+    parser.set_defaults(**dict.fromkeys(train.MU))
     parser.add_argument(
         "-optimizer",
         choices=train.OPTIMIZERS,
@@ -114,6 +116,10 @@ def _train(parser: argparse.ArgumentParser) -> _CarryOut:
         files = [given.pop(f"validation_{name}") for name in ("inputs", "outputs")]
         if None in files and files != [None, None]:
             parser.error("-vi and -vo are needed together")
+        defaults = train.MU_OF_ADAM if given["optimizer"] == "adam" else train.MU
+        for name, value in defaults.items():
+            if given[name] is None:
+                given[name] = value
         validation = None if None in files else tuple(files)
         train.train(train.Train(**given, validation=validation))
 
@@ -166,13 +172,19 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
         parser.add_argument(
             flag,
             dest=name,
-            metavar="FILE,FILE",
+            metavar="FILE",
             required=True,
-            type=lambda text: tuple(text.split(",")),
-            help=f"{does}: lines key<TAB>1 2 3",
+            nargs="+",
+            action="extend",
+            help=f"{does}: lines key<TAB>1 2 3; several files count as one",
         )
-    _text(parser, "--output-file", "out", "FILE", "file to write")
-    default = neighbours.Search(data=(), queries=(), out="")
+    parser.add_argument(
+        "--output-file",
+        dest="out",
+        metavar="FILE",
+        help="file to write; its folder is made (default: standard output)",
+    )
+    default = neighbours.Search(data=(), queries=())
     for flag, name, does in (
         ("--k", "k", "how many for each query"),
         ("--batch-size", "batch_size", "queries at a time"),
@@ -209,9 +221,16 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 
     def carry_out(given: dict) -> None:
         del given["ignored"]
-        _in_first(lambda: neighbours.search(neighbours.Search(**given)))
+        files = {name: _files(given.pop(name)) for name in ("data", "queries")}
+        _in_first(lambda: neighbours.search(neighbours.Search(**given, **files)))
 
     return carry_out
+
+
+def _files(texts: Sequence[str]) -> tuple[str, ...]:
+    """Names of files; those in one text have commas between them."""
+    names = [[text] if os.path.exists(text) else text.split(",") for text in texts]
+    return tuple(itertools.chain.from_iterable(names))
 
 
 def _install(parser: argparse.ArgumentParser) -> _CarryOut:

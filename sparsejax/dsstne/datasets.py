@@ -178,9 +178,8 @@ class FileDataset:
 
         Sparse rows and classes become a `SparseDataset`. In a row entries of the same
         column become one: an indicator, or their sum. Dense rows become float32, with
-        names a `DenseDataset`. DSSTNE scales bytes: dense inputs of type UChar are
-        `x / 256 - 0.5` and of type Char `x / 128`; targets are `x / 256` and `x / 128`,
-        also sparse ones. Sparse inputs are as stored.
+        names a `DenseDataset`. DSSTNE scales bytes: those of type UChar are `x / 256`, in
+        dense inputs `x / 256 - 0.5`, and those of type Char are `x / 128`.
 
         Args:
           target: whether this is what a model should predict, rather than its input.
@@ -215,7 +214,7 @@ class FileDataset:
         """The same without names, which take memory: a `CSR` or an array."""
         if isinstance(self.rows, np.ndarray):
             return self._dense(self.rows, target)
-        return self._matrix(target)
+        return self._matrix()
 
     def _dense(self, rows: np.ndarray, target: bool) -> np.ndarray:
         stored = rows.nbytes
@@ -230,7 +229,7 @@ class FileDataset:
             values -= np.float32(0.5)
         return values
 
-    def _matrix(self, target: bool) -> CSR:
+    def _matrix(self) -> CSR:
         if isinstance(self.rows, Classes):
             ids = self.rows.ids if self.index is None else self.rows.ids[self.index]
             indptr = np.arange(len(ids) + 1, dtype=np.int32)
@@ -262,9 +261,7 @@ class FileDataset:
         if values is None:
             data = np.ones(int(total), bool)
         else:
-            data = values[: int(total)].astype(np.float64)
-            if target:
-                data *= _scale(values.dtype)
+            data = values[: int(total)].astype(np.float64) * _scale(values.dtype)
         shape = (self.num_examples, self.columns)
         # `from_scipy` sorts the entries of a row, and adds those of the same column.
         matrix = CSR.from_scipy(

@@ -84,13 +84,11 @@ def _encode(keys: Keys) -> Encode:
     if command == "Train" and "Epochs" not in inner.values:
         raise ValueError('"Epochs" of "TrainingParameters" is missing')
     optimizer = inner.choice("Optimizer", ("sgd", "nesterov"), "sgd")
-    seed = keys.number("RandomSeed", float(time.time_ns() % 2**32))
-    if not 0 <= seed < 2**32 or seed != int(seed):
-        raise ValueError(f'"RandomSeed" must be from 0 to 2^32 - 1, got {seed:g}')
-    # 0 is allowed here, and is the default: the rate does not change.
-    interval = inner.number("AlphaInterval", 0.0)
-    if interval < 0 or interval != int(interval):
-        raise ValueError(f'"AlphaInterval" must be 0 or more, got {interval:g}')
+    # DSSTNE has it as a signed and as an unsigned number of 32 bits.
+    limits = {"least": -(2**31), "most": 2**32 - 1}
+    seed = keys.whole("RandomSeed", time.time_ns(), **limits) % 2**32
+    # 0, the default: the rate does not change.
+    interval = inner.whole("AlphaInterval", 0, least=0)
     training = train.Train(
         config=network,
         inputs=data,
@@ -104,12 +102,12 @@ def _encode(keys: Keys) -> Encode:
         l2=inner.number("lambda", 0.001),
         mu=inner.number("mu", 0.9),
         optimizer=optimizer,
-        seed=int(seed),
+        seed=seed,
         # As one interval, through which the brake lasts.
-        interval=int(interval) or inner.whole("Epochs", 1),
+        interval=interval or inner.whole("Epochs", 1),
         multiplier=inner.number("AlphaMultiplier", 0.5),
         kept=inner.text("CheckpointName", "check"),
-        kept_epochs=inner.whole("CheckpointInterval", 1),
+        kept_epochs=inner.whole("CheckpointInterval", 1, least=0),
     )
     return Encode(command=command, network=network, data=data, training=training)
 
@@ -167,6 +165,9 @@ def _measure(cdl: Encode) -> None:
 def slope_errors(training: train.Training) -> dict[str, float]:
     """For each array of weights, how far its gradient is from finite differences.
 
+    That is the largest of `|difference - slope| / max(1, |slope|)`, in float64: the rounding
+    of a large loss in float32 is larger than what a step changes.
+
     The loss is that of the first examples, without noise. Left out is what has slopes
     that are not those of a value: the sparseness penalty, DeltaBoost, DeltaNorm, and the
     mean over those who share weights, in place of which is the sum.
@@ -177,6 +178,7 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     )
     for layer in model.layers:
         layer.follow_values()
+    names = _names_of(model)
     inputs = Inputs.of(training.examples.inputs)
     rows = rows[: inputs.num_rows]
     [x] = [taken(b) for b in inputs.batches(inputs.for_batches(), rows, len(rows))]
@@ -193,28 +195,50 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     share = jnp.full(len(rows), 1 / len(rows))
     model.eval()
     graphdef, params, others = nnx.split(model, nnx.Param, ...)
-    names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(params)]
+    paths = [path for path, _ in nnx.to_flat_state(params)]
     arrays, tree = jax.tree.flatten(params)
 
     def loss_of(arrays: list[jax.Array]):
         model = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays), others)
         return model.loss(x, labels, weights=share, deterministic=True)
 
-    # By arrays, for `nnx.jit` takes longer to call than the loss of a small network.
-    loss = jax.jit(loss_of)
-    grads = jax.jit(jax.grad(loss_of))(arrays)
     found, rng = {}, np.random.default_rng(0)
-    for i, name in enumerate(names):
-        before, slopes = np.asarray(arrays[i]), np.asarray(grads[i])
-        largest, places = 0.0, rng.permutation(before.size)[:_CHECKED]
-        for place in places:
-            at = np.unravel_index(place, before.shape)
-            values = []
-            for step in (_STEP, -_STEP):
-                moved = before.copy()
-                moved[at] += step
-                values.append(float(loss([*arrays[:i], moved, *arrays[i + 1 :]])))
-            gap = abs((values[0] - values[1]) / (2 * _STEP) - slopes[at])
-            largest = max(largest, float(gap))
-        found[name] = largest
+    with jax.enable_x64(True):
+        x, labels, share, others = jax.tree.map(_double, (x, labels, share, others))
+        arrays = [np.asarray(array, np.float64) for array in arrays]
+        # By arrays, for `nnx.jit` takes longer to call than the loss of a small network.
+        loss = jax.jit(loss_of)
+        grads = jax.jit(jax.grad(loss_of))(arrays)
+        for i, path in enumerate(paths):
+            before, slopes = arrays[i], np.asarray(grads[i])
+            largest, places = 0.0, rng.permutation(before.size)[:_CHECKED]
+            for place in places:
+                at = np.unravel_index(place, before.shape)
+                values = []
+                for step in (_STEP, -_STEP):
+                    moved = before.copy()
+                    moved[at] += step
+                    values.append(float(loss([*arrays[:i], moved, *arrays[i + 1 :]])))
+                gap = abs((values[0] - values[1]) / (2 * _STEP) - slopes[at])
+                largest = max(largest, float(gap / max(1, abs(slopes[at]))))
+            found[names[path]] = largest
+    return found
+
+
+def _double(array: Any) -> Any:
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return jnp.asarray(array, jnp.float64) if is_float else array
+
+
+def _names_of(model: Network) -> dict[tuple, str]:
+    """What arrays that are trained are called, by their paths: by the layers' names."""
+    found: dict[tuple, str] = {}
+    for i, module in enumerate(model.layers):
+        for j, (pair, _, _) in enumerate(module.connected()):
+            for key, what in (("kernel", "weights"), ("bias", "biases")):
+                path = ("layers", i, "connections", j, key)
+                found[path] = f"{what} from {pair[0]!r} to {pair[1]!r}"
+        for key in ("scale", "bias"):
+            path = ("layers", i, "normalization", key)
+            found[path] = f"{key} of the batch normalization of {module.layer.name!r}"
     return found

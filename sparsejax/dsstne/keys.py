@@ -122,11 +122,14 @@ class Keys:
             raise self._wrong(key, "a finite number")
         return value
 
-    def whole(self, key: str, default: int) -> int:
+    def whole(
+        self, key: str, default: int, *, least: int = 1, most: int = MAX_UNITS
+    ) -> int:
         if key not in self.values:
             return default
-        if (value := _as_whole(self.values[key])) is None:
-            raise self._wrong(key, "a whole number from 1")
+        if (value := _as_whole(self.values[key], least, most)) is None:
+            upto = "" if most == MAX_UNITS else f" to {most}"
+            raise self._wrong(key, f"a whole number from {least}{upto}")
         return value
 
     def wholes(self, key: str, most: int) -> tuple[int, ...] | None:
@@ -183,10 +186,10 @@ class Keys:
         return Keys(self.values.get(key, {}), known, f'{self.label}, "{key}"')
 
 
-def _as_whole(value: Any) -> int | None:
+def _as_whole(value: Any, least: int = 1, most: int = MAX_UNITS) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    if not 1 <= value <= MAX_UNITS or int(value) != value:
+    if not least <= value <= most or int(value) != value:
         return None
     return int(value)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
+import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 import numpy as np
 
@@ -22,7 +26,7 @@ class Search:
     Attributes:
       data: files of vectors to find, which count as one.
       queries: files of vectors to find others for.
-      out: the file to write.
+      out: the file to write, whose folder is made; None is standard output.
       k: how many for each query.
       batch_size: queries at a time.
       data_type: one of `DTYPES`.
@@ -35,7 +39,7 @@ class Search:
 
     data: tuple[str, ...]
     queries: tuple[str, ...]
-    out: str
+    out: str | None = None
     k: int = 100
     batch_size: int = 128
     data_type: str = "fp32"
@@ -54,7 +58,8 @@ def search(command: Search) -> None:
       OSError: the file cannot be written; nothing is left behind.
       ValueError: a number does not fit in the data type.
     """
-    check_writable(command.out)
+    if command.out is not None:
+        _check_out(pathlib.Path(command.out))
     if not command.key_delimiter or not command.vector_delimiter:
         raise ValueError("--key-val-delim and --vec-delim must not be empty")
     keys, vectors = read_vectors(command, command.data)
@@ -72,7 +77,7 @@ def search(command: Search) -> None:
         dtype=DTYPES[command.data_type],
         batch_size=command.batch_size,
     )
-    with whole_text_file(command.out) as file:
+    with _writing(command.out) as file:
         for key, ids, scores in zip(wanted, found.ids, found.scores, strict=True):
             entries = (
                 keys[i]
@@ -83,6 +88,26 @@ def search(command: Search) -> None:
             )
             line = command.vector_delimiter.join(entries)
             file.write(f"{key}{command.key_delimiter}{line}\n")
+
+
+def _check_out(path: pathlib.Path) -> None:
+    """Raises ValueError if a file and its folder cannot be made."""
+    if path.parent.exists():
+        check_writable(path)
+        return
+    above = next(folder for folder in path.parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"{path}: {above} is not a folder")
+
+
+@contextlib.contextmanager
+def _writing(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with whole_text_file(path) as file:
+        yield file
 
 
 def read_vectors(command: Search, paths: tuple[str, ...]) -> tuple[Names, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from typing import Any
 
@@ -26,6 +27,9 @@ from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.prediction.recommend import recommend
 from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.whole_files import check_writable, whole_text_file
+
+# What stands in C behind the % of a floating-point number.
+_FORMAT = re.compile(r"[-+ #0]*\d{0,3}(\.\d{0,3})?[lL]?[eEfFgG]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,12 +84,10 @@ def predict(command: Predict) -> None:
       ValueError: the files do not fit each other.
     """
     check_writable(command.out)
-    try:
-        format(0.5, command.precision)
-    except ValueError as error:
+    if not _FORMAT.fullmatch(command.precision):
         raise ValueError(
-            f"-p {command.precision} is no format of a number, such as 4.3f"
-        ) from error
+            f"-p {command.precision} is no format of a number in C's printf, such as 4.3f"
+        )
     network, parameters = load_parameters(command.network)
     features, items = read_index(command.inputs), read_index(command.outputs)
     inputs = _inputs(command, network)
@@ -126,10 +128,15 @@ def predict(command: Predict) -> None:
     processes.in_first(lambda: _write(command, found.samples, best, items))
 
 
+def _printed(command: Predict, number: float) -> str:
+    # Python's operator has the flags and lengths of C.
+    return f"%{command.precision}" % float(number)
+
+
 def _write_units(command: Predict, units: np.ndarray, samples: Names) -> None:
     with whole_text_file(command.out) as file:
         for sample, values in zip(samples.tolist(), units, strict=True):
-            texts = (format(float(value), command.precision) for value in values)
+            texts = (_printed(command, value) for value in values)
             file.write(f"{sample}\t{' '.join(texts)}\n")
 
 
@@ -143,7 +150,7 @@ def _write(
         ):
             names = items[ids[:count]].tolist()
             entries = "".join(
-                f"{name},{format(float(score), command.precision)}:"
+                f"{name},{_printed(command, score)}:"
                 for name, score in zip(names, scores, strict=False)
             )
             file.write(f"{sample}\t{entries}\n")

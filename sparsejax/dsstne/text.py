@@ -122,6 +122,12 @@ def read_samples(
     feature_names, column = feature_encoder.finish()
     row, column = row[len(known_samples) :], column[len(known_features) :]
     if not row.size:
+        if counts[_NO_TAB]:
+            raise DataError.at(
+                path,
+                "no line has a TAB; expected sample<TAB>feature:feature, with values "
+                "sample<TAB>feature,value:feature,value",
+            )
         raise DataError.at(path, "holds no samples")
     length = np.concatenate([np.empty(0, np.int64), *lengths])
     value = np.concatenate(values) if analog else None

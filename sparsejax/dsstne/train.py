@@ -41,6 +41,10 @@ from sparsejax.whole_files import check_writable, remove_folder
 # How often a checkpoint is saved from which `resume` can go on.
 CHECKPOINT_SECONDS = 300
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
+# What `-mu` and `-mu1` are if they are not given. DSSTNE's second decay rate is 0, with
+# which Adam divides by its last gradient, and diverges.
+MU = {"mu": 0.5, "mu1": 0.0}
+MU_OF_ADAM = {"mu": 0.9, "mu1": 0.999}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class Train:
       multiplier: see `interval`.
       kept: beginning of the names of network files that are written on the way, in place
         of that of `network`.
-      kept_epochs: how many epochs are between two of these files.
+      kept_epochs: how many epochs are between two of these files; 0: there are none.
     """
 
     config: str
@@ -87,8 +91,8 @@ class Train:
     alpha: float = 0.025
     l2: float = 0.0001
     l1: float = 0.0
-    mu: float = 0.5
-    mu1: float = 0.0
+    mu: float = MU["mu"]
+    mu1: float = MU["mu1"]
     optimizer: str = "sgd"
     seed: int = 12134
     resume: bool = False
@@ -116,11 +120,19 @@ def train(command: Train) -> None:
         raise FileExistsError(
             f"{command.network}: already exists; remove it, or name another file"
         )
-    for path in (command.network, command.initial):
+    first_kept = None
+    if command.kept_epochs and command.epochs >= command.kept_epochs:
+        first_kept = _kept(command, command.kept_epochs)
+    for path in (command.network, command.initial, first_kept):
         if path is not None:
             check_writable(path)
     with setting_mesh(command.mesh):
         made(command).run()
+
+
+def _kept(command: Train, epoch: int) -> str:
+    """The network file of an epoch that is kept."""
+    return f"{command.kept or command.network}{epoch}.nc"
 
 
 def checkpoints_of(command: Train) -> str:
@@ -261,8 +273,8 @@ class Training:
                 flush=True,
             )
         self.began = time.monotonic()
-        if epoch % command.kept_epochs == 0:
-            self.save(f"{command.kept or command.network}{epoch}.nc")
+        if command.kept_epochs and epoch % command.kept_epochs == 0:
+            self.save(_kept(command, epoch))
 
     def save(self, path: str) -> None:
         """Writes the network as it is now."""

@@ -168,6 +168,10 @@ def test_train_writes_networks_and_predict_reads_them(folder, capsys):
         ("-multiply", "u\tq,1.227:p,0.682:r,0.000:\n"),
         ("-multiply -k 1", "u\tq,1.227:\n"),
         ("-l Hidden", "u\t0.881 0.731\n"),
+        ("-k 1 -p-7.2lf", "u\tp,0.68   :\n"),
+        ("-k 1 -p +.1e", "u\tp,+6.8e-01:\n"),
+        ("-k 1 -p 07.3f", "u\tp,000.682:\n"),
+        ("-k 1 -p f", "u\tp,0.681700:\n"),
     ],
 )
 def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
@@ -288,6 +292,24 @@ def test_every_optimizer_trains(folder, capsys, optimizer):
     assert float(errors[-1]) < float(errors[0])
 
 
+@pytest.mark.parametrize(
+    ("flags", "mu", "mu1"),
+    [
+        ("", 0.5, 0),
+        ("-optimizer nesterov", 0.5, 0),
+        ("-optimizer rmsprop -mu 0.7", 0.7, 0),
+        ("-optimizer adam", 0.9, 0.999),
+        ("-optimizer adam -mu 0.5", 0.5, 0.999),
+        ("-mu1 0 -optimizer adam", 0.9, 0),
+    ],
+)
+def test_the_decay_rates_of_optimizers(folder, monkeypatch, flags, mu, mu1):
+    found = []
+    monkeypatch.setattr(train, "train", found.append)
+    assert run(f"{TRAIN} {flags}") == 0
+    assert (found[0].mu, found[0].mu1) == (mu, mu1)
+
+
 def test_the_error_of_validation_data(folder, capsys):
     assert run(f"{TRAIN} -alpha 0 -e 2 -b 2 -vi in.nc -vo out.nc") == 0
     printed = capsys.readouterr().out
@@ -335,10 +357,15 @@ def test_a_mesh_gives_the_same(folder, capsys):
         (PREDICT.replace("-n gl.nc", "-n in.nc"), "so it holds no network of DSSTNE"),
         (PREDICT.replace("-i features", "-i of_many"), "has 4 units"),
         (f"{PREDICT} -p 4.3d", "-p 4.3d is no format"),
+        (f"{PREDICT} -p 4.3f%s", "is no format"),
+        (f"{PREDICT} -p ,.3f", "is no format"),
         (f"{PREDICT} -mesh data=x", "-mesh"),
         (PREDICT.replace("-i features", "-i holes"), "no name has the number 1"),
         (PREDICT.replace("-r text", "-r wrong -t analog"), "wrong:2: "),
         ("dsstne generateNetCDF -d x -i wrong -o a -f f -s s -c -t analog", "wrong:2: "),
+        ("dsstne generateNetCDF -d x -i spaces -o a -f f -s s -c", "no line has a TAB"),
+        (PREDICT.replace("-r text", "-r spaces"), "spaces: no line has a TAB"),
+        (PREDICT.replace("-f filters", "-f spaces"), "spaces: no line has a TAB"),
         ("dsstne train -c huge.json -i in.nc -o out.nc -n new", "huge.json: the weights"),
         (
             "dsstne train -c large.json -i in.nc -o out.nc -n new -optimizer adam",
@@ -361,6 +388,7 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
     (folder / "large.json").write_text(written(Input={}, Hidden=large))
     (folder / "holes").write_text("a\t0\nc\t2\n")
     (folder / "wrong").write_text("u\ta,1\nv\ta,1:b,nan\n")
+    (folder / "spaces").write_text("Example1    Feature1,123\n\nExample2 Feature2\n")
     (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))
     run("dsstne generateNetCDF -d gl_output -i four -o more.nc -f f4 -s s4 -c")
     capsys.readouterr()
@@ -411,3 +439,29 @@ def test_knn_search(folder, capsys):
         (folder / "queries").write_text(text)
         assert run(f"dsstne knn-search {files}") == 1
         assert message in capsys.readouterr().err
+
+
+def test_knn_search_as_dsstne_calls_it(folder, capsys):
+    """Several files to a flag, folders that are made, and standard output."""
+    for name, text in [("a", "a\t1 0\n"), ("b,c", "b\t0 1\n"), ("d", "d\t3 4\n")]:
+        (folder / name).write_text(text)
+    (folder / "q").write_text("q\t1 2\n")
+    (folder / "r").write_text("r\t1 0\n")
+    files = "--data-files a b,c --k 2 --input-files q r --data-files d"
+    expected = "q\td:11.000 b:2.000\nr\td:3.000 a:1.000\n"
+    capsys.readouterr()
+    assert run(f"dsstne knn-search {files}") == 0
+    assert capsys.readouterr().out == expected
+    for out in ("new/folder/near", "new/near", "near"):
+        assert run(f"dsstne knn-search {files} --output-file {out}") == 0
+        assert (folder / out).read_text() == expected
+    for out, message in [
+        ("q/near", "no folder q"),
+        ("q/x/near", "q is not a folder"),
+        ("new", "not a file"),
+    ]:
+        assert run(f"dsstne knn-search {files} --output-file {out}") == 1
+        assert message in capsys.readouterr().err
+    wrong = files.replace("-files a", "-files q none")
+    assert run(f"dsstne knn-search {wrong} --output-file fresh/near") == 1
+    assert not (folder / "fresh").exists()

@@ -141,7 +141,13 @@ def test_validate_leaves_out_what_has_no_value(folder, capsys):
     shared = {"InputLayer": "h", "SourceInputLayer": "x", "SourceOutputLayer": "h"}
     layers = [
         {"Name": "x", "N": "auto", "DataSet": "input"},
-        {"Name": "h", "N": 6, "Activation": "Tanh", "DeltaNorm": 0.001},
+        {
+            "Name": "h",
+            "N": 6,
+            "Activation": "Tanh",
+            "DeltaNorm": 0.001,
+            "BatchNormalization": True,
+        },
         {
             "Kind": "Output",
             "N": "auto",
@@ -152,7 +158,31 @@ def test_validate_leaves_out_what_has_no_value(folder, capsys):
     ]
     write({"Command": "Validate"}, {"Layers": layers})
     assert main(["dsstne", "encoder", "train.cdl"]) == 0
-    assert capsys.readouterr().out.count("largest error") == 5
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(.*): largest error 0\.0", printed, re.MULTILINE) == [
+        "biases from 'x' to 'h'",
+        "weights from 'x' to 'h'",
+        "bias of the batch normalization of 'h'",
+        "scale of the batch normalization of 'h'",
+        "biases from 'h' to 'Output2'",
+        "biases from 'h' to 'Output3'",
+        "weights from 'h' to 'Output3'",
+    ]
+
+
+def test_validate_of_a_large_loss(folder, capsys):
+    """Of which float32 has not the digits that a step changes."""
+    x = np.arange(1024.0)[:, None]
+    data = {
+        name: sj.SparseDataset.from_scipy(scipy.sparse.csr_array(values))
+        for name, values in (("input", x + 1), ("output", -2000 * x + 3.5))
+    }
+    dsstne.write_datasets("data.nc", data)
+    layers = [{"N": 1, "DataSet": "input", "Sparse": True}]
+    layers += [{"N": 1, "DataSet": "output", "Activation": "Linear"}]
+    write({"Command": "Validate"}, {"ErrorFunction": "L2", "Layers": layers})
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    assert capsys.readouterr().out.count("largest error 0.000") == 2
 
 
 def test_validate_fails_on_a_wrong_gradient(folder, capsys, monkeypatch):
@@ -177,16 +207,46 @@ def test_validate_fails_on_a_wrong_gradient(folder, capsys, monkeypatch):
         ({"MiniBatch": 5}, 'unknown key "MiniBatch"'),
         ({"Data": ""}, '"Data" is missing'),
         ({"TrainingParameters": {}}, '"Epochs"'),
+        *[
+            ({"TrainingParameters": {"Epochs": 1, **inner}}, message)
+            for inner, message in [
+                (
+                    {"AlphaInterval": 2.5},
+                    '"AlphaInterval" must be a whole number from 0',
+                ),
+                ({"AlphaInterval": -1}, "whole number from 0"),
+                ({"CheckpointInterval": 0.5}, "whole number from 0"),
+                ({"CheckpointInterval": -1}, "whole number from 0"),
+                ({"Epochs": 1.5}, '"Epochs" must be a whole number from 1'),
+                ({"CheckpointName": "no/check"}, "there is no folder no"),
+                ({"Results": "no/out.nc"}, "there is no folder no"),
+            ]
+        ],
         ({"TrainingParameters": {"Epochs": 1, "Optimizer": "adam"}}, "nesterov"),
         ({"Network": "none.json"}, "none.json"),
-        ({"RandomSeed": -1}, "RandomSeed"),
+        ({"RandomSeed": 0.5}, '"RandomSeed" must be a whole number'),
+        ({"RandomSeed": 2**32}, "RandomSeed"),
+        ({"RandomSeed": "1"}, "RandomSeed"),
     ],
 )
 def test_wrong_files(folder, capsys, change, message):
     write(change)
     assert main(["dsstne", "encoder", "train.cdl"]) == 1
-    [line] = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    [line] = printed.err.splitlines()
+    assert not printed.out and not list(folder.glob("out*"))
     assert line.startswith("sparsejax: error: ") and message in line
+
+
+@pytest.mark.parametrize(("interval", "kept"), [(0, set()), (2.0, {"check2.nc"})])
+def test_no_checkpoints_and_a_negative_seed(folder, interval, kept):
+    inner = {"Epochs": 3, "CheckpointInterval": interval}
+    if not interval:
+        inner["CheckpointName"] = "no/folder/is/needed"
+    write({"RandomSeed": -1, "TrainingParameters": inner})
+    assert encoder.load_cdl("train.cdl").training.seed == 2**32 - 1
+    assert main(["dsstne", "encoder", "train.cdl"]) == 0
+    assert {p.name for p in folder.glob("*.nc")} == {"data.nc", "network.nc"} | kept
 
 
 def test_random_characters_changed(tmp_path):

@@ -127,6 +127,20 @@ def test_dense_values_of_every_type(tmp_path, number, size):
     np.testing.assert_allclose(targets, values.astype(float) / scale, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("u1", 256), ("i1", 128), ("i4", 1)])
+def test_sparse_bytes_are_scaled(tmp_path, dtype, scale):
+    """As inputs and as targets, and several entries of a column before they are added."""
+    values = np.array([64, 100, 3, 120, 100], dtype)
+    rows = SparseRows(
+        np.array([0, 2]), np.array([2, 5]), np.array([1, 3, 0, 2, 2]), values
+    )
+    netcdf.save(tmp_path / "a.nc", {"x": FileDataset((4,), rows)})
+    expected = np.array([[0, 64, 0, 100], [3, 0, 220, 0]]) / scale
+    for targets in ((), ["x"]):
+        x = read_datasets(tmp_path / "a.nc", targets=targets)["x"]
+        np.testing.assert_allclose(dense(x), expected, rtol=1e-6)
+
+
 def test_images_that_the_c_library_wrote(tmp_path):
     attributes = {"name0": "x", "attributes0": 0, "kind0": 1, "dataType0": 6}
     attributes |= {"dimensions0": 3, "width0": 2, "height0": 1, "length0": 3}
