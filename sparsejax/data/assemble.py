@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import scipy.sparse
 
-from sparsejax.data.columns import Columns, SourceColumn
+from sparsejax.data.columns import Columns
 from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
@@ -21,12 +20,9 @@ from sparsejax.data.dataset import (
     latest_events,
 )
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import NameEncoder, Names, as_names
+from sparsejax.data.names import NameEncoder, Names
 from sparsejax.data.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES
-
-# A number with a point.
-DECIMAL = re.compile(r"-?\d+\.\d+", re.ASCII)
 
 Features = SparseDataset | Iterable[object] | None
 
@@ -76,7 +72,7 @@ def assemble(
         features.
     """
     row_names, rows, feature_names, codes, found, times = encode(
-        blocks, path, columns=columns, has_vocabulary=features is not None
+        blocks, path, has_vocabulary=features is not None
     )
     data = np.ones(len(codes), bool) if found is None else found
     del found
@@ -151,7 +147,6 @@ def encode(
     blocks: Iterable[Block],
     path: Path,
     *,
-    columns: Columns | None = None,
     has_vocabulary: bool = False,
 ) -> Encoded:
     """Joins the blocks of one file, and numbers its names. See `assemble`.
@@ -181,10 +176,6 @@ def encode(
             dates.append(block.times)
     row_names, rows = row_encoder.finish()
     feature_names, codes = feature_encoder.finish()
-    if columns is not None:
-        if columns.user is not None:
-            row_names = _without_point_zero(row_names, columns.user, path)
-        feature_names = _without_point_zero(feature_names, columns.item, path)
     if not row_names.size:
         raise DataError.at(path, "holds no data: the file is empty")
     if not feature_names.size and not has_vocabulary:
@@ -199,41 +190,6 @@ def encode(
         np.concatenate(values) if values else None,
         np.concatenate(dates) if dates else None,
     )
-
-
-def _without_point_zero(names: Names, column: SourceColumn, path: Path) -> Names:
-    """The names without ".0", if all of them end in it. Integers that became floats do.
-
-    Raises:
-      DataError: all names are numbers with a point, and not all are whole.
-    """
-    if not len(names) or not DECIMAL.fullmatch(names[0]):
-        return names  # most files end here, at no cost
-    texts = names.tolist()
-    if not are_floats(texts, column, path):
-        return names
-    return as_names([text.removesuffix(".0") for text in texts])
-
-
-def are_floats(texts: Iterable[str], column: SourceColumn, path: Path) -> bool:
-    """Whether all names are integers that became floats: they end in ".0".
-
-    Raises:
-      DataError: all names are numbers with a point, and not all are whole.
-    """
-    fraction = None
-    for text in texts:
-        if not DECIMAL.fullmatch(text):
-            return False
-        if fraction is None and not text.endswith(".0"):
-            fraction = text
-    if fraction is not None:
-        raise DataError.at(
-            path,
-            f"the {column} holds fractions like {fraction}, which cannot be names; "
-            "choose another column, or write the names as text that is not a number",
-        )
-    return True
 
 
 def align_to(

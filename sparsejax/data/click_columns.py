@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from sparsejax.data import tables
+from sparsejax.data import spelling, tables
 from sparsejax.data.click_files import ClickBlock
 from sparsejax.data.click_schema import (
     FIRST_KNOWN,
@@ -85,7 +85,7 @@ def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
     if pt.is_dictionary(type_):
         column = column.dictionary_decode()
         type_ = column.type
-    if tables.is_text(type_):
+    if spelling.is_text(type_):
         texts = trim(column.cast(pa.large_string()).fill_null(""))
         missing = lengths(texts) == 0
         zero = pa.scalar("0", texts.type)
@@ -97,7 +97,7 @@ def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
                 if text and (problem := value_problem(text)):
                     raise block.error(row, f"column {name!r}: {problem}") from error
             raise
-    elif tables.is_number(type_) or pt.is_boolean(type_):
+    elif spelling.is_number(type_) or pt.is_boolean(type_):
         missing = column.is_null().to_numpy(zero_copy_only=False)
         if pt.is_boolean(type_):
             column = column.cast(pa.int8())
@@ -125,7 +125,7 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
     column, sizes = block.columns[name], None
     if tables.is_list(column.type):
         sizes, column = tables.list_lengths(column), column.flatten()
-    if not (tables.is_name(column.type) or pt.is_boolean(column.type)):
+    if not (spelling.is_name(column.type) or pt.is_boolean(column.type)):
         raise DataError.at(
             block.path,
             f"column {name!r} must hold text, integers, or lists of these, but it is "
@@ -134,7 +134,7 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
     present = column.is_valid().to_numpy(zero_copy_only=False)
     if pt.is_null(column.type):
         column = column.cast(pa.large_string())
-    found, wrong, problem = tables.as_integers_or_text(column.drop_null())
+    found, wrong, problem = spelling.as_integers_or_text(column.drop_null())
     if wrong.any():
         row = entry = int(np.flatnonzero(present)[np.argmax(wrong)])
         if sizes is not None:

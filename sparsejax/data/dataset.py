@@ -136,7 +136,7 @@ class SparseDataset:
 
         Columns keep their numbers. Duplicates are summed, and stored zeros stay entries.
         A boolean matrix becomes an indicator; other values become float32. Names are
-        decimal numbers by default.
+        decimal numbers by default, and given ones are spelled as `from_arrow` spells them.
 
         Warns if entries are spread unevenly over the columns. This is so if 4 or 8 devices
         have a contiguous part each, one of them would hold more than 1.3 times its share,
@@ -145,14 +145,15 @@ class SparseDataset:
         Raises:
           TypeError: `matrix` is not SciPy sparse.
           ValueError: a value is NaN or infinite, or becomes infinite as float32; the
-            message names row and column.
+            message names row and column. A name is missing, or is a fraction, a boolean or
+            a date.
         """
         csr = CSR.from_scipy(matrix)
         rows, features = csr.shape
         dataset = cls(
             csr,
-            _names.as_names(range(rows) if row_names is None else row_names),
-            _names.as_names(
+            _names.given_names(range(rows) if row_names is None else row_names),
+            _names.given_names(
                 range(features) if feature_names is None else feature_names
             ),
         )
@@ -441,8 +442,9 @@ class SparseDataset:
           features: names, or a data set whose feature names are used.
         """
         names = _names.of_features(features)
-        longer = vocabulary.appended(names, self.feature_names)
-        appended, _ = align_features(self, longer)
+        spelled = _spelled_like(self, names)
+        longer = vocabulary.appended(names, spelled.feature_names)
+        appended, _ = align_features(spelled, longer)
         vocabulary.warn_if_appended_unbalanced(
             np.asarray(appended.matrix.indices), longer
         )
@@ -552,6 +554,7 @@ def align_features(
 ) -> tuple[SparseDataset, str | None]:
     """As `SparseDataset.align_features`, but returns the text of the warning."""
     wanted = _names.of_features(features)
+    dataset = _spelled_like(dataset, wanted)
     column = _names.find_names(dataset.feature_names, wanted)
     matrix = dataset.matrix
     columns = column[matrix.indices]
@@ -575,6 +578,35 @@ def align_features(
         left_out=counts,
     )
     return aligned, message
+
+
+def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
+    """The data set with the names of features that `names.spelled_like` gives."""
+    names = _names.spelled_like(dataset.feature_names, vocabulary)
+    if names is dataset.feature_names:
+        return dataset
+    names, column = _names.numbered(names)
+    matrix = dataset.matrix
+    if len(names) == dataset.num_features:
+        return dataclasses.replace(dataset, feature_names=names)
+    rows = np.repeat(np.arange(dataset.num_rows), _lengths(dataset))
+    columns = column[matrix.indices]
+    data = np.ones(len(columns), bool) if matrix.data is None else matrix.data
+    both = scipy.sparse.coo_array(
+        (data, (rows, columns)), shape=(dataset.num_rows, len(names))
+    )
+    times, order = dataset.times, dataset.order
+    if times is not None and order is not None:
+        at = np.argsort(order, kind="stable")
+        at = at[latest_events(rows[at], columns[at], times[at])]
+        times, order = times[at], order[at]
+    return dataclasses.replace(
+        dataset,
+        matrix=CSR.from_scipy(both),
+        feature_names=names,
+        times=times,
+        order=order,
+    )
 
 
 def about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:

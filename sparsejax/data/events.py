@@ -5,20 +5,21 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.types as pt
 
-from sparsejax.data import arrow, lines, pairs, parquet, sniff, tables
+from sparsejax.data import arrow, lines, pairs, parquet, sniff, spelling, tables
 from sparsejax.data.assemble import Block
 from sparsejax.data.columns import Chosen, Column, Columns
 from sparsejax.data.files import DataError, Path, open_data, shown
 from sparsejax.data.folder import check_no_part
 from sparsejax.data.lines import mixed_values
+from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.tables import BATCH_ROWS, TableLayout
@@ -77,7 +78,10 @@ class Events:
       valued: whether events have values.
       times: the times of the first events, or None.
       wrong: what is wrong with the events that were read so far.
+      vocabulary: items are spelled like these names, if they are given.
     """
+
+    vocabulary: Names | None = None
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class Events:
                 if (batch := next(self._batches, None)) is None:
                     break
                 count += len(batch.users)
-                columns = [batch.users, batch.items]
+                columns = [batch.users, self._spelled(batch.items)]
                 if batch.values is not None:
                     columns.append(arrow.from_numbers(batch.values))
                 if batch.times is not None:
@@ -138,6 +142,14 @@ class Events:
         except BaseException as error:
             self._error = error  # the engine would only pass on its text
             raise
+
+    def _spelled(self, items: pa.Array) -> pa.Array:
+        return spelling.without_point_zero(items) if self._has_only_digits else items
+
+    @functools.cached_property
+    def _has_only_digits(self) -> bool:
+        known = self.vocabulary
+        return known is not None and spelling.has_only_digits(to_arrow(known))
 
     def _as_numbers(self, times: np.ndarray) -> np.ndarray:
         assert self.times is not None
@@ -301,12 +313,6 @@ def _of_block(block: Block, with_time: bool) -> Batch:
     return Batch(_as_text(users), _as_text(block.features), block.values, times)
 
 
-def _without_view(names: pa.Array) -> pa.Array:
-    """The names in a type that can be taken and filtered."""
-    is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
-    return plain_text(names) if is_view else names
-
-
 def _as_text(names: pa.Array) -> pa.Array:
     return names.cast(pa.large_string())
 
@@ -337,14 +343,14 @@ class _Cleaner:
     def _clean(self, batch: pa.RecordBatch, path: Path, first: int) -> Batch:
         layout = self.layout
         items, rows = batch.column(layout.item), np.arange(len(batch))
-        users = _without_view(batch.column(layout.user))
+        users = spelling.without_views(batch.column(layout.user))
         lengths = None
         if layout.has_lists:
             lengths = tables.list_lengths(items)
             rows, items = np.repeat(rows, lengths), items.flatten()
             users = users.take(arrow.from_numbers(rows))
 
-        items = _without_view(items)
+        items = spelling.without_views(items)
 
         def entries_of(name: str | None) -> pa.Array | None:
             """A column, one for each event."""
@@ -428,7 +434,7 @@ class _Cleaner:
         return bool(self.valued)
 
     def _names(self, names: pa.Array, path: Path, column: str | None) -> pa.Array:
-        names, is_wrong, problem = tables.as_integers_or_text(names)
+        names, is_wrong, problem = spelling.as_integers_or_text(names)
         if is_wrong.any():
             raise DataError.at(path, f"column {column!r} {problem}")
         try:

@@ -6,6 +6,7 @@ Python string in an object array takes about 60. Indexing gives a `str`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
@@ -13,29 +14,80 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from sparsejax.data import arrow
+from sparsejax.data import arrow, spelling
 
 Names = np.ndarray
 
 
 def as_names(names: Iterable[object] | pa.Array) -> Names:
-    """`[n]` array of text. Numbers become decimal names.
+    """`[n]` array of text, in which names are spelled as the readers spell them.
+
+    Text stays as it is, and so do names that are such an array already. Integers, whole
+    floats, decimals and UUIDs become text.
 
     Raises:
-      ValueError: the names are not one-dimensional.
+      ValueError: the names are not one-dimensional. A name is missing, or is a fraction, a
+        boolean or a date.
       TypeError: one name was given instead of a sequence.
     """
     if isinstance(names, str):
         raise TypeError(f"expected a sequence of names, got the string {names!r}")
     if isinstance(names, pa.Array | pa.ChunkedArray):
-        plain = arrow.is_text(names)
-        names = arrow.texts(names) if plain else names.to_numpy(zero_copy_only=False)
-    elif not isinstance(names, np.ndarray):
-        names = list(names)
-    array = np.asarray(names, dtype=np.dtypes.StringDType())
-    if array.ndim != 1:
-        raise ValueError(f"names must be one-dimensional, got shape {array.shape}")
-    return array
+        if arrow.is_text(names):
+            return np.array(arrow.texts(names), _TEXT)
+        return _of_arrow(names)
+    if isinstance(names, range):
+        names = np.arange(names.start, names.stop, names.step)
+    if isinstance(names, np.ndarray):
+        if names.ndim != 1:
+            raise ValueError(f"names must be one-dimensional, got shape {names.shape}")
+        if names.dtype == _TEXT:
+            return names
+        if names.dtype.kind in "iu":
+            return names.astype(_TEXT)
+    # A float32 of NumPy holds fewer integers than a float of Python.
+    names = list(names)
+    is_plain = set(map(type, names)) <= {str} and all(names)
+    return np.array(names if is_plain else _spelled(names), _TEXT)
+
+
+_TEXT = np.dtypes.StringDType()
+_MISSING = "is empty or null; every name is needed"
+
+
+def _of_arrow(names: pa.Array | pa.ChunkedArray) -> Names:
+    if isinstance(names, pa.ChunkedArray):
+        names = pa.concat_arrays(names.chunks or [pa.array([], names.type)])
+    if not spelling.is_name(names.type):
+        raise ValueError(f"names are text or integers, but these are {names.type}")
+    if (missing := spelling.are_missing(names)).any():
+        raise ValueError(f"name {np.argmax(missing):,} {_MISSING}")
+    found, wrong, problem = spelling.as_integers_or_text(names)
+    if wrong.any():
+        raise ValueError(f"name {np.argmax(wrong):,} {problem}")
+    return np.array(arrow.texts(found.cast(pa.large_string())), _TEXT)
+
+
+def _spelled(names: Iterable[object]) -> list[str]:
+    found = []
+    for at, value in enumerate(names):
+        try:
+            name = spelling.name_of(value)
+        except ValueError as error:
+            raise ValueError(f"name {at:,} {error}") from None
+        if name is None:
+            raise ValueError(f"name {at:,} {_MISSING}")
+        found.append(name)
+    return found
+
+
+def given_names(names: Iterable[object] | pa.Array) -> Names:
+    """`as_names`, which also refuses an empty name in an array of text."""
+    found = as_names(names)
+    if (empty := found == "").any():
+        at = int(np.argmax(empty))
+        raise ValueError(f"name {at:,} {_MISSING}")
+    return found
 
 
 @runtime_checkable
@@ -66,14 +118,14 @@ def of_features(features: FeatureNames | Iterable[object]) -> Names:
     """
     if isinstance(features, FeatureNames):
         return features.feature_names
-    names = as_names(features)
+    names = given_names(features)
     check_unique(names, "feature")
     return names
 
 
 def of_rows(rows: RowNames | Iterable[object]) -> Names:
     """The given names, or the row names of a data set."""
-    return as_names(rows.row_names if isinstance(rows, RowNames) else rows)
+    return rows.row_names if isinstance(rows, RowNames) else given_names(rows)
 
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
@@ -120,9 +172,22 @@ def check_unique(names: Names, what: str) -> None:
 
 def quoted(names: Iterable[object] | pa.Array, *, count: int = 3) -> str:
     """The first few names, quoted, for a message."""
-    names = as_names(names)
-    shown = ", ".join(repr(name) for name in names[:count])
-    return shown if len(names) <= count else f"{shown}, ..."
+    some = list(itertools.islice(names, count + 1))
+    shown = ", ".join(repr(str(name)) for name in some[:count])
+    return shown if len(some) <= count else f"{shown}, ..."
+
+
+def spelled_like(names: Names, vocabulary: Names) -> Names:
+    """The names as a vocabulary spells them.
+
+    A vocabulary of integers has integers where a file has `7.0`: pandas writes a column of
+    integers so if some are missing. Any other vocabulary has its names as they are.
+    """
+    if not len(vocabulary) or not spelling.has_only_digits(to_arrow(vocabulary)):
+        return names
+    before = to_arrow(names)
+    after = spelling.without_point_zero(before)
+    return names if after.equals(before) else as_names(after)
 
 
 class NameEncoder:
@@ -171,3 +236,10 @@ class NameEncoder:
         self._known = merged.dictionary
         self._settled += [final[codes] for codes in self._provisional]
         self._waiting, self._num_waiting, self._provisional = [], 0, []
+
+
+def numbered(names: Names) -> tuple[Names, np.ndarray]:
+    """The distinct names by first appearance, and `[len(names)]` int32: the number of each."""
+    encoder = NameEncoder()
+    encoder.add(to_arrow(names))
+    return encoder.finish()

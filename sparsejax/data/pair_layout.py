@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from sparsejax.data.columns import (
@@ -20,6 +21,7 @@ from sparsejax.data.values import is_number, time_problem
 
 DELIMITERS = ("\t", "::", ",", ";", "|")
 
+_INTEGER = re.compile("0|-?[1-9][0-9]*")
 _SAMPLE = 100  # records that are looked at to find the layout
 _MOVIELENS = [
     ["integers"] * 2 + [rating, "integers"] for rating in ("integers", "fractions")
@@ -97,13 +99,14 @@ def find_layout(
     if header:
         below = below[1:]
         first_line = _end_of_first(lines, delimiter)
-    columns = []
+    columns, are_integers = [], []
     for at, name in enumerate(first):
         cells = [cells[at].strip() for cells in below if len(cells) == len(first)]
         sample = next(filter(None, cells), "")
         columns.append(
             SourceColumn(name.strip() if header else None, at, _type(cells), sample)
         )
+        are_integers.append(all(map(_INTEGER.fullmatch, filter(None, cells))))
     if header:
         places = find_columns(path, columns, chosen, roles=roles, line=line)
     else:
@@ -119,6 +122,9 @@ def find_layout(
             del places["time"]
             unread.append(f"{column.name} ({problem})")
     found = {role: columns[at] for role, at in places.items()}
+    for role in ("user", "item"):  # names like `7.0` and `007` are text
+        if not are_integers[places[role]]:
+            found[role] = dataclasses.replace(found[role], type="text")
     return Layout(
         delimiter,
         first_line,

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow, queries, split
-from sparsejax.data.assemble import DECIMAL, Features, are_floats
+from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.events import Events, events_of
@@ -41,6 +41,7 @@ from sparsejax.data.names import (
     as_names,
     check_unique,
     find_names,
+    given_names,
     quoted,
     to_arrow,
 )
@@ -241,6 +242,7 @@ def prepare(
             with_time=needs_time(cut, duplicates),
             skip_bad=skip_bad,
         )
+        found.vocabulary = known
         preparation = _Preparation(engine, found, cut, settings)
         return preparation.run(folder, known)
 
@@ -277,7 +279,7 @@ def settings_of(
         known = (
             features.feature_names
             if isinstance(features, SparseDataset)
-            else as_names(features)
+            else given_names(features)
         )
         check_unique(known, "feature")
     settings = {
@@ -359,7 +361,7 @@ class _Preparation:
     def run(self, folder: Place, known: Names | None) -> Manifest:
         events = self.events
         before = self.cut.before(events.times)
-        pairs = self._frequent(self._without_point_zero(self._pairs()))
+        pairs = self._frequent(self._pairs())
         names, counts, size = self._vocabulary(pairs, known, before)
         timed = self.cut.time is not None or self.cut.last is not None
         identity = self._identity(pairs, timed)
@@ -461,28 +463,6 @@ class _Preparation:
             raise
         finally:
             self.engine.unregister("events")
-
-    def _without_point_zero(self, table: str) -> str:
-        """The pairs, with names as `read` has them where integers became floats."""
-        events, which = self.events, []
-        columns = {}
-        if events.columns is not None:
-            columns = {"name": events.columns.user, "item": events.columns.item}
-        for column, source in columns.items():
-            [[first]] = self._run(f"SELECT {column} FROM {table} LIMIT 1")
-            # Most columns end here, at no cost.
-            if source is None or not DECIMAL.fullmatch(first):
-                continue
-            batches = self._stream(f"SELECT DISTINCT {column} FROM {table}")
-            names = (name for b in batches for name in b.column(0).to_pylist())
-            if are_floats(names, source, events.path):
-                which.append(column)
-        if not which:
-            return table
-        more = ["value"] * events.valued + ["time"] * (events.times is not None)
-        self._make("whole", queries.without_point_zero(table, which, more))
-        self._run(f"DROP TABLE {table}")
-        return "whole"
 
     def _skipped(self) -> str:
         counts = self.events.wrong.counts

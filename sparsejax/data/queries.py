@@ -15,7 +15,6 @@ are there if they are needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,23 +80,6 @@ def content(dialect: Dialect, table: str, *, valued: bool, timed: bool) -> str:
     columns += ["TRY_CAST(value AS FLOAT)"] * valued + ["time"] * timed
     hashed = dialect.hash.format(", ".join(columns))
     return f"SELECT count(*), bit_xor({hashed}) FROM {table}"
-
-
-def without_point_zero(table: str, which: Sequence[str], more: Sequence[str]) -> str:
-    """The pairs without the ".0" at the end of all names of some columns.
-
-    Args:
-      table: of pairs.
-      which: "name", "item" or both.
-      more: those of the columns `value` and `time` that are there.
-    """
-    columns = [
-        f"substr({column}, 1, length({column}) - 2) AS {column}"
-        if column in which
-        else column
-        for column in ("name", "item", *more)
-    ]
-    return f"SELECT {', '.join(columns)} FROM {table}"
 
 
 def frequent(table: str, column: str, least: int) -> str:

@@ -158,7 +158,7 @@ def _assemble(
     blocks: Iterable[Block], path: Path, columns: Columns | None = None
 ) -> SequenceDataset:
     """Joins the blocks of one file; see `read_sequences`."""
-    found = encode(blocks, path, columns=columns)
+    found = encode(blocks, path)
     shape = (found.row_names.size, found.feature_names.size)
     ones = np.ones(len(found.features), bool)
     once = scipy.sparse.coo_array((ones, (found.rows, found.features)), shape=shape)

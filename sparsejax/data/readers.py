@@ -25,11 +25,11 @@ have id, key, code, no or number before or after them. Nothing is guessed from w
 over: if it is not clear which column is what, an error lists the columns.
 `SparseDataset.columns` has the columns that were read.
 
-Names of users and items are text or integers. Integers that became floats are read as
-integers if all are whole. 16 bytes are read as a UUID. Times are integers, floats, dates of
-Arrow or text of ISO 8601 (in UTC if it has a zone), all of one kind. If a (row, feature)
-has several events, the latest gives the time; of equally late ones the last in the file
-counts. A column whose name is known for times is left out if its first cell is not a time.
+Names of users and items are text, which stays as it is, or integers. Whole floats are read as
+integers, decimals by their digits, and 16 bytes as a UUID. Where a given vocabulary has only
+integers, `7.0` is its `7`. Times are integers, floats, dates of Arrow or text of ISO 8601
+(in UTC if it has a zone), all of one kind. If a (row, feature) has several events, the
+latest gives the time; of equally late ones the last in the file counts. A column whose name is known for times is left out if its first cell is not a time.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.folder import DataFolder, check_no_part
-from sparsejax.data.names import Names, as_names, check_unique, quoted
+from sparsejax.data.names import Names, as_names, check_unique, given_names, quoted
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.tables import TableLayout
@@ -295,7 +295,7 @@ def _names(features: Features) -> Names | None:
         return None
     if isinstance(features, SparseDataset):
         return features.feature_names
-    names = as_names(features)
+    names = given_names(features)
     check_unique(names, "feature")
     return names
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from sparsejax.data import tables
+from sparsejax.data import spelling, tables
 from sparsejax.data.assemble import Block
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
@@ -106,6 +106,7 @@ class Vocabulary:
 
     def __init__(self, names: Names):
         self._names = to_arrow(names)
+        self._has_only_digits = spelling.has_only_digits(self._names)
         self._column_of: np.ndarray | None = None
         numbers = _integers(self._names)
         if numbers is not None and len(numbers):
@@ -125,7 +126,10 @@ class Vocabulary:
             items = tables.encoded_names(items, path)
             # The same as pc.index_in(...), which type checkers cannot see.
             lookup = pc.SetLookupOptions(value_set=self._names)
-            found = pc.call_function("index_in", [items.dictionary], lookup)
+            known = items.dictionary
+            if self._has_only_digits:
+                known = spelling.without_point_zero(known)
+            found = pc.call_function("index_in", [known], lookup)
             return found.fill_null(-1).to_numpy()[items.indices.to_numpy()]
         place = items.to_numpy().astype(np.int64) - self._first
         columns = self._column_of.take(place, mode="clip")

@@ -424,8 +424,9 @@ class SequenceDataset:
         See `SparseDataset.append_features`.
         """
         names = _names.of_features(features)
-        longer = vocabulary.appended(names, self.feature_names)
-        appended, _ = align_sequences(self, longer)
+        spelled = _spelled_like(self, names)
+        longer = vocabulary.appended(names, spelled.feature_names)
+        appended, _ = align_sequences(spelled, longer)
         vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
         return appended
 
@@ -514,6 +515,7 @@ def align_sequences(
 ) -> tuple[SequenceDataset, str | None]:
     """As `SequenceDataset.align_features`, but returns the text of the warning."""
     wanted = _names.of_features(features)
+    data = _spelled_like(data, wanted)
     column = _names.find_names(data.feature_names, wanted)
     indices = column[data.indices]
     known = indices >= 0
@@ -528,3 +530,12 @@ def align_sequences(
         None if data.times is None else data.times[known],
         left_out if data.left_out is None else left_out + data.left_out,
     ), message
+
+
+def _spelled_like(data: SequenceDataset, vocabulary_: Names) -> SequenceDataset:
+    """The data with the names of features that `names.spelled_like` gives."""
+    names = _names.spelled_like(data.feature_names, vocabulary_)
+    if names is data.feature_names:
+        return data
+    names, column = _names.numbered(names)
+    return dataclasses.replace(data, indices=column[data.indices], feature_names=names)

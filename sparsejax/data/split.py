@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from sparsejax.data.names import Names, as_names
+from sparsejax.data.names import Names
 
 Time = float | str | datetime.date | np.datetime64 | np.number
 
@@ -230,7 +230,7 @@ def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
       ValueError: `fraction` is outside (0, 1).
     """
     held = int(_num_held(np.array([count]), fraction)[0])
-    start = hashes(as_names([""]), seed)
+    start = hashes(np.array([""], np.dtypes.StringDType()), seed)
     is_held = np.zeros(count, bool)
     keys = _mix(start ^ _mix(np.arange(count, dtype=np.uint64)))
     is_held[np.argsort(keys, kind="stable")[:held]] = True

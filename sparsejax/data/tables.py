@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -15,6 +14,13 @@ from sparsejax.data.assemble import Block
 from sparsejax.data.columns import Chosen, Columns, SourceColumn, find_columns
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
+from sparsejax.data.spelling import (
+    are_missing,
+    as_integers_or_text,
+    is_name,
+    is_number,
+    without_views,
+)
 from sparsejax.data.values import (
     find_time_problem,
     mixed_times,
@@ -27,9 +33,6 @@ BATCH_ROWS = 2**18
 
 _NO_USER = "the user (row) is empty or null"
 _NO_ITEM = "an item (feature) is empty or null"
-
-# Not every integer above this is a float64.
-_INEXACT = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,48 +324,13 @@ def _block(
     return block, valued, kind
 
 
-def as_integers_or_text(names: pa.Array) -> tuple[pa.Array, np.ndarray, str]:
-    """Names as integers or as text, which may be in a dictionary.
-
-    Floats and decimals become integers, and 16 bytes become a UUID.
-
-    Returns:
-      `(names, wrong, problem)`. `wrong` is `[n]` bool: whether a name is neither, and
-      `problem` says why.
-    """
-    type_ = names.type
-    right = np.zeros(len(names), bool)
-    if isinstance(type_, pa.BaseExtensionType):
-        return as_integers_or_text(names.storage)
-    if pt.is_dictionary(type_) and not is_text(type_.value_type):
-        return as_integers_or_text(names.dictionary_decode())
-    if _is_uuid(type_):
-        codes = names.dictionary_encode()
-        texts = [str(uuid.UUID(bytes=name)) for name in codes.dictionary.to_pylist()]
-        texts = pa.array(texts, pa.string())
-        return pa.DictionaryArray.from_arrays(codes.indices, texts), right, ""
-    if pt.is_decimal(type_):
-        names = names.cast(pa.float64())
-    if not pt.is_floating(names.type):
-        return names, right, ""
-    numbers = names.to_numpy(zero_copy_only=False).astype(np.float64)
-    wrong = (numbers != np.floor(numbers)) | (np.abs(numbers) >= _INEXACT)
-    first = float(numbers[np.argmax(wrong)]) if len(numbers) else 0
-    problem = (
-        f"holds {first:g}, which cannot be a name: names are text or integers, and floats "
-        "must be integers below 2^53; choose another column, or convert it"
-    )
-    whole = np.where(wrong, 0, numbers).astype(np.int64)
-    return pa.array(whole), wrong, problem
-
-
 def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
     """The names in a dictionary of the distinct ones, as text in order of appearance."""
     if pt.is_dictionary(names.type):  # its dictionary may have names that do not appear
         codes = names.indices.dictionary_encode()
-        distinct = _plain(names.dictionary).take(codes.dictionary)
+        distinct = without_views(names.dictionary).take(codes.dictionary)
     else:
-        codes = _plain(names).dictionary_encode()
+        codes = without_views(names).dictionary_encode()
         distinct = codes.dictionary
     try:
         return pa.DictionaryArray.from_arrays(
@@ -374,6 +342,8 @@ def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
 
 def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
     """A column of names as one array of integers or bytes, which can be ordered."""
+    if pt.is_decimal(column.type):  # their digits would have the order of text
+        return column.combine_chunks()
     chunks = []
     for chunk in column.chunks:
         names, wrong, problem = as_integers_or_text(chunk)
@@ -398,26 +368,6 @@ def check_users(users: pa.Array, path: Path, first: int) -> None:
         raise DataError.at(path, f"row {row:,}: {_NO_USER}")
 
 
-def are_missing(names: pa.Array) -> np.ndarray:
-    """`[n]` bool: whether a name is empty, null or NaN."""
-    missing = names.is_null(nan_is_null=pt.is_floating(names.type))
-    missing = missing.to_numpy(zero_copy_only=False)
-    if pt.is_dictionary(names.type):
-        at = names.indices.fill_null(0)
-        empty = are_missing(names.dictionary)
-        return missing | (empty[at.to_numpy()] if empty.any() else False)
-    if not is_text(names.type):
-        return missing
-    lengths = pc.call_function("binary_length", [_plain(names)])
-    return missing | (lengths.fill_null(0).to_numpy() == 0)
-
-
-def _plain(names: pa.Array) -> pa.Array:
-    """The same names in a type that all functions of Arrow take."""
-    is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
-    return names.cast(pa.large_binary()) if is_view else names
-
-
 def _flat(column: pa.Array) -> pa.Array:
     """The entries of a column, which may hold lists."""
     return column.flatten() if is_list(column.type) else column
@@ -437,29 +387,6 @@ def is_list(type_: pa.DataType) -> bool:
 def inner_type(type_: pa.DataType) -> pa.DataType:
     """The type of an entry: the type of a list's values, or of the column."""
     return type_.value_type if is_list(type_) else type_
-
-
-def is_name(type_: pa.DataType) -> bool:
-    if isinstance(type_, pa.BaseExtensionType):
-        return _is_uuid(type_.storage_type) or is_text(type_.storage_type)
-    if pt.is_dictionary(type_):
-        type_ = type_.value_type
-    return is_text(type_) or _is_uuid(type_) or is_number(type_)
-
-
-def is_text(type_: pa.DataType) -> bool:
-    kinds = (pt.is_string, pt.is_large_string, pt.is_string_view)
-    binary = (pt.is_binary, pt.is_large_binary, pt.is_binary_view)
-    return any(kind(type_) for kind in (*kinds, *binary))
-
-
-def _is_uuid(type_: pa.DataType) -> bool:
-    return pt.is_fixed_size_binary(type_) and type_.byte_width == 16
-
-
-def is_number(type_: pa.DataType) -> bool:
-    kinds = (pt.is_integer, pt.is_floating, pt.is_decimal, pt.is_null)
-    return any(kind(type_) for kind in kinds)
 
 
 def _is_time(type_: pa.DataType) -> bool:

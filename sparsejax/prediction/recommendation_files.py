@@ -163,7 +163,7 @@ def _csv_lines(table: pa.Table) -> str:
     """The rows of a table as lines of CSV, scores in the fewest digits that say all."""
     text = pa.large_string()
     columns = [column.cast(text) for column in table.combine_chunks().columns]
-    empty, comma, end = to_arrow(as_names(["", ",", "\n"]))
+    empty, comma, end = to_arrow(np.array(["", ",", "\n"], np.dtypes.StringDType()))
     rows = pc.call_function("binary_join_element_wise", [*columns, comma])
     lines = pc.call_function("binary_join_element_wise", [rows, empty, end])
     ends = arrow.from_numbers(np.array([0, len(lines)]))

@@ -14,7 +14,8 @@ from sparsejax.data import arrow
 from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.events import NO_ITEM, NO_TIME, NO_USER, NO_VALUE
 from sparsejax.data.files import DataError
-from sparsejax.data.tables import find_table_layout, inner_type, is_list, is_text
+from sparsejax.data.spelling import exact_bits, is_text
+from sparsejax.data.tables import find_table_layout, inner_type, is_list
 from sparsejax.data.values import parse_times
 from sparsejax.spark.workers import spark_type
 
@@ -23,12 +24,11 @@ PATH = "the frame"  # what messages name
 # These are errors, even where wrong events are left out.
 _LENGTHS = "events of rows whose lists have different lengths"
 _NO_NAME = (
-    "events whose user or item is a number that cannot be a name: floats must be "
-    "integers below 2^53"
+    "events whose user or item is a number that cannot be a name: floats must be integers "
+    "that their type holds exactly (below 2^53, or 2^24 of 32 bits)"
 )
 # From here on a float64 is infinite as float32.
 _TOO_LARGE = "3.4028235677973366E38D"
-_INEXACT = "9007199254740992"  # 2^53
 _PROBED = 1000  # times that say which kind they are
 _DAY = 86_400_000_000  # microseconds
 
@@ -166,9 +166,14 @@ def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
         text = column if pt.is_string(type_) else f"CAST({column} AS STRING)"
         good = "true" if pt.is_string(type_) else f"is_valid_utf8({text})"
         return f"{text} AS {alias}", f"coalesce({column} <> '', false)", good
-    if pt.is_floating(type_) or pt.is_decimal(type_):
+    if pt.is_decimal(type_):
+        text = f"CAST({column} AS STRING)"
+        if type_.scale > 0:
+            text = f"regexp_replace({text}, '[.]?0+$', '')"
+        return f"{text} AS {alias}", f"{column} IS NOT NULL", "true"
+    if pt.is_floating(type_):
         number = f"CAST({column} AS DOUBLE)"
-        good = f"rint({number}) = {number} AND abs({number}) < {_INEXACT}"
+        good = f"rint({number}) = {number} AND abs({number}) < {2 ** exact_bits(type_)}"
         text = f"CAST(try_cast({number} AS BIGINT) AS STRING)"
         return (
             f"{text} AS {alias}",

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow, queries, split
-from sparsejax.data.assemble import DECIMAL, Features, are_floats
+from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
@@ -38,6 +38,7 @@ from sparsejax.data.preparation import (
     settings_of,
     with_left_out,
 )
+from sparsejax.data.spelling import has_only_digits
 from sparsejax.data.stores import Place
 from sparsejax.data.vocabulary import hand_starts
 from sparsejax.spark.events import PATH, FrameEvents, count_wrong, frame_events
@@ -157,8 +158,6 @@ class _Facts:
     Attributes:
       entries: their number.
       wrong: whether some events are wrong; pairs without a name stand for them.
-      name: the name of a user.
-      item: the name of an item.
       times: the first and the last time, or None.
       mixed: the hashes of all pairs in one number.
       checksum: the sum of the upper halves of the hashes.
@@ -167,8 +166,6 @@ class _Facts:
 
     entries: int
     wrong: bool
-    name: str | None
-    item: str | None
     times: list[Any]
     mixed: int
     checksum: int
@@ -190,8 +187,8 @@ class _Preparation:
     kept: contextlib.ExitStack
 
     def run(self, out: str, known: Names | None) -> Manifest:
-        pairs, facts, skipped = self._pairs()
-        chosen = self._frequent(self._without_point_zero(pairs, facts), facts.entries)
+        pairs, facts, skipped = self._pairs(known)
+        chosen = self._frequent(pairs, facts.entries)
         if chosen is not pairs:
             pairs, facts = chosen, self._facts(chosen)
         before = self.cut.before(self._times(facts))
@@ -231,12 +228,14 @@ class _Preparation:
         _finish(Place.of(out), manifest, names, counts)
         return manifest
 
-    def _pairs(self) -> tuple[Any, _Facts, dict[str, int]]:
+    def _pairs(self, known: Names | None) -> tuple[Any, _Facts, dict[str, int]]:
         """The entries, what is known of them, and how many events were left out."""
         events, skip_bad = self.events, self.settings["skip_bad"]
         # Spark keeps one copy for all equal plans, and drops it when the first of them is
         # unpersisted. So this plan, and all that follow from it, are those of no other call.
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
+        if known is not None and has_only_digits(to_arrow(known)):
+            own = own.withColumn("item", _without_point_zero("item"))
         query = queries.pairs(
             queries.SPARK,
             self._view(own),
@@ -272,8 +271,6 @@ class _Preparation:
         facts = {
             "entries": F.count("name"),
             "wrong": F.count_if(~is_pair),
-            "name": F.min("name"),
-            "item": F.min(F.when(is_pair, F.col("item"))),
             "mixed": F.bit_xor(hashed),
             "checksum": F.sum(_upper_half(hashed)),
         }
@@ -287,8 +284,6 @@ class _Preparation:
         return _Facts(
             entries=found["entries"],
             wrong=found["wrong"] > 0,
-            name=found["name"],
-            item=found["item"],
             times=[found["first"], found["last"]] if "first" in found else [],
             mixed=found["mixed"] or 0,
             checksum=found["checksum"] or 0,
@@ -303,32 +298,6 @@ class _Preparation:
         return np.array(facts.times, "f8" if like.dtype.kind == "f" else "i8").view(
             like.dtype
         )
-
-    def _without_point_zero(self, pairs: Any, facts: _Facts) -> Any:
-        """The pairs, with names as `read` has them where integers became floats."""
-        from pyspark.sql import functions as F
-
-        columns = self.events.columns
-        which = []
-        for column, source, one in (
-            ("name", columns.user, facts.name),
-            ("item", columns.item, facts.item),
-        ):
-            # Most columns end here, at no cost.
-            if source is None or one is None or not DECIMAL.fullmatch(one):
-                continue
-            name = F.col(column)
-            [[other, fraction]] = pairs.agg(
-                F.min(F.when(~name.rlike(rf"^{DECIMAL.pattern}\z"), name)),
-                F.min(F.when(~name.endswith(".0"), name)),
-            ).collect()
-            if are_floats(filter(None, (other, fraction, one)), source, PATH):
-                which.append(column)
-        if not which:
-            return pairs
-        more = [name for name in pairs.columns if name not in ("name", "item")]
-        query = queries.without_point_zero(self._view(pairs), which, more)
-        return self.session.sql(query)
 
     def _frequent(self, pairs: Any, count: int) -> Any:
         """The pairs of users and items that are frequent enough."""
@@ -474,6 +443,13 @@ class _Preparation:
         frame = frame.persist()
         self.kept.callback(frame.unpersist)
         return frame
+
+
+def _without_point_zero(column: str) -> Any:
+    """As `spelling.without_point_zero`."""
+    from pyspark.sql import functions as F
+
+    return F.regexp_replace(column, r"\A(-?[0-9]+)\.0\z", "$1")
 
 
 def _hash(pairs: Any) -> Any:

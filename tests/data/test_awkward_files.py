@@ -114,8 +114,10 @@ CASES = {
         None,
         "row 1: the user .*, 2 times in all: fill in",
     ),
-    "floats in CSV are ids": Case(
-        csv(user=[1.0, 1.0, 2.0], item=[7.0, 8.0, 7.0]), "user = user (integers)", ONES
+    "floats in CSV are text": Case(
+        csv(user=[1.0, 1.0, 2.0], item=[7.0, 8.0, 7.0]),
+        "user = user (text), item = item (text)",
+        {"1.0": {"7.0": 1, "8.0": 1}, "2.0": {"7.0": 1}},
     ),
     "users are UUIDs": Case(
         frame(user=IDS).drop(columns=["rating", "timestamp"]),
@@ -141,10 +143,10 @@ CASES = {
         None,
         "row 1: column 'item' holds 8.5, which cannot be a name",
     ),
-    "items are fractions in CSV": Case(
+    "items have points in CSV": Case(
         csv(user=USER, item=[4.5, 3.0, 4.5]),
-        None,
-        "the item .* holds fractions like 4.5",
+        "user = user (integers), item = item (text)",
+        {"1": {"4.5": 1, "3.0": 1}, "2": {"4.5": 1}},
     ),
     "floats too large for ids": Case(
         frame(user=[2.0**53, 1, 2]),
@@ -305,7 +307,7 @@ CASES = {
         csv(user=[-1, -1, 2], item=ITEM), "user", {"-1": ONES["1"], "2": ONES["2"]}
     ),
     "leading zeros": Case(
-        "user,item\n007,07\n", "user = user (integers)", {"007": {"07": 1}}
+        "user,item\n007,07\n", "user = user (text)", {"007": {"07": 1}}
     ),
     "names that look like nothing": Case(
         "user,item\nNA,null\nnan,None\n",

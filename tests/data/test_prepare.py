@@ -70,7 +70,7 @@ def test_the_same_as_read(kind, table, least, indicator):
         {"user": ["a", "b"], "item": [[1, 2], [1]], "rating": [[None] * 2, [None]]},
     ],
 )
-def test_names_that_were_floats_and_values_that_are_null(columns, tmp_path):
+def test_names_like_floats_and_values_that_are_null(columns, tmp_path):
     table = pa.table(columns)
     manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.5)
     train, heldout = sj.from_arrow(table).split(0.5, seed=0)
@@ -79,10 +79,7 @@ def test_names_that_were_floats_and_values_that_are_null(columns, tmp_path):
     assert manifest.indicator
 
 
-def test_names_that_are_fractions_and_values_after_nulls(tmp_path):
-    wrong = {"user": ["a", "b"], "item": ["3.5", "4.0"]}
-    with pytest.raises(sj.DataError, match=r"fractions like 3\.5"):
-        sj.prepare(pa.table(wrong), tmp_path / "out")
+def test_values_after_nulls(tmp_path):
     values = pa.chunked_array([pa.array([None], pa.float64()), [2.0]])
     wrong = {"user": ["a", "b"], "item": ["x", "y"], "value": values}
     with pytest.raises(sj.DataError, match="row 1: an entry has a value but earlier"):
