@@ -19,6 +19,7 @@ from sparsejax.data.spelling import (
     as_integers_or_text,
     is_name,
     is_number,
+    is_text,
     without_views,
 )
 from sparsejax.data.values import (
