@@ -58,14 +58,14 @@ def batches(data: sj.SparseDataset, num_epochs: int) -> Iterator[sj.CSR]:
             yield resident.take(order[start : start + BATCH], nse=capacity)
 
 
-@nnx.jit(donate_argnums=(0, 1))
+@sj.jit
 def dense_step(model: Network, optimizer: nnx.Optimizer, x: sj.CSR) -> jax.Array:
     loss, grads = nnx.value_and_grad(lambda model: model.loss(x))(model)
     optimizer.update(model, grads)
     return loss
 
 
-@nnx.jit(donate_argnums=(0, 1))
+@sj.jit
 def row_step(model: Network, optimizer: sj.Optimizer, x: sj.CSR) -> jax.Array:
     # The optimizer's own function: it brings rows up to date as they are read.
     loss, grads = optimizer.value_and_grad(lambda model: model.loss(x))(model)

@@ -76,7 +76,7 @@ def by_fit(model, optimizer, train, validation, settings, stopping, folder):
     return [(entry["loss"], entry["auc"]) for entry in history]
 
 
-@nnx.jit(donate_argnums=(0, 1))
+@sj.jit
 def step(model, optimizer, dense, ids, click, weights):
     """A step of a loop of your own."""
 

@@ -73,7 +73,7 @@ class Transformer(nnx.Module):
         return sj.top_k(h, self.items.embedding[...], None, k)[0]
 
 
-@nnx.jit(donate_argnums=(0, 1))
+@sj.jit
 def step(model: Transformer, optimizer: nnx.Optimizer, histories: jax.Array):
     loss, grads = nnx.value_and_grad(lambda model: model.loss(histories))(model)
     optimizer.update(model, grads)
@@ -109,7 +109,7 @@ def main(num_epochs: int = 10) -> dict[str, float]:
         for chosen in rng.permutation(USERS).reshape(-1, BATCH):
             losses.append(step(model, optimizer, jnp.asarray(train[chosen])))
 
-    found = nnx.jit(lambda model, x: model.top_k(x, 4))(model, jnp.asarray(train))
+    found = sj.jit(lambda model, x: model.top_k(x, 4))(model, jnp.asarray(train))
     recall = float(np.mean((np.asarray(found) == heldout[:, None]).any(axis=1)))
     popular = np.argsort(-np.bincount(train[train != PADDING], minlength=ITEMS))[:4]
     popularity = float(np.mean(np.isin(heldout, popular)))

@@ -123,6 +123,7 @@ from .sparse import CSR as CSR
 from .training.build import build as build
 from .training.checkpoint import CheckpointWarning as CheckpointWarning
 from .training.fit import fit as fit
+from .training.jit import jit as jit
 from .training.plan import Plan as Plan
 from .training.plan import plan as plan
 from .training.progress import EarlyStopping as EarlyStopping

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -100,8 +102,8 @@ def uninterrupted() -> Iterator[None]:
     handlers: dict[int, Callable[..., Any]] = {}
     came: set[int] = set()
     try:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
+        for number in _all_signals():
+            handler = _getsignal(number)
             if callable(handler):
                 handlers[number] = handler
                 signal.signal(number, lambda number, frame: came.add(number))
@@ -111,6 +113,15 @@ def uninterrupted() -> Iterator[None]:
             _install(handlers)
         finally:
             _raise(came)
+
+
+@functools.cache
+def _all_signals() -> list[int]:
+    return [int(number) for number in signal.valid_signals()]
+
+
+# Without the wrapper, which makes an enumeration of each handler: a step asks for 64.
+_getsignal = inspect.unwrap(signal.getsignal)
 
 
 def _install(handlers: dict[int, Callable[..., Any]]) -> None:

@@ -20,7 +20,12 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import without_mesh
+from sparsejax.mesh.layout import (
+    mesh_is_set,
+    put_on_mesh,
+    shardings_of,
+    without_mesh,
+)
 
 
 def variables_of(modules: Any) -> list[nnx.Variable]:
@@ -30,7 +35,9 @@ def variables_of(modules: Any) -> list[nnx.Variable]:
         for path, node in nnx.iter_graph(modules)
         if isinstance(node, nnx.Variable)
     }
-    return [found[tuple(path)] for path, _ in nnx.to_flat_state(nnx.state(modules))]
+    flat = nnx.to_flat_state(nnx.state(modules))
+    # An array may also be an attribute itself.
+    return [found[tuple(path)] for path, _ in flat if tuple(path) in found]
 
 
 def overwrite[Result](
@@ -53,8 +60,62 @@ def overwrite[Result](
     return result
 
 
+def is_variable(path: Sequence[Any], node: Any) -> bool:
+    """A filter of NNX: what is in a variable, not an array that is an attribute itself."""
+    return isinstance(node, nnx.Variable)
+
+
+class Flattened:
+    """NNX modules as a list of values, one for each variable: found once, used at each call.
+
+    To split and merge modules takes milliseconds of Python at each call of a program. Here a
+    program takes and gives values alone, and overwrites them in place.
+
+    Under `jax.set_mesh(make_mesh(...))`, whatever is not divided is copied to every device.
+
+    Args:
+      modules: such as `(model, optimizer)`.
+
+    Attributes:
+      variables: all their variables.
+      graphdef: the graph of the modules.
+      structure: tree of their variables, whose leaves are the values.
+      layout: how each array of the variables lies on the mesh; None without one.
+      constants: arrays that are attributes themselves, not in a variable.
+    """
+
+    def __init__(self, modules: Any):
+        self.variables = variables_of(modules)
+        unshare(self.variables)  # once placed, they may share memory
+        if mesh_is_set():
+            state = jax.tree.map(jnp.asarray, nnx.state(modules, is_variable))
+            nnx.update(modules, put_on_mesh(state))
+        self.graphdef, state, self.constants = nnx.split(modules, is_variable, ...)
+        self.layout = shardings_of(state)
+        self.structure = jax.tree.structure(state)
+
+    def run[Result](
+        self, program: Callable[[Sequence[Any]], tuple[Sequence[Any], Result]]
+    ) -> Result:
+        """Runs a program on the values, see `overwrite`.
+
+        Args:
+          program: takes a value for each variable and may donate it; returns as many, and a
+            result that is passed on.
+        """
+        return overwrite(
+            self.variables,
+            lambda: program([each.get_raw_value() for each in self.variables]),
+        )
+
+
 def unshare(variables: Sequence[nnx.Variable]) -> None:
     """Copies each array that has a holder other than its variable."""
+    # By `map` alone: this runs at each step, before the device has work.
+    values = [variable.get_raw_value() for variable in variables]
+    if max(map(sys.getrefcount, values), default=0) <= _holders_in_list():
+        return
+    del values
     if not any(map(_is_shared, variables)):
         return
     gc.collect()  # it may have been garbage that held them
@@ -79,6 +140,13 @@ def _holders(variable: nnx.Variable) -> int:
 def _holders_of_own() -> int:
     """`_holders` of an array that only its variable holds; depends on Python's version."""
     return _holders(nnx.Variable(jnp.zeros(())))
+
+
+@functools.cache
+def _holders_in_list() -> int:
+    """The same of an array that a list holds, too."""
+    value = nnx.Variable(jnp.zeros(()))
+    return max(map(sys.getrefcount, [value.get_raw_value()]))
 
 
 def _copied(array: jax.Array) -> jax.Array:

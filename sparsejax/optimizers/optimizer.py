@@ -75,7 +75,7 @@ class Optimizer(nnx.Pytree):
 
         optimizer = Optimizer(model, adam(1e-3))
 
-        @nnx.jit(donate_argnums=(0, 1))
+        @sj.jit
         def step(model, optimizer, x, y):
             def loss_fn(model):
                 return loss(model(x), y)
@@ -85,7 +85,7 @@ class Optimizer(nnx.Pytree):
 
         optimizer.flush(model)                    # at the end
 
-    Donated, kernels and their state are updated in place. All state is in
+    Under `sj.jit` kernels and their state are updated in place. All state is in
     `nnx.OptState` variables: a checkpoint of `nnx.state((model, optimizer))`, taken at
     any step, is complete.
 
@@ -200,11 +200,13 @@ class Optimizer(nnx.Pytree):
             in this step, together with their `state_of`. Their gradients are not read.
 
         Raises:
-          ValueError: a gradient is missing or of another shape, or it was taken at
+          ValueError: the optimizer was made for another model; a gradient is missing or of
+            another shape, or it was taken at
             rows that may be out of date: from `sparsejax.value_and_grad` with a rule
             that drifts. (Dense gradients of such rows, from `nnx.value_and_grad`, raise
             too, or under tracing make the rows NaN.)
         """
+        self._check_made_for(model)
         flat = dict(nnx.to_flat_state(grads))
         step = self.step[...]
         for path, kernel in gradients.row_params(model, self.wrt).items():
@@ -289,7 +291,7 @@ class Optimizer(nnx.Pytree):
 
         ::
 
-            @nnx.jit
+            @sj.jit
             def evaluate(model, optimizer, x):
                 with optimizer.reading(model):
                     return model(x)
@@ -313,6 +315,37 @@ class Optimizer(nnx.Pytree):
                 f"'{_dotted(path)}'"
             )
         return self.rows[_key(path)]
+
+    def _check_made_for(self, model: Any) -> None:
+        """Raises ValueError if the state here is not that of the model's parameters."""
+        kernels = gradients.row_params(model, self.wrt)
+        for path, kernel in kernels.items():
+            for variable in self._rows_of(path).values():
+                if variable.shape[0] != kernel.shape[0] or (
+                    variable.ndim == kernel.ndim
+                    and variable.shape[1] not in (1, kernel.shape[1])
+                ):
+                    raise ValueError(
+                        "the optimizer was made for another model: its state of "
+                        f"'{_dotted(path)}' has shape {variable.shape}, the kernel "
+                        f"{kernel.shape}"
+                    )
+        if gone := self.rows.keys() - set(map(_key, kernels)):
+            raise ValueError(
+                "the optimizer was made for another model: it has state of "
+                f"'{min(gone)}', which the model lacks"
+            )
+        parameters = jax.tree.map(_wide, self._ordinary(model))
+        expected = jax.eval_shape(self._transformation().init, parameters)
+        here = nnx.as_pure(self.dense)
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(here)]
+        wanted = [leaf.shape for leaf in jax.tree.leaves(expected)]
+        if jax.tree.structure(here) != jax.tree.structure(expected) or shapes != wanted:
+            raise ValueError(
+                "the optimizer was made for another model: its state does not have the "
+                "shapes of the model's ordinary parameters, which are "
+                + ", ".join(f"{key} {value.shape}" for key, value in parameters.items())
+            )
 
     def _trained(self, path: Path, w: jax.Array) -> TrainedKernel:
         variables = self._rows_of(path)
@@ -369,6 +402,7 @@ class Optimizer(nnx.Pytree):
         return settled
 
     def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
+        self._check_made_for(model)
         kernels = self._drifting(model)
         elsewhere = elsewhere & kernels.keys()
         whole = {

@@ -34,7 +34,6 @@ from sparsejax.mesh.layout import (
     axis_sizes,
     mesh_is_set,
     put_on_mesh,
-    shardings_of,
     with_shardings,
 )
 from sparsejax.mesh.xla_options import Programs
@@ -306,15 +305,17 @@ class Program[Model: nnx.Module | Trainable]:
             )
         if fused:
             fused_output.check(model, optimizer)
-        self.modules = model, optimizer
-        self.variables = inplace.variables_of(self.modules)
-        inplace.unshare(self.variables)  # once placed, they may share memory
-        nnx.update(self.modules, put_on_mesh(nnx.state(self.modules)))
-        _check_divided(model)
         model.train()
-        graphdef, state = nnx.split(self.modules)
-        self._structure = jax.tree.structure(state)
-        self._how = How(graphdef, shardings_of(state), fused)
+        self.modules = model, optimizer
+        self._flat = inplace.Flattened(self.modules)
+        self.variables = self._flat.variables
+        if constants := nnx.to_flat_state(self._flat.constants):
+            path = ".".join(map(str, constants[0][0][1:]))
+            raise TypeError(
+                f"'{path}' of the model is an array; make it an nnx.Variable(array)"
+            )
+        _check_divided(model)
+        self._how = How(self._flat.graphdef, self._flat.layout, fused)
         self._run_steps = run_steps[deterministic]
 
     def launch(self, dispatch: Dispatch) -> jax.Array:
@@ -330,11 +331,10 @@ class Program[Model: nnx.Module | Trainable]:
 
         dispatch.data.roles.check(self.modules[0])
 
-        def program():
-            arrays = [variable.get_raw_value() for variable in self.variables]
+        def program(arrays):
             state, losses = self._run_steps(
                 self._how,
-                jax.tree.unflatten(self._structure, arrays),
+                jax.tree.unflatten(self._flat.structure, arrays),
                 dispatch.data,
                 dispatch.rows,
                 dispatch.first,
@@ -343,7 +343,7 @@ class Program[Model: nnx.Module | Trainable]:
             )
             return jax.tree.leaves(state), losses
 
-        losses = inplace.overwrite(self.variables, program)
+        losses = self._flat.run(program)
         # Cut now: after the next launch, it would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
