@@ -1,7 +1,10 @@
 """The pages: what they show is run, and the API lists every public name."""
 
+import ast
 import contextlib
+import inspect
 import json
+import operator
 import pathlib
 import re
 import shlex
@@ -19,6 +22,7 @@ from flax import nnx
 from test_readme import blocks
 
 import sparsejax as sj
+from sparsejax import losses
 from sparsejax.cli import flags
 from sparsejax.cli import main as cli
 from sparsejax.data import columns
@@ -267,6 +271,118 @@ def test_dsstne(trained):
     assert cli.main(shlex.split(pairs)[1:]) == 0
     exec(compile(search, "dsstne.md", "exec"), trained)  # noqa: S102
     np.testing.assert_allclose(trained["mrr"], 1)
+
+
+def public_names() -> dict[str, set[str]]:
+    """What users can name, with the arguments that it takes: also what classes have."""
+    rules = [rule for rule in vars(losses).values() if hasattr(rule, "name")]
+    found: dict[str, set[str]] = {rule.name: set() for rule in rules}
+
+    def add(name: str, value: object) -> None:
+        called = value.__init__ if isinstance(value, type) else value  # type: ignore[misc]
+        takes = found.setdefault(name, set())
+        if callable(called):
+            with contextlib.suppress(TypeError, ValueError):
+                takes |= set(inspect.signature(called).parameters)
+
+    for wing in (sj, losses, sj.optimizers, sj.metrics):
+        for name in filter(lambda name: name[0] != "_", dir(wing)):
+            add(name, value := getattr(wing, name))
+            for inner in dir(value) if isinstance(value, type) else ():
+                if inner[0] != "_":
+                    add(inner, inspect.getattr_static(value, inner))
+    return found
+
+
+# What the tables say of other things than names of ours.
+GIVEN = {
+    *(
+        "jax",
+        "model",
+        "optimizer",
+        "data",
+        "train",
+        "heldout",
+        "name",
+        "path",
+        "x",
+        "ids",
+    ),
+    *(
+        "tables",
+        "features",
+        "rngs",
+        "table",
+        "num_rows",
+        "dim",
+        "rule",
+        "dense",
+        "array",
+    ),
+    *("collection", "feature"),
+}
+
+
+def unknown_names(span: str, known: dict[str, set[str]]) -> set[str]:
+    """What a piece of code in a table names of ours that does not exist."""
+    try:
+        tree = ast.parse(f"{span}\n")
+    except SyntaxError:
+        return {span}
+    taken, wrong = set().union(*known.values()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in GIVEN | {"sj"}:
+            # Of a span such as `combiner=None`, an argument.
+            argument = isinstance(node.ctx, ast.Store) and node.id in taken
+            if node.id not in known and not argument:
+                wrong.add(node.id)
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            module = {"sj": sj, "jax": jax}.get(root)
+            exists = module is None and node.attr in known
+            if module is not None:
+                with contextlib.suppress(AttributeError):
+                    exists = operator.attrgetter(rest)(module) is not None
+            if not exists:
+                wrong.add(node.attr)
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            for keyword in node.keywords:
+                if name in known and keyword.arg not in known[name]:
+                    wrong.add(f"{name}({keyword.arg}=)")
+    return wrong
+
+
+def test_the_names_for_users_of_other_libraries(capsys):
+    """Each name, argument and flag in the last column of the tables exists."""
+    page = (DOCS / "coming_from.md").read_text()
+    known = public_names()
+    rows = [
+        line.strip("|").rpartition("|")[2]
+        for line in page.splitlines()
+        if line.startswith("|") and not line.startswith(("|---", "| implicit |"))
+    ]
+    spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    commands = [span for span in spans if span.startswith("sparsejax ")]
+    wrong = set()
+    texts = {"user<TAB>item,value:item", "[batch, n]"}
+    for span in set(spans) - set(commands) - texts:
+        wrong |= unknown_names(span, known)
+    assert wrong == set() and len(spans) > 40
+    for command in commands:
+        _, name, *words = command.split()
+        assert cli.main([name, "--help"]) == 0
+        shown = capsys.readouterr().out
+        wanted = {word for word in words if word.startswith("--")}
+        assert not wanted - set(re.findall(r"--[\w-]+", shown)), command
+    # It finds what is not there.
+    for span in (
+        "sj.fits(model)",
+        "sj.fit(model, epochs=3)",
+        "SparseLinea",
+        "combine=1",
+    ):
+        assert unknown_names(span, known), span
 
 
 def test_large_models(capsys):
