@@ -226,6 +226,10 @@ def convert(command: flags.Convert) -> None:
 
 def prepare(command: flags.Prepare) -> None:
     """`sparsejax prepare`."""
+    if command.columns.no_time:
+        raise ValueError(
+            "--no-time is of no use for prepare, which reads times only if they are needed"
+        )
     features = None if command.features is None else read_features(command.features)
     time = None if command.split_time is None else _number(command.split_time)
     manifest = preparation.prepare(

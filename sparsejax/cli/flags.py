@@ -139,6 +139,8 @@ class Columns:
       value: Column of values, or of lists of values.
       time: Column of times, or of lists of times.
       no_value: Ignore the values: every entry counts 1.
+      no_time: Leave the times out. Of histories this says that the order in the file is
+        meant.
       delimiter: Separator of the columns of a CSV file: one or two characters.
     """
 
@@ -147,6 +149,7 @@ class Columns:
     value: Annotated[int | str | None, _Column] = None
     time: Annotated[int | str | None, _Column] = None
     no_value: Flag = False
+    no_time: Flag = False
     delimiter: Annotated[str | None, _value("TEXT", "from the content")] = None
 
 

@@ -13,7 +13,12 @@ from sparsejax.cli.flags import Reading
 from sparsejax.cli.wording import in_flags
 from sparsejax.data import DataError, SparseDataset, read
 from sparsejax.data.assemble import Features
-from sparsejax.data.columns import account_of
+from sparsejax.data.columns import (
+    BY_NAME,
+    TimeColumn,
+    account_of,
+    account_of_histories,
+)
 from sparsejax.data.files import shown
 from sparsejax.data.folder import DataFolder
 from sparsejax.data.names import Names, find_names, quoted
@@ -38,7 +43,7 @@ def read_file(
         user=command.columns.user,
         item=command.columns.item,
         value=command.columns.value,
-        time=command.columns.time,
+        time=time_column(command),
         delimiter=command.columns.delimiter,
         features=features,
         indicator=indicator or command.columns.no_value,
@@ -59,17 +64,30 @@ def read_histories(
         format=command.format,
         user=command.columns.user,
         item=command.columns.item,
-        time=command.columns.time,
+        time=time_column(command),
         delimiter=command.columns.delimiter,
         features=features,
     )
-    order = "the file" if data.times is None else "time"
-    print(
-        f"{shown(path)}: {data.num_rows:,} histories of {data.num_features:,} items, "
-        f"{data.num_entries:,} entries in the order of {order}",
-        file=sys.stderr,
+    sizes = data.num_rows, data.num_features, data.num_entries
+    account = str(
+        data.columns or account_of_histories(*sizes, timed=data.times is not None)
     )
+    print(f"{shown(path)}: {in_flags(account, command)}", file=sys.stderr)
     return data
+
+
+def time_column(command: Reading) -> TimeColumn:
+    """What `--time` and `--no-time` say.
+
+    Raises:
+      ValueError: both are given.
+    """
+    columns = command.columns
+    if columns.no_time:
+        if columns.time is not None:
+            raise ValueError("give --time or --no-time, not both")
+        return None
+    return BY_NAME if columns.time is None else columns.time
 
 
 def read_features(path: str) -> Features:
@@ -137,5 +155,9 @@ def with_times(data: SparseDataset, path: str) -> SparseDataset:
       DataError: it has no times.
     """
     if data.times is None:
-        raise DataError.at(path, "has no times; name their column: --time COLUMN")
+        columns = data.columns
+        why = (
+            f": {columns.no_times}" if columns is not None and columns.no_times else ""
+        )
+        raise DataError.at(path, f"has no times{why}; name their column: --time COLUMN")
     return data

@@ -22,6 +22,7 @@ from sparsejax.cli.reading import (
     read_file,
     read_heldout,
     read_histories,
+    time_column,
     with_times,
 )
 from sparsejax.data import (
@@ -390,15 +391,17 @@ def _scanned(command: flags.Train, *, of_histories: bool) -> Source:
             command.data,
             user=command.columns.user,
             item=command.columns.item,
-            time=command.columns.time,
+            time=time_column(command),
             chunk_rows=command.chunk_rows,
         )
         ends = chunk_ends(histories.groups, command.chunk_rows or 1)
         return Source(
             data=histories, chunks=np.diff([0, *ends]).tolist(), indicator=True
         )
-    if command.columns.time is not None:
-        raise ValueError("--time is for data in memory; leave out --chunk-rows")
+    if command.columns.time is not None or command.columns.no_time:
+        raise ValueError(
+            "--time and --no-time are for data in memory; leave out --chunk-rows"
+        )
     assert command.chunk_rows is not None
     data = scan_parquet(
         command.data,

@@ -6,7 +6,7 @@ from sparsejax.cli.flags import Command, flags_of
 
 # Arguments whose names in Python are not those of their flags.
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
-_ELSEWHERE |= {"keep_seen": "exclude=None"}
+_ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
 # Names and paths in a message are the user's, whatever words they contain.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 

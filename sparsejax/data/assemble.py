@@ -117,6 +117,8 @@ def assemble(
     if features is not None:
         dataset = align_to(dataset, features, path)
     if columns is not None:
+        if times is None:
+            columns = columns.without_empty_times()
         dataset = dataclasses.replace(
             dataset, columns=columns.accounted(dataset.matrix)
         )

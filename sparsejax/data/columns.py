@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -12,6 +13,21 @@ from sparsejax.data.files import DataError, Path
 from sparsejax.sparse import CSR
 
 Column = int | str | None
+
+
+class ByName(enum.Enum):
+    """A choice that is left to the names of the columns."""
+
+    BY_NAME = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+BY_NAME = ByName.BY_NAME
+
+# The column of times. None leaves times out: then the order of the file is meant.
+TimeColumn = Column | ByName
 
 # The names by which a column is known. Each belongs to one role. They are compared without
 # case, white space, "_", "-" and ".", in the singular or the plural. Those of users and
@@ -52,7 +68,8 @@ _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 class Chosen:
     """The columns that the caller chooses, by number or by name.
 
-    A column that is None is found in the table, if its name there is known.
+    A column that is None is found in the table, if its name there is known. For that of the
+    times this is said by `BY_NAME`, and with None they are left out.
 
     Attributes:
       user: the column with the rows' names.
@@ -64,14 +81,21 @@ class Chosen:
     user: Column = None
     item: Column = None
     value: Column = None
-    time: Column = None
+    time: TimeColumn = BY_NAME
 
     def __bool__(self) -> bool:
         return any(self.of(role) is not None for role in SYNONYMS)
 
     def of(self, role: str) -> Column:
-        """The column of a role."""
-        return getattr(self, role)
+        """The column of a role, or None."""
+        column = getattr(self, role)
+        return None if column is BY_NAME else column
+
+    def roles(self, *, indicator: bool = False) -> list[str]:
+        """The roles for which columns are wanted."""
+        left_out = {"value"} if indicator else set()
+        left_out |= {"time"} if self.time is None else set()
+        return [role for role in SYNONYMS if role not in left_out]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +137,8 @@ entries; every entry counts 1
       time: the column with the times, or None.
       unread: names of the other columns, some with the reason why they are not read.
       account: numbers of rows, items and entries, and how values will be used.
+      no_times: why there are no times, although a column is chosen or known for them;
+        "" if there is none.
     """
 
     user: SourceColumn | None
@@ -121,6 +147,7 @@ entries; every entry counts 1
     time: SourceColumn | None = None
     unread: tuple[str, ...] = ()
     account: str = ""
+    no_times: str = ""
 
     def __str__(self) -> str:
         roles = [
@@ -132,6 +159,31 @@ entries; every entry counts 1
         if self.unread:
             parts.append(f"not read: {', '.join(self.unread)}")
         return "; ".join([*parts, self.account] if self.account else parts)
+
+    def without_times(self, column: SourceColumn, problem: str) -> Columns:
+        """The same without the column of times, which has a problem."""
+        called = column.name or f"column {column.position}"
+        return dataclasses.replace(
+            self,
+            time=None,
+            unread=(*self.unread, f"{called} ({problem})"),
+            no_times=f"{called!r} is the column of times, but {problem}",
+        )
+
+    def without_empty_times(self) -> Columns:
+        """The same without a column of times that turned out to have none."""
+        if self.time is None:
+            return self
+        return self.without_times(self.time, "none of its cells has a time")
+
+    def check_order(self, path: Path) -> None:
+        """Raises DataError if the order of events was not read, but should have been."""
+        if self.no_times:
+            raise DataError.at(
+                path,
+                f"the order was not read: {self.no_times}; convert it, name another column: "
+                "time=COLUMN, or say that the order of the file is meant: time=None",
+            )
 
     def accounted(self, matrix: CSR) -> Columns:
         """The same with an account of what was read."""
@@ -158,6 +210,22 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
         use += " (with indicator=True every entry counts 1)"
     rows, items = matrix.shape
     return f"{rows:,} rows, {items:,} items, {matrix.nse:,} entries; {use}"
+
+
+def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) -> str:
+    """Counts what was read, and says what decides the order."""
+    return (
+        f"{rows:,} histories of {items:,} items, {entries:,} entries in the order of "
+        f"{'time' if timed else 'the file'}"
+    )
+
+
+def about_times(columns: Columns) -> str:
+    """What to do about a time that is wrong, for the end of a message."""
+    return (
+        f"({columns.time} is read as the time; choose another with time=COLUMN, or leave "
+        "times out: time=None)"
+    )
 
 
 def role_of(name: str) -> str | None:
@@ -230,6 +298,7 @@ def find_columns(
             names = " or ".join(repr(columns[i].name) for i in found)
             remedy = f"name it: {role}=COLUMN"
             remedy += ", or ignore values: indicator=True" * (role == "value")
+            remedy += ", or leave times out: time=None" * (role == "time")
             problem = f"which column is the {role}, {names}"
             unclear(path, columns, problem, remedy, line)
         elif role in ("user", "item"):

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from sparsejax.data import arrow, lines, pairs, parquet, sniff, spelling, tables
 from sparsejax.data.assemble import Block
-from sparsejax.data.columns import Chosen, Column, Columns
+from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.files import DataError, Path, open_data, shown
 from sparsejax.data.folder import check_no_part
 from sparsejax.data.lines import mixed_values
@@ -23,7 +23,12 @@ from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.tables import BATCH_ROWS, TableLayout
-from sparsejax.data.values import find_time_problem, parse_times, plain_text
+from sparsejax.data.values import (
+    are_no_times,
+    find_time_problem,
+    parse_times,
+    plain_text,
+)
 
 # What can be wrong with an event, in the order in which it is looked for.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
@@ -198,10 +203,11 @@ def events_of(
         layout = find(
             path, reader.schema, chosen, indicator=indicator, with_time=with_time
         )
-        _check_time(path, layout.time, with_time)
+        layout, rows = tables.settle_time(layout, chosen, reader)
+        check_times(path, layout.source, with_time)
         wrong = Wrong()
         cleaner = _Cleaner(layout, wrong, skip_bad)
-        batches = cleaner.batches([(path, reader)])
+        batches = cleaner.batches([(path, rows)])
         return Events(path, batches, wrong, layout.source)
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         raise TypeError(
@@ -231,16 +237,22 @@ def events_of(
     layout = tables.find_table_layout(
         files[0].path, schema, chosen, indicator=indicator, with_time=with_time
     )
-    _check_time(path, layout.time, with_time)
+    rows = parquet.first_rows(files, layout.columns)
+    layout, _ = tables.settle_time(layout, chosen, rows)
+    check_times(path, layout.source, with_time)
     wrong = Wrong()
     cleaner = _Cleaner(layout, wrong, skip_bad)
     batches = cleaner.batches((file.path, _scanned(file, layout)) for file in files)
     return Events(path, batches, wrong, layout.source)
 
 
-def _check_time(path: Path, time: Column, with_time: bool) -> None:
-    if with_time and time is None:
-        raise DataError.at(path, "has no column of times; name it: time=COLUMN")
+def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
+    """Raises DataError if times are needed, but there is no column of them."""
+    if with_time and (columns is None or columns.time is None):
+        why = (
+            f": {columns.no_times}" if columns is not None and columns.no_times else ""
+        )
+        raise DataError.at(path, f"has no column of times{why}; name it: time=COLUMN")
 
 
 def _scanned(file: ParquetPath, layout: TableLayout) -> Iterator[pa.RecordBatch]:
@@ -279,11 +291,13 @@ def _text_events(
     columns = None
     match format:
         case "pairs":
+            if not with_time:
+                chosen = dataclasses.replace(chosen, time=None)
             layout = find_layout(
                 path, chosen, delimiter=delimiter, header=None, indicator=indicator
             )
             columns = layout.columns
-            _check_time(path, None if columns.time is None else "", with_time)
+            check_times(path, columns, with_time)
             parse = lambda stream: pairs.pair_blocks(stream, path, layout)
         case "text" | "adjacency" if with_time:
             raise DataError.at(path, f"the format {format} has no times")
@@ -444,7 +458,7 @@ class _Cleaner:
 
     def _times(self, column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         """The times, and `[n]` bool whether each is one. What is none has time 0."""
-        is_time = ~column.is_null().to_numpy(zero_copy_only=False)
+        is_time = ~are_no_times(column)
         given = np.flatnonzero(is_time)
         found = self._parsed(column.take(arrow.from_numbers(given)))
         type_ = next((times.dtype for times in found if times is not None), np.int64)

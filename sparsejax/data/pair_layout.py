@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from sparsejax.data.columns import (
+    BY_NAME,
     SYNONYMS,
     Chosen,
     Columns,
@@ -77,7 +78,7 @@ def find_layout(
         )
     if indicator:
         chosen = dataclasses.replace(chosen, value=None)
-    roles = [role for role in SYNONYMS if role != "value" or not indicator]
+    roles = chosen.roles(indicator=indicator)
     lines = head(path)
     if delimiter is None:
         delimiter = _guess_delimiter(lines)
@@ -116,27 +117,22 @@ def find_layout(
         for c in columns
         if c.position not in places.values()
     ]
-    if chosen.time is None and "time" in places:
-        column = columns[places["time"]]
-        if column.sample and (problem := time_problem(column.sample, None)):
-            del places["time"]
-            unread.append(f"{column.name} ({problem})")
     found = {role: columns[at] for role, at in places.items()}
     for role in ("user", "item"):  # names like `7.0` and `007` are text
         if not are_integers[places[role]]:
             found[role] = dataclasses.replace(found[role], type="text")
-    return Layout(
-        delimiter,
-        first_line,
-        len(first),
-        Columns(
-            found["user"],
-            found["item"],
-            found.get("value"),
-            found.get("time"),
-            tuple(unread),
-        ),
+    read = Columns(
+        found["user"],
+        found["item"],
+        found.get("value"),
+        found.get("time"),
+        tuple(unread),
     )
+    cell = "" if read.time is None else read.time.sample
+    problem = time_problem(cell, None) if cell and chosen.time is BY_NAME else None
+    if read.time is not None and problem is not None:
+        read = read.without_times(read.time, problem)
+    return Layout(delimiter, first_line, len(first), read)
 
 
 def _by_position(

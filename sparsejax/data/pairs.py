@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from sparsejax.data import arrow
 from sparsejax.data.assemble import Block
+from sparsejax.data.columns import about_times
 from sparsejax.data.files import BLOCK_BYTES, ByteStream, DataError, Lines, Path
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.pair_layout import Layout
@@ -179,7 +180,7 @@ def _explain(
                 problem = time_problem(text, kind)
                 if problem is None and kind is None:
                     _, kind = parse_times(pa.array([text])) or (None, None)
-                return problem
+                return problem and f"{problem} {about_times(layout.columns)}"
         return None
 
     for line, _, cells in read_records(lines, layout.delimiter):

@@ -44,6 +44,7 @@ VERSION = 1
 
 # Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
+_FEW = 100
 _VERSION_KEY = b"sparsejax.dataset.version"
 _SEQUENCES_KEY = b"sparsejax.sequences.version"
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
@@ -310,6 +311,15 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     if not files:
         raise DataError.at(path, "is a directory without a .parquet file")
     return files
+
+
+def first_rows(
+    files: Iterable[ParquetPath], columns: list[str]
+) -> Generator[pa.RecordBatch]:
+    """The rows of files, a few at a time, for who needs only the first of them."""
+    for file in files:
+        with file.open() as opened:
+            yield from opened.iter_batches(_FEW, columns=columns)
 
 
 def check_schema(path: Path, schema: pa.Schema, *, sequences: bool = False) -> None:

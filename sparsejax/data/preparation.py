@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
-from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.columns import BY_NAME, Chosen, Column
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.events import Events, events_of
 from sparsejax.data.files import DataError, Path, is_address, shown
@@ -235,7 +235,7 @@ def prepare(
     with _writing(out) as folder, _engine(folder, memory) as engine:
         found = events_of(
             events,
-            chosen=Chosen(user, item, value, time),
+            chosen=Chosen(user, item, value, BY_NAME if time is None else time),
             format=format,
             delimiter=delimiter,
             indicator=indicator,

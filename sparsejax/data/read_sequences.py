@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterable
@@ -13,7 +14,14 @@ import scipy.sparse
 
 from sparsejax.data import lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Block, encode
-from sparsejax.data.columns import Chosen, Column, Columns
+from sparsejax.data.columns import (
+    BY_NAME,
+    Chosen,
+    Column,
+    Columns,
+    TimeColumn,
+    account_of_histories,
+)
 from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
@@ -35,7 +43,7 @@ def read_sequences(
     format: str | None = None,
     user: Column = None,
     item: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     delimiter: str | None = None,
     features: Vocabulary = None,
 ) -> SequenceDataset:
@@ -50,6 +58,8 @@ def read_sequences(
     order of first appearance, and items have the numbers that `read` gives them. Events of
     the same time keep their order in the file. If there are no times, that order is the
     history: of pairs, of a list on each row, or of the items on a line. Values are ignored.
+    If there is a column of times that cannot be read, that is an error; `time=None` says
+    that the order of the file is meant.
 
     What `SparseDataset.save` wrote is read if it has times, see
     `SequenceDataset.from_sparse`.
@@ -60,13 +70,15 @@ def read_sequences(
       format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; see `read`.
       user: the column with the row's name, for a table.
       item: the column with the feature's name, or with a list of names.
-      time: the column with the time, or with a list of times.
+      time: the column with the time, or with a list of times; None means the order of the
+        file.
       delimiter: what separates the columns of pairs.
       features: vocabulary to read against: names, or a data set. Entries of other items are
         left out, with a warning.
 
     Raises:
-      DataError: the file cannot be read, a time is missing, or times are of several kinds.
+      DataError: the file cannot be read, a time is missing or is none, or times are of
+        several kinds.
       ValueError: there is no such format, or columns are chosen but it has none.
     """
     chosen = Chosen(user, item, None, time)
@@ -75,7 +87,7 @@ def read_sequences(
     else:
         path, data = source, _of_file(source, format, chosen, delimiter)
     if features is None:
-        return data
+        return _accounted(data)
     try:
         data, unknown = align_sequences(data, features)
     except ValueError as error:
@@ -86,7 +98,16 @@ def read_sequences(
             UnknownFeaturesWarning,
             skip_file_prefixes=(os.path.dirname(__file__),),
         )
-    return data
+    return _accounted(data)
+
+
+def _accounted(data: SequenceDataset) -> SequenceDataset:
+    if data.columns is None:
+        return data
+    sizes = data.num_rows, data.num_features, data.num_entries
+    account = account_of_histories(*sizes, timed=data.times is not None)
+    columns = dataclasses.replace(data.columns, account=account)
+    return dataclasses.replace(data, columns=columns)
 
 
 def _of_table(table: Any, chosen: Chosen) -> SequenceDataset:
@@ -94,6 +115,7 @@ def _of_table(table: Any, chosen: Chosen) -> SequenceDataset:
     try:
         batches = pa.RecordBatchReader.from_stream(table)
         layout = tables.find_table_layout(path, batches.schema, chosen, indicator=True)
+        layout, batches = tables.settle_time(layout, chosen, batches)
         blocks = tables.table_blocks([(path, batches)], layout)
         return _assemble(blocks, path, layout.source)
     except (pa.ArrowException, OverflowError) as error:
@@ -134,6 +156,7 @@ def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
     files = parquet.parquet_files(path)
     with files[0].open() as file:
         schema = file.schema_arrow
+    time_is_read = chosen.time is not None
     is_ours = parquet.is_sequences(schema) or parquet.is_dataset(schema)
     if is_ours and len(files) == 1:
         if chosen:
@@ -141,7 +164,13 @@ def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
         if parquet.is_sequences(schema):
-            return SequenceDataset.load(path)
+            data = SequenceDataset.load(path)
+            return data if time_is_read else dataclasses.replace(data, times=None)
+        if not time_is_read:
+            raise ValueError(
+                f"{shown(path)}: is a saved SparseDataset, which has no order but that of "
+                "its times; leave out time=None"
+            )
         try:
             return SequenceDataset.from_sparse(SparseDataset.load(path))
         except DataError:
@@ -149,6 +178,8 @@ def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
         except ValueError as error:
             raise DataError.at(path, str(error)) from error
     layout = tables.find_table_layout(files[0].path, schema, chosen, indicator=True)
+    rows = parquet.first_rows(files, layout.columns)
+    layout, _ = tables.settle_time(layout, chosen, rows)
     with progress_bar(path, sum(file.size for file in files)) as bar:
         each = ((file.path, file_batches(file, layout, bar)) for file in files)
         return _assemble(tables.table_blocks(each, layout), path, layout.source)
@@ -158,7 +189,12 @@ def _assemble(
     blocks: Iterable[Block], path: Path, columns: Columns | None = None
 ) -> SequenceDataset:
     """Joins the blocks of one file; see `read_sequences`."""
+    if columns is not None:
+        columns.check_order(path)
     found = encode(blocks, path)
+    if columns is not None and found.times is None:
+        columns = columns.without_empty_times()
+        columns.check_order(path)
     shape = (found.row_names.size, found.feature_names.size)
     ones = np.ones(len(found.features), bool)
     once = scipy.sparse.coo_array((ones, (found.rows, found.features)), shape=shape)
@@ -174,4 +210,5 @@ def _assemble(
         found.row_names,
         found.feature_names[order],
         None if found.times is None else found.times[in_order],
+        columns=columns,
     )

@@ -29,11 +29,14 @@ Names of users and items are text, which stays as it is, or integers. Whole floa
 integers, decimals by their digits, and 16 bytes as a UUID. Where a given vocabulary has only
 integers, `7.0` is its `7`. Times are integers, floats, dates of Arrow or text of ISO 8601
 (in UTC if it has a zone), all of one kind. If a (row, feature) has several events, the
-latest gives the time; of equally late ones the last in the file counts. A column whose name is known for times is left out if its first cell is not a time.
+latest gives the time; of equally late ones the last in the file counts. A column whose name
+is known for times is left out if its first cell is not a time; of histories
+(`read_sequences`) that is an error. `time=None` leaves times out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,7 +46,7 @@ from tqdm import tqdm
 
 from sparsejax.data import lines, pairs, parquet, sniff, tables
 from sparsejax.data.assemble import Features, align_to, assemble
-from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
 from sparsejax.data.folder import DataFolder, check_no_part
@@ -57,7 +60,7 @@ def read(
     user: Column = None,
     item: Column = None,
     value: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     delimiter: str | None = None,
     features: Features = None,
     indicator: bool = False,
@@ -74,7 +77,7 @@ def read(
       user: the column with the row's name, for a table (pairs and parquet).
       item: the column with the feature's name.
       value: the column with the value.
-      time: the column with the time.
+      time: the column with the time; None leaves times out.
       delimiter: what separates the columns of pairs, one or two characters.
       features: vocabulary to read against.
       indicator: ignore values.
@@ -173,7 +176,7 @@ def read_pairs(
     user: Column = None,
     item: Column = None,
     value: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     delimiter: str | None = None,
     header: bool | None = None,
     features: Features = None,
@@ -204,7 +207,7 @@ def read_pairs(
       user: the column with the row's name.
       item: the column with the feature's name.
       value: the column with the value.
-      time: the column with the time.
+      time: the column with the time; None leaves times out.
       delimiter: one or two characters.
       header: whether the first line holds the columns' names.
       features: vocabulary to read against.
@@ -233,7 +236,7 @@ def read_parquet(
     user: Column = None,
     item: Column = None,
     value: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -253,7 +256,7 @@ def read_parquet(
       user: the column with the row's name.
       item: the column with the feature's name, or with a list of names.
       value: the column with the value, or with a list of values.
-      time: the column with the time, or with a list of times.
+      time: the column with the time, or with a list of times; None leaves times out.
       features: vocabulary to read against. A saved data set has its own by default.
       indicator: ignore values.
 
@@ -280,6 +283,8 @@ def read_parquet(
         chosen,
         indicator=indicator,
     )
+    rows = parquet.first_rows(files, layout.columns)
+    layout, _ = tables.settle_time(layout, chosen, rows)
     with progress_bar(path, sum(file.size for file in files)) as bar:
         each = ((file.path, file_batches(file, layout, bar)) for file in files)
         blocks = tables.table_blocks(each, layout)
@@ -301,6 +306,8 @@ def _saved(
     dataset = load()
     if indicator:
         dataset = dataset.without_values()
+    if chosen.time is None:
+        dataset = dataclasses.replace(dataset, times=None, order=None)
     return dataset if features is None else align_to(dataset, features, path)
 
 
@@ -310,7 +317,7 @@ def from_arrow(
     user: Column = None,
     item: Column = None,
     value: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
@@ -338,7 +345,7 @@ def from_arrow(
       user: the column with the row's name.
       item: the column with the feature's name, or with a list of names.
       value: the column with the value, or with a list of values.
-      time: the column with the time, or with a list of times.
+      time: the column with the time, or with a list of times; None leaves times out.
       features: vocabulary to read against.
       indicator: ignore values.
 
@@ -355,12 +362,11 @@ def from_arrow(
     path = "the table"
     try:
         batches = pa.RecordBatchReader.from_stream(table)
+        chosen = Chosen(user, item, value, time)
         layout = tables.find_table_layout(
-            path,
-            batches.schema,
-            Chosen(user, item, value, time),
-            indicator=indicator,
+            path, batches.schema, chosen, indicator=indicator
         )
+        layout, batches = tables.settle_time(layout, chosen, batches)
         blocks = tables.table_blocks([(path, batches)], layout)
         return assemble(blocks, path, features=features, columns=layout.source)
     except (pa.ArrowException, OverflowError) as error:

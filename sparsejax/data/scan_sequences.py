@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import parquet, scan_tables, tables
-from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import UnknownFeaturesWarning, offsets
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import FeatureNames, Names, as_names, of_features
@@ -122,6 +122,8 @@ class ScannedSequences:
     ) -> Histories:
         rows = scan_tables.read_rows(wanted, layout, self._vocabulary)
         columns, times = rows.columns, rows.times
+        if times is None and len(columns) and layout.source is not None:
+            layout.source.without_empty_times().check_order(self.path)
         times = self._joined_times([times], len(columns))
         indptr = offsets(rows.lengths)
         if times is not None:
@@ -167,7 +169,7 @@ def scan_sequences(
     *,
     user: Column = None,
     item: Column = None,
-    time: Column = None,
+    time: TimeColumn = BY_NAME,
     features: FeatureNames | Iterable[object] | None = None,
     chunk_rows: int | None = None,
 ) -> ScannedSequences:
@@ -185,13 +187,15 @@ def scan_sequences(
     * a table of pairs, sorted by its user column, as `scan_parquet` describes.
 
     Entries are sorted by time when they are read. Without times they keep the order that
-    they have in the file.
+    they have in the file. If there is a column of times that cannot be read, that is an
+    error; `time=None` says that the order of the file is meant.
 
     Args:
       path: a file or a folder of files of one kind, or an address, see `read_parquet`.
       user: for a table, the column with the row's name; see `from_arrow`.
       item: the column with the feature's name, or with a list of names.
-      time: the column with the time, or with a list of times.
+      time: the column with the time, or with a list of times; None means the order of the
+        file.
       features: vocabulary to read a table against: names, or a data set. Without it the
         item column is read once more, as by `scan_parquet`.
       chunk_rows: about the number of rows that `fit` has on the devices at a time, in whole
@@ -210,7 +214,7 @@ def scan_sequences(
         schema = opened.schema_arrow
     chosen = Chosen(user, item, None, time)
     if parquet.is_sequences(schema):
-        if chosen or features is not None:
+        if chosen or chosen.time is None or features is not None:
             raise ValueError(
                 f"{shown(path)}: holds saved sequences, so it has no columns to name and "
                 "has its own vocabulary; leave out user, item, time and features"
@@ -225,6 +229,10 @@ def scan_sequences(
     layout = tables.find_table_layout(
         files[0].path, schema, chosen, indicator=True, with_user=False
     )
+    rows = parquet.first_rows(files, layout.columns)
+    layout, _ = tables.settle_time(layout, chosen, rows)
+    assert layout.source is not None
+    layout.source.check_order(path)
     groups = scan_tables.find_groups(files, layout)
     if not groups:
         raise DataError.at(path, "holds no data: there are no rows")

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsejax.data import names as _names
 from sparsejax.data import parquet, vocabulary
+from sparsejax.data.columns import Columns
 from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
@@ -114,6 +115,8 @@ class SequenceDataset:
         zone). In a row they do not fall. None if they are not known.
       left_out: `[rows]` int32, how many entries of each row were left out because
         `feature_names` lacks their features. None if there are none.
+      columns: the columns of the table that this was read from, and the role of each.
+        None if it was not read from a table.
 
     Raises:
       ValueError: the sizes do not agree, an index is no feature, a name occurs twice, or a
@@ -126,6 +129,7 @@ class SequenceDataset:
     feature_names: Names
     times: np.ndarray | None = None
     left_out: np.ndarray | None = None
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value) -> None:
@@ -249,6 +253,7 @@ class SequenceDataset:
             data.feature_names,
             data.times[order],
             data.left_out,
+            data.columns,
         )
 
     def to_sparse(self) -> SparseDataset:
@@ -273,6 +278,7 @@ class SequenceDataset:
             self.left_out,
             None if self.times is None else self.times[latest],
             None if self.times is None else place[latest],
+            self.columns,
         )
 
     def save(self, path: Path) -> None:
@@ -529,6 +535,7 @@ def align_sequences(
         wanted,
         None if data.times is None else data.times[known],
         left_out if data.left_out is None else left_out + data.left_out,
+        data.columns,
     ), message
 
 

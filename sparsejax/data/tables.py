@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -11,7 +12,14 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.assemble import Block
-from sparsejax.data.columns import Chosen, Columns, SourceColumn, find_columns
+from sparsejax.data.columns import (
+    BY_NAME,
+    Chosen,
+    Columns,
+    SourceColumn,
+    about_times,
+    find_columns,
+)
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.spelling import (
@@ -23,11 +31,16 @@ from sparsejax.data.spelling import (
     without_views,
 )
 from sparsejax.data.values import (
+    are_no_times,
     find_time_problem,
     mixed_times,
     parse_times,
     plain_text,
+    time_problem,
 )
+
+# Rows among which the first time is looked for.
+_PROBED = 100
 
 # Rows that are parsed at a time; see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
@@ -103,18 +116,14 @@ def find_table_layout(
     with_user = with_user or not has_lists
     if with_user or chosen.user is not None:
         roles = ["user", *roles]
-    if with_time:
+    if with_time and chosen.time is not None:
         roles.append("time")
     at = find_columns(path, columns, chosen, roles=roles, item_by_type=lists)
     unread = [c.name or "" for c in columns if c.position not in at.values()]
-    if (
-        with_time
-        and "time" in at
-        and chosen.time is None
-        and not _is_time(inner_type(known[at["time"]].type))
-    ):
-        column = columns[at.pop("time")]
-        unread.append(f"{column.name} ({column.type} is not a time)")
+    not_times = None
+    is_found = chosen.time is BY_NAME and "time" in at
+    if is_found and not _is_time(inner_type(known[at["time"]].type)):
+        not_times = columns[at.pop("time")]
     if not with_user:
         at.pop("user", None)
     for role, place in at.items():
@@ -131,6 +140,8 @@ def find_table_layout(
         found.get("time"),
         tuple(unread),
     )
+    if not_times is not None:
+        source = source.without_times(not_times, f"{not_times.type} is not a time")
     return TableLayout(
         names.get("user"),
         names["item"],
@@ -139,6 +150,41 @@ def find_table_layout(
         names.get("time"),
         source,
     )
+
+
+def settle_time(
+    layout: TableLayout, chosen: Chosen, batches: Iterable[pa.RecordBatch]
+) -> tuple[TableLayout, Iterator[pa.RecordBatch]]:
+    """The layout, without times if the first cell of their column is text that is none.
+
+    A column of times that the caller chose stays.
+
+    Args:
+      layout: what `find_table_layout` found.
+      chosen: the caller's choice.
+      batches: of the table, of which those up to the first with rows are read.
+
+    Returns:
+      The layout, and all batches.
+    """
+    rest = iter(batches)
+    if layout.time is None or chosen.time is not BY_NAME:
+        return layout, rest
+    seen = []
+    for batch in rest:
+        seen.append(batch)
+        if len(batch):
+            cells = plain_text(_flat(batch.column(layout.time).slice(0, _PROBED)))
+            if pt.is_large_string(cells.type) or pt.is_large_binary(cells.type):
+                given = (cell for cell in cells.to_pylist() if cell and cell.strip())
+                cell = next(given, None)
+                if cell is not None and (problem := time_problem(cell, None)):
+                    source = layout.source
+                    assert source is not None and source.time is not None
+                    source = source.without_times(source.time, problem)
+                    layout = dataclasses.replace(layout, time=None, source=source)
+            break
+    return layout, itertools.chain(seen, rest)
 
 
 def _check_type(
@@ -307,8 +353,8 @@ def _block(
                 finite = np.isfinite(values.astype(np.float32))
             check(rows_of(~finite), "a value is not finite as float32")
     if layout.time is not None and len(items):
-        column = entries_of(layout.time, "time")
-        is_missing = column.is_null().to_numpy(zero_copy_only=False)
+        column = plain_text(entries_of(layout.time, "time"))
+        is_missing = are_no_times(column)
         if kind is None and is_missing[0]:
             kind = ""
         check(rows_of(is_missing == (kind != "")), mixed_times(kind != ""))
@@ -316,6 +362,8 @@ def _block(
             found = parse_times(column)
             if found is None or (kind is not None and found[1] != kind):
                 entry, problem = find_time_problem(column, kind)
+                if layout.source is not None:
+                    problem += f" {about_times(layout.source)}"
                 check(rows_of(np.arange(len(column)) == entry), problem)
             assert found is not None  # else `check` has raised
             times, kind = found

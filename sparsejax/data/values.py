@@ -15,6 +15,7 @@ from sparsejax.data import arrow
 # The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _COMMA = r"[+-]?\d+,\d+"
+_SLASHED = re.compile(r"^(\d{4})/(\d{2})/(\d{2})", re.ASCII)
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
 
 
@@ -92,11 +93,20 @@ def plain_text(column: pa.Array) -> pa.Array:
     return column
 
 
+def are_no_times(times: pa.Array) -> np.ndarray:
+    """`[n]` bool: whether a time is missing: null, or text of white space."""
+    missing = times.is_null()
+    if pt.is_large_string(times.type):
+        is_empty = pc.call_function("equal", [trim(times), ""]).fill_null(True)
+        missing = pc.call_function("or", [missing, is_empty])
+    return missing.to_numpy(zero_copy_only=False)
+
+
 def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
     """`[n]` int64, float64 or datetime64[us], and the name of their kind.
 
     Integers and floats stay what they are. Dates have a type of Arrow, or are text of ISO
-    8601; they become UTC if they have a zone.
+    8601, perhaps with "/" between year, month and day; they become UTC if they have a zone.
 
     Returns None if they are of several kinds, or one is not a time, not finite or does not
     fit in the type.
@@ -114,7 +124,7 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
     elif pt.is_timestamp(type_):
         wanted = [_TIMES[3 if type_.tz else 2]]
     elif pt.is_large_string(type_):
-        wanted, times = _TIMES, trim(times)
+        wanted, times = _TIMES, _with_dashes(trim(times))
     else:
         return None
     for to, kind in wanted:
@@ -136,12 +146,20 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
     return None
 
 
+def _with_dashes(texts: pa.Array) -> pa.Array:
+    """Dates such as 2024/12/31 as ISO 8601 has them, with the year first."""
+    if not len(texts) or not _SLASHED.match(texts[0].as_py() or ""):
+        return texts  # most columns end here, at no cost
+    how = pc.ReplaceSubstringOptions(_SLASHED.pattern, r"\1-\2-\3")
+    return pc.call_function("replace_substring_regex", [texts], how)
+
+
 def mixed_times(timed: bool) -> str:
     """The message for an event that differs from those before it."""
     event, earlier = ("no time", "one") if timed else ("a time", "none")
     return (
         f"an event has {event} but earlier events have {earlier}; give all events a time "
-        "or none"
+        "or none, or leave times out: time=None"
     )
 
 

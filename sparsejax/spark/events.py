@@ -12,7 +12,13 @@ import pyarrow.types as pt
 
 from sparsejax.data import arrow
 from sparsejax.data.columns import Chosen, Columns
-from sparsejax.data.events import NO_ITEM, NO_TIME, NO_USER, NO_VALUE
+from sparsejax.data.events import (
+    NO_ITEM,
+    NO_TIME,
+    NO_USER,
+    NO_VALUE,
+    check_times,
+)
 from sparsejax.data.files import DataError
 from sparsejax.data.spelling import exact_bits, is_text
 from sparsejax.data.tables import find_table_layout, inner_type, is_list
@@ -68,8 +74,7 @@ def frame_events(
     layout = find_table_layout(
         PATH, schema, chosen, indicator=indicator, with_time=with_time
     )
-    if with_time and layout.time is None:
-        raise DataError.at(PATH, "has no column of times; name it: time=COLUMN")
+    check_times(PATH, layout.source, with_time)
     roles = {"user": layout.user, "item": layout.item}
     roles |= {"value": layout.value} if layout.value is not None else {}
     roles |= {"time": layout.time} if layout.time is not None else {}

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
-from sparsejax.data.columns import Chosen, Column
+from sparsejax.data.columns import BY_NAME, Chosen, Column
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
     MANIFEST,
@@ -143,7 +143,7 @@ def prepare(
     with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
         events = frame_events(
             frame,
-            Chosen(user, item, value, time),
+            Chosen(user, item, value, BY_NAME if time is None else time),
             indicator=indicator,
             with_time=needs_time(cut, duplicates),
         )

@@ -138,7 +138,7 @@ def _by_prepare(source, folder, **options):
 
 
 def _by_command(source, folder, histories=False, more=()):
-    out = folder / "split"
+    out = folder / f"split{len(list(folder.iterdir()))}"
     argv = ["split", source, "--by", "last", "--out", str(out), *more]
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         status = main([*argv, "--histories"] if histories else argv)
@@ -321,3 +321,142 @@ def test_wrong_events_of_polars_are_left_out(tmp_path):
     lists = frame.group_by("user", maintain_order=True).agg("item", "time")
     manifest = sj.prepare(lists, tmp_path / "lists", split_last=1, skip_bad=True)
     assert list(manifest.skipped.values()) == [1]
+
+
+@each([way for way in WAYS if way.form is not _int96])
+def test_slashes_behind_the_year(way, tmp_path):
+    times = [date.replace("-", "/") + "T19:39:37" for date in DATES]
+    assert way.call(way.form(table(pa.array(times)), tmp_path), tmp_path) == LAST
+
+
+# Times that cannot be parsed. The newest event is first in the file, as logs often are.
+SLASHED = ["06/09/2015", "06/08/2015", "06/07/2015", "06/09/2015", "06/08/2015"]
+UNREADABLE = {
+    "slashes": (SLASHED, "time '06/09/2015' is neither a finite number nor a date"),
+    "spaces first": (["", *SLASHED[1:]], "time '06/08/2015' is neither"),
+    "empty": ([""] * 5, "none of its cells has a time"),
+}
+FILE_ORDER = {"a": "z", "b": "y"}
+ALL = {"a": ["x", "y", "z"], "b": ["x", "y"]}
+NOT_READ = r"the order was not read: 'time' is the column of times, but "
+REMEDY = "say that the order of the file is meant: "
+
+
+@each([way for way in HISTORIES if way.form not in (_int96, _pandas)])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_an_order_that_is_not_read_is_an_error(way, kind, tmp_path):
+    times, problem = UNREADABLE[kind]
+    source = way.form(table(pa.array(times)), tmp_path)
+    of_command = way.name == "histories"
+    flag = "--no-time" if of_command else "time=None"
+    with pytest.raises(ValueError, match=f"{NOT_READ}{problem}") as caught:
+        way.call(source, tmp_path)
+    assert REMEDY + flag in str(caught.value)
+    no_time = {"more": ["--no-time"]} if of_command else {"time": None}
+    assert way.call(source, tmp_path, **no_time) == FILE_ORDER
+
+
+@each([way for way in SETS if way.form is not _int96])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_sets_leave_out_what_is_no_time_and_say_so(way, kind, tmp_path):
+    times, problem = UNREADABLE[kind]
+    source = way.form(table(pa.array(times)), tmp_path)
+    read = sj.from_arrow if hasattr(source, "__arrow_c_stream__") else sj.read
+    data = read(source)
+    found = {user: sorted(items) for user, items in _items(data).items()}
+    assert data.times is None and found == ALL
+    assert data.columns is not None and data.columns.time is None
+    assert f"not read: time ({problem}" in str(data.columns)
+    plain = read(source, time=None)
+    assert plain.columns is not None and "not read: time;" in str(plain.columns)
+    if kind == "slashes":  # who names the column wants it
+        with pytest.raises(ValueError, match=f"{problem}.*leave times out: time=None"):
+            read(source, time="time")
+
+
+@pytest.mark.parametrize("form", [_csv, _parquet, _arrow, _polars, _lists])
+def test_where_times_are_needed_the_error_shows_the_cell(form, tmp_path):
+    source = form(table(pa.array(SLASHED)), tmp_path)
+    message = (
+        "has no column of times: 'time' is the column of times, but time '06/09/2015'"
+    )
+    with pytest.raises(ValueError, match=message):
+        sj.prepare(source, tmp_path / "out", split_last=1)
+    sj.prepare(source, tmp_path / "out", split_fraction=0.5)  # times are not needed
+    if isinstance(source, str):
+        with pytest.raises(ValueError, match="has no times: 'time' is .* '06/09/2015'"):
+            _by_command(source, tmp_path)
+
+
+@pytest.mark.parametrize("type_", [pa.bool_(), pa.time64("us"), pa.duration("s")])
+def test_types_that_are_no_times(type_, tmp_path):
+    times = pa.nulls(5, type_) if type_ == pa.bool_() else pa.array([1] * 5, type_)
+    given = table(times)
+    for read in (
+        sj.read_sequences,
+        lambda t, **o: _by_scan(_parquet(t, tmp_path), **o),
+    ):
+        with pytest.raises(ValueError, match=rf"{NOT_READ}.* is not a time"):
+            read(given)
+        read(given, time=None)
+    assert sj.from_arrow(given).times is None
+
+
+@each([way for way in WAYS if way.name.startswith("read") and way.form is not _int96])
+def test_missing_among_times(way, tmp_path):
+    source = way.form(table(pa.array([5, None, 4, 3, 2])), tmp_path)
+    if way.form is _pandas:
+        return  # it makes NaN of it, which is no time
+    message = "an event has no time but earlier events have one; .*: time=None"
+    with pytest.raises(ValueError, match=message):
+        way.call(source, tmp_path)
+    if way.name == "read_sequences":
+        assert way.call(source, tmp_path, time=None) == FILE_ORDER
+
+
+def test_two_columns_of_times(tmp_path):
+    given = table(pa.array([1, 2, 3, 4, 5])).append_column("date", pa.array(DATES))
+    for read in (sj.from_arrow, sj.read_sequences):
+        with pytest.raises(ValueError, match="which column is the time.*: time=None"):
+            read(given)
+        assert read(given, time=None).times is None
+        assert _last(read(given, time="date")) == LAST
+
+
+def test_what_a_sequence_dataset_says_it_read(tmp_path, capsys):
+    given = table(pa.array(DATES)).append_column("price", pa.array([1.0] * 5))
+    data = sj.read_sequences(given)
+    text = (
+        "user = user (string), item = item (string), time = time (string); not read: price; "
+        "2 histories of 3 items, 5 entries in the order of time"
+    )
+    assert str(data.columns) == text
+    for part in (*data.split_last(), data.align_features(["x", "y", "z"])):
+        assert part.columns is not None and part.columns.user is not None
+    assert "in the order of the file" in str(
+        sj.read_sequences(given, time=None).columns
+    )
+    _by_command(_parquet(given, tmp_path), tmp_path, histories=True)
+    some = sj.read_sequences(given, features=["x", "y", "z", "more"])
+    assert "2 histories of 4 items, 5 entries" in str(some.columns)
+
+
+def test_saved_data_and_no_time(tmp_path):
+    data = sj.read_sequences(table(pa.array(DATES)))
+    data.save(tmp_path / "histories")
+    plain = sj.read_sequences(tmp_path / "histories", time=None)
+    assert plain.times is None and plain.indices.tolist() == data.indices.tolist()
+    data.to_sparse().save(tmp_path / "set")
+    assert sj.read(tmp_path / "set", time=None).times is None
+    with pytest.raises(ValueError, match="no order but that of its times"):
+        sj.read_sequences(tmp_path / "set", time=None)
+
+
+def test_flags_that_do_not_go_together(tmp_path):
+    source = _csv(table(pa.array(DATES)), tmp_path)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        both = ["--time", "time", "--no-time"]
+        assert main(["convert", source, str(tmp_path / "out.csv"), *both])
+        assert main(["prepare", source, str(tmp_path / "out"), "--no-time"])
+    assert "give --time or --no-time, not both" in stderr.getvalue()
+    assert "--no-time is of no use for prepare" in stderr.getvalue()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -225,14 +226,14 @@ def test_times_that_are_missing_or_mixed(tmp_path, times, problem):
     ],
 )
 def test_what_is_no_data_set(changed, problem):
-    parts = {
+    given = {
         "indptr": [0, 0, 2],
         "indices": [1, 1],
         "row_names": as_names(["a", "b"]),
         "feature_names": as_names(["x", "y"]),
     }
-    parts = {name: np.asarray(part) for name, part in parts.items()}
+    parts: dict[str, Any] = {name: np.asarray(part) for name, part in given.items()}
     changed = {name: np.asarray(part) for name, part in changed.items()}
     sj.SequenceDataset(**parts)
     with pytest.raises(ValueError, match=re.escape(problem)):
-        sj.SequenceDataset(**(parts | changed))
+        sj.SequenceDataset(**{**parts, **changed})
