@@ -236,8 +236,8 @@ class CSR:
         pad = (0, nse - len(indices))
         return cls(
             None if data is None else np.pad(data, pad),
-            np.pad(indices.astype(np.int32), pad),
-            indptr.astype(np.int32),
+            np.pad(as_int32("indices", indices), pad),
+            as_int32("indptr", indptr),
             num_cols=matrix.shape[1],
         )
 
@@ -395,6 +395,23 @@ def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
     return jnp.cumsum(passed, dtype=jnp.int32)
 
 
+def as_int32(what: str, values: np.ndarray) -> np.ndarray:
+    """Integers of any width as int32.
+
+    Raises:
+      ValueError: one does not fit. It would become another number.
+    """
+    if values.dtype == np.int32:
+        return values
+    bounds = np.iinfo(np.int32)
+    outside = (values < bounds.min) | (values > bounds.max)
+    if outside.any():
+        raise ValueError(
+            f"{what} has the number {values[outside][0]:,}, which does not fit in int32"
+        )
+    return values.astype(np.int32)
+
+
 def _as_float(values: np.ndarray) -> np.ndarray:
     if np.issubdtype(values.dtype, np.floating):
         return values
@@ -415,7 +432,7 @@ def _check(csr: CSR) -> None:
             raise ValueError(f"{name} must be integers, got {array.dtype}")
     if indptr.size == 0 or indptr[0] != 0:
         raise ValueError("indptr must start with 0 and have rows + 1 elements")
-    falling = np.flatnonzero(np.diff(indptr) < 0)
+    falling = np.flatnonzero(indptr[1:] < indptr[:-1])  # a difference may wrap
     if falling.size:
         r = falling[0]
         raise ValueError(

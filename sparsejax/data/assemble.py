@@ -22,7 +22,7 @@ from sparsejax.data.dataset import (
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import NameEncoder, Names
 from sparsejax.data.vocabulary import vocabulary_order
-from sparsejax.sparse import CSR, MAX_ENTRIES
+from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
 Features = SparseDataset | Iterable[object] | None
 
@@ -171,7 +171,7 @@ def encode(
                 f"more than {MAX_ENTRIES:,} entries; split the file by rows",
             )
         if block.lengths is not None:
-            lengths.append(block.lengths.astype(np.int32))
+            lengths.append(as_int32("a list", block.lengths))
         if block.values is not None:
             values.append(block.values)
         if block.times is not None:

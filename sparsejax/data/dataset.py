@@ -23,7 +23,7 @@ from sparsejax.data.split import (
     heldout_last,
     heldout_rows,
 )
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
 
 class UnknownFeaturesWarning(UserWarning):
@@ -95,14 +95,8 @@ class SparseDataset:
                 )
             _names.check_unique(given, what)
             object.__setattr__(self, f"{what}_names", given)
-        left_out = self.left_out
-        if left_out is not None:
-            left_out = np.asarray(left_out, np.int32)
-            if left_out.shape != (matrix.num_rows,) or left_out.min(initial=0) < 0:
-                raise ValueError(
-                    f"left_out must be a count for each of the {matrix.num_rows:,} rows"
-                )
-            object.__setattr__(self, "left_out", left_out if left_out.any() else None)
+        left_out = checked_left_out(self.left_out, matrix.num_rows)
+        object.__setattr__(self, "left_out", left_out)
         _check_times(self.times, self.order, self.num_entries)
 
     def __repr__(self) -> str:
@@ -399,7 +393,7 @@ class SparseDataset:
             ),
             names,
             self.feature_names,
-            np.bincount(row, np.concatenate(left_out), len(names)).astype(np.int32),
+            np.bincount(row, np.concatenate(left_out), len(names)),
             times,
             order,
         )
@@ -677,9 +671,9 @@ def _host(matrix: CSR) -> CSR:
     Raises:
       ValueError: a row has a column twice.
     """
-    indptr = np.asarray(matrix.indptr, np.int32)
+    indptr = as_int32("indptr", np.asarray(matrix.indptr))
     count = int(indptr[-1])
-    indices = np.asarray(matrix.indices, np.int32)[:count]
+    indices = as_int32("indices", np.asarray(matrix.indices)[:count])
     data = None
     if matrix.data is not None:
         # Too large a value becomes inf, and CSR reports its place.
@@ -716,6 +710,23 @@ def _check_times(
         raise ValueError(f"order must be int64, got {order.dtype}")
 
 
+def checked_left_out(left_out: object, num_rows: int) -> np.ndarray | None:
+    """`[rows]` int32, or None if nothing was left out.
+
+    Raises:
+      ValueError: these are not a count for each row.
+    """
+    if left_out is None:
+        return None
+    given = np.asarray(left_out)
+    with np.errstate(invalid="ignore"):
+        whole = given.astype(np.int64)
+    wrong = (whole != given) | (whole < 0) | (whole > MAX_ENTRIES)
+    if given.shape != (num_rows,) or wrong.any():
+        raise ValueError(f"left_out must be a count for each of the {num_rows:,} rows")
+    return whole.astype(np.int32) if whole.any() else None
+
+
 def check_times(times: np.ndarray) -> None:
     """Raises ValueError unless these are finite and of a type that times have."""
     if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
@@ -743,6 +754,10 @@ def entries_of(indptr: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def offsets(lengths: np.ndarray) -> np.ndarray:
-    """`[n + 1]` int32: 0 and the running sums."""
+    """`[n + 1]` int32: 0 and the running sums.
+
+    Raises:
+      ValueError: there are too many entries.
+    """
     total = np.cumsum(lengths, dtype=np.int64)
-    return np.concatenate([np.zeros(1, np.int64), total]).astype(np.int32)
+    return as_int32("indptr", np.concatenate([np.zeros(1, np.int64), total]))

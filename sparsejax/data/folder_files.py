@@ -21,6 +21,7 @@ from sparsejax.data.files import shown
 from sparsejax.data.folder import MANIFEST, PART_KEY, DataFile, Manifest, Part
 from sparsejax.data.names import Names, to_arrow
 from sparsejax.data.stores import Place, crc32, path_of
+from sparsejax.sparse import as_int32
 
 # Entries of a row group, which is read as a whole, and of a file.
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
@@ -106,7 +107,7 @@ class Rows:
 
     def table(self) -> pa.Table:
         """The columns of a file."""
-        offsets = arrow.from_numbers(self.indptr.astype(np.int32))
+        offsets = arrow.from_numbers(as_int32("indptr", self.indptr))
         columns = {"row": self.names}
         for name, leaf in (("indices", self.indices), ("values", self.values)):
             if leaf is not None:
@@ -158,7 +159,7 @@ def rows_of(
         user, columns = user[known], columns[known]
         values = None if values is None else values[known]
         counts = np.bincount(user, minlength=len(names))
-        left_out = (there - counts)[rows].astype(np.int32)
+        left_out = as_int32("left_out", (there - counts)[rows])
         there = counts
     return Rows(
         names if len(rows) == len(names) else names.take(arrow.from_numbers(rows)),

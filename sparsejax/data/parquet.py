@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from sparsejax.data import arrow, stores
 from sparsejax.data.files import DataError, Path, check_regular, is_address
 from sparsejax.data.names import Names, as_names, to_arrow
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, as_int32
 from sparsejax.whole_files import whole_file
 
 VERSION = 1
@@ -80,7 +80,8 @@ def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
       size: number of ids that there are.
     """
     # Not the constructor, which wants ascending columns.
-    return CSR.tree_unflatten(size, (None, flat, indptr.astype(np.int32), None))
+    leaves = (None, flat, as_int32("indptr", indptr), None)
+    return CSR.tree_unflatten(size, leaves)
 
 
 def write_parquet(path: Path, parts: Parts, *, sequences: bool = False) -> None:
@@ -92,7 +93,7 @@ def write_parquet(path: Path, parts: Parts, *, sequences: bool = False) -> None:
       OSError: the file cannot be written.
     """
     matrix = parts.matrix
-    offsets = arrow.from_numbers(np.asarray(matrix.indptr, np.int32))
+    offsets = arrow.from_numbers(as_int32("indptr", np.asarray(matrix.indptr)))
     leaves = (matrix.indices, matrix.data, parts.times, parts.order)
     lists = {
         name: pa.ListArray.from_arrays(offsets, arrow.from_numbers(np.asarray(leaf)))
@@ -383,9 +384,9 @@ def _read_table(path: Path, file: pq.ParquetFile, sequences: bool) -> Parts:
         )
         for name, parts in found.items()
     }
-    indptr = np.cumsum(np.concatenate(lengths)).astype(np.int32)
     size = len(feature_names)
     try:
+        indptr = as_int32("indptr", np.cumsum(np.concatenate(lengths)))
         matrix = (
             id_lists(leaves.pop("indices"), indptr, size)
             if sequences

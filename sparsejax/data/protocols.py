@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsejax.data.dataset import SparseDataset, Split
 from sparsejax.data.readers import read_pairs
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, as_int32
 
 
 class UnseenUsers(NamedTuple):
@@ -117,7 +117,7 @@ def random_candidates(
     matrix = CSR(
         None,
         np.concatenate([np.zeros(0, np.int64), *drawn]).astype(np.int32),
-        np.cumsum(lengths).astype(np.int32),
+        as_int32("indptr", np.cumsum(lengths)),
         num_cols=whole.num_features,
     )
     return SparseDataset(matrix, whole.row_names, whole.feature_names)

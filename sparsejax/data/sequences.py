@@ -17,6 +17,7 @@ from sparsejax.data.dataset import (
     UnknownFeaturesWarning,
     about_unknown,
     check_times,
+    checked_left_out,
     entries_of,
     latest_events,
     offsets,
@@ -24,7 +25,7 @@ from sparsejax.data.dataset import (
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import FeatureNames, Names
 from sparsejax.data.split import Time, heldout_entries, heldout_from, heldout_rows
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, as_int32
 
 
 class Histories(NamedTuple):
@@ -54,7 +55,7 @@ class Histories(NamedTuple):
         """
         is_entry, entries = self._last(length)
         rows = np.full(is_entry.shape, -1, np.int32)
-        rows[is_entry] = self.indices[entries]
+        rows[is_entry] = as_int32("indices", self.indices[entries])
         return rows
 
     def padded_times(self, length: int) -> np.ndarray:
@@ -142,7 +143,8 @@ class SequenceDataset:
                     f"{name} must be integers of one dimension, got "
                     f"{given.dtype}{list(given.shape)}"
                 )
-            put(name, given.astype(np.int32, copy=False))
+            # Checked below before it becomes int32, in which it might wrap.
+            put(name, given if given.dtype == np.int32 else given.astype(np.int64))
         for what in ("row", "feature"):
             put(f"{what}_names", _names.as_names(getattr(self, f"{what}_names")))
             _names.check_unique(getattr(self, f"{what}_names"), what)
@@ -163,15 +165,11 @@ class SequenceDataset:
                 f"entry {entry:,} is feature {self.indices[entry]}, but there are "
                 f"{self.num_features:,} features"
             )
+        for name in ("indptr", "indices"):
+            put(name, as_int32(name, getattr(self, name)))
         if self.times is not None:
             self._check_times(self.times)
-        if self.left_out is not None:
-            left_out = np.asarray(self.left_out, np.int32)
-            if left_out.shape != (self.num_rows,) or left_out.min(initial=0) < 0:
-                raise ValueError(
-                    f"left_out must be a count for each of the {self.num_rows:,} rows"
-                )
-            put("left_out", left_out if left_out.any() else None)
+        put("left_out", checked_left_out(self.left_out, self.num_rows))
 
     def _check_times(self, times: np.ndarray) -> None:
         if times.shape != self.indices.shape:

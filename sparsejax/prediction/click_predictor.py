@@ -19,7 +19,7 @@ from sparsejax.data.names import Names
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import sizes_for
-from sparsejax.sparse import CSR, host_rows
+from sparsejax.sparse import CSR, as_int32, host_rows
 
 # Larger rooms for ids are so many times as large as smaller ones.
 _ROOM_STEP = 4
@@ -279,7 +279,7 @@ def _packed(
     order = np.argsort(bag, kind="stable")
     counts = np.bincount(bag, minlength=rows * stack.bags)
     indptr = np.concatenate([[0], np.cumsum(counts)])
-    return place[order].astype(np.int32), indptr.astype(np.int32)
+    return as_int32("ids", place[order]), as_int32("indptr", indptr)
 
 
 def _entries(ids: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
