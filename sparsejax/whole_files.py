@@ -25,11 +25,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Generator, Iterable
+from typing import Any
 
 from sparsejax import file_locks
 
-# The functions that open a compressed file, by the end of its name.
-COMPRESSED = {".gz": gzip.open, ".xz": lzma.open}
+# Ends of the names of files that are compressed.
+COMPRESSED = (".gz", ".xz")
 
 # What has no lock that can be seen here has no writer if it was quiet for this time.
 _QUIET_SECONDS = 24 * 3600
@@ -58,12 +59,27 @@ def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
 
     The file is compressed if its name ends in `.gz` or `.xz`.
     """
-    opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
     with (
         _replacing(path) as temporary,
-        opener(temporary, "xt", encoding="utf-8", newline="\n") as file,
+        _packing(temporary, path) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8", newline="\n") as file,
     ):
         yield file
+
+
+@contextlib.contextmanager
+def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
+    """Opens a file for bytes that are compressed as the name of `path` says."""
+    suffix = pathlib.Path(path).suffix
+    with open(temporary, "xb") as file:
+        if suffix == ".gz":  # the same content is the same file, whenever it is written
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+                yield packed
+        elif suffix == ".xz":
+            with lzma.open(file, "wb") as packed:
+                yield packed
+        else:
+            yield file
 
 
 def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -> None:
@@ -78,12 +94,9 @@ def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -
     with contextlib.ExitStack() as stack:
         for path, content in contents:
             temporary = stack.enter_context(_replacing(path))
-            opener = open
-            if isinstance(content, str):
-                opener = COMPRESSED.get(pathlib.Path(path).suffix, open)
-                content = content.encode()
-            with opener(temporary, "xb") as file:
-                file.write(content)
+            is_text = isinstance(content, str)
+            with _packing(temporary, path if is_text else "") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager

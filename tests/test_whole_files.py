@@ -54,6 +54,19 @@ def test_text_is_compressed_by_its_name(tmp_path, name, opener):
         assert file.read() == b"\xc3\xa4\n"
 
 
+@pytest.mark.parametrize("name", ["d.csv.gz", "d.xz", "d.txt"])
+def test_the_same_text_is_the_same_bytes(tmp_path, monkeypatch, name):
+    written = []
+    for now in (1e9, 2e9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        with whole_text_file(tmp_path / name) as file:
+            file.write("a\n")
+        once = (tmp_path / name).read_bytes()
+        write_together([(tmp_path / name, "a\n")])
+        written.append((once, (tmp_path / name).read_bytes()))
+    assert written[0] == written[1]
+
+
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "folder").mkdir()
     link, path = tmp_path / "link", tmp_path / "folder" / "d"

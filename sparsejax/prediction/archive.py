@@ -45,6 +45,7 @@ from sparsejax.whole_files import check_writable, whole_file
 
 # Limits on what a file may state, far above what `save` writes.
 _MOST_SETTINGS, _MOST_PROGRAM, _MOST_PROGRAMS = 2**20, 2**24, 64
+_PIECE = 2**24  # bytes that are read at a time
 _DTYPES = {
     name
     for name in (
@@ -124,17 +125,22 @@ def _write(path, name, settings, more, programs, parts) -> None:
             settings["calling_convention"] = program.calling_convention_version
             # Programs are mostly text, so they shrink.
             archive.writestr(
-                f"programs/{size}",
+                _part(f"programs/{size}"),
                 bytes(program.mlir_module_serialized),
                 compress_type=zipfile.ZIP_DEFLATED,
             )
         for i, weight_parts in enumerate(parts):
-            with archive.open(f"weights/{i}", "w", force_zip64=True) as entry:
+            with archive.open(_part(f"weights/{i}"), "w", force_zip64=True) as entry:
                 for part in weight_parts:
                     entry.write(_bytes_of(part))
         for other, document in more.items():
-            archive.writestr(other, json.dumps(document))
-        archive.writestr(name, json.dumps(settings, indent=2))
+            archive.writestr(_part(other), json.dumps(document))
+        archive.writestr(_part(name), json.dumps(settings, indent=2))
+
+
+def _part(name: str) -> zipfile.ZipInfo:
+    """An entry without the time, so that the same model is the same bytes."""
+    return zipfile.ZipInfo(name)
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -266,13 +272,32 @@ def _num_bytes(array: jax.ShapeDtypeStruct) -> int:
 def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     """The content of a part of the archive; its checksum is compared.
 
+    Never more than `most` bytes are unpacked, whatever the archive states.
+
     Raises:
-      ValueError: the part is larger than `most` bytes.
+      ValueError: the part is larger than `most` bytes or than is stated, or packed in
+        another way than `save` does.
     """
-    found = archive.getinfo(name).file_size
-    if found > most:
-        raise ValueError(f"{name} has {found:,} bytes, more than {most:,}")
-    return archive.read(name)
+    found = archive.getinfo(name)
+    if found.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(
+            f"{name} is packed by method {found.compress_type}; expected stored or "
+            "deflated parts"
+        )
+    if found.file_size > most:
+        raise ValueError(f"{name} has {found.file_size:,} bytes, more than {most:,}")
+    is_packed = found.compress_type == zipfile.ZIP_DEFLATED
+    if not is_packed and found.compress_size != found.file_size:
+        raise ValueError(f"{name} states two sizes")
+    with archive.open(found) as part:
+        # Read as a whole, it would be unpacked before it is cut to the stated size.
+        pieces, left = [], found.file_size
+        while left and (piece := part.read(min(left, _PIECE))):
+            pieces.append(piece)
+            left -= len(piece)
+    if left:
+        raise ValueError(f"{name} has {left:,} bytes fewer than it states")
+    return b"".join(pieces)
 
 
 def entry[T](stated: Any, name: str, kind: type[T]) -> T:

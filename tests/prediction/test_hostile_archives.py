@@ -1,0 +1,105 @@
+"""A small file of a predictor that would be unpacked to a large one."""
+
+import struct
+import time
+import tracemalloc
+import zipfile
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import sparsejax as sj
+from sparsejax.prediction import archive
+
+LOADERS = {
+    "predictor.json": sj.load_predictor,
+    "clicks.json": sj.load_click_predictor,
+}
+METHODS = [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+SIZE = 2**27
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def packed(request, tmp_path_factory):
+    """Blanks, packed by a method, as the bytes of a zip file."""
+    path = tmp_path_factory.mktemp("bomb") / "zip"
+    with zipfile.ZipFile(path, "w", request.param) as new:
+        new.writestr("name", b" " * SIZE)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("stated", [100, SIZE])
+def test_no_more_is_unpacked_than_is_allowed(packed, name, stated, tmp_path):
+    path = tmp_path / "bomb"
+    path.write_bytes(packed)
+    rename(path, name)
+    state(path, stated)
+    assert path.stat().st_size < 2**20
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"^{path}: is not a predictor, or is damaged"):
+        LOADERS[name](path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+def rename(path, name):
+    """Gives the only part another name."""
+    with zipfile.ZipFile(path) as old:
+        [info] = old.infolist()
+    content = path.read_bytes()
+    start = info.header_offset + 30 + len("name")
+    packed = content[start : start + info.compress_size]
+    encoded = name.encode()
+    facts = (info.CRC, len(packed), info.file_size, len(encoded))
+    shared = (info.flag_bits & 0, info.compress_type, 0, 33, *facts, 0)
+    local = struct.pack("<4s5H3L2H", b"PK\3\4", 63, *shared) + encoded
+    central = struct.pack("<4s2B5H3L5H2L", b"PK\1\2", 63, 3, 63, *shared, 0, 0, 0, 0, 0)
+    central += encoded
+    counts = (0, 0, 1, 1, len(central), len(local) + len(packed), 0)
+    end = struct.pack("<4s4H2LH", b"PK\5\6", *counts)
+    path.write_bytes(local + packed + central + end)
+
+
+def state(path, size):
+    """Lets the directory state another size, with the checksum of so many blanks."""
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\1\2")
+    struct.pack_into("<L", content, at + 16, zlib.crc32(b" " * size))
+    struct.pack_into("<L", content, at + 24, size)
+    path.write_bytes(content)
+
+
+def test_a_stored_part_that_states_two_sizes(tmp_path):
+    path = tmp_path / "two"
+    with zipfile.ZipFile(path, "w") as new:
+        new.writestr("name", b" " * 100)
+    rename(path, "predictor.json")
+    for size in (50, 200):
+        state(path, size)
+        with pytest.raises(ValueError, match=r"predictor.json states two sizes"):
+            sj.load_predictor(path)
+
+
+def test_the_same_model_is_the_same_bytes(tmp_path, monkeypatch):
+    written = []
+    for now in (1e9, 2e9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        monkeypatch.setattr(time, "localtime", lambda *_, now=now: time.gmtime(now))
+        weights = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+        like = jax.ShapeDtypeStruct(weights.shape, weights.dtype)
+        archive.save(
+            tmp_path / "p",
+            "predictor.json",
+            {"version": 1},
+            more={"items.json": ["a"]},
+            programs=[(1, export.export(jax.jit(jnp.sin))(1.0))],
+            weights=[archive.Stored(like, iter([weights]))],
+        )
+        written.append((tmp_path / "p").read_bytes())
+    assert written[0] == written[1]
