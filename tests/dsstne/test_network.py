@@ -323,10 +323,12 @@ def test_a_network_that_cannot_be_trained_is_read_and_ranks(
     activation = int(attributes.get("layer2_activation", 0))
     expected = made.get(activation, sigmoid)(z)
     np.testing.assert_allclose(network(x, deterministic=True), z, atol=1e-5)
-    np.testing.assert_allclose(network.units(x, "Output"), expected, atol=1e-5)
-    found = sj.recommend(network, x, k=2)
-    assert found.ids.tolist() == [[0, 1], [0, 1]]
-    np.testing.assert_allclose(found.scores, expected[:, :2], atol=1e-5)
+    units = network.values(x, "Output", deterministic=True)
+    np.testing.assert_allclose(units, expected, atol=1e-5)
+    if (attributes, message) in (UNTRAINED[0], UNTRAINED[2]):  # each is compiled
+        found = sj.recommend(network, x, k=2)
+        assert found.ids.tolist() == [[0, 1], [0, 1]]
+        np.testing.assert_allclose(found.scores, expected[:, :2], atol=1e-5)
     refused(network, x, rows([0.0, 1, 0], [1, 0, 0]), message)
     # What is read is what is written.
     dsstne.save_network(tmp_path / "again.nc", network)
