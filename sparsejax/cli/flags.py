@@ -362,7 +362,7 @@ class Evaluate:
     test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
     history: Annotated[UseAppendAction[tuple[str, ...]], _OptionalFile] = ()
     fold_in: Annotated[float | None, _value("FLOAT", "")] = None
-    seed: int = 0
+    seed: Annotated[int | None, _value("INT", "0")] = None
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
     popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
     baselines: Flag = False
@@ -451,7 +451,7 @@ class Export:
 class Convert:
     """Converts a file of interactions to another format.
 
-    Only parquet keeps features without entries. Times are kept by parquet and pairs.
+    Only parquet keeps features without entries.
 
     Attributes:
       input: File to read, which may be compressed (.gz, .xz). For Parquet also a folder,

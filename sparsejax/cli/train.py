@@ -101,7 +101,7 @@ def train(command: flags.Train) -> None:
             num_epochs=settings.num_epochs,
             seed=command.seed,
             validation=source.heldout,
-            k=command.k,
+            k=None if source.heldout is None else command.k,
             early_stopping=stopping,
             checkpoint_dir=checkpoints,
             checkpoint_seconds=command.checkpoint_seconds,

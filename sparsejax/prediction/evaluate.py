@@ -14,6 +14,7 @@ from sparsejax.data.scan_clicks import ScannedClicks
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.arguments import kind_of, refused
 from sparsejax.prediction.click_scores import ClickModel, evaluate_clicks
 from sparsejax.prediction.evaluation import INSIDE, Evaluation, Setup, prepare
 from sparsejax.prediction.histories import Unordered, unordered
@@ -26,6 +27,26 @@ from sparsejax.prediction.next_items import (
 from sparsejax.prediction.recommender import Recommender
 
 
+# `groups` of items and histories have no metric; `seed` and `features` go with `fold_in`.
+@refused(
+    "inputs",
+    kind_of,
+    {
+        "clicks": (
+            "heldout",
+            "k",
+            "fold_in",
+            "features",
+            "seed",
+            "exclude",
+            "unknown",
+            "candidates",
+            "popularity",
+        ),
+        "histories": ("fold_in", "features", "seed", "candidates", "groups"),
+        "items": ("groups",),
+    },
+)
 def evaluate(
     model: Recommender | HistoryModel | ClickModel,
     inputs: Sources | SequenceDataset | ClickDataset | ScannedClicks,
@@ -34,7 +55,7 @@ def evaluate(
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
     features: SparseDataset | Iterable[object] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     exclude: Unordered = "inputs",
     unknown: Literal["miss", "skip"] = "miss",
     candidates: Source | None = None,
@@ -86,8 +107,8 @@ def evaluate(
         histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
         `predict_clicks`.
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
-        histories, without `fold_in` and `candidates`; or clicks. Then the other arguments
-        are not used, but `groups`, `optimizer` and `batch_size`.
+        histories, without `fold_in` and `candidates`; or clicks, with `groups`,
+        `optimizer` and `batch_size` alone.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
@@ -96,7 +117,7 @@ def evaluate(
       features: used with `fold_in`, where `inputs` were read with a vocabulary of their
         own: the names of the model's features, or a data set with them. Entries of other
         features are left out after the choice, so they count as unknown.
-      seed: of the choice that `fold_in` makes.
+      seed: of the choice that `fold_in` makes; 0 by default.
       exclude: `[rows, items]`, what is never recommended, see `recommend`. The default is
         what the row has in `inputs`. Where there are several inputs, name one, here and
         below. Held-out entries that are excluded count as missed, and a warning gives
@@ -123,10 +144,9 @@ def evaluate(
         model cannot score candidates.
       ValueError: nothing is held out, or all of it is excluded. A held-out row is not in
         `inputs`, or has no candidates. An argument does not fit the model or another
-        argument.
+        argument, or this kind of data has no use for it.
     """
     if isinstance(inputs, ClickDataset | ScannedClicks):
-        _refuse("clicks", heldout=heldout, fold_in=fold_in, candidates=candidates)
         return evaluate_clicks(
             cast(ClickModel, model),
             inputs,
@@ -136,8 +156,6 @@ def evaluate(
         )
     rows = 512 if batch_size is None else batch_size
     if isinstance(inputs, SequenceDataset):
-        given = {"fold_in": fold_in, "features": features, "candidates": candidates}
-        _refuse("histories", **given, groups=groups)
         if heldout is None:
             raise ValueError("give heldout, as split_last makes it")
         options: dict[str, Any] = {"k": k, "exclude": exclude, "unknown": unknown}
@@ -152,7 +170,6 @@ def evaluate(
             f"top_k; got {type(model).__name__}. A click model takes a ClickDataset, a "
             "model of histories a SequenceDataset"
         )
-    _refuse("items", groups=groups)
     prepared = prepared_for(
         inputs,
         cast(Source | None, heldout),
@@ -198,7 +215,7 @@ def prepared_for(
     *,
     fold_in: float | None = None,
     features: SparseDataset | Iterable[object] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     **setup: Any,
 ) -> Evaluation:
     """What `evaluate` does before it runs the model, so that several can be measured.
@@ -207,7 +224,9 @@ def prepared_for(
     """
     chosen = Setup(**setup, trained_on_inputs=fold_in is None)
     if fold_in is not None:
-        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed, features)
+        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed or 0, features)
+    elif seed is not None:
+        raise ValueError("seed is used only with fold_in: leave it out")
     elif features is not None:
         raise ValueError(
             "features is used only with fold_in; for other data call align_features"
@@ -215,13 +234,6 @@ def prepared_for(
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     return prepare(inputs, heldout, chosen)
-
-
-def _refuse(kind: str, **given: object) -> None:
-    """Raises ValueError for an argument that is of no use."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} is of no use for {kind}: leave it out")
 
 
 def _folded_in(

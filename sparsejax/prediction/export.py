@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import export
 
@@ -16,9 +15,10 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.mesh.layout import replicated, without_mesh
+from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
+from sparsejax.prediction.arguments import Kind, refused
 from sparsejax.prediction.click_scores import ClickModel, Clicks
 from sparsejax.prediction.export_clicks import export_clicks, is_click_model
 from sparsejax.prediction.loop import check_positive
@@ -30,11 +30,21 @@ from sparsejax.prediction.next_items import (
 )
 from sparsejax.prediction.predictor import sizes_of_programs, unflattened
 from sparsejax.prediction.predictor_files import save_predictor
-from sparsejax.prediction.programs import Signature, check, on_this_process
+from sparsejax.prediction.programs import Signature, on_this_process
 from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
 
 
+def _kind(model: Any) -> Kind:
+    if is_click_model(model):
+        return "clicks"
+    return "items" if hasattr(model, "num_features") else "histories"
+
+
+_tables = ("table_dtype",)  # of a click model
+
+
+@refused("model", _kind, {"clicks": ("k",), "items": _tables, "histories": _tables})
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
@@ -78,7 +88,7 @@ def export_predictor(
         after `fit` or `Optimizer.flush`. It may have several inputs; a dense one is
         float32 unless `num_features` gives its dtype.
       path: the file, which is replaced if it exists.
-      k: most items per row that the predictor can recommend; of no use for clicks.
+      k: most items per row that the predictor can recommend; not for clicks.
       names: names of the items, or a data set whose features they are. The file keeps
         them. For a click model the data that it was trained on.
       table_dtype: for a click model, "int8" or "float8" for its tables; by default they
@@ -86,16 +96,15 @@ def export_predictor(
       batch_size: most rows that the predictor scores at a time.
 
     Raises:
-      FloatingPointError: a weight is NaN.
       OSError: the file cannot be written.
       OtherProcessError: process 0 could not write the file; the message says why.
       ValueError: the number of names is not that of the items. `path` cannot be a file.
+        This kind of model has no use for an argument.
         The model does something that a predictor may not do, for example a callback into
         Python. Of clicks: `names` do not fit the tables, or a table that is to become smaller
         has a number that is not finite.
     """
     check_positive(k=k, batch_size=batch_size)
-    _check_weights(model)
     if is_click_model(model):
         if not isinstance(names, Clicks | None):
             raise TypeError(
@@ -105,31 +114,11 @@ def export_predictor(
         options = {"table_dtype": table_dtype, "batch_size": batch_size}
         export_clicks(model, path, clicks=names, **options)
         return
-    if table_dtype is not None:
-        raise ValueError(
-            "table_dtype is for the tables of a click model, but this model has no "
-            "EmbeddingCollection; leave it out"
-        )
     if not hasattr(model, "num_features"):
         check_history_model(model)
         timed = isinstance(names, SequenceDataset) and has_times(model, names)
         model = NextItems(model, times=timed)
     _export_recommender(model, path, k, names, batch_size)
-
-
-def _check_weights(model: Any) -> None:
-    """Raises FloatingPointError if a weight is NaN."""
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and _has_nan(leaf):
-            raise FloatingPointError(
-                f"the weights {jax.tree_util.keystr(path)} have NaN, so recommendations "
-                "would be wrong; train again, for example with a lower learning rate"
-            )
-
-
-@jax.jit
-def _has_nan(weights: jax.Array) -> jax.Array:
-    return replicated(jnp.isnan(weights).any())
 
 
 def _export_recommender(
@@ -174,9 +163,7 @@ def _export_recommender(
             signature = Signature(
                 rows=rows, k=k, weights=abstract, inputs=rows_of_inputs(features)
             )
-            program = signature.program(top_k)
-            check(program)
-            yield rows, program
+            yield rows, signature.program(top_k)
 
     save_predictor(
         path,

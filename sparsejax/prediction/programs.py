@@ -21,18 +21,19 @@ else follows from the sizes, which the file states in JSON.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 from jax.extend import mlir
 from jax.extend.mlir import ir, passmanager
-from jax.interpreters.mlir import make_ir_context
+from jax.interpreters.mlir import lower_fun, make_ir_context
 
 from sparsejax.mesh.layout import without_mesh
 
@@ -77,8 +78,21 @@ class _Signature:
         raise NotImplementedError
 
     def program(self, function: Callable[..., Any]) -> export.Exported:
-        """Makes a program from a function of these arguments that JAX can trace."""
+        """Makes a program from a function of these arguments that JAX can trace.
 
+        Raises:
+          ValueError: the function does something that a program may not do.
+        """
+        jitted = self._jitted(function)
+        with without_mesh():  # the program is for one device
+            traced = jitted.trace(*self.arguments)  # errors of the function itself
+            with _failures_named(traced.jaxpr):
+                exported = self._exported(jitted)
+                _checked_type(exported.mlir_module_serialized)
+                code = _without_locations(exported.mlir_module_serialized)
+        return dataclasses.replace(exported, mlir_module_serialized=code)
+
+    def _jitted(self, function: Callable[..., Any]) -> Any:
         def typed(*arguments):
             found = function(*arguments)
             leaves, structure = jax.tree.flatten(self.results)
@@ -86,11 +100,13 @@ class _Signature:
             pairs = zip(arrays, leaves, strict=True)
             return structure.unflatten([x.astype(like.dtype) for x, like in pairs])
 
-        jitted = jax.jit(typed, keep_unused=True)
-        with without_mesh():  # the program is for one device
-            exported = export.export(jitted, platforms=PLATFORMS)(*self.arguments)
-        code = _without_locations(exported.mlir_module_serialized)
-        return dataclasses.replace(exported, mlir_module_serialized=code)
+        return jax.jit(typed, keep_unused=True)
+
+    def _exported(self, jitted: Any) -> export.Exported:
+        make = export.export(
+            jitted, platforms=PLATFORMS, _override_lowering_rules=_DECOMPOSED
+        )
+        return make(*self.arguments)
 
     def load(self, code: bytes, convention: int) -> export.Exported:
         """Restores a program that `program` made, from its StableHLO.
@@ -111,7 +127,8 @@ class _Signature:
                 f"{jax.__version__} knows {oldest} to {newest}: export it again, or use "
                 "a newer JAX"
             )
-        like = self.program(self._nothing)
+        with without_mesh():
+            like = self._exported(self._jitted(self._nothing))
         expected = _checked_type(like.mlir_module_serialized)
         found = _checked_type(code)
         if found != expected:
@@ -192,9 +209,75 @@ class ClickSignature(_Signature):
         return jax.ShapeDtypeStruct((self.rows,), jnp.float32)
 
 
-def check(program: export.Exported) -> None:
-    """Raises ValueError if the program does something that `Signature.load` refuses."""
-    _checked_type(program.mlir_module_serialized)
+def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any]):
+    """How a cumulative operation is lowered, on every platform: as JAX does on a CPU.
+
+    On a GPU JAX has operations of its own for some of them, which no file can hold.
+    """
+
+    def windows(x, *, axis, reverse):
+        more = x.shape[axis] - 1
+        sizes, padding = [1] * x.ndim, [(0, 0)] * x.ndim
+        sizes[axis] = more + 1
+        padding[axis] = (0, more) if reverse else (more, 0)
+        first = np.asarray(identity(x.dtype), x.dtype)
+        return lax.reduce_window(x, first, combine, sizes, [1] * x.ndim, padding)
+
+    return lower_fun(windows, multiple_results=False)
+
+
+def _least(dtype) -> Any:
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return -np.inf if floating else jnp.iinfo(dtype).min
+
+
+def _largest(dtype) -> Any:
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return np.inf if floating else jnp.iinfo(dtype).max
+
+
+_DECOMPOSED = (
+    (lax.cumsum_p, _decomposed(lax.add, lambda _: 0)),
+    (lax.cumprod_p, _decomposed(lax.mul, lambda _: 1)),
+    (lax.cummax_p, _decomposed(lax.max, _least)),
+    (lax.cummin_p, _decomposed(lax.min, _largest)),
+    (lax.cumlogsumexp_p, _decomposed(jnp.logaddexp, lambda _: -np.inf)),
+)
+
+
+def _with_effects(jaxpr: Any) -> list[str]:
+    """The operations of a traced function that do more than to compute."""
+    names = []
+    for equation in jaxpr.eqns:
+        inner = [
+            _with_effects(p)
+            for p in jax.tree.leaves(equation.params)
+            if hasattr(p, "eqns")
+        ]
+        names += [name for part in inner for name in part]
+        if equation.effects and not inner:
+            names.append(equation.primitive.name)
+    return names
+
+
+@contextlib.contextmanager
+def _failures_named(jaxpr: Any) -> Generator[None]:
+    """Within it, what JAX cannot lower or write raises ValueError of one line."""
+    try:
+        yield
+    except ValueError:
+        raise
+    # JAX and MLIR raise many kinds of exceptions, with messages of many lines.
+    except Exception as error:
+        text, effects = str(error), _with_effects(jaxpr)
+        found = re.search(r"composite.*? name = \"([\w.]+)\"", text)
+        found = found or re.search(r"(?:lowering for|operation) '?([\w.]+)", text)
+        name = effects[0] if effects else found and found[1]
+        what = f"the operation {name}" if name else text.split("\n")[0][:100]
+        raise ValueError(
+            f"a predictor cannot hold this model: {what} has no form that runs on CPUs "
+            "and GPUs without JAX"
+        ) from error
 
 
 def _without_locations(code: bytes) -> bytes:
@@ -230,7 +313,7 @@ def _checked_type(code: bytes) -> str:
             if name == "stablehlo.custom_call":
                 target = ir.StringAttr(operation.attributes["call_target_name"]).value
                 if target not in _CUSTOM_CALLS:
-                    refused.append(f"the custom call {target!r}")
+                    refused.append(f"the custom call {target!r}{_made_by(operation)}")
             elif name in _EXCHANGES or name.partition(".")[0] not in _DIALECTS:
                 refused.append(f"the operation {name}")
             return ir.WalkResult.INTERRUPT if refused else ir.WalkResult.ADVANCE
@@ -245,6 +328,12 @@ def _checked_type(code: bytes) -> str:
         if not main:
             raise ValueError("a program has no function main")
         return str(main[0].attributes["function_type"])
+
+
+def _made_by(operation: ir.Operation) -> str:
+    """The operation of JAX that became this one, while the program says so."""
+    found = re.search(r'^loc\("(?:[^"]*/)?(\w+)"', str(operation.location))
+    return f" (of {found[1]})" if found else ""
 
 
 def _name(function) -> str:

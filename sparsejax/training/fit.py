@@ -32,6 +32,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.arguments import kind_of, refused
 from sparsejax.prediction.click_scores import ClickModel
 from sparsejax.prediction.next_items import HistoryModel
 from sparsejax.prediction.recommender import Recommender
@@ -88,6 +89,7 @@ def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
 
 
 @_on_auto_axes
+@refused("inputs", kind_of, {"clicks": ("k",)})
 @_alone
 def fit(
     model: Fittable | HistoryModel | ClickModel,
@@ -106,7 +108,7 @@ def fit(
     seed: int = 0,
     shuffle: bool = True,
     validation: Source | SequenceDataset | ClickDataset | ScannedClicks | None = None,
-    k: int = 20,
+    k: int | None = None,
     early_stopping: EarlyStopping | None = None,
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
     checkpoint_seconds: float = 30.0,
@@ -182,7 +184,7 @@ def fit(
         `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
         twice, items that a row has are ranked, too. Of clicks: examples of the same
         columns, read with the same vocabularies.
-      k: cut-off of the validation metrics of items.
+      k: cut-off of the validation metrics of items; 20 by default.
       early_stopping: stop on a validation metric, and end with the best epoch's weights.
       checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
       checkpoint_seconds: save when this much time has passed since the last checkpoint,
@@ -211,8 +213,8 @@ def fit(
       FloatingPointError: the loss is not finite. The message names epoch and step. The
         last good checkpoint stays.
       TypeError: the model or the optimizer has another type.
-      ValueError: shapes, names, values or settings do not fit; a checkpoint is of other
-        data.
+      ValueError: shapes, names, values or settings do not fit; this kind of data has no
+        use for an argument; a checkpoint is of other data.
       NotImplementedError: `fused` with a tied output, with several targets, or with a
         model that has no `SparseOutput` of its own; one of several inputs is scanned;
         scanned clicks are text; histories have `weights`.
@@ -236,6 +238,9 @@ def fit(
     }
     if validation is None and early_stopping is not None:
         raise ValueError("early_stopping needs validation=... to measure its metric on")
+    if validation is None and k is not None:
+        raise ValueError("k is the cut-off of validation metrics: give validation, too")
+    k = 20 if k is None else k
     if fused and isinstance(targets, Mapping):
         raise NotImplementedError("several targets cannot have a fused update")
     of_data: list[Any] = [targets, weights, validation, early_stopping]

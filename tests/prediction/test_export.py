@@ -617,3 +617,110 @@ def test_a_linear_part_becomes_one_kernel_with_the_output(tmp_path):
     expected = sj.recommend(model, data[:5], K)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def small() -> Signature:
+    weights = (jax.ShapeDtypeStruct((4, 4), jnp.float32),)
+    return Signature(rows=1, k=16, weights=weights)
+
+
+def program_of(signature, f) -> Callable[[np.ndarray], np.ndarray]:
+    """What a program answers that holds `f` of its only array, exported and loaded."""
+
+    def top_k(weights, inputs, exclude):
+        scores = f(weights[0]).reshape(1, 16)
+        return jnp.zeros(scores.shape, jnp.int32), scores
+
+    made = signature.program(top_k)
+    loaded = signature.load(
+        made.mlir_module_serialized, made.calling_convention_version
+    )
+    nothing = np.zeros(1, np.int32), np.zeros(2, np.int32)
+    inputs = [(np.zeros(1, np.float32), *nothing)]
+    return lambda x: loaded.call([x], inputs, nothing)[1].reshape(4, 4)
+
+
+SUMS = {
+    "cumsum": (jnp.cumsum, np.cumsum),
+    "cumprod": (jnp.cumprod, np.cumprod),
+    "cummax": (jax.lax.cummax, np.maximum.accumulate),
+    "cummin": (jax.lax.cummin, np.minimum.accumulate),
+    "cumlogsumexp": (jax.lax.cumlogsumexp, np.logaddexp.accumulate),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_cumulative_operations_are_exported(small, name):
+    ours, oracle = SUMS[name]
+    x = np.random.default_rng(0).standard_normal((4, 4), np.float32)
+    for axis in (0, 1):
+        found = program_of(small, lambda x, axis=axis: ours(x, axis=axis))(x)
+        expected = oracle(x.astype(np.float64), axis=axis)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("f", "oracle"),
+    [
+        (lambda x: jax.lax.cumsum(x, reverse=True), lambda x: x[::-1].cumsum(0)[::-1]),
+        (
+            lambda x: jnp.cumsum(x.astype(jnp.int32), 1) + jnp.cumsum(x > 0, 1),
+            lambda x: x.astype(int).cumsum(1) + (x > 0).cumsum(1),
+        ),
+        (
+            lambda x: jax.lax.cummax((3 * x).astype(jnp.int32)),
+            lambda x: np.maximum.accumulate((3 * x).astype(int)),
+        ),
+        (
+            lambda x: jax.lax.scan(lambda c, y: (c, jnp.cumsum(y)), 0, x)[1],
+            lambda x: x.cumsum(1),
+        ),
+        (jax.vmap(jnp.cumsum), lambda x: x.cumsum(1)),
+        (
+            jax.grad(lambda x: jnp.sum(jnp.cumsum(x, 1) ** 2)),
+            lambda x: 2 * x.cumsum(1)[:, ::-1].cumsum(1)[:, ::-1],
+        ),
+    ],
+    ids=["reverse", "integers", "largest integer", "in a loop", "vmap", "gradient"],
+)
+def test_cumulative_operations_wherever_they_stand(small, f, oracle):
+    x = 3 * np.random.default_rng(1).standard_normal((4, 4), np.float32)
+    expected = oracle(x.astype(np.float64))
+    np.testing.assert_allclose(program_of(small, f)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("f", "name"),
+    [
+        (jnp.linalg.cholesky, "cholesky"),
+        (lambda x: jax.lax.linalg.triangular_solve(x, x), "triangular_solve"),
+        (lambda x: jax.lax.approx_max_k(x, 4)[0], "approx_top_k"),
+        (lambda x: jax.pure_callback(lambda y: y, x, x), "callback"),
+        (lambda x: [jax.debug.print("{}", x[0]), x][1], "debug_print"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_cannot_be_exported_is_named_in_a_line(small, f, name):
+    with pytest.raises(ValueError, match=name) as error:
+        program_of(small, f)
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+
+
+def test_errors_of_the_model_itself_stay(small):
+    def wrong(x):
+        raise KeyError("of the model")
+
+    with pytest.raises(KeyError, match="of the model"):
+        program_of(small, wrong)
+
+
+def test_a_model_with_negatives_is_exported(tmp_path):
+    config = sj.SASRecConfig(max_length=3, width=4, blocks=1, heads=1, negatives=2)
+    model = sj.build_sequence_model(config, items=5, rngs=nnx.Rngs(0))
+    sj.export_predictor(model, tmp_path / "p", k=2, names=list("abcde"), batch_size=1)
+    model.eval()
+    predictor = sj.load_predictor(tmp_path / "p")
+    ids, _ = model.top_k(jnp.array([[0, 1, 2]], jnp.int32), 2)
+    found = predictor.recommend_names(list("abc"), exclude_seen=False)
+    assert found == ["abcde"[i] for i in ids[0]]
