@@ -12,6 +12,8 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from sparsejax import losses
+from sparsejax.nn.activations import activation
 from sparsejax.ops.precision import Precision, check_precision
 
 VERSION = 1
@@ -219,8 +221,8 @@ class NetworkConfig:
         their features. The layers are trained without them. None adds nothing.
 
     Raises:
-      ValueError: the layers are not a chain, or a value is out of its range; the message
-        names the layer.
+      ValueError: the layers are not a chain, a value is out of its range, or there is no
+        such loss, option of it, or activation; the message names the layer.
     """
 
     layers: tuple[LayerConfig, ...]
@@ -232,6 +234,7 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         _check_chain(self.layers)
+        losses.get(self.loss, **dict(self.loss_options))  # raises if there is none
         check_precision(self.precision)
         if self.param_dtype not in ("float32", "bfloat16"):
             raise ValueError(
@@ -496,8 +499,15 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
             raise ValueError(
                 f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got {dtype!r}'
             )
-        if isinstance(layer, HiddenConfig) and layer.size < 1:
-            raise ValueError(f"layer {layer.name!r}: size {layer.size} is not positive")
+        if isinstance(layer, HiddenConfig):
+            if layer.size < 1:
+                raise ValueError(
+                    f"layer {layer.name!r}: size {layer.size} is not positive"
+                )
+            try:
+                activation(layer.activation)
+            except ValueError as error:
+                raise ValueError(f"layer {layer.name!r}: {error}") from None
         if isinstance(layer, OutputConfig):
             if layer.temperature is not None and not 0 < layer.temperature < math.inf:
                 raise ValueError(

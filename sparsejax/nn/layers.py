@@ -26,7 +26,7 @@ from sparsejax.nn.sampled import sampled_cross_entropy
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
-from sparsejax.ops.implementations import Implementation
+from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator, dot
 from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
 from sparsejax.ops.precision import Precision, check_precision
@@ -90,6 +90,8 @@ class SparseLinear(nnx.Module):
         implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
+        check_implementation(implementation)
+        gather.check_combiner(combiner)
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = dtype
@@ -180,6 +182,7 @@ class SparseOutput(nnx.Module):
         precision: Precision = None,
         rngs: nnx.Rngs,
     ):
+        check_implementation(implementation)
         check_precision(precision)
         if temperature is not None and not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
@@ -407,6 +410,7 @@ class SparseOutput(nnx.Module):
         self, h: Float[Array, "*batch hidden"]
     ) -> Float[Array, "*batch hidden"]:
         """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
+        h = jnp.asarray(h)
         if self.temperature is not None:
             h = h * _inverse_norm(h)[..., None].astype(h.dtype)
         stored = self.kernel.dtype

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -14,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import axes_are_explicit, hidden_layout
+from sparsejax.nn.activations import activation
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.layers import (
     SparseDropout,
@@ -51,8 +49,6 @@ class FeedForward(nnx.Module):
     ):
         self.config = config
         self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
-        for h in config.hidden:
-            activation(h.activation)  # raises if it is unknown
         sizes = [h.size for h in config.hidden]
         if config.linear is not None and inputs != outputs:
             raise ValueError(
@@ -257,34 +253,3 @@ def _result_spec(layer: nnx.Linear) -> P | None:
         return None
     divided = layer.kernel.get_metadata().get("out_sharding", P(None, None))
     return P("data", divided[1])
-
-
-def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The function of `jax.nn` with this name; "linear" is the identity.
-
-    Raises:
-      ValueError: the name is unknown.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(
-            f"unknown activation {name!r}; known: {', '.join(sorted(ACTIVATIONS))}"
-        )
-    return ACTIVATIONS[name]
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "celu": jax.nn.celu,
-    "elu": jax.nn.elu,
-    "gelu": jax.nn.gelu,
-    "leaky_relu": jax.nn.leaky_relu,
-    "linear": jax.nn.identity,
-    "mish": jax.nn.mish,
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "selu": jax.nn.selu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softplus": jax.nn.softplus,
-    "softsign": jax.nn.soft_sign,
-    "tanh": jnp.tanh,
-}

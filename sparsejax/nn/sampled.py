@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.item_chunks import accumulator, arrays
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
 from sparsejax.optimizers.gradients import rows_of
 
@@ -176,6 +176,8 @@ def sampled_cross_entropy(
     """
     if loss not in ("softmax", "sigmoid"):
         raise ValueError(f'loss is "softmax" or "sigmoid", got {loss!r}')
+    h, negatives, log_q, bias, weights = arrays(h, negatives, log_q, bias, weights)
+    kernel = kernel if isinstance(kernel, nnx.Variable) else jnp.asarray(kernel)
     num_items, hidden = kernel.shape
     batch = h.shape[:-1]
     if hidden != h.shape[-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ def gather_matmul(
         that does not fit the mesh.
       TypeError: `w` is not of a real floating dtype.
     """
+    w = jnp.asarray(w)
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"w is {w.dtype}; cast it to a floating dtype, as float32")
     if w.ndim != 2 or w.shape[0] < x.num_cols:
@@ -97,16 +98,21 @@ def gather_matmul(
     return _gather_sum(x, w, implementation)
 
 
+def check_combiner(combiner: str) -> None:
+    """Raises ValueError for a combiner that does not exist."""
+    if combiner not in get_args(Combiner):
+        raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
+
+
 def combined[Matrix: LookupRows](x: Matrix, combiner: Combiner) -> Matrix:
     """`x` with each row times its factor `s_b`, see `gather_matmul`.
 
     Differentiable in `x.data`. Each row is first divided by a power of 2 near its largest
     value, so that neither its sum nor its sum of squares leaves the range of float32.
     """
+    check_combiner(combiner)
     if combiner == "sum":
         return x
-    if combiner not in ("mean", "sqrtn"):
-        raise ValueError(f'combiner is "sum", "mean" or "sqrtn", got {combiner!r}')
 
     if isinstance(x, DividedRows):
         raise NotImplementedError(

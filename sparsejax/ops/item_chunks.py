@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -374,6 +374,11 @@ def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest
     """The array with rows of zeros up to a multiple that the GPU programs take."""
     extra = -len(array) % TILE_ROWS
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
+
+
+def arrays(*operands: Any) -> tuple[Any, ...]:
+    """The operands as JAX's arrays, in the types that JAX gives them; None stays."""
+    return jax.tree.map(jnp.asarray, operands)
 
 
 def check_layer(

@@ -20,7 +20,7 @@ from sparsejax.ops.implementations import (
     check_implementation,
     custom_call_can_run,
 )
-from sparsejax.ops.item_chunks import accumulator, check_layer
+from sparsejax.ops.item_chunks import accumulator, arrays, check_layer
 from sparsejax.ops.output_loss import output_loss_in_chunks
 from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
@@ -103,6 +103,7 @@ def linear_cross_entropy(
     rule = SoftmaxCrossEntropy(label_smoothing=label_smoothing, z_loss=z_loss)
     check_implementation(implementation)
     precision = check_precision(precision)
+    h, kernel, bias, scale, weights = arrays(h, kernel, bias, scale, weights)
     if h.ndim < 1 or kernel.ndim != 2 or h.shape[-1] != kernel.shape[1]:
         raise ValueError(
             "expected h [..., hidden] and kernel [items, hidden], got "

@@ -113,6 +113,8 @@ def output_loss(
         differentiated in forward mode.
     """
     rule, precision = losses.get(loss), check_precision(precision)
+    h, kernel, bias, scale = item_chunks.arrays(h, kernel, bias, scale)
+    (weights,) = item_chunks.arrays(weights)
     _check(h, kernel, bias, labels, scale, implementation)
     if weights is not None and weights.shape != h.shape[:1]:
         raise ValueError(
@@ -188,6 +190,7 @@ def output_loss_per_example(
     sum by `output_loss` is cheaper.
     """
     rule, precision = losses.get(loss), check_precision(precision)
+    h, kernel, bias, scale = item_chunks.arrays(h, kernel, bias, scale)
     _check(h, kernel, bias, labels, scale, implementation)
     return output_loss_per_example_in_chunks(
         h,

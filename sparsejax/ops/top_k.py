@@ -131,6 +131,7 @@ def top_k(
     """
     check_implementation(implementation)
     precision = check_precision(precision)
+    h, kernel, bias, scale = item_chunks.arrays(h, kernel, bias, scale)
     item_chunks.check_layer(h, kernel, bias, scale)
     if not isinstance(k, numbers.Integral) or k < 1:
         raise ValueError(f"k must be an integer and at least 1, got {k!r}")

@@ -385,7 +385,7 @@ def clip_by_global_norm[Gradients](
     [1.5, 2.0]
     """
     grads = jax.tree.map(
-        lambda g: g.summed() if _is_rows(g) else g, grads, is_leaf=_is_rows
+        lambda g: g.summed() if _is_rows(g) else jnp.asarray(g), grads, is_leaf=_is_rows
     )
     norm = global_norm(grads)
     scale = jnp.where(norm < max_norm, 1, max_norm / norm)

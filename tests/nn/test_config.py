@@ -4,9 +4,11 @@ import json
 import math
 
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sparsejax as sj
 from sparsejax.nn.config import (
     HiddenConfig,
     InputConfig,
@@ -15,6 +17,8 @@ from sparsejax.nn.config import (
     OutputConfig,
     temperature_for,
 )
+
+RNGS = nnx.Rngs(0)
 
 
 @given(
@@ -26,7 +30,9 @@ from sparsejax.nn.config import (
     rate=st.sampled_from([0.0, 0.5]),
     temperature=st.none() | st.just(0.1),
     tied=st.booleans(),
-    options=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(0, 1)),
+    options=st.dictionaries(
+        st.sampled_from(["label_smoothing", "z_loss"]), st.floats(0, 1)
+    ),
     precision=st.sampled_from([None, "high"]),
 )
 def test_json_round_trip(
@@ -40,7 +46,7 @@ def test_json_round_trip(
         dropout=rate,
         temperature=temperature,
         tied=tied,
-        loss="l2_loss",
+        loss="softmax_cross_entropy",
         loss_options=options,
         precision=precision,
     )
@@ -97,6 +103,16 @@ def test_flags_of_a_loss_survive_json():
         ({"layers": [{"kind": "input"}, {"kind": "output"}]}, "got input, output"),
         ({"loss": 3}, '"loss" must be a name'),
         ({"loss": {"name": "l2_loss", "x": "y"}}, 'loss option "x" must be a number'),
+        ({"loss": "l3_loss"}, "there is no loss 'l3_loss'"),
+        ({"loss": {"name": "l2_loss", "margin": 1}}, "l2_loss has no option 'margin'"),
+        (
+            {"loss": {"name": "softmax_cross_entropy", "z_loss": -1}},
+            "z_loss must be finite",
+        ),
+        (
+            {"layer": {2: {"activation": "sine"}}},
+            "layer 'b': unknown activation 'sine'",
+        ),
         ({"layer": {1: {"kind": "conv"}}}, r"layer 1 \('a'\): \"kind\" is 'conv'"),
         ({"layer": {1: {"units": 3}}}, r"layer 1 \('a'\): unknown key \"units\""),
         ({"layer": {1: {"size": "8"}}}, r'"size" must be int, got \'8\''),
@@ -150,3 +166,29 @@ def test_for_data():
         NetworkConfig.autoencoder(**given),
         "",
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NetworkConfig.autoencoder(loss="nope"), "no loss 'nope'"),
+        (
+            lambda: NetworkConfig.autoencoder(loss_options={"margin": 1}),
+            "no option 'margin'",
+        ),
+        (lambda: NetworkConfig.autoencoder(activation="sine"), "activation 'sine'"),
+        (lambda: NetworkConfig.autoencoder(precision="tf32"), "got 'tf32'"),
+        (lambda: NetworkConfig.autoencoder(param_dtype="int8"), "got 'int8'"),
+        (lambda: sj.DLRMConfig(combiner="max"), "combiner is one of"),
+        (lambda: sj.DCNConfig(dtype="int8"), "dtype is one of"),
+        (lambda: sj.FeatureConfig("t", combiner="max"), "combiner is"),
+        (lambda: sj.TableConfig(3, 2, placement="disk"), "placement is one of"),
+        (lambda: sj.SparseLinear(3, 2, combiner="max", rngs=RNGS), "combiner is"),
+        (lambda: sj.SparseLinear(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),
+        (lambda: sj.SparseOutput(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),
+        (lambda: sj.SparseOutput(3, 2, precision="tf32", rngs=RNGS), "got 'tf32'"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused_where_it_is_written(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from matrices import oracle, random_csr
 
+from sparsejax.nn.activations import ACTIVATIONS
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
-from sparsejax.nn.models import ACTIVATIONS, FeedForward
+from sparsejax.nn.models import FeedForward
 
 PLAIN: dict[str, Any] = {
     "activation": "relu",
