@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+import numbers
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,9 +74,10 @@ def write_report(
     Args:
       path: the file. An existing one is replaced.
       model: the trained model.
-      history: what `fit` returned.
+      history: what `fit` returned, or one entry per epoch of a training of one's own: its
+        numbers by name. "epoch" is 1, 2, ... if the entries do not say it.
       title: heading of the page.
-      measured: what `evaluate` returned.
+      measured: what `evaluate` returned, of any kind of data.
       examples: an `Example` for each row whose recommendations the page shows.
       similar: `{item: most similar items}`, all by name.
       settings: `{name: value}` of how the model was trained.
@@ -84,11 +86,14 @@ def write_report(
       OSError: the file cannot be written.
       ValueError: `path` is a folder, or its folder does not exist.
     """
+    epochs = [{"epoch": number} | {**entry} for number, entry in enumerate(history, 1)]
+    of_items = any("@" in name for name in measured or ())
     parts = [
         f"<h1>{_text(title)}</h1>",
-        _tiles(model, history, measured),
-        _section("Training", _charts(history)),
-        _section("Held-out items found", _metrics(measured)),
+        _tiles(model, epochs, measured),
+        _section("Training", _charts(epochs)),
+        _section("Held-out items found", _metrics(measured)) if of_items else "",
+        _section("Measured", _values(measured or {})) if not of_items else "",
         _section("Recommendations", _cards(map(_example, examples))),
         _section("Most similar items", _similar(similar or {})),
         _section("Parameters", _layers(model)),
@@ -117,7 +122,6 @@ def examples_of(
     shown: SparseDataset | SequenceDataset,
     heldout: SparseDataset | SequenceDataset | None = None,
     *,
-    keep_seen: bool = False,
     rows: int = 6,
     k: int = 8,
 ) -> list[Example]:
@@ -125,10 +129,9 @@ def examples_of(
 
     Args:
       model: see `recommend`.
-      shown: entries that the model is shown, perhaps histories.
+      shown: entries that the model is shown, perhaps histories. They are not recommended.
       heldout: entries that it should find, with the same features, of the same rows or
         of some of them.
-      keep_seen: whether what a row has in `shown` may be recommended to it.
       rows: largest number of examples.
       k: number of items recommended to each row.
     """
@@ -138,8 +141,7 @@ def examples_of(
         has_some = heldout.row_names[np.diff(_indptr(heldout)) > 0]
         chosen = chosen[find_names(chosen, has_some) >= 0]
     shown = shown.align_rows(chosen[:rows])
-    exclude = None if keep_seen else shown
-    found = recommend(model, shown, k, exclude=exclude).names(shown.feature_names)
+    found = recommend(model, shown, k, exclude=shown).names(shown.feature_names)
     wanted = None if heldout is None else heldout.align_rows(shown.row_names)
     return [
         Example(
@@ -173,12 +175,11 @@ def similar_to_popular(
 
 def means_over(measured: Mapping[str, float]) -> str:
     """Says over how many users metrics are means, and how many items are unknown."""
-    text = f"means over {measured['users']:,} users"
+    text = f"means over {measured['users']:,} users" if "users" in measured else "means"
     if entries := measured.get("entries_unknown"):
-        text += (
-            f"; {entries:,} held-out entries are of unknown items, and "
-            f"{measured['users_unknown']:,} users have no others"
-        )
+        text += f"; {entries:,} held-out entries are of unknown items"
+        if "users_unknown" in measured:
+            text += f", and {measured['users_unknown']:,} users have no others"
     return text
 
 
@@ -226,22 +227,23 @@ def _cards(sections: Iterable[str]) -> str:
 def _tiles(model, history, measured) -> str:
     tiles = []
     if history:
-        metrics = [name for name in history[-1] if "@" in name]
-        ndcg = [name for name in metrics if name.startswith("ndcg")]
-        for name in [*ndcg, *metrics][:1]:
+        metrics = _metrics_of(history)
+        ndcg = [name for name in metrics if name.startswith("ndcg@")]
+        ranked = [name for name in metrics if "@" in name]
+        auc = [name for name in metrics if name == "auc"]
+        for name in [*ndcg, *ranked, *auc][:1]:
             # In a joined history, some epochs may lack it.
-            measured_in = [e for e in history if math.isfinite(e.get(name, math.nan))]
-            if not measured_in:
-                continue
-            best = max(measured_in, key=lambda entry: entry[name])
-            label = f"best {name}, epoch {best['epoch']}"
-            tiles.append((_number(best[name]), label))
-        last = history[-1]
-        tiles.append((_number(last["loss"]), f"loss, epoch {last['epoch']}"))
-        speeds = [entry["examples_per_second"] for entry in history]
-        tiles.append((_number(float(np.median(speeds))), "examples/s (median)"))
-    if measured is not None:
-        tiles.append((_number(measured["users"]), "users measured"))
+            if points := _points(history, name):
+                best = max(points, key=lambda point: point[1])
+                tiles.append((_number(best[1]), f"best {name}, epoch {best[0]}"))
+        if losses := _points(history, "loss"):
+            epoch, loss = losses[-1]
+            tiles.append((_number(loss), f"loss, epoch {epoch}"))
+        if speeds := [speed for _, speed in _points(history, "examples_per_second")]:
+            tiles.append((_number(float(np.median(speeds))), "examples/s (median)"))
+    for name in ("users", "groups"):
+        if measured is not None and name in measured:
+            tiles.append((_number(measured[name]), f"{name} measured"))
     parameters = sum(leaf.size for _, leaf in _parameters(model))
     tiles.append((_number(parameters), "parameters"))
     content = "".join(
@@ -251,15 +253,32 @@ def _tiles(model, history, measured) -> str:
     return f'<div class="tiles">{content}</div>'
 
 
+def _points(
+    history: Sequence[Mapping[str, float]], name: str
+) -> list[tuple[float, float]]:
+    """Epoch and value of each entry that has a finite number of this name."""
+    found = [(entry["epoch"], entry.get(name)) for entry in history]
+    return [(x, y) for x, y in found if _is_finite(y)]  # pyrefly: ignore[bad-return]
+
+
+def _metrics_of(history: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names of what was measured after an epoch."""
+    names = dict.fromkeys(name for entry in history for name in entry)
+    others = ("epoch", "step", "loss", "examples_per_second")
+    return [name for name in names if name not in others]
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
 def _charts(history: Sequence[Mapping[str, float]]) -> str:
     if not history:
         return ""
-    names = ["loss", *(n for n in history[-1] if "@" in n), "examples_per_second"]
+    metrics = _metrics_of(history)
     figures = []
-    for name in names:
-        points = [(entry["epoch"], entry[name]) for entry in history if name in entry]
-        points = [(x, y) for x, y in points if math.isfinite(y)]
-        if not points:
+    for name in ["loss", *metrics, "examples_per_second"]:
+        if not (points := _points(history, name)):
             continue
         label = "examples/s" if name == "examples_per_second" else name
         figures.append(
@@ -267,8 +286,10 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
             f"<span>last {_number(points[-1][1])}</span></figcaption>"
             f"{_chart(label, points)}</figure>"
         )
+    if not figures:
+        return ""
     caption = '<p class="soft">Over epochs'
-    if any("@" in name for name in names):
+    if metrics:
         caption += "; metrics are those of the validation data"
     return f'{caption}.</p>\n<div class="charts">\n' + "\n".join(figures) + "\n</div>"
 
@@ -338,17 +359,18 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         if "@" not in name or name.startswith("popularity_"):
             continue
         other = measured.get(f"popularity_{name}")
-        largest = max(abs(value), abs(other or 0)) or 1
+        shown = [abs(x) if _is_finite(x) else 0 for x in (value, other)]
+        largest = max(shown) or 1
         cells = [
             f'<td class="metric">{_text(name)}</td>',
             f'<td class="number">{value:.4f}</td>',
         ]
-        bars = f'<i class="model" style="width:{abs(value) / largest:.1%}"></i>'
+        bars = f'<i class="model" style="width:{shown[0] / largest:.1%}"></i>'
         cells.append(
             f'<td class="number">{"" if other is None else f"{other:.4f}"}</td>'
         )
         if other is not None:
-            bars += f'<i class="other" style="width:{abs(other) / largest:.1%}"></i>'
+            bars += f'<i class="other" style="width:{shown[1] / largest:.1%}"></i>'
         cells.append(f'<td class="bars">{bars}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
@@ -360,6 +382,16 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         '<span class="key"><i class="other"></i>popularity</span>'
         f"</th></tr>\n{chr(10).join(rows)}</table></div>"
     )
+
+
+def _values(measured: Mapping[str, float]) -> str:
+    """Metrics that are not of rankings, such as those of clicks."""
+    rows = "".join(
+        f'<tr><td class="metric">{_text(name)}</td>'
+        f'<td class="number">{_number(value)}</td></tr>\n'
+        for name, value in measured.items()
+    )
+    return f'<div class="scroll"><table>\n{rows}</table></div>' if rows else ""
 
 
 def _names(names: Sequence[str], marked: Iterable[str] = ()) -> str:

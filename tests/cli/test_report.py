@@ -198,8 +198,6 @@ def test_examples_are_rows_with_something_to_find(tmp_path):
         assert len(example.recommended) == 2
         assert set(example.recommended) <= {"6", "7", "8"}
     assert len(report.examples_of(model_of(9), shown, rows=3)) == 3
-    kept = report.examples_of(model_of(9), shown, heldout, k=9, keep_seen=True)
-    assert all(set(example.recommended) > {"0", "1"} for example in kept)
     # Where every row is short, the longest will do.
     few = shown.align_rows(["1"])
     assert [e.row for e in report.examples_of(model_of(9), few)] == ["1"]
@@ -219,6 +217,52 @@ def test_metrics_of_some_epochs(tmp_path):
     assert "best ndcg@20" in page(tmp_path, model_of(), measured).text
     measured[1]["ndcg@20"] = float("nan")
     assert "best" not in page(tmp_path, model_of(), measured[:2]).text
+
+
+CLICKS = {"auc": 0.71, "log_loss": 0.42, "normalized_entropy": 0.9, "calibration": 1.1}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [{}],
+        [{"loss": 0.5}],
+        [{"epoch": 3}, {"loss": 0.5}],
+        [{"examples_per_second": 10.0}],
+        [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": None, "note": "late"}],
+        [{"epoch": 1, "loss": 0.5} | CLICKS],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "measured",
+    [
+        None,
+        {},
+        CLICKS,
+        CLICKS | {"group_auc": float("nan"), "groups": 7},
+        {"recall@2": 0.5},
+        {"recall@2": float("nan"), "popularity_recall@2": 0.5, "users": 3},
+        {"recall@2": 0.5, "users": 3, "entries_unknown": 2},
+    ],
+    ids=str,
+)
+def test_what_a_history_or_the_metrics_lack_is_left_out(tmp_path, history, measured):
+    found = page(tmp_path, model_of(), history, measured=measured)
+    drawn = {name for entry in history for name in entry if entry[name] is not None}
+    assert len(found.all("svg")) == len(drawn - {"epoch", "note"})
+    assert ("loss, epoch" in found.text) == ("loss" in drawn)
+    assert ("examples/s (median)" in found.text) == ("examples_per_second" in drawn)
+    assert ("best auc, epoch 1" in found.text) == ("auc" in drawn)
+    # A name and its number stand beside each other.
+    for name in measured or ():
+        if name in CLICKS:
+            assert f"{name}{CLICKS[name]:.4g}" in found.text
+    assert ("7groups measured" in found.text) == ("groups" in (measured or ()))
+    assert ("3users measured" in found.text) == ("users" in (measured or ()))
+    assert ("2 held-out entries" in found.text) == (
+        "entries_unknown" in (measured or ())
+    )
 
 
 def test_ranks_of_the_vocabulary_are_those_it_was_made_from():
