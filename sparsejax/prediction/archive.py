@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import itertools
@@ -179,7 +180,12 @@ def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Generator[None]:
-    """Within it, what is wrong with a file raises ValueError with its name."""
+    """Within it, what is wrong with a file raises ValueError with its name.
+
+    Raises:
+      RuntimeError: see `check_process`.
+    """
+    check_process()
     try:
         yield
     except MemoryError:
@@ -207,6 +213,80 @@ def ready(
         for size, program in programs.items()
     }
     return compiled, jax.device_put(list(weights))
+
+
+def identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
+    """A hash of a file's content, by the checksums of its parts.
+
+    Raises:
+      ValueError: it is not a predictor.
+    """
+    try:
+        with zipfile.ZipFile(file) as parts:
+            facts = [(e.filename, e.file_size, e.CRC) for e in parts.infolist()]
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
+    return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
+
+
+def check_identity(
+    path: str | os.PathLike[str], file: io.BufferedReader, wanted: str
+) -> None:
+    """Raises ValueError if a file has another `identity`."""
+    if identity(path, file) != wanted:
+        raise ValueError(
+            f"{shown(path)}: was replaced while it was used; load it again, or repeat the "
+            "command"
+        )
+
+
+def again[Loaded](
+    load: Callable[[str, str], Loaded],
+    path: str | os.PathLike[str],
+    file: io.BufferedReader,
+) -> Callable[[], Loaded]:
+    """What loads the same file again, in any process: how a predictor is pickled.
+
+    Args:
+      load: takes a path and the `identity` that the file must have.
+      path: of the file, or its address.
+      file: it, opened.
+    """
+    where = os.fspath(path) if is_address(path) else os.path.abspath(path)
+    return functools.partial(load, where, identity(path, file))
+
+
+def pickled(again: Callable[[], Any] | None) -> tuple[Callable[..., Any], tuple]:
+    """What `__reduce__` of a predictor returns.
+
+    Raises:
+      TypeError: it does not come from a file.
+    """
+    if again is None:
+        raise TypeError(
+            "a predictor is pickled as the path of its file, and this one was not loaded "
+            "from a file"
+        )
+    return again, ()
+
+
+_process: int | None = None  # in which a predictor was loaded
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process that was forked from one with a predictor.
+
+    A fork has none of the threads that run programs, and would wait for them for ever.
+    """
+    global _process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise RuntimeError(
+            "this process was forked from one that has loaded a predictor, and JAX does "
+            "not work in it; load predictors after the fork only (gunicorn without "
+            "--preload), or start processes by spawn"
+        )
 
 
 def check_version(settings: Any, version: int) -> None:

@@ -17,6 +17,7 @@ from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.names import Names
 from sparsejax.mesh.layout import without_mesh
+from sparsejax.prediction import archive
 from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import sizes_for
 from sparsejax.sparse import CSR, as_int32, host_rows
@@ -61,7 +62,7 @@ class ClickStack:
     features: tuple[ClickFeature, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class ClickPredictor:
     """A click model that `sparsejax.load_click_predictor` has read, ready to predict.
 
@@ -78,7 +79,7 @@ class ClickPredictor:
     (2,)
 
     A program is compiled when it is first needed, which takes a second or more. Call
-    `warm_up` before the first request.
+    `warm_up` before the first request. It is pickled as `Predictor` is.
 
     Attributes:
       num_dense: number of dense columns.
@@ -88,6 +89,7 @@ class ClickPredictor:
       programs: for each number of rows, `(weights, dense, ids) -> logits`, see
         `prediction.programs`.
       weights: the first argument of the programs, on the device.
+      again: loads the same file again, see `archive.again`; or None.
     """
 
     num_dense: int
@@ -96,6 +98,18 @@ class ClickPredictor:
     vocabularies: Mapping[str, Names]
     programs: dict[int, Callable[..., Any]]
     weights: list[jax.Array]
+    again: Callable[[], ClickPredictor] | None = None
+
+    def __repr__(self) -> str:
+        schema = "without schema" if self.schema is None else "with schema"
+        features = sum(len(stack.features) for stack in self.stacks)
+        return (
+            f"ClickPredictor(num_dense={self.num_dense}, features={features}, {schema}, "
+            f"rows={sorted(self.programs)})"
+        )
+
+    def __reduce__(self):
+        return archive.pickled(self.again)
 
     def predict(
         self,
@@ -115,10 +129,12 @@ class ClickPredictor:
 
         Raises:
           FloatingPointError: a probability is NaN; the message names the example.
+          RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: ids are not int32.
           ValueError: features are missing or unknown, shapes do not fit, or an id is outside
             its table.
         """
+        archive.check_process()
         if isinstance(clicks, ClickDataset):
             if ids is not None:
                 raise ValueError("a data set has ids: leave out ids")
@@ -174,6 +190,7 @@ class ClickPredictor:
           ValueError: a column is missing or has a value that it may not have, or the
             predictor has no schema.
         """
+        archive.check_process()
         if self.schema is None:
             raise ValueError(
                 "this predictor has no schema; export it with names=train, or use predict"
@@ -188,6 +205,7 @@ class ClickPredictor:
         Raises:
           ValueError: `rows` is not positive.
         """
+        archive.check_process()
         check_positive(rows=rows)
         names = {f.name for stack in self.stacks for f in stack.features}
         largest = max(self.programs)

@@ -85,8 +85,21 @@ def load_click_predictor(path: str | os.PathLike[str]) -> ClickPredictor:
       ValueError: the file is not a predictor of clicks, is damaged, has another version, or
         does something that a predictor may not do.
     """
-    with archive.opened(path) as file, archive.reading(path):
+    with archive.opened(path) as file:
+        return _ready(path, file)
+
+
+def _load_same(path: str | os.PathLike[str], identity: str) -> ClickPredictor:
+    """As `load_click_predictor`, if the file still has this content."""
+    with archive.opened(path) as file:
+        archive.check_identity(path, file, identity)
+        return _ready(path, file)
+
+
+def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> ClickPredictor:
+    with archive.reading(path):
         settings, vocabularies, programs, weights = _read(file)
+        again = archive.again(_load_same, path, file)
     compiled, on_device = archive.ready(programs, weights)
     return ClickPredictor(
         num_dense=settings.num_dense,
@@ -95,6 +108,7 @@ def load_click_predictor(path: str | os.PathLike[str]) -> ClickPredictor:
         vocabularies=vocabularies,
         programs=compiled,
         weights=on_device,
+        again=again,
     )
 
 

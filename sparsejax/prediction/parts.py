@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -268,14 +269,14 @@ class Parts:
     def _check(self, predictor: Predictor) -> None:
         if predictor.items is None:
             raise ValueError(
-                "the predictor has no names of items; export it with names=..."
+                "the predictor has no names of items; export it again, with them"
             )
         _, vocabulary = _names_of(predictor)
         if vocabulary != self.data.manifest.vocabulary:
             raise ValueError(
                 f"{shown(self.data.place.path)} has other items than the predictor, or "
                 "another order of them; prepare the data with the vocabulary that the "
-                "model was trained on: features=..."
+                "model was trained on as its features"
             )
 
     def _check_out(self) -> None:
@@ -329,11 +330,19 @@ _SCHEMA = pa.schema(
 )
 
 
-@functools.lru_cache(maxsize=1)
+# As long as the predictor lives: a process may make many small parts.
+_named: weakref.WeakKeyDictionary[Predictor, tuple[pa.LargeStringArray, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _names_of(predictor: Predictor) -> tuple[pa.LargeStringArray, str]:
-    """The names of its items, and their hash. A process may make many small parts."""
+    """The names of its items, and their hash."""
     assert predictor.items is not None  # it was checked
-    return to_arrow(predictor.items), vocabulary_hash(predictor.items)
+    if predictor not in _named:
+        names = to_arrow(predictor.items), vocabulary_hash(predictor.items)
+        _named[predictor] = names
+    return _named[predictor]
 
 
 def _table(

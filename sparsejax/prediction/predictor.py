@@ -26,6 +26,7 @@ from sparsejax.data.sources import (
     rows_of_inputs,
 )
 from sparsejax.mesh.layout import without_mesh
+from sparsejax.prediction import archive
 from sparsejax.prediction.histories import (
     HISTORIES,
     TIMES,
@@ -45,7 +46,7 @@ _ROWS_STEP = 8
 _ENTRIES, _LEAST_ENTRIES, _ENTRIES_STEP = 64, 256, 4
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Predictor:
     """A model that `sparsejax.load_predictor` has read, ready to recommend.
 
@@ -59,6 +60,9 @@ class Predictor:
     A program is compiled when it is first needed, which takes a second or more. Call
     `warm_up` before the first request.
 
+    Pickled, it is the path of its file: the other process loads the file itself. It does not
+    work in a process that was forked from the one that has loaded it.
+
     Attributes:
       k: most items that can be recommended to a row.
       num_features: number of input features; with several inputs a dict, as the model
@@ -68,6 +72,7 @@ class Predictor:
       programs: for each number of rows, `(weights, inputs, exclude) -> (ids, scores)`,
         see `prediction.programs`. Each is compiled for some numbers of entries.
       weights: the first argument of the programs, on the device.
+      again: loads the same file again, see `archive.again`; or None.
     """
 
     k: int
@@ -76,6 +81,17 @@ class Predictor:
     items: Names | None
     programs: dict[int, Callable[..., Any]]
     weights: list[jax.Array]
+    again: Callable[[], Predictor] | None = None
+
+    def __repr__(self) -> str:
+        names = "without names" if self.items is None else "with names"
+        return (
+            f"Predictor(k={self.k}, num_features={self.num_features}, "
+            f"num_items={self.num_items}, {names}, rows={sorted(self.programs)})"
+        )
+
+    def __reduce__(self):
+        return archive.pickled(self.again)
 
     def recommend(
         self,
@@ -100,10 +116,12 @@ class Predictor:
 
         Raises:
           FloatingPointError: a score is NaN; the message names the row.
+          RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: `inputs` or `exclude` has a type that is not supported.
           ValueError: `inputs` or `exclude` does not fit the model, or they do not fit
             each other; `k` is too large.
         """
+        archive.check_process()
         if isinstance(inputs, SequenceDataset):
             if exclude is inputs:
                 exclude = "inputs"
@@ -188,10 +206,12 @@ class Predictor:
 
         Raises:
           FloatingPointError: a score is NaN; the message names the row.
+          RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: a name is not a string, or a history is a string.
           ValueError: a name is unknown, and `unknown` is "error". The predictor was
             exported without names, or its inputs are not its items. `k` is too large.
         """
+        archive.check_process()
         if unknown not in ("skip", "error"):
             raise ValueError(f'unknown is "skip" or "error", got {unknown!r}')
         if isinstance(histories, str):
@@ -232,6 +252,7 @@ class Predictor:
         Raises:
           ValueError: an argument is not positive.
         """
+        archive.check_process()
         check_positive(max_items=max_items, rows=rows)
         largest = max(self.programs)
         sizes = {

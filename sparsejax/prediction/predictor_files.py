@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -22,7 +21,6 @@ import jax
 import numpy as np
 from jax import export
 
-from sparsejax.data.files import shown
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.sources import Features, dense_row, rows_of_inputs
 from sparsejax.mesh.layout import to_host_in_pieces
@@ -96,16 +94,30 @@ def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predicto
       ValueError: it has other content.
     """
     with archive.opened(path) as file:
-        if _identity(path, file) != identity:
-            raise ValueError(
-                f"{shown(path)}: was replaced while it was used; repeat the command"
-            )
+        archive.check_identity(path, file, identity)
         return _ready(path, file)
+
+
+class Kept:
+    """The last predictor that was asked for, which several parts use."""
+
+    def __init__(self):
+        self._identity: str | None = None
+        self._predictor: Predictor | None = None
+
+    def load(self, path: str | os.PathLike[str], identity: str) -> Predictor:
+        """`load_same_predictor`, unless it is the one that is kept."""
+        if self._predictor is None or self._identity != identity:
+            self._predictor = None  # before its successor takes memory
+            self._predictor = load_same_predictor(path, identity)
+            self._identity = identity
+        return self._predictor
 
 
 def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
     with archive.reading(path):
         settings, items, programs, weights = _read(file)
+        again = archive.again(load_same_predictor, path, file)
     compiled, on_device = archive.ready(programs, weights)
     return Predictor(
         k=settings.k,
@@ -114,6 +126,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         items=items,
         programs=compiled,
         weights=on_device,
+        again=again,
     )
 
 
@@ -125,16 +138,7 @@ def predictor_identity(path: str | os.PathLike[str]) -> str:
       ValueError: it is not a predictor.
     """
     with archive.opened(path) as file:
-        return _identity(path, file)
-
-
-def _identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
-    try:
-        with zipfile.ZipFile(file) as parts:
-            facts = [(e.filename, e.file_size, e.CRC) for e in parts.infolist()]
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{shown(path)}: is not a predictor: {error}") from error
-    return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
+        return archive.identity(path, file)
 
 
 @dataclasses.dataclass(frozen=True)

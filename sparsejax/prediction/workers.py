@@ -27,8 +27,7 @@ from typing import Any
 import jax
 
 from sparsejax.prediction.parts import Parts
-from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import load_same_predictor
+from sparsejax.prediction.predictor_files import Kept
 
 # How often a part is begun, if the processes that make it die.
 _TRIES = 3
@@ -225,10 +224,13 @@ def _listen(asked: queue.SimpleQueue[str]) -> None:
     os._exit(0)  # nobody waits for an answer
 
 
+_kept = Kept()  # the last predictor stays on the device
+
+
 def _write(arguments: dict[str, Any], identity: str, part: int) -> bool:
     parts = _parts(json.dumps(arguments), identity)
     return parts.write(
-        part, lambda: _predictor(parts.predictor, arguments["predictor"])
+        part, lambda: _kept.load(arguments["predictor"], parts.predictor)
     )
 
 
@@ -240,9 +242,3 @@ def _parts(arguments: str, identity: str) -> Parts:
             "the predictor or the data was changed meanwhile; repeat the command"
         )
     return found
-
-
-@functools.lru_cache(maxsize=1)
-def _predictor(identity: str, path: str) -> Predictor:
-    """The predictor of this content. The last one stays on the device."""
-    return load_same_predictor(path, identity)

@@ -9,11 +9,11 @@ import jax
 import pyarrow as pa
 
 from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import load_same_predictor
+from sparsejax.prediction.predictor_files import Kept
 
 # For each address of a GPU (None for JAX's own choice) the last predictor that a task has
-# asked for, with its identity.
-_loaded: dict[str | None, tuple[str, Predictor]] = {}
+# asked for.
+_loaded: dict[str | None, Kept] = {}
 
 
 def predictor_here(path: str, identity: str) -> Predictor:
@@ -38,12 +38,7 @@ def predictor_here(path: str, identity: str) -> Predictor:
     address = None if gpus is None else gpus.addresses[0]
     # Arrays and programs go where this says.
     jax.config.update("jax_default_device", _device(address))
-    known = _loaded.get(address)
-    if known is None or known[0] != identity:
-        _loaded.pop(address, None)  # before its successor takes memory
-        known = identity, load_same_predictor(path, identity)
-        _loaded[address] = known
-    return known[1]
+    return _loaded.setdefault(address, Kept()).load(path, identity)
 
 
 def _bound(cpus: int) -> None:
