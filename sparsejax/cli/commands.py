@@ -28,7 +28,7 @@ from sparsejax.cli.reading import (
 )
 from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
 from sparsejax.data.files import lines_of, shown
-from sparsejax.data.names import Names, as_names
+from sparsejax.data.names import Names, as_names, find_names, quoted
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.mesh import processes
 from sparsejax.prediction import evaluate as evaluation
@@ -78,6 +78,7 @@ def _evaluate_histories(
     """`sparsejax evaluate` of a model of histories."""
     unused = {
         "--fold-in": command.fold_in is not None,
+        "--seed": command.seed is not None,
         "--history": bool(command.history),
         "--candidates": command.candidates is not None,
         "--baselines": command.baselines,
@@ -323,11 +324,7 @@ def report(command: flags.Report) -> None:
         progress.get("history", []),
         title=str(command.run),
         measured=measured,
-        examples=[]
-        if shown is None
-        else reports.examples_of(
-            model, shown, heldout, keep_seen=command.counting.keep_seen
-        ),
+        examples=[] if shown is None else reports.examples_of(model, shown, heldout),
         similar=reports.similar_to_popular(model, names, counts),
         settings=settings.described(),
     )
@@ -376,11 +373,15 @@ def _some_rows(
         names = lines_of(users)
     else:
         names = users.split(",")
-    try:
-        return data.align_rows(dict.fromkeys(names))
-    except ValueError as error:
+    wanted = as_names(dict.fromkeys(names))
+    unknown = wanted[find_names(wanted, data.row_names) < 0]
+    if unknown.size:
         hint = "" if is_file else f"; there is no file called {users} either"
-        raise ValueError(f"--users: {error}{hint}") from error
+        raise ValueError(
+            f"--users: {unknown.size:,} of {wanted.size:,} names are no users of DATA: "
+            f"{quoted(unknown)}; leave them out{hint}"
+        )
+    return data.align_rows(wanted)
 
 
 def _check_split(command: flags.Split) -> None:

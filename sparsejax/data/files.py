@@ -29,6 +29,17 @@ _HEAD_BYTES = 64 * 2**10
 
 _XZ_BYTES = 2**18  # decompressed at a time
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
+# First bytes of what is not read.
+_OTHERS = {
+    "bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "lz4": rb"\x04\x22\x4d\x18",
+    "zip": rb"PK(\x03\x04|\x05\x06)",
+    "7z": rb"7z\xbc\xaf\x27\x1c",
+    "compress": rb"\x1f[\x9d\xa0]",
+    "lzip": rb"LZIP\x01",
+    "snappy": rb"\xff\x06\0\0sNaPpY",
+}
 
 
 class DataError(ValueError):
@@ -81,7 +92,8 @@ def open_data(path: Path) -> Generator[ByteStream]:
             raw = stack.enter_context(open(path, "rb", buffering=0))
             bar = stack.enter_context(progress_bar(path, os.path.getsize(path)))
             file = stack.enter_context(_Watched(raw, bar))
-            first = file.peek(6)
+            first = file.peek(10)
+            _check_compression(path, first)
             stream: ByteStream = file
             if first.startswith(_GZIP):
                 stream = stack.enter_context(gzip.GzipFile(fileobj=file))
@@ -96,6 +108,17 @@ def open_data(path: Path) -> Generator[ByteStream]:
         raise DataError.at(
             path, f"cannot be read: {error.strerror or error}"
         ) from error
+
+
+def _check_compression(path: Path, first: bytes) -> None:
+    """Raises DataError if these first bytes are of a compression that is not read."""
+    for name, magic in _OTHERS.items():
+        if re.match(magic, first, re.DOTALL):
+            raise DataError.at(
+                path,
+                f"is compressed by {name}, which is not read; decompress it, or compress "
+                "it by gzip or xz",
+            )
 
 
 class _Xz(io.RawIOBase):
@@ -182,11 +205,6 @@ class Lines:
     data: bytes
     path: Path
     first: int
-
-    def text(self, start: int, stop: int) -> str:
-        """The lines `start .. stop - 1` of the file, without the line feed at the end."""
-        found = self.data.split(b"\n", stop - self.first)[start - self.first :]
-        return b"\n".join(found[: stop - start]).decode()
 
     def error(self, line: int, message: str) -> DataError:
         """The error for the block's line number `line`, counted from 0."""

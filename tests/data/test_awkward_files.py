@@ -4,6 +4,7 @@ Each case says which columns were read and what is in the data, or how the messa
 None trains a column that is not what it was taken for.
 """
 
+import bz2
 import dataclasses
 import decimal
 import pathlib
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pytest
 from contents import Contents, contents
 
+import sparsejax as sj
 from sparsejax.cli import main as cli
 from sparsejax.data import DataError, SparseDataset, from_arrow, read
 
@@ -396,3 +398,49 @@ def test_the_command_line_speaks_of_flags(tmp_path, monkeypatch, capsys):
     assert "not read: rating; 1 rows, 2 items, 2 entries; every entry counts 1\n" in (
         capsys.readouterr().err
     )
+
+
+def _read_clicks(path):
+    schema = sj.ClickSchema("click", ids={"user": sj.HashedColumn(9)})
+    return sj.read_clicks(path, schema)
+
+
+# First bytes of each format; bz2's are of its own module, the others from their documents.
+COMPRESSED = {
+    "bz2": bz2.compress(b"user,item\nann,tea\n"),
+    "bz2 ": bz2.compress(b""),
+    "zstd": b"\x28\xb5\x2f\xfd\x24\x12",
+    "lz4": b"\x04\x22\x4d\x18\x64\x40",
+    "zip": b"PK\x03\x04\x14\0\0\0\x08\0",
+    "7z": b"7z\xbc\xaf\x27\x1c\0\x04",
+    "compress": b"\x1f\x9d\x90\x75\xe6",
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize(
+    "reader",
+    [
+        sj.read,
+        sj.read_text,
+        sj.read_pairs,
+        sj.read_adjacency,
+        sj.read_sequences,
+        _read_clicks,
+        lambda path: sj.prepare(path, path.parent / "out"),
+    ],
+    ids=["read", "text", "pairs", "adjacency", "sequences", "clicks", "prepare"],
+)
+def test_other_compressions_are_named(name, reader, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(COMPRESSED[name])
+    wanted = f"t.csv: is compressed by {name.strip()}, .* decompress it"
+    with pytest.raises(DataError, match=wanted):
+        reader(path)
+
+
+def test_text_that_begins_like_a_compression_is_read(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("user,item\nann,tea\n".replace("user", "BZh9"))
+    data = read(path, user="BZh9", item="item")
+    assert contents(data) == {"ann": {"tea": 1}}
