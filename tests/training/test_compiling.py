@@ -1,5 +1,8 @@
 """Models of the same sizes share their programs: the second one compiles nothing."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import sparsejax as sj
 
 ITEMS = 60
 DENSE = {"Name": "x", "N": 5}, {"Name": "h", "N": 3}, {"Name": "o", "N": 4}
-MODELS = {
+MODELS: dict[str, Callable[[], Any]] = {
     "feed-forward": lambda: sj.FeedForward(
         sj.NetworkConfig.autoencoder((8, 4)), inputs=60, outputs=60, rngs=nnx.Rngs(0)
     ),
