@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from sparsejax import codec
+
 
 @dataclasses.dataclass(frozen=True)
 class ElementwiseLoss(abc.ABC):
@@ -353,10 +355,12 @@ def from_json(document: dict[str, Any]) -> LossRule:
     Raises:
       ValueError: no "name", or see `get`.
     """
-    if "name" not in document:
+    options = codec.value(dict[str, Any], document, "the loss")
+    if not isinstance(name := options.pop("name", None), str):
         raise ValueError(f'a loss needs a "name": one of {sorted(_RULES)}')
-    options = {key: value for key, value in document.items() if key != "name"}
-    return get(document["name"], **options)
+    for key, value in options.items():
+        codec.value(int | float | bool, value, "the loss", key)
+    return get(name, **options)
 
 
 def _error(

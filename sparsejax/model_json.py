@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from sparsejax import codec
+
 VERSION = 1
 
 
@@ -39,30 +41,14 @@ class ModelConfig:
 
         Raises:
           ValueError: not an object, an unknown version, model or key, or a wrong value.
-          TypeError: a value is of a wrong type.
         """
-        if not isinstance(document, dict):
-            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
-        given = dict(document)
-        if type(version := given.pop("version", None)) is not int or version != VERSION:
-            raise ValueError(
-                f'"version" is {version!r}; this release reads version {VERSION}'
-            )
+        given = codec.without_version(document, VERSION, "the model")
         kinds = {kind.model: kind for kind in _all_kinds(cls)}
         if not isinstance(name := given.pop("model", None), str) or name not in kinds:
-            raise ValueError(f'"model" is {name!r}, not one of {", ".join(kinds)}')
-        kind = kinds[name]
-        known = [field.name for field in dataclasses.fields(kind)]
-        for key in given:
-            if key not in known:
-                raise ValueError(f'unknown key "{key}"; known: {", ".join(known)}')
-        for key, value in given.items():
-            is_list = isinstance(kind.__dataclass_fields__[key].default, tuple)
-            if is_list != isinstance(value, list):
-                what = "a list" if is_list else "no list"
-                raise TypeError(f'"{key}" must be {what}, got {value!r}')
-            given[key] = tuple(value) if is_list else value
-        return kind(**given)
+            raise ValueError(
+                f'"model" is {str(name)[:60]!r}, not one of {", ".join(kinds)}'
+            )
+        return codec.read(kinds[name], given, name)
 
 
 def _all_kinds[Config](cls: type[Config]) -> list[type[Config]]:

@@ -23,12 +23,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax import optimizers
+from sparsejax import codec, optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import sharding_of
-from sparsejax.nn.config import NetworkConfig, checked
+from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
@@ -148,17 +148,18 @@ class Run:
         """
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError("these are not the settings of a run")
-        document = dict(document)
-        version = document.pop("version")
-        if version != VERSION:
-            raise ValueError(
-                f"settings of version {version!r}; this release reads version {VERSION}"
-            )
+        document = codec.without_version(document, VERSION, "the settings of a run")
         if "network" in document:
             document["network"] = config_of(document["network"])
         if "optimizer" in document:
             document["optimizer"] = optimizers.from_json(document["optimizer"])
-        return cls(**checked(cls, document, "settings"))
+        read = codec.read(cls, document, "settings")
+        for name in ("num_features", "num_epochs", "batch_size", "k"):
+            if not 1 <= getattr(read, name) < 2**31:
+                raise ValueError(
+                    f'settings: "{name}" must be in [1, 2^31), got {getattr(read, name)}'
+                )
+        return read
 
     def check_resumes(self, before: Run) -> None:
         """Checks that a run can be resumed with these settings.
@@ -264,6 +265,11 @@ def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
     directory = pathlib.Path(directory)
     run = _load_settings(directory)
     names = SparseDataset.load(directory / _VOCABULARY).feature_names
+    if len(names) != run.num_features:
+        raise ValueError(
+            f"{directory / _SETTINGS}: states {run.num_features:,} features, but "
+            f"{_VOCABULARY} has {len(names):,}"
+        )
     if fingerprint(names) != run.vocabulary_fingerprint:
         raise ValueError(
             f"{directory / _VOCABULARY}: is not the vocabulary of this run"
@@ -278,9 +284,9 @@ def _load_settings(directory: pathlib.Path) -> Run:
             f"{directory}: is not a run folder, it has no {_SETTINGS}; train a model "
             "first"
         )
-    wrong = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)
+    wrong = (ValueError, TypeError, NotImplementedError, OverflowError)
     try:
-        return Run.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Run.from_json(codec.parse(path.read_bytes()))
     except wrong as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import optimizers
+from sparsejax import codec, optimizers
 from sparsejax.cli import flags, printing, run
 from sparsejax.cli.reading import (
     read_file,
@@ -197,9 +196,7 @@ def _origin_of(command: flags.Train | flags.Plan) -> pathlib.Path | None:
 def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
     """Reads a JSON file. Errors name the file."""
     try:
-        return run.config_of(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+        return run.config_of(codec.parse(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+from sparsejax import codec
 from sparsejax.data.names import Names
 
 # Ids of a vocabulary: of a missing value, and of one that is rare or unknown.
@@ -191,24 +192,24 @@ class ClickSchema:
         Raises:
           ValueError: it is not such an object.
         """
-        try:
-            ids = {
-                name: _KINDS[column["kind"]](
-                    **{key: value for key, value in column.items() if key != "kind"}
-                )
-                for name, column in document["ids"].items()
-            }
-            dense = {n: DenseColumn(**c) for n, c in document["dense"].items()}
-            columns = document["columns"]
-            return cls(
-                document["label"],
-                dense,
-                ids,
-                None if columns is None else tuple(columns),
-                document["delimiter"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a schema of clicks: {error!r}") from error
+        label = "not a schema of clicks"
+        document = codec.value(dict[str, Any], document, label)
+        ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
+        return codec.read(
+            cls,
+            document | {"ids": {n: _id_column(n, c) for n, c in ids.items()}},
+            label,
+        )
+
+
+def _id_column(name: str, document: object) -> IdColumn:
+    """The column of a JSON object with its "kind"."""
+    label = f'not a schema of clicks: column "{name}"'
+    options = codec.value(dict[str, Any], document, label)
+    kind = codec.value(
+        Literal["hashed", "vocabulary"], options.pop("kind", None), label, "kind"
+    )
+    return codec.read(_KINDS[kind], options, label)
 
 
 def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:

@@ -8,6 +8,7 @@ columns end in nulls, which take no room. The schema's metadata is a JSON object
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data import parquet
-from sparsejax.data.click_schema import ClickSchema, num_ids
+from sparsejax import codec
+from sparsejax.data import arrow, parquet
+from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import id_lists
@@ -107,7 +109,7 @@ def read_saved(path: Path) -> ClickParts:
         table = file.read()
     try:
         vocabularies = {
-            name: as_names(table[f"vocabulary/{name}"].slice(0, size))
+            name: _names_of(name, size, table[_vocabulary(name)])
             for name, size in facts.sizes.items()
         }
         columns = {
@@ -117,7 +119,7 @@ def read_saved(path: Path) -> ClickParts:
         parts = stored_examples(columns, facts.schema, vocabularies)
         if len(parts.labels) != facts.rows:
             raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, pa.ArrowException) as error:
         raise DataError.at(path, f"is damaged: {error}") from error
     if _checksum(parts) != facts.checksum:
         raise DataError.at(path, "is damaged: its checksum does not fit its content")
@@ -136,19 +138,69 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
             "is no saved data set of clicks; for other tables, give their ClickSchema to "
             "read_clicks or scan_clicks",
         )
-    facts: dict[str, Any] = json.loads(schema.metadata[_KEY])
-    if facts["version"] != _VERSION:
-        raise DataError.at(
-            path,
-            f"is of version {facts['version']}, but this release reads version "
-            f"{_VERSION}; install a newer release",
-        )
-    return Facts(
-        ClickSchema.from_json(facts["schema"]),
-        facts["rows"],
-        facts["vocabularies"],
-        facts["crc32"],
-    )
+    try:
+        facts = codec.parse(schema.metadata[_KEY])
+        found = facts.get("version") if isinstance(facts, dict) else None
+        if type(found) is int and found > _VERSION:
+            raise ValueError(
+                f"is of version {found}, but this release reads version {_VERSION}; "
+                "install a newer release"
+            )
+        facts = codec.without_version(facts, _VERSION, "its metadata")
+        read = codec.read(_Stated, facts, "its metadata")
+        click_schema = ClickSchema.from_json(read.schema)
+        _check_facts(read, click_schema, schema)
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    return Facts(click_schema, read.rows, read.vocabularies, read.crc32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stated:
+    """The JSON of a file, but for its version."""
+
+    schema: Any
+    rows: int
+    vocabularies: Mapping[str, int]
+    crc32: int
+
+
+def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> None:
+    """Raises ValueError unless a file's metadata, schema and columns fit together."""
+    if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
+        raise ValueError('its metadata: "rows" or "crc32" is wrong')
+    numbered = {n for n, c in clicks.ids.items() if isinstance(c, VocabularyColumn)}
+    if numbered != stated.vocabularies.keys():
+        raise ValueError('its metadata: "vocabularies" are not those of its "schema"')
+    for name, size in stated.vocabularies.items():
+        if not 0 <= size < 2**31:
+            raise ValueError(f'its metadata: "vocabularies.{name}" is {size}')
+    types = {field.name: field.type for field in schema}
+    for name in [*stored_columns(clicks), *map(_vocabulary, numbered)]:
+        found, kind = types.get(name), name.partition("/")[0]
+        if kind == "ids" and found is not None and pa.types.is_list(found):
+            found = found.value_type
+        is_right = {
+            "label": pa.types.is_floating,
+            "dense": pa.types.is_floating,
+            "ids": pa.types.is_int32,
+            "vocabulary": lambda type_: arrow.is_text(pa.nulls(0, type_)),
+        }[kind]
+        if found is None or not is_right(found):
+            raise ValueError(f"is damaged: its column {name!r} is {found}")
+
+
+def _vocabulary(name: str) -> str:
+    """The column with the categories of a feature."""
+    return f"vocabulary/{name}"
+
+
+def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
+    """The categories of a feature, from their column."""
+    found = column.slice(0, size)
+    if len(found) != size or found.null_count:
+        raise ValueError(f"{_vocabulary(name)} does not have the {size:,} names stated")
+    return as_names(found)
 
 
 def is_saved(schema: pa.Schema) -> bool:
@@ -162,12 +214,23 @@ def stored_columns(schema: ClickSchema) -> list[str]:
     return ["label", *dense, *[f"ids/{name}" for name in schema.ids]]
 
 
-def stored_vocabularies(file: pq.ParquetFile, facts: Facts) -> dict[str, Names]:
-    """The vocabularies of a file."""
+def stored_vocabularies(
+    path: Path, file: pq.ParquetFile, facts: Facts
+) -> dict[str, Names]:
+    """The vocabularies of a file.
+
+    Raises:
+      DataError: it has others than it states, or fewer examples.
+    """
     found = {}
-    for name, size in facts.sizes.items():
-        column = file.read(columns=[f"vocabulary/{name}"]).column(0)
-        found[name] = as_names(column.slice(0, size))
+    try:
+        for name, size in facts.sizes.items():
+            column = file.read(columns=[_vocabulary(name)]).column(0)
+            found[name] = _names_of(name, size, column)
+        if file.metadata.num_rows < facts.rows:
+            raise ValueError(f"{file.metadata.num_rows:,} examples, not {facts.rows:,}")
+    except ValueError as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
     return found
 
 

@@ -24,14 +24,17 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow
+from sparsejax import codec
+from sparsejax.data import arrow, stores
 from sparsejax.data.dataset import SparseDataset, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
@@ -47,6 +50,7 @@ _VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
 PART_KEY = b"sparsejax.folder"
 
 Part = Literal["train", "test"]
+_PIECE = 2**22  # bytes that are read at a time
 PARTS: tuple[Part, ...] = ("train", "test")
 
 
@@ -65,6 +69,18 @@ class DataFile:
     size: int
     crc32: int
     groups: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        # A path leads to a file of the folder.
+        if not re.fullmatch(r"(train|test)/[\w-][\w.-]*", self.path, re.ASCII):
+            raise ValueError(
+                f'"path" is {self.path!r}, no file of a part of the folder'
+            )
+        if not 0 <= self.size or not 0 <= self.crc32 < 2**32:
+            raise ValueError(f'"size" or "crc32" is wrong: {self.size}, {self.crc32}')
+        for rows, entries in self.groups:
+            if not (0 <= rows < 2**31 and 0 <= entries < 2**31):
+                raise ValueError(f'"groups" has {rows} rows with {entries} entries')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +117,17 @@ class Manifest:
     settings: Mapping[str, Any]
     vocabulary_file: str
 
+    def __post_init__(self) -> None:
+        if not _VOCABULARIES.fullmatch(self.vocabulary_file):
+            raise ValueError(
+                f'"vocabulary_file" is {self.vocabulary_file!r}, no file of a vocabulary'
+            )
+        if not 0 <= self.num_items < 2**31:
+            raise ValueError(f'"num_items" must be in [0, 2^31), got {self.num_items}')
+        for name in ("left_out", "skipped"):
+            if min(getattr(self, name).values(), default=0) < 0:
+                raise ValueError(f'"{name}" has a negative number')
+
     def num_rows(self, part: Part = "train") -> int:
         """Number of rows of a part."""
         return sum(rows for file in getattr(self, part) for rows, _ in file.groups)
@@ -135,34 +162,24 @@ class Manifest:
           DataError: it is something else, or has another version.
         """
         try:
-            document = json.loads(text)
-            version = document.pop("version")
-        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            document = codec.parse(text)
+            if not isinstance(document, dict) or "version" not in document:
+                raise ValueError('expected an object with a "version"')
+        except ValueError as error:
             raise DataError.at(
-                path, "is not the manifest of a prepared data set"
+                path, f"is not the manifest of a prepared data set: {error}"
             ) from error
-        if version != VERSION:
+        version = document.pop("version")
+        if type(version) is not int or version != VERSION:
             raise DataError.at(
                 path,
-                f"is of version {version!r}, but this release reads version {VERSION}; "
-                "install a newer release, or prepare the data again",
+                f"is of version {str(version)[:60]}, but this release reads version "
+                f"{VERSION}; install a newer release, or prepare the data again",
             )
         try:
-            for part in PARTS:
-                document[part] = tuple(
-                    DataFile(**f | {"groups": tuple(map(_group, f["groups"]))})
-                    for f in document[part]
-                )
-            return cls(**document)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            return codec.read(cls, document, "the manifest")
+        except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
-
-
-def _group(stated: Any) -> tuple[int, int]:
-    rows, entries = stated
-    if type(rows) is not int or type(entries) is not int or min(rows, entries) < 0:
-        raise ValueError(f"a row group of {stated!r}")
-    return rows, entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +235,12 @@ class DataFolder:
             raise DataError.at(place.path, "no such file")
         with opened(place.path, pa.BufferReader(content)) as file:
             names = as_names(file.read(columns=["item"]).column(0))
+        if len(names) != self.manifest.num_items:
+            raise DataError.at(
+                place.path,
+                f"has {len(names):,} items, but {MANIFEST} states "
+                f"{self.manifest.num_items:,}",
+            )
         if vocabulary_hash(names) != self.manifest.vocabulary:
             raise DataError.at(place.path, "is not the vocabulary of the manifest")
         return names
@@ -244,13 +267,21 @@ class DataFolder:
           DataError: a file is missing or damaged, or there are too many entries.
         """
         groups = self.groups()
+        vocabulary = self.vocabulary()
         if self.manifest.num_entries(self.part) > MAX_ENTRIES:
             raise DataError.at(
                 self.place.path,
                 f"more than {MAX_ENTRIES:,} entries; scan them with scan_parquet",
             )
         with concurrent.futures.ThreadPoolExecutor() as threads:
+            files = {os.fspath(group.file.path): group.file for group in groups}
+            if not self.place.is_remote:  # from a store they would be read twice
+                list(threads.map(_check_bytes, files.values()))
             parts = list(threads.map(read_rows, groups))
+        if any((part.values is None) != self.manifest.indicator for part in parts):
+            raise DataError.at(
+                self.place.path, f'"indicator" of {MANIFEST} does not fit the files'
+            )
         none = pa.array([], pa.large_string())
         names = as_names(pa.chunked_array([p.names for p in parts], none.type))
         lengths = joined([part.lengths for part in parts], np.int64)
@@ -259,7 +290,6 @@ class DataFolder:
             values = joined([part.values for part in parts], np.float32)
         indices = joined([part.indices for part in parts], np.int32)
         indptr = offsets(lengths)
-        vocabulary = self.vocabulary()
         left_out = joined([part.left_out for part in parts], np.int32)
         try:
             matrix = CSR(values, indices, indptr, num_cols=len(vocabulary))
@@ -287,6 +317,22 @@ class PreparedRows:
     left_out: np.ndarray
 
 
+def _check_bytes(file: ParquetPath) -> None:
+    """Raises DataError unless a file has the checksum that the manifest states."""
+    checksum = 0
+    with (
+        stores.naming(file.path),
+        file.filesystem.open_input_stream(file.inner) as stream,
+    ):
+        while piece := stream.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    if checksum != file.crc32:
+        raise DataError.at(
+            file.path,
+            f"is damaged, or was changed: {MANIFEST} states another checksum of it",
+        )
+
+
 def read_rows(group: Group) -> PreparedRows:
     """The rows of a row group.
 
@@ -297,17 +343,38 @@ def read_rows(group: Group) -> PreparedRows:
         if group.number >= file.metadata.num_row_groups:
             raise group.file.changed()
         table = file.read_row_group(group.number).combine_chunks()
-    if table.num_rows != group.rows:
+    if table.num_rows != group.rows or not _is_of_part(table.schema):
         raise group.file.changed()
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     indices = columns["indices"]
     values, left_out = columns.get("values"), columns.get("left_out")
+    if any(column.null_count for column in columns.values()):
+        raise group.file.changed()
+    if values is not None and not values.value_lengths().equals(
+        indices.value_lengths()
+    ):
+        raise group.file.changed()
+    if len(indices.flatten()) != group.entries:
+        raise group.file.changed()
     return PreparedRows(
         columns["row"],
         arrow.numbers(indices.value_lengths()),
         arrow.numbers(indices.flatten()),
         None if values is None else arrow.numbers(values.flatten()),
         np.zeros(group.rows, np.int32) if left_out is None else arrow.numbers(left_out),
+    )
+
+
+def _is_of_part(schema: pa.Schema) -> bool:
+    """Whether a file has the columns that `PartWriter` writes."""
+    types = {field.name: field.type for field in schema}
+    lists = [types.get("indices"), types.get("values", pa.list_(pa.float32()))]
+    return (
+        arrow.is_text(pa.nulls(0, types.get("row", pa.null())))
+        and all(pa.types.is_list(found) for found in lists if found is not None)
+        and [found and found.value_type for found in lists]
+        == [pa.int32(), pa.float32()]
+        and types.get("left_out", pa.int32()) == pa.int32()
     )
 
 

@@ -306,7 +306,7 @@ def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
         for source in parquet.parquet_files(each):
             with source.open() as file:
                 facts = facts_of(source.path, file.schema_arrow)
-                vocabularies = stored_vocabularies(file, facts)
+                vocabularies = stored_vocabularies(source.path, file, facts)
             if first is None:
                 first = ScannedClicks(
                     path, facts.schema, vocabularies, chunk_rows, True

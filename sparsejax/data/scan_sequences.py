@@ -105,6 +105,8 @@ class ScannedSequences:
         lists = [
             table.column(name).drop_null().slice(low, high - low) for name in names
         ]
+        if not all(pa.types.is_list(column.type) for column in lists):
+            raise group.file.changed()
         lengths = [list_lengths(column) for column in lists]
         if (
             names[:1] != ["indices"]

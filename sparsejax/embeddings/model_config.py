@@ -44,8 +44,8 @@ class ClickModelConfig(ModelConfig):
             return
         if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
             raise TypeError(f"{name} must be of integers, got {value!r}")
-        if any(size < 1 for size in sizes):
-            raise ValueError(f"{name} must be positive, got {value!r}")
+        if any(not 1 <= size < 2**31 for size in sizes):
+            raise ValueError(f"{name} must be positive, below 2^31, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

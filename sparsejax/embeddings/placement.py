@@ -77,6 +77,13 @@ class Range(NamedTuple):
 ALL_HANDS = Range(0, ROW_MULTIPLE)
 
 
+def is_range(hands: Range) -> bool:
+    """Whether numbers are a range of hands."""
+    first, count = hands
+    is_power = count > 0 and count & (count - 1) == 0
+    return is_power and 0 <= first < ROW_MULTIPLE and first % count == 0
+
+
 @dataclasses.dataclass(frozen=True)
 class TablePlacement:
     """How a table lies on a mesh.

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsejax import codec
 from sparsejax.embeddings.config import TableConfig
-from sparsejax.embeddings.placement import Range, TablePlacement
+from sparsejax.embeddings.placement import TablePlacement, is_range
 from sparsejax.mesh.layout import readable_bytes
 
 VERSION = 1
@@ -125,24 +126,45 @@ class EmbeddingPlan:
         Raises:
           ValueError: it is none, or of another version.
         """
-        if not isinstance(document, dict) or document.get("version") != VERSION:
+        if not isinstance(document, dict) or "version" not in document:
             raise ValueError(
                 f'expected a plan of "version" {VERSION}, as to_json makes it, got '
-                f"{str(document)[:60]}"
+                f"{type(document).__name__}"
             )
-        values = {key: value for key, value in document.items() if key != "version"}
+        label = "this is no plan of to_json"
+        plan = codec.read(cls, codec.without_version(document, VERSION, label), label)
+        if problem := plan._problem():
+            raise ValueError(f"{label}: {problem}")
+        return plan
 
-        def table(table: dict[str, Any]) -> PlannedTable:
-            kind, ranges = table["placement"]["kind"], table["placement"]["ranges"]
-            placement = TablePlacement(kind, tuple(Range(*r) for r in ranges))
-            return PlannedTable(**table | {"placement": placement})
-
-        try:
-            values["tables"] = tuple(map(table, values["tables"]))
-            values["devices"] = tuple(PlannedDevice(**d) for d in values["devices"])
-            return cls(**values)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is no plan of to_json: {error}") from error
+    def _problem(self) -> str:
+        """What does not fit together, if anything."""
+        for name in ("batch_size", "data", "model"):
+            if not 1 <= getattr(self, name) < 2**31:
+                return f'"{name}" must be in [1, 2^31), got {getattr(self, name)}'
+        if len(self.devices) != self.model:
+            return (
+                f'"model" is {self.model}, but there are {len(self.devices)} "devices"'
+            )
+        if (self.memory or 0) < 0 or min(self.hotness.values(), default=0) < 0:
+            return '"memory" and "hotness" must not be negative'
+        names = [table.name for table in self.tables]
+        if len({*names}) < len(names):
+            return 'two "tables" have one name'
+        for what, figures in (("tables", self.tables), ("devices", self.devices)):
+            for i, figure in enumerate(figures):
+                for name, value in vars(figure).items():
+                    if isinstance(value, int | float) and value < 0:
+                        return f'"{what}[{i}].{name}" must not be negative, got {value}'
+        for i, table in enumerate(self.tables):
+            if not (1 <= table.num_rows < 2**31 and 1 <= table.dim < 2**31):
+                return f'"tables[{i}]" has {table.num_rows} rows of {table.dim} numbers'
+            ranges = table.placement.ranges
+            if not all(is_range(r) for r in ranges):
+                return (
+                    f'"tables[{i}].placement.ranges" are no ranges of hands: {ranges}'
+                )
+        return ""
 
     def __str__(self) -> str:
         tables = [["table", "rows", "dim", "placement", "memory", "ids", "sent", "why"]]

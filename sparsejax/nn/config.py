@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from sparsejax import losses
+from sparsejax import codec, losses
 from sparsejax.nn.activations import activation
 from sparsejax.ops.precision import Precision, check_precision
 
@@ -367,15 +366,9 @@ class NetworkConfig:
         Raises:
           ValueError: not an object; an unknown version, key or kind; a wrong type.
         """
-        if not isinstance(document, dict):
-            raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+        document = codec.without_version(document, VERSION, "the network")
         known = "version", "loss", "precision", "param_dtype", "linear", "layers"
-        _no_unknown_keys(document, known, "the network")
-        if type(document.get("version")) is not int or document["version"] != VERSION:
-            raise ValueError(
-                f'"version" is {document.get("version")!r}; this release reads '
-                f"version {VERSION}"
-            )
+        codec.check_keys(document, known, "the network")
         layers = document.get("layers")
         if not isinstance(layers, list) or not layers:
             raise ValueError('"layers" must be a list of layers, from input to output')
@@ -385,30 +378,33 @@ class NetworkConfig:
         if not isinstance(name, str):
             raise ValueError('"loss" must be a name, or an object with a "name"')
         for key, value in options.items():
-            if not isinstance(value, int | float):  # or bool, which is an int
-                raise ValueError(f'loss option "{key}" must be a number, got {value!r}')
-        precision, linear = document.get("precision"), document.get("linear")
-        if not isinstance(linear, dict | None):
-            raise ValueError(f'"linear" must be an object or null, got {linear!r}')
+            try:
+                codec.value(int | float | bool, value, "the loss", key)
+            except ValueError:
+                raise ValueError(
+                    f'loss option "{key}" must be a number, got {str(value)[:60]!r}'
+                ) from None
+        named = codec.value(str | None, document.get("precision"), "precision")
+        precision = None if named is None else check_precision(named)
+        linear = document.get("linear")
+        param_dtype = document.get("param_dtype", cls.param_dtype)
         return cls(
             layers=tuple(_layer_from_dict(i, layer) for i, layer in enumerate(layers)),
             loss=name,
             loss_options=tuple(sorted(options.items())),
-            precision=None if precision is None else check_precision(precision),
-            param_dtype=document.get("param_dtype", cls.param_dtype),
+            precision=precision,
+            param_dtype=codec.value(str, param_dtype, "param_dtype"),
             linear=None
             if linear is None
-            else LinearConfig(**checked(LinearConfig, linear, "linear")),
+            else codec.read(LinearConfig, linear, "linear"),
         )
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> NetworkConfig:
         """Reads a JSON file. Errors name the file."""
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        document = codec.load(path)
         try:
-            return cls.from_json(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
+            return cls.from_json(document)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -435,40 +431,7 @@ def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
             f"{label}: several sources {layer['source']}; only a chain is supported"
         )
     values = {key: value for key, value in layer.items() if key != "kind"}
-    return kind(**checked(kind, values, label))
-
-
-def checked(kind: type, values: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """JSON values for the fields of a dataclass. Integers become floats where needed.
-
-    Raises:
-      ValueError: a value is unknown, missing or of a wrong type. The message starts with
-        `label`.
-    """
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    _no_unknown_keys(values, fields, label)
-    hints, found = typing.get_type_hints(kind), dict(values)
-    for key, value in values.items():
-        wanted = typing.get_args(hints[key]) or (hints[key],)
-        if float in wanted and isinstance(value, int) and not isinstance(value, bool):
-            found[key] = value = float(value)
-        is_flag = isinstance(value, bool)  # and therefore an int
-        if not isinstance(value, wanted) or (is_flag and bool not in wanted):
-            names = " or ".join(
-                "null" if t is type(None) else t.__name__ for t in wanted
-            )
-            raise ValueError(f'{label}: "{key}" must be {names}, got {value!r}')
-    for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in values:
-            raise ValueError(f'{label}: "{name}" is missing')
-    return found
-
-
-def _no_unknown_keys(given: Mapping, known: Iterable[str], label: str) -> None:
-    known = list(known)
-    for key in given:
-        if key not in known:
-            raise ValueError(f'{label}: unknown key "{key}"; known: {", ".join(known)}')
+    return codec.read(kind, values, label)
 
 
 def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
@@ -500,9 +463,10 @@ def _check_chain(layers: tuple[LayerConfig, ...]) -> None:
                 f'layer {layer.name!r}: dtype is "float32" or "bfloat16", got {dtype!r}'
             )
         if isinstance(layer, HiddenConfig):
-            if layer.size < 1:
+            if not 1 <= layer.size < 2**31:
                 raise ValueError(
-                    f"layer {layer.name!r}: size {layer.size} is not positive"
+                    f"layer {layer.name!r}: size {layer.size} is not positive, or not "
+                    "below 2^31"
                 )
             try:
                 activation(layer.activation)

@@ -10,6 +10,8 @@ from typing import Any
 
 import optax
 
+from sparsejax import codec
+
 # The schedules of optax whose arguments are all numbers.
 NAMES = (
     "constant_schedule",
@@ -76,10 +78,13 @@ def from_json(document: Mapping[str, Any]) -> Schedule:
     """Reads what `to_json` made.
 
     Raises:
-      ValueError: it has no name, or an unknown name or option.
-      TypeError: an option is not a number.
+      ValueError: it has no name, or an unknown name or option; or an option is not a number.
     """
-    options = dict(document)
-    if not isinstance(options.get("schedule"), str):
-        raise ValueError(f'expected an object with a "schedule", got {document!r}')
-    return schedule(options.pop("schedule"), **options)
+    options = codec.value(dict[str, Any], document, "the schedule")
+    if not isinstance(name := options.pop("schedule", None), str):
+        raise ValueError(
+            f'expected an object with a "schedule", got {str(document)[:60]}'
+        )
+    for key, value in options.items():
+        codec.value(int | float | bool, value, "the schedule", key)
+    return Schedule(name, tuple(sorted(options.items())))

@@ -37,6 +37,7 @@ import numpy as np
 import platformdirs
 from jax import export
 
+from sparsejax import codec
 from sparsejax.data.files import is_address, shown
 from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
@@ -200,7 +201,15 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
 
 def read_settings(archive: zipfile.ZipFile, name: str) -> Any:
     """The JSON of the settings."""
-    return json.loads(read_part(archive, name, _MOST_SETTINGS))
+    return read_json(archive, name, _MOST_SETTINGS)
+
+
+def read_json(archive: zipfile.ZipFile, name: str, most: int) -> Any:
+    """What a part of the archive says; see `read_part`."""
+    try:
+        return codec.parse(read_part(archive, name, most))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def ready(
@@ -385,6 +394,8 @@ def entry[T](stated: Any, name: str, kind: type[T]) -> T:
     value = stated.get(name) if isinstance(stated, dict) else None
     if type(value) is not kind:  # True is an int
         raise ValueError(f"the settings do not have {name!r} of type {kind.__name__}")
+    if kind is int:
+        codec.value(int, value, "the settings", name)
     return value
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -203,7 +202,7 @@ def _read(file: io.BufferedReader):
     with zipfile.ZipFile(file) as parts:
         settings = ClickSettings.of(archive.read_settings(parts, _SETTINGS))
         archive.check_sizes(settings.weights, length)
-        stated = json.loads(archive.read_part(parts, _VOCABULARIES, length))
+        stated = archive.read_json(parts, _VOCABULARIES, length)
         if not isinstance(stated, dict) or not all(
             isinstance(names, list) and all(type(name) is str for name in names)
             for names in stated.values()

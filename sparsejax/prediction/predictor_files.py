@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -222,7 +221,7 @@ def _read(
             raise ValueError("it predicts clicks: use sparsejax.load_click_predictor")
         settings = Settings.of(archive.read_settings(parts, _SETTINGS))
         archive.check_sizes(settings.weights, length)
-        items = json.loads(archive.read_part(parts, _ITEMS, length))
+        items = archive.read_json(parts, _ITEMS, length)
         if items is not None and (
             not isinstance(items, list)
             or len(items) != settings.num_items

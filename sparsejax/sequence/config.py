@@ -50,8 +50,9 @@ class SequenceConfig(ModelConfig):
             if type(field.default) is int or drawn:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise TypeError(f"{name} must be an integer, got {value!r}")
-                if value < 1:
-                    raise ValueError(f"{name} must be 1 or more, got {value}")
+                if not 1 <= value < 2**31:
+                    bound = "1 or more" if value < 1 else "below 2^31"
+                    raise ValueError(f"{name} must be {bound}, got {value}")
         for name in ("dropout", "temperature"):
             value = getattr(self, name)
             if value is None and name == "temperature":

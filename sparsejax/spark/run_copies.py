@@ -22,6 +22,7 @@ import traceback
 import zlib
 from collections.abc import Generator
 
+from sparsejax import codec
 from sparsejax.data.files import DataError, Path, is_address
 from sparsejax.data.stores import Place, crc32
 from sparsejax.whole_files import whole_folder
@@ -82,7 +83,7 @@ class RunCopy:
             if stated is None:
                 continue  # it was removed just now, when newer ones were there
             target = self.folder / _CHECKPOINTS / step
-            for name, (size, checksum) in json.loads(stated).items():
+            for name, (size, checksum) in _stated(checkpoints, step, stated).items():
                 path = target / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = checkpoints.below(f"{step}/{name}")
@@ -184,6 +185,20 @@ class RunCopy:
         if folder.is_dir() and all((folder / name).is_file() for name in stated):
             with to.below(_list(step)).writing() as file:
                 file.write(json.dumps(stated).encode())
+
+
+def _stated(checkpoints: Place, step: str, text: bytes) -> dict[str, tuple[int, int]]:
+    """The sizes and checksums of the files of a checkpoint, which stay in its folder."""
+    place = checkpoints.below(_list(step))
+    try:
+        found = codec.value(dict[str, tuple[int, int]], codec.parse(text), "the list")
+        for name in found:
+            path = pathlib.PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(f"{name!r} is no file of the checkpoint")
+    except ValueError as error:
+        raise DataError.at(place.path, f"is damaged: {error}") from error
+    return found
 
 
 def _list(step: str) -> str:

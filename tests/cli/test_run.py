@@ -61,7 +61,9 @@ def test_edited_settings_are_refused(board, tmp_path, path, value):
         place = place[name]
     place[path[-1]] = value
     (folder / "run.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="of another run, or the settings of this"):
+    with pytest.raises(
+        ValueError, match="of another run, or the settings of this|states 21 features"
+    ):
         run.load_model(folder)
 
 

@@ -168,7 +168,7 @@ def test_training_on_a_mesh():
             ValueError,
             'unknown key "cross"',
         ),
-        ({"version": 1, "model": "dlrm", "top": 3}, TypeError, '"top" must be a list'),
+        ({"version": 1, "model": "dlrm", "top": 3}, ValueError, '"top" must be a list'),
         ({"version": 1, "model": "dlrm", "dim": 0}, ValueError, "dim must be positive"),
     ],
 )

@@ -120,7 +120,10 @@ def test_flags_of_a_loss_survive_json():
         ({"layer": {3: {"dtype": "int8"}}}, "'output': dtype is \"float32\" or"),
         ({"layer": {2: {"dtype": "int8"}}}, "'b': dtype is \"float32\" or"),
         ({"layer": {1: {"kind": ["hidden"]}}}, r"\"kind\" is \['hidden'\], not one"),
-        ({"layer": {3: {"temperature": math.inf}}}, "temperature inf is not positive"),
+        (
+            {"layer": {3: {"temperature": math.inf}}},
+            "temperature. must be a finite number",
+        ),
         ({"layer": {1: {"size": 0}}}, "layer 'a': size 0 is not positive"),
         ({"layer": {1: {"dropout": 1.0}}}, r"layer 'a': dropout 1.0 is not in \[0, 1"),
         ({"layer": {2: {"name": "a"}}}, "two layers are called 'a'"),

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from sparsejax import codec
 from sparsejax.optimizers import schedules
 from sparsejax.optimizers.rules.adaptive import (
     adadelta,
@@ -91,12 +92,15 @@ def from_json(document: object) -> Rule:
     """Reads what `to_json` made.
 
     Raises:
-      ValueError: a name or an option is unknown.
-      TypeError: an option is not a number.
+      ValueError: a name or an option is unknown, or an option is not a number.
+      NotImplementedError: the rule has no such option.
     """
     if not isinstance(document, Mapping) or not isinstance(document.get("name"), str):
-        raise ValueError(f'expected an object with a "name", got {document!r}')
-    options = dict(document)
+        raise ValueError(f'expected an object with a "name", got {str(document)[:60]}')
+    options = codec.value(dict[str, Any], document, "the optimizer")
     if isinstance(rate := options.get("learning_rate"), Mapping):
         options["learning_rate"] = schedules.from_json(rate)
-    return get(**options)
+    try:
+        return get(**options)
+    except TypeError as error:
+        raise ValueError(f"the optimizer: {error}") from error

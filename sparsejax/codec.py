@@ -1,0 +1,254 @@
+"""JSON that is read strictly: a dataclass says which keys an object has, and their types.
+
+A wrong value raises ValueError with its key, whatever it is: of another type, NaN, an integer
+beyond 64 bits, an object where a list is expected, or nested so deeply that Python gives up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+_SHOWN = 60  # letters of a wrong value that a message has
+_NUMBERS = 2**63  # integers are below; sizes have narrower bounds of their own
+_NAMES = {type(None): "null", dict: "an object", list: "a list"}
+
+
+def parse(text: str | bytes) -> Any:
+    """What JSON text says.
+
+    >>> parse('{"k": 10}')
+    {'k': 10}
+
+    Raises:
+      ValueError: it is not JSON; or it has NaN or an infinity, which JSON has not.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError(f"is nested too deeply: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What a file of JSON says.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not JSON; the message names the file.
+    """
+    content = pathlib.Path(path).read_bytes()
+    try:
+        return parse(content)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def read[T](kind: type[T], document: object, label: str) -> T:
+    """The dataclass of a JSON object.
+
+    Args:
+      kind: the dataclass. Its fields are numbers, text, flags, null, choices (`Literal`),
+        tuples, mappings by text, and other dataclasses. A field of another class takes an
+        instance of it, which the caller has read.
+      document: the object; its keys are the names of the fields.
+      label: what it is, for messages.
+
+    Raises:
+      ValueError: a key is unknown or missing, or a value is of another type, or is refused
+        by the dataclass.
+    """
+    found = fields(kind, document, label)
+    try:
+        return kind(**found)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{label}: {error}") from error
+
+
+def fields(kind: type, document: object, label: str) -> dict[str, Any]:
+    """As `read`, but the values alone, by the names of fields."""
+    given = value(dict[str, Any], document, label)
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    check_keys(given, known, label)
+    hints = typing.get_type_hints(kind)
+    for name, field in known.items():
+        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
+        if not optional and name not in given:
+            raise ValueError(f'{label}: "{name}" is missing')
+    return {
+        key: value(hints[key], given[key], label, key) for key in given
+    }  # in the order of the document
+
+
+def check_keys(given: Iterable[str], known: Iterable[str], label: str) -> None:
+    """Raises ValueError if a key is unknown."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f'{label}: unknown key "{key[:_SHOWN]}"; known: {", ".join(known)}'
+            )
+
+
+def without_version(document: object, version: int, label: str) -> dict[str, Any]:
+    """The rest of a JSON object, if its "version" is this one.
+
+    Raises:
+      ValueError: it is no object, or of another version.
+    """
+    if not isinstance(document, Mapping):
+        raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+    rest = value(dict[str, Any], document, label)
+    found = rest.pop("version", None)
+    if type(found) is not int or found != version:  # True is 1
+        raise ValueError(
+            f'{label}: "version" is {_short(found)}; this release reads version '
+            f"{version}"
+        )
+    return rest
+
+
+def value(hint: Any, given: object, label: str, key: str = "") -> Any:
+    """A JSON value as a type: `tuple[int, ...]` for a list of integers.
+
+    Args:
+      hint: the type, see `read`.
+      given: the value.
+      label: what it is in, for messages.
+      key: where it is in that, for messages.
+
+    Raises:
+      ValueError: it is of another type.
+    """
+    if hint is Any:
+        return given
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(inner, given, label, key)
+    if origin is Literal:
+        for choice in inner:
+            if type(given) is type(choice) and given == choice:
+                return choice
+        raise _wrong(f"one of {', '.join(map(str, inner))}", given, label, key)
+    if origin is tuple or _is_named_tuple(hint):
+        return _tuple(hint, given, label, key)
+    if origin in (dict, Mapping):
+        if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
+            raise _wrong("an object", given, label, key)
+        return {k: value(inner[1], v, label, _below(key, k)) for k, v in given.items()}
+    if hint in (int, float, str, bool, type(None)):
+        return _plain(hint, given, label, key)
+    if isinstance(given, hint):
+        return given
+    if dataclasses.is_dataclass(hint):
+        return read(hint, given, f'{label}: "{key}"' if key else label)
+    raise _wrong(_name(hint), given, label, key)
+
+
+def _one_of(hints: Sequence[Any], given: object, label: str, key: str) -> Any:
+    """A value of one of several types."""
+    plain = type(given) in hints and type(given) in (int, float, str, bool, type(None))
+    for hint in (type(given),) if plain else hints:
+        if (_is_plain(hint) or _is_class(hint)) and not _fits(hint, given):
+            continue
+        return value(hint, given, label, key)
+    raise _wrong(" or ".join(map(_name, hints)), given, label, key)
+
+
+def _is_plain(hint: Any) -> bool:
+    return hint in (int, float, str, bool, type(None))
+
+
+def _is_class(hint: Any) -> bool:
+    return isinstance(hint, type) and not _is_named_tuple(hint)
+
+
+def _fits(hint: Any, given: object) -> bool:
+    if hint is float:
+        return type(given) in (int, float)
+    if _is_plain(hint):
+        return type(given) is hint
+    return isinstance(given, hint) or (
+        dataclasses.is_dataclass(hint) and isinstance(given, Mapping)
+    )
+
+
+def _plain(hint: Any, given: object, label: str, key: str) -> Any:
+    if not _fits(hint, given):
+        raise _wrong(_name(hint), given, label, key)
+    if hint is int and not -_NUMBERS <= typing.cast(int, given) < _NUMBERS:
+        raise _wrong("an integer of 64 bits", given, label, key)
+    if hint is float:
+        try:
+            found = float(typing.cast(float, given))
+        except OverflowError:
+            found = math.inf
+        if not math.isfinite(found):
+            raise _wrong("a finite number", given, label, key)
+        return found
+    return given
+
+
+def _tuple(hint: Any, given: object, label: str, key: str) -> Any:
+    if not isinstance(given, list | tuple):
+        raise _wrong("a list", given, label, key)
+    named = _is_named_tuple(hint)
+    kinds = list(
+        typing.get_type_hints(hint).values() if named else typing.get_args(hint)
+    )
+    if kinds[1:] == [...]:
+        kinds = kinds[:1] * len(given)
+    if len(kinds) != len(given):
+        raise _wrong(f"a list of {len(kinds)}", given, label, key)
+    pairs = zip(kinds, given, strict=True)
+    found = [value(k, v, label, f"{key}[{i}]") for i, (k, v) in enumerate(pairs)]
+    return hint(*found) if named else tuple(found)
+
+
+def _is_named_tuple(hint: Any) -> bool:
+    return (
+        isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")
+    )
+
+
+def _below(key: str, inner: str) -> str:
+    return f"{key}.{inner}" if key else inner
+
+
+def _name(hint: Any) -> str:
+    if (origin := typing.get_origin(hint)) is not None:
+        return "a list" if origin is tuple else "an object"
+    return _NAMES.get(hint) or getattr(hint, "__name__", str(hint))
+
+
+def _wrong(expected: str, given: object, label: str, key: str) -> ValueError:
+    where = f'{label}: "{key}"' if key else label
+    return ValueError(f"{where} must be {expected}, got {_short(given)}")
+
+
+def _short(given: object) -> str:
+    """A value for a message. Its text may be long, or too deep to be written."""
+    try:
+        text = repr(given)
+    except (RecursionError, ValueError):  # or an integer with too many digits
+        text = type(given).__name__
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:_SHOWN]} is too large a number")
+    return found
