@@ -21,7 +21,7 @@ from sparsejax.data.click_schema import (
     IdColumn,
 )
 from sparsejax.data.files import DataError
-from sparsejax.data.names import NameEncoder, Names, as_names, to_arrow
+from sparsejax.data.names import NameEncoder, Names, as_names, find_texts, to_arrow
 from sparsejax.data.values import lengths, trim, value_problem
 from sparsejax.data.xxh64 import xxh64
 
@@ -33,7 +33,8 @@ class Categories(NamedTuple):
     """A column of categories.
 
     Attributes:
-      texts: `[entries]` in a dictionary, which may have a text twice. Empty if missing.
+      texts: `[entries]` in a dictionary, which may have a text twice. Empty if missing;
+        text is as it is written.
       lengths: `[examples]` number of entries of each example; None if each has one.
     """
 
@@ -131,6 +132,7 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
             f"column {name!r} must hold text, integers, or lists of these, but it is "
             f"{block.columns[name].type}",
         )
+    column = _with_nulls(column)
     present = column.is_valid().to_numpy(zero_copy_only=False)
     if pt.is_null(column.type):
         column = column.cast(pa.large_string())
@@ -151,25 +153,50 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
     return Categories(pa.DictionaryArray.from_arrays(codes, known), sizes)
 
 
+def _with_nulls(column: pa.Array) -> pa.Array:
+    """The column with nulls in place of NaN; a dictionary of numbers is decoded."""
+    type_ = column.type
+    if pt.is_dictionary(type_) and not spelling.is_text(type_.value_type):
+        return _with_nulls(column.dictionary_decode())
+    if not pt.is_floating(type_):
+        return column
+    missing = column.is_null(nan_is_null=True)
+    null = pa.nulls(len(column), type_)
+    return pc.call_function("if_else", [missing, null, column])
+
+
+def _spelled(texts: pa.DictionaryArray) -> pa.DictionaryArray:
+    """The categories in their one spelling."""
+    known = spelling.as_categories(texts.dictionary)
+    return pa.DictionaryArray.from_arrays(texts.indices, known)
+
+
 class Numbering:
     """Gives categories their ids: by a hash, or by a vocabulary that is known."""
 
     def __init__(self, column: IdColumn, vocabulary: Names | None):
         self._column = column
         self._known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
+        self._spelled = spelling.as_categories(self._known)
 
     def ids(self, texts: pa.DictionaryArray) -> np.ndarray:
         """`[entries]` int32."""
         known = texts.dictionary
+        spelled = spelling.as_categories(known)
         if isinstance(self._column, HashedColumn):
-            rest = xxh64(known) % np.uint64(self._column.size - 1)
+            hashed = known if self._column.as_written else spelled
+            rest = xxh64(hashed) % np.uint64(self._column.size - 1)
             found = 1 + rest.astype(np.int32)
+            found[lengths(hashed) == 0] = MISSING
         else:
-            # The same as pc.index_in(...), which type checkers cannot see.
-            lookup = pc.SetLookupOptions(value_set=self._known)
-            found = pc.call_function("index_in", [known], lookup)
-            found = found.fill_null(RARE - FIRST_KNOWN).to_numpy() + FIRST_KNOWN
-        found[lengths(known) == 0] = MISSING
+            # As it is written, as vocabularies have it that were made before there was one
+            # spelling; otherwise in the one spelling.
+            found = find_texts(known, self._known)
+            again = find_texts(spelled, self._spelled)
+            found = np.where(found < 0, again, found)
+            is_missing = (lengths(spelled) == 0) & (found < 0) | (lengths(known) == 0)
+            found = np.where(found < 0, RARE, found + FIRST_KNOWN)
+            found[is_missing] = MISSING
         return found.astype(np.int32)[texts.indices.to_numpy()]
 
 
@@ -181,7 +208,7 @@ class Learner:
 
     def add(self, texts: pa.DictionaryArray) -> None:
         """Takes the categories of the next block."""
-        self._encoder.add(texts)
+        self._encoder.add(_spelled(texts))
 
     def finish(self, min_count: int) -> tuple[Names, np.ndarray]:
         """The vocabulary, and `[entries]` int32 ids of all blocks."""
@@ -203,6 +230,7 @@ class Counter:
 
     def add(self, texts: pa.DictionaryArray) -> None:
         """Takes the categories of the next block."""
+        texts = _spelled(texts)
         names = texts.dictionary
         counts = np.bincount(texts.indices.to_numpy(), minlength=len(names))
         self._waiting.append(pa.table([names, counts], ["name", "count"]))

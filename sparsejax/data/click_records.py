@@ -40,7 +40,7 @@ def examples_of(
       ValueError: a column is missing, or columns differ in their lengths.
       TypeError: the records are no columns.
     """
-    block = _block(records, [*schema.dense, *schema.ids])
+    block = _block(records, list(schema.dense), list(schema.ids))
     sizes = num_ids(schema, vocabularies)
     ids: dict[str, Ids] = {}
     for name, column in schema.ids.items():
@@ -54,7 +54,8 @@ def examples_of(
     return dense_of(block, schema.dense), ids
 
 
-def _block(records: Any, names: list[str]) -> ClickBlock:
+def _block(records: Any, dense: list[str], ids: list[str]) -> ClickBlock:
+    names = [*dense, *ids]
     if isinstance(records, pa.Table | pa.RecordBatch):
         known = records.column_names
     elif isinstance(records, Mapping):
@@ -68,7 +69,7 @@ def _block(records: Any, names: list[str]) -> ClickBlock:
         raise ValueError(
             f"the records lack the columns {missing}; they have {list(known)}"
         )
-    columns = {name: _array(name, records[name]) for name in names}
+    columns = {name: _array(name, records[name], name in ids) for name in names}
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"columns of the records differ in their lengths: {sizes}")
@@ -79,7 +80,7 @@ def _block(records: Any, names: list[str]) -> ClickBlock:
     return ClickBlock(columns, error, _RECORDS)
 
 
-def _array(name: str, values: Any) -> pa.Array:
+def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
         found = values.combine_chunks()
         return (
@@ -88,7 +89,7 @@ def _array(name: str, values: Any) -> pa.Array:
     if isinstance(values, pa.Array):
         return values
     try:
-        found = pa.array(values)
+        found = pa.array(values, from_pandas=nan_is_missing)
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
         problem = " ".join(str(error).split())
         raise DataError.at(_RECORDS, f"column {name!r}: {problem}") from error

@@ -51,13 +51,17 @@ class HashedColumn:
     100000
 
     The id is `1 + XXH64(UTF-8 bytes, seed 0) mod (size - 1)`, on every machine and in every
-    version. It is 0 for an empty value. Numbers are hashed as decimal text.
+    version. It is 0 for a missing value. Numbers are hashed as decimal text, `2.0` as `2`,
+    and booleans as `true` and `false`, whatever the file calls them.
 
     Attributes:
       size: number of ids, at least 2.
+      as_written: whether text is hashed as it is in the file. Schemas that were saved
+        before there was one spelling have it, so that their models find the same ids.
     """
 
     size: int
+    as_written: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_integer("size", self.size, least=2)
@@ -70,7 +74,7 @@ class VocabularyColumn:
     >>> VocabularyColumn(min_count=10).min_count
     10
 
-    Id 0 is an empty value. Id 1 is a category that occurs less than `min_count` times in
+    Id 0 is a missing value: empty, null or NaN. Id 1 is a category that occurs less than `min_count` times in
     the training data, or not at all. The others have ids from 2, the most frequent one
     first. Of equally frequent ones the first in the order of their bytes comes first.
 
@@ -209,6 +213,8 @@ def _id_column(name: str, document: object) -> IdColumn:
     kind = codec.value(
         Literal["hashed", "vocabulary"], options.pop("kind", None), label, "kind"
     )
+    if kind == "hashed":  # saved before there was one spelling
+        options = {"as_written": True} | options
     return codec.read(_KINDS[kind], options, label)
 
 

@@ -116,7 +116,10 @@ class ScannedClicks:
           NotImplementedError: a file is text.
         """
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(json.dumps(self.schema.to_json()).encode())
+        document = self.schema.to_json()
+        for column in document["ids"].values():
+            column.pop("as_written", None)  # as it was before there was one spelling
+        digest.update(json.dumps(document).encode())
         for name, known in self.vocabularies.items():
             digest.update("\0".join([name, *known.tolist()]).encode())
         for group in self._parquet_groups():

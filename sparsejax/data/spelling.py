@@ -200,3 +200,27 @@ def without_point_zero(texts: pa.Array) -> pa.Array:
         return texts
     options = pc.ReplaceSubstringOptions(r"\A(-?[0-9]+)\.0\z", r"\1")
     return pc.call_function("replace_substring_regex", [texts], options)
+
+
+# Categories of clicks
+
+
+def as_categories(texts: pa.Array) -> pa.Array:
+    """Texts in the one spelling of categories, whatever wrote them.
+
+    Booleans are `true` and `false`, and whole numbers are integers: pandas writes `True`,
+    and `2.0` where some are missing. NaN is missing, so it is empty.
+    """
+    for pattern, text in _CATEGORIES:
+        options = pc.ReplaceSubstringOptions(pattern, text)
+        texts = pc.call_function("replace_substring_regex", [texts], options)
+    return texts
+
+
+_CATEGORIES = [
+    (r"\A(nan|NaN)\z", ""),
+    (r"\A(True|TRUE)\z", "true"),
+    (r"\A(False|FALSE)\z", "false"),
+    (r"\A-?0\.0+\z", "0"),
+    (r"\A(-?[1-9][0-9]*)\.0+\z", r"\1"),
+]

@@ -1,0 +1,200 @@
+"""Categories of clicks: one spelling for each, whatever brings them in."""
+
+import itertools
+import pathlib
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import sparsejax as sj
+from sparsejax.data.click_records import examples_of
+from sparsejax.data.xxh64 import xxh64
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MEMBER = [True, False, True, False, None, True]
+CITY = [2.0, 1.0, None, -3.0, 0.0, 2.0]
+FRAME = pd.DataFrame({"click": [1, 0] * 3, "member": MEMBER, "city": CITY})
+COLUMNS = {"member": MEMBER, "city": CITY}
+NULL, NAN = None, float("nan")
+
+
+def table(**types) -> pa.Table:
+    columns = {n: pa.array(c, types.get(n)) for n, c in COLUMNS.items()}
+    return pa.table({"click": [1, 0] * 3} | columns)
+
+
+def with_nan() -> pa.Table:
+    city = pa.array(np.array([NAN if c is None else c for c in CITY]))
+    return table().set_column(2, "city", city)
+
+
+def csv(path, **options):
+    FRAME.to_csv(path, index=False, **options)
+
+
+def parquet(found):
+    return lambda path: pq.write_table(found, path)
+
+
+# How these columns come into files.
+FILES = {
+    "pandas.csv": csv,
+    "pandas.tsv": lambda path: csv(path, sep="\t"),
+    "pandas with NaN.csv": lambda path: csv(path, na_rep="nan"),
+    "polars.csv": lambda path: pl.from_arrow(table()).write_csv(path),
+    "polars with NaN.csv": lambda path: pl.from_arrow(with_nan()).write_csv(path),
+    "R.csv": lambda path: path.write_text(
+        "click,member,city\n1,TRUE,2\n0,FALSE,1\n1,TRUE,\n0,FALSE,-3\n1,,0\n0,TRUE,2\n"
+    ),
+    "floats.parquet": parquet(table()),
+    "float32.parquet": parquet(table(city=pa.float32())),
+    "integers.parquet": parquet(table(city=pa.int16())),
+    "decimals.parquet": parquet(
+        table(city=pa.int16()).cast(
+            pa.schema(
+                [
+                    ("click", pa.int64()),
+                    ("member", pa.bool_()),
+                    ("city", pa.decimal128(9, 2)),
+                ]
+            )
+        )
+    ),
+    "NaN.parquet": parquet(with_nan()),
+    "dictionaries.parquet": parquet(
+        pa.table(
+            {
+                n: c.combine_chunks().dictionary_encode() if n == "city" else c
+                for n, c in zip(
+                    with_nan().column_names, with_nan().columns, strict=True
+                )
+            }
+        )
+    ),
+    "text.parquet": parquet(
+        pa.table(
+            {
+                "click": [1, 0] * 3,
+                "member": [None if m is None else str(m) for m in MEMBER],
+                "city": [None if c is None else str(c) for c in CITY],
+            }
+        )
+    ),
+    "lists.parquet": parquet(
+        pa.table(
+            {
+                "click": [1, 0] * 3,
+                "member": [[m] for m in MEMBER],
+                "city": [[NAN if c is None else c] for c in CITY],
+            }
+        )
+    ),
+}
+KINDS = [sj.VocabularyColumn(), sj.HashedColumn(50_000)]
+
+
+def schema_of(kind) -> sj.ClickSchema:
+    return sj.ClickSchema("click", ids={"member": kind, "city": kind})
+
+
+def flat(ids):
+    return getattr(ids, "indices", ids).tolist()
+
+
+def ids_of(data) -> dict[str, list[int]]:
+    return {name: flat(ids) for name, ids in data.ids.items()}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name, write in FILES.items():
+        write(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["vocabulary", "hashed"])
+@pytest.mark.parametrize("name", FILES)
+def test_files(kind, name, files):
+    """Alone, and against the vocabulary of another file."""
+    schema = schema_of(kind)
+    expected = sj.read_clicks(files / "integers.parquet", schema)
+    city = [expected.ids["city"][at] for at in (0, 1, 2, 3, 4)]
+    assert len(set(city)) == 5 and city[2] == 0 and expected.ids["member"][4] == 0
+    assert sorted(expected.vocabularies.get("member", [])) in ([], ["false", "true"])
+    for train, known in itertools.product([name, "integers.parquet"], [False, True]):
+        vocabulary = sj.read_clicks(files / train, schema) if known else None
+        data = sj.read_clicks(files / name, schema, vocabulary=vocabulary)
+        assert ids_of(data) == ids_of(expected)
+        scanned = sj.scan_clicks(files / name, schema, vocabulary=vocabulary)
+        assert ids_of(next(scanned.chunks())) == ids_of(expected)
+        if known:
+            again = files / "integers.parquet"
+            data = sj.read_clicks(again, schema, vocabulary=vocabulary)
+            assert ids_of(data) == ids_of(expected)
+
+
+RECORDS = {
+    "lists": COLUMNS,
+    "arrays": {
+        "member": MEMBER,
+        "city": np.array([NAN if c is None else c for c in CITY]),
+    },
+    "text": {
+        "member": [None if m is None else str(m) for m in MEMBER],
+        "city": ["2.0", "1.0", "nan", "-3.0", "0.0", "2"],
+    },
+    "objects": {"member": [True, False, True, False, NAN, True], "city": CITY},
+    "table": with_nan().select(["member", "city"]),
+    "frame": {name: FRAME[name] for name in COLUMNS},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("kind", KINDS, ids=["vocabulary", "hashed"])
+def test_records(kind, name, files):
+    """As `predict_records` takes them."""
+    for file in ("pandas.csv", "floats.parquet"):
+        train = sj.read_clicks(files / file, schema_of(kind))
+        _, found = examples_of(RECORDS[name], train.schema, train.vocabularies)
+        assert {n: flat(ids) for n, ids in found.items()} == ids_of(train)
+
+
+def test_other_text_stays(tmp_path):
+    path = tmp_path / "clicks.csv"
+    cells = ["007", "007.0", "1e3", "2.5", "Nan", "truE", "+1", "v1.0", "1.0.0"]
+    path.write_text("click,c\n" + "".join(f"1,{cell}\n" for cell in cells))
+    schema = sj.ClickSchema("click", ids={"c": sj.VocabularyColumn()})
+    assert set(sj.read_clicks(path, schema).vocabularies["c"].tolist()) == set(cells)
+
+
+def test_data_that_spell_otherwise(tmp_path):
+    """Saved when text was taken as it is written: its categories keep their ids."""
+    path = tmp_path / "clicks.csv"
+    path.write_text(
+        "click,member,city,tag\n1,True,2.0,nan\n0,False,1.0,x\n1,True,,y\n0,False,2.0,nan\n"
+        "1,True,1.0,x\n"
+    )
+    before = sj.ClickDataset.load(GOLDEN / "clicks_as_written.parquet")
+    assert before.vocabularies["member"].tolist() == ["True", "False"]
+    assert ids_of(before)["city"] == [774, 577, 0, 774, 577]
+    again = sj.read_clicks(path, before.schema, vocabulary=before)
+    assert ids_of(again) == ids_of(before)
+    typed = pa.table({"click": [1, 0], "member": [True, False], "city": ["2.0", "1.0"]})
+    pq.write_table(
+        typed.append_column("tag", pa.array(["nan", "x"])), tmp_path / "t.parquet"
+    )
+    typed = sj.read_clicks(tmp_path / "t.parquet", before.schema, vocabulary=before)
+    assert ids_of(typed) == {name: ids[:2] for name, ids in ids_of(before).items()}
+    same = sj.ClickSchema.from_json(before.schema.to_json())
+    assert same == before.schema and same.ids["city"] != sj.HashedColumn(1000)
+    new = sj.ClickSchema.from_json(schema_of(sj.HashedColumn(9)).to_json())
+    assert new == schema_of(sj.HashedColumn(9))
+    known = xxh64(pa.array(["2"], pa.large_string()))[0] % 999 + 1
+    assert (
+        sj.read_clicks(path, schema_of(sj.HashedColumn(1000))).ids["city"][0] == known
+    )
