@@ -171,10 +171,15 @@ def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
     if not trials:
         study.set_user_attr("identity", identity)
         study.enqueue_trial(_start(command))
+    states = optuna.trial.TrialState
+    waiting = [_asked(trial) for trial in trials if trial.state == states.WAITING]
     for trial in trials:
-        if trial.state == optuna.trial.TrialState.RUNNING:
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            study.enqueue_trial(trial.params)
+        if trial.state == states.RUNNING:
+            # In this order: a kill between the two must not lose the trial. If there was
+            # one, it waits already.
+            if _asked(trial) not in waiting:
+                study.enqueue_trial(_asked(trial))
+            study.tell(trial.number, state=states.FAIL)
     # Another seed than before, or the same settings would be drawn again.
     seed = command.seed + len(trials)
     study.sampler = optuna.samplers.TPESampler(
@@ -183,6 +188,11 @@ def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
     if trials:
         print(f"continues after {_num_done(study)} trials", file=sys.stderr)
     return study
+
+
+def _asked(trial: Any) -> dict[str, Any]:
+    """The settings of a trial, also those that it was given and has not drawn yet."""
+    return trial.system_attrs.get("fixed_params", {}) | trial.params
 
 
 def _num_done(study: Any) -> int:
@@ -356,9 +366,7 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
         file=sys.stderr,
     )
     training.train(
-        dataclasses.replace(
-            chosen, run=folder, config=config, resume=run.has_checkpoints(folder)
-        )
+        dataclasses.replace(chosen, run=folder, config=config, resume=folder.exists())
     )
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
     words += ["--run", "RUN", "--config", config]

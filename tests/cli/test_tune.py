@@ -177,3 +177,37 @@ def test_what_is_refused(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     assert main(argv) == 1
     assert "pip install 'sparsejax[tune]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["enqueue_trial", "tell", "_choice"])
+def test_a_second_kill_loses_no_trial_and_repeats_none(argv, curves, monkeypatch, call):
+    """Whatever was about to be done: enqueue it again, end the old one, draw its settings."""
+    argv += ["--trials", "3", "--epochs", "2", "--learning-rate", ".00321"]
+    curves.append(math.nan)
+    assert main(argv) == 130  # in the first trial
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(tune if call == "_choice" else optuna.Study, call, killed)
+            assert main(argv) == 130
+    assert main(argv) == 0
+    rates = [t.params["learning_rate"] for t in trials() if t.state.name != "FAIL"]
+    assert len(rates) == 3 and rates.count(0.00321) == 1
+
+
+@pytest.mark.parametrize("left", [[], [".lock"], ["vocabulary.parquet"], ["run.json"]])
+def test_it_was_killed_before_the_first_checkpoint_of_the_best(
+    argv, curves, monkeypatch, left
+):
+    final = []
+    monkeypatch.setattr(tune.training, "train", final.append)
+    argv += ["--trials", "1", "--epochs", "2"]
+    assert main(argv) == 0 and not final[0].resume
+    final[0].run.mkdir()
+    for name in left:
+        (final[0].run / name).touch()
+    assert main(argv) == 0
+    run.check_folder(final[1].run, resume=final[1].resume)
