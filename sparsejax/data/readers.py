@@ -248,9 +248,10 @@ def read_parquet(
 
     Args:
       path: a file or a folder. The `.parquet` files of a folder and its subfolders are
-        read in the order of their names. A folder that `sparsejax.prepare` wrote stands
-        for its part `train`; the path of `test` in it reads what was held out. It may be an address that pyarrow's file systems
-        know, like `s3://bucket/purchases/`. Credentials and region come from the
+        read in the order of their names; all have the same columns of values and of
+        times. A folder that `sparsejax.prepare` wrote stands for its part `train`; the path
+        of `test` in it reads what was held out. It may be an address that pyarrow's file
+        systems know, like `s3://bucket/purchases/`. Credentials and region come from the
         environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
         than Amazon's, `?endpoint_override=` may be added to the address.
       user: the column with the row's name.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from sparsejax.data.columns import (
     about_times,
     find_columns,
 )
-from sparsejax.data.files import DataError, Path
+from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.lines import mixed_values
 from sparsejax.data.spelling import (
     are_missing,
@@ -61,6 +62,9 @@ class TableLayout:
       time: the column with the times, or None.
       source: the same with types, for messages. It does not count when two layouts are
         compared.
+      path: where the columns were found.
+      optional: the column that was found for the values and that for the times, or None.
+        Only roles for which a column was looked for are there.
     """
 
     user: str | None
@@ -69,6 +73,11 @@ class TableLayout:
     has_lists: bool
     time: str | None = None
     source: Columns | None = dataclasses.field(default=None, compare=False)
+    # Not in the text of a layout, which fingerprints of data have.
+    path: Path = dataclasses.field(default="", compare=False, repr=False)
+    optional: Mapping[str, str | None] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def columns(self) -> list[str]:
@@ -149,6 +158,8 @@ def find_table_layout(
         has_lists,
         names.get("time"),
         source,
+        path,
+        {role: names.get(role) for role in ("value", "time") if role in roles},
     )
 
 
@@ -211,6 +222,14 @@ def _check_type(
 
 def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
     """Raises DataError unless a file has the columns that the first one has."""
+    # If there are no items either, that is said first.
+    optional = layout.optional.items() if layout.item in schema.names else ()
+    for role, name in optional:
+        has_other = name is not None
+        if has_other and name not in schema.names:
+            _differ(role, name, layout.path, path)
+        elif not has_other and (name := _named_for(role, path, schema, layout)):
+            _differ(role, name, path, layout.path)
     again = find_table_layout(
         path,
         schema,
@@ -222,6 +241,33 @@ def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
     if again.has_lists != layout.has_lists:
         has = "lists" if again.has_lists else "no lists"
         raise DataError.at(path, f"has {has}, unlike the first file")
+
+
+def _named_for(
+    role: str, path: Path, schema: pa.Schema, layout: TableLayout
+) -> str | None:
+    """The column of a file whose name is known for a role."""
+    found = find_table_layout(
+        path,
+        schema,
+        Chosen(layout.user, layout.item, None, BY_NAME if role == "time" else None),
+        indicator=role != "value",
+        with_user=layout.user is not None,
+    )
+    return found.optional[role]
+
+
+def _differ(role: str, name: str, having: Path, lacking: Path) -> NoReturn:
+    """Raises the error for a column that only some files have."""
+    ignore = {
+        "value": "ignore values: indicator=True",
+        "time": "leave times out: time=None",
+    }
+    raise DataError.at(
+        lacking,
+        f"has no column of the {role}, but {shown(having)} has {name!r}; give all files the "
+        f"same columns, or {ignore[role]}",
+    )
 
 
 def table_blocks(
