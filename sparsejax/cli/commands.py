@@ -324,7 +324,11 @@ def report(command: flags.Report) -> None:
         progress.get("history", []),
         title=str(command.run),
         measured=measured,
-        examples=[] if shown is None else reports.examples_of(model, shown, heldout),
+        examples=[]
+        if shown is None
+        else reports.examples_of(
+            model, shown, heldout, keep_seen=command.counting.keep_seen
+        ),
         similar=reports.similar_to_popular(model, names, counts),
         settings=settings.described(),
     )

@@ -451,7 +451,7 @@ class Export:
 class Convert:
     """Converts a file of interactions to another format.
 
-    Only parquet keeps features without entries.
+    Only parquet keeps features without entries. Times are kept by parquet and pairs.
 
     Attributes:
       input: File to read, which may be compressed (.gz, .xz). For Parquet also a folder,

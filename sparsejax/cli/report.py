@@ -122,6 +122,7 @@ def examples_of(
     shown: SparseDataset | SequenceDataset,
     heldout: SparseDataset | SequenceDataset | None = None,
     *,
+    keep_seen: bool = False,
     rows: int = 6,
     k: int = 8,
 ) -> list[Example]:
@@ -129,9 +130,10 @@ def examples_of(
 
     Args:
       model: see `recommend`.
-      shown: entries that the model is shown, perhaps histories. They are not recommended.
+      shown: entries that the model is shown, perhaps histories.
       heldout: entries that it should find, with the same features, of the same rows or
         of some of them.
+      keep_seen: whether what a row has in `shown` may be recommended to it.
       rows: largest number of examples.
       k: number of items recommended to each row.
     """
@@ -141,7 +143,8 @@ def examples_of(
         has_some = heldout.row_names[np.diff(_indptr(heldout)) > 0]
         chosen = chosen[find_names(chosen, has_some) >= 0]
     shown = shown.align_rows(chosen[:rows])
-    found = recommend(model, shown, k, exclude=shown).names(shown.feature_names)
+    exclude = None if keep_seen else shown
+    found = recommend(model, shown, k, exclude=exclude).names(shown.feature_names)
     wanted = None if heldout is None else heldout.align_rows(shown.row_names)
     return [
         Example(

@@ -22,12 +22,15 @@ _ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not i
 def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
     """Writes the text form of DSSTNE, which keeps empty rows and values.
 
+    It cannot hold times; a warning says so.
+
     Names are escaped as `sparsejax.read_text` reads them.
 
     Raises:
       ValueError: a name is empty or contains a zero byte, or the name of a row contains a
         byte order mark.
     """
+    _warn_of_times(data, "text")
     row_names = escaped("row", data.row_names)
     feature_names = escaped("feature", data.feature_names)
     data = dataclasses.replace(data, row_names=row_names, feature_names=feature_names)
@@ -52,6 +55,8 @@ def escaped(what: str, names: Names) -> Names:
 def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
     """Writes `row feature feature ...` lines, see `sparsejax.read_adjacency`.
 
+    They cannot hold times; a warning says so.
+
     Raises:
       ValueError: the entries have values, or a name is empty or contains white space.
     """
@@ -60,6 +65,7 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
             "the format adjacency cannot hold values but the data has some; choose text, "
             "pairs or parquet, or ignore the values (indicator=True)"
         )
+    _warn_of_times(data, "adjacency")
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
         check_names(what, names, " \t\v\f\r\n\ufeff", "adjacency")
     file.writelines(" ".join((row, *rest)) + "\n" for row, rest, _ in _rows(data))
@@ -70,11 +76,13 @@ def write_pairs(
 ) -> None:
     """Writes a line for each entry, under a header; see `sparsejax.read_pairs`.
 
-    If the delimiter is not TAB, fields are quoted where it is necessary. Rows without
+    If there are times, the entries of a row come in the order of their events, so that
+    those of equal times keep it. If the delimiter is not TAB, fields are quoted where it is necessary. Rows without
     entries cannot be written; a warning counts them.
 
     Raises:
       ValueError: a name is empty or contains a line end, or a TAB if that is the delimiter.
+        Or a time is a date before the year 0 or after 9999, which text cannot hold.
     """
     forbidden = "\t\r\n" if delimiter == "\t" else "\r\n"
     for what, names in (("row", data.row_names), ("feature", data.feature_names)):
@@ -86,16 +94,48 @@ def write_pairs(
             "format pairs cannot hold them",
             stacklevel=2,
         )
-    valued = data.matrix.data is not None
-    header = ("user", "item", "value") if valued else ("user", "item")
+    valued, timed = data.matrix.data is not None, data.times is not None
+    header = ["user", "item", *["value"] * valued, *["time"] * timed]
     write = _record_writer(file, delimiter)
     write([header])
-    for row, features, values in _rows(data):
-        if values is None:
-            write((row, feature) for feature in features)
-        else:
-            entries = zip(features, values, strict=True)
-            write((row, feature, value) for feature, value in entries)
+    times, places = _times(data) if timed else ([], None)
+    start = 0
+    for row, features, values in _rows(data, places):
+        end = start + len(features)
+        columns = [[row] * len(features), features]
+        columns += [] if values is None else [values]
+        columns += [times[start:end]] if timed else []
+        write(zip(*columns, strict=True))
+        start = end
+
+
+def _times(data: SparseDataset) -> tuple[list[str], np.ndarray]:
+    """The times as text in the order of events, and `[entries]` that order of each row."""
+    times, order = data.times, data.order
+    assert times is not None and order is not None
+    rows = np.repeat(np.arange(data.num_rows), np.diff(data.matrix.indptr))
+    places = np.lexsort((order, rows))
+    times = times[places]
+    if times.dtype.kind != "M":  # `repr` has all digits of a float
+        return list(map(repr, times.tolist())), places
+    years = times.astype("datetime64[Y]").astype(np.int64) + 1970
+    if ((years < 0) | (years > 9999)).any():
+        raise ValueError(
+            "pairs cannot hold dates before the year 0 or after 9999; choose parquet"
+        )
+    unit = next(
+        (u for u in ("D", "s") if (times == times.astype(f"M8[{u}]")).all()), "us"
+    )
+    return np.datetime_as_string(times, unit=unit, casting="unsafe").tolist(), places
+
+
+def _warn_of_times(data: SparseDataset, format: str) -> None:
+    if data.times is not None:
+        warnings.warn(
+            f"the times are left out: the format {format} cannot hold them; choose pairs "
+            "or parquet",
+            stacklevel=3,
+        )
 
 
 def _record_writer(
@@ -109,19 +149,26 @@ def _record_writer(
 
 
 def _rows(
-    data: SparseDataset,
+    data: SparseDataset, places: np.ndarray | None = None
 ) -> Iterator[tuple[str, list[str], list[str] | None]]:
-    """The name of each row, its features' names and their values as text."""
+    """The name of each row, its features' names and their values as text.
+
+    `places: [entries]` are those of the entries, row by row; by default 0, 1, 2, ...
+    """
     matrix, names = data.matrix, data.feature_names
+    indices, floats = np.asarray(matrix.indices), matrix.data
+    if places is not None:
+        indices = indices[places]
+        floats = None if floats is None else np.asarray(floats)[places]
     ends = np.asarray(matrix.indptr[1:]).tolist()
     start = 0
     for row, end in zip(data.row_names.tolist(), ends, strict=True):
         values = None
-        if matrix.data is not None:
+        if floats is not None:
             # The shortest decimal that is read as the same float32.
-            shortest = map(str, matrix.data[start:end])
+            shortest = map(str, floats[start:end])
             values = [text.removesuffix(".0") for text in shortest]
-        yield row, names[matrix.indices[start:end]].tolist(), values
+        yield row, names[indices[start:end]].tolist(), values
         start = end
 
 

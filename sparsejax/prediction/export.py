@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import export
 
@@ -15,7 +16,7 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.mesh.layout import without_mesh
+from sparsejax.mesh.layout import replicated, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.prediction.arguments import Kind, refused
@@ -96,6 +97,7 @@ def export_predictor(
       batch_size: most rows that the predictor scores at a time.
 
     Raises:
+      FloatingPointError: a weight is NaN.
       OSError: the file cannot be written.
       OtherProcessError: process 0 could not write the file; the message says why.
       ValueError: the number of names is not that of the items. `path` cannot be a file.
@@ -105,6 +107,7 @@ def export_predictor(
         has a number that is not finite.
     """
     check_positive(k=k, batch_size=batch_size)
+    _check_weights(model)
     if is_click_model(model):
         if not isinstance(names, Clicks | None):
             raise TypeError(
@@ -119,6 +122,21 @@ def export_predictor(
         timed = isinstance(names, SequenceDataset) and has_times(model, names)
         model = NextItems(model, times=timed)
     _export_recommender(model, path, k, names, batch_size)
+
+
+def _check_weights(model: Any) -> None:
+    """Raises FloatingPointError if a weight is NaN."""
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and _has_nan(leaf):
+            raise FloatingPointError(
+                f"the weights {jax.tree_util.keystr(path)} have NaN, so recommendations "
+                "would be wrong; train again, for example with a lower learning rate"
+            )
+
+
+@jax.jit
+def _has_nan(weights: jax.Array) -> jax.Array:
+    return replicated(jnp.isnan(weights).any())
 
 
 def _export_recommender(

@@ -6,6 +6,7 @@ import functools
 import os
 import pathlib
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,7 +127,7 @@ def similar_items(
     """The `k` items whose vectors have the largest cosine with each given item's.
 
     An item is not among the items similar to it. A vector of zeros has the cosine 0 with
-    all others.
+    all others. Items whose vectors are not finite are left out, with a warning.
 
     >>> similar_items(model, ["/products"], k=3, names=train).names(train)
     [['/...', '/...', '/...']]
@@ -142,6 +143,7 @@ def similar_items(
       Ids `[n, k]`, and cosines as scores.
 
     Raises:
+      FloatingPointError: the vector of one of `items` is not finite.
       TypeError: `items` are neither integers nor names.
       ValueError: an item does not exist, or names are given without `names`.
     """
@@ -149,7 +151,21 @@ def similar_items(
     output = model.output
     ids = _ids(items, output.num_items, names)
     kernel = put_on_mesh(output.kernel[...]).astype(jnp.float32)
-    found = _similar(kernel, ids, k, output.num_items, output.kernel_spec)
+    finite = np.asarray(_are_finite(kernel))
+    left_out = None
+    if not finite[: output.num_items].all():
+        if not finite[ids].all():
+            at = int(np.argmin(finite[ids]))
+            raise FloatingPointError(f"the vector of item {items[at]!r} is not finite")
+        count = output.num_items - int(finite[: output.num_items].sum())
+        warnings.warn(
+            f"the vectors of {count:,} of {output.num_items:,} items are not finite: these "
+            "items are left out",
+            stacklevel=2,
+        )
+        kernel = jnp.where(finite[:, None], kernel, 0)
+        left_out = jnp.where(finite, 0, -jnp.inf).astype(jnp.float32)
+    found = _similar(kernel, left_out, ids, k, output.num_items, output.kernel_spec)
     return Recommendations(*map(np.asarray, found))
 
 
@@ -165,6 +181,8 @@ def save_vectors(
         .parquet    columns `name` and `vector` (a list of fixed size)
 
     >>> save_vectors("items.parquet", item_vectors(model), train.feature_names)
+
+    A warning counts vectors that are not finite.
 
     Args:
       path: the file, which is replaced if it exists.
@@ -184,6 +202,13 @@ def save_vectors(
         raise ValueError(
             f"expected vectors [{len(known):,}, hidden], one for each name, got "
             f"{vectors.shape}"
+        )
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        warnings.warn(
+            f"{len(vectors) - int(finite.sum()):,} of {len(vectors):,} vectors are not "
+            f"finite, for example those of {quoted(known[~finite])}",
+            stacklevel=2,
         )
     if pathlib.Path(path).suffix == ".npz":
         _check_fixed_width(path, known)
@@ -232,17 +257,26 @@ def _encoded(graphdef, state, x: Shown) -> jax.Array:
         return replicated(h)
 
 
+@jax.jit
+def _are_finite(kernel) -> jax.Array:
+    """`[rows]` bool."""
+    return replicated(jnp.isfinite(kernel).all(axis=1))
+
+
 @functools.partial(jax.jit, static_argnames=("k", "num_items", "kernel_spec"))
-def _similar(kernel, ids, k: int, num_items: int, kernel_spec: jax.P | None):
-    square = jnp.sum(jnp.square(kernel), axis=1)
-    inverse = jnp.where(square > 0, jax.lax.rsqrt(square), 0)
+def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | None):
+    # Divided first by the largest number, so that no square leaves float32.
+    largest = jnp.max(jnp.abs(kernel), axis=1, initial=0)
+    some = jnp.where(largest > 0, largest, 1)
+    square = jnp.sum(jnp.square(kernel / some[:, None]), axis=1)
+    inverse = jnp.where(largest > 0, jax.lax.rsqrt(square) / some, 0)
     h = kernel[ids] * inverse[ids][:, None]
     itself = CSR(None, ids, jnp.arange(len(ids) + 1), num_cols=num_items)
     return replicated(
         top_k(
             h,
             kernel,
-            None,
+            bias,
             k,
             scale=inverse,
             exclude=itself,

@@ -198,6 +198,8 @@ def test_examples_are_rows_with_something_to_find(tmp_path):
         assert len(example.recommended) == 2
         assert set(example.recommended) <= {"6", "7", "8"}
     assert len(report.examples_of(model_of(9), shown, rows=3)) == 3
+    kept = report.examples_of(model_of(9), shown, heldout, k=9, keep_seen=True)
+    assert all(set(example.recommended) > {"0", "1"} for example in kept)
     # Where every row is short, the longest will do.
     few = shown.align_rows(["1"])
     assert [e.row for e in report.examples_of(model_of(9), few)] == ["1"]

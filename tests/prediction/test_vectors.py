@@ -119,6 +119,28 @@ def test_similar_items_by_cosine(temperature):
     assert again.names(data)[0][0] == "item 7"
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_vectors_that_are_not_finite(bad, tmp_path):
+    model, data = model_of(), random_data()
+    kernel = model.output.kernel
+    kernel[3, 1] = bad
+    kernel[5] = 1e30 * kernel[4]  # its square leaves float32
+    kernel[6] = 1e-30 * kernel[4]
+    with pytest.warns(UserWarning, match="the vectors of 1 of 37 items are not finite"):
+        found = sj.similar_items(model, [4], k=FEATURES)
+    assert (found.ids != 3).all() and (found.ids[0, -2:] == -1).all()
+    np.testing.assert_allclose(found.scores[0, :2], 1, rtol=1e-6)
+    assert set(found.ids[0, :2].tolist()) == {5, 6}
+    with pytest.raises(FloatingPointError, match="the vector of item 3 is not finite"):
+        sj.similar_items(model, [4, 3], k=2)
+    with pytest.warns(UserWarning, match="1 of 37 vectors are not finite.* 'item 3'"):
+        sj.save_vectors(tmp_path / "v.npy", sj.item_vectors(model), data.feature_names)
+    if np.isnan(bad):
+        with pytest.raises(FloatingPointError, match=r"weights .*kernel.* have NaN"):
+            sj.export_predictor(model, tmp_path / "predictor", names=data)
+        assert not (tmp_path / "predictor").exists()
+
+
 @pytest.mark.parametrize(
     ("items", "names", "message"),
     [
