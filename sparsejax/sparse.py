@@ -200,7 +200,8 @@ class CSR:
     def from_scipy(cls, matrix, *, nse: int | None = None) -> CSR:
         """Makes a host (NumPy) CSR from any SciPy sparse matrix or array.
 
-        Rows are sorted and duplicates summed. A boolean matrix becomes an indicator.
+        Rows are sorted and duplicates summed, in float64. A boolean matrix becomes an
+        indicator.
 
         Args:
           matrix: SciPy sparse, `[rows, cols]`.
@@ -221,9 +222,13 @@ class CSR:
             raise ValueError(f"expected a matrix, got the shape {matrix.shape}")
         if np.issubdtype(matrix.dtype, np.complexfloating):
             raise TypeError("values must be real, got complex ones")
-        csr = scipy.sparse.csr_array(matrix, copy=True)
-        csr.sum_duplicates()  # sorts too
-        data = None if csr.dtype == np.bool_ else _as_float(csr.data)
+        csr = summed(matrix)
+        data = None
+        if csr.dtype != np.bool_:
+            is_float = np.issubdtype(matrix.dtype, np.floating)
+            with np.errstate(over="ignore"):  # infinite values are found below
+                dtype = matrix.dtype if is_float else np.float32
+                data = csr.data.astype(dtype, copy=False)
         indices, indptr = csr.indices, csr.indptr
         if indptr[-1] > MAX_ENTRIES:
             raise ValueError(
@@ -412,10 +417,23 @@ def as_int32(what: str, values: np.ndarray) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _as_float(values: np.ndarray) -> np.ndarray:
-    if np.issubdtype(values.dtype, np.floating):
-        return values
-    return values.astype(np.float32)
+def summed(
+    matrix: scipy.sparse.sparray | scipy.sparse.spmatrix,
+) -> scipy.sparse.csr_array:
+    """The matrix with sorted rows, and without duplicates: these are added in float64.
+
+    In the type of the matrix sums of uint8 would wrap, and those of float32 be rounded. A
+    boolean matrix stays one.
+    """
+    is_bool = matrix.dtype == np.bool_
+    if is_bool or matrix.format in ("csr", "csc"):
+        csr = scipy.sparse.csr_array(matrix, copy=True)
+        if not (is_bool or csr.has_canonical_format):
+            csr.data = csr.data.astype(np.float64)
+    else:  # to convert these adds their duplicates
+        csr = scipy.sparse.csr_array(matrix.astype(np.float64))
+    csr.sum_duplicates()  # sorts too
+    return csr
 
 
 def _check(csr: CSR) -> None:

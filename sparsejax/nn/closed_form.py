@@ -19,7 +19,7 @@ from sparsejax.mesh.layout import without_mesh
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.nn.config import LinearConfig
 from sparsejax.ops.gather_matmul import gather_matmul
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, summed
 
 # The basis has some columns more than are kept, and the data is applied to it this many
 # times. Then nDCG@20 on MovieLens-1M is that of an exact decomposition, to four digits.
@@ -116,8 +116,8 @@ class _Data:
 
     @classmethod
     def of(cls, matrix, config: LinearConfig) -> _Data:
-        data = scipy.sparse.csr_array(matrix, dtype=np.float32, copy=True)
-        data.sum_duplicates()
+        with np.errstate(over="ignore"):  # infinite values are found below
+            data = summed(matrix).astype(np.float32)
         data.eliminate_zeros()
         items = CSR.from_scipy(data).shape[1]  # checks it
         squares = np.asarray(data.multiply(data).sum(axis=1), np.float64)
