@@ -8,14 +8,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import parquet, tables
+from sparsejax.data import arrow, parquet, tables
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
 from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
-from sparsejax.data.records import parse_columns, read_records, record_blocks
+from sparsejax.data.pair_layout import typed_header
+from sparsejax.data.records import (
+    parse_columns,
+    read_records,
+    record_blocks,
+    split_lists,
+)
 from sparsejax.data.sniff import is_parquet
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
@@ -154,11 +161,15 @@ class _TextLayout:
       columns: the names of its columns.
       delimiter: what separates them.
       first_line: the line of the first record behind the header, counted from 1.
+      header: the text of the header, or None.
+      lists: the positions of columns whose cells are lists, separated by spaces.
     """
 
     columns: tuple[str, ...]
     delimiter: str
     first_line: int
+    header: str | None = None
+    lists: frozenset[int] = frozenset()
 
 
 def _text_blocks(
@@ -169,7 +180,7 @@ def _text_blocks(
     # Categories repeat, so that a dictionary of a block is smaller than the block.
     encoded = pa.dictionary(pa.int32(), pa.string())
     types = {
-        at: encoded if name in schema.ids else pa.string()
+        at: encoded if name in schema.ids and at not in layout.lists else pa.string()
         for name, at in places.items()
     }
     count = len(layout.columns)
@@ -179,12 +190,14 @@ def _text_blocks(
             path,
             layout.delimiter,
             first_line=layout.first_line,
+            header=layout.header,
             block_bytes=BLOCK_BYTES,
         ):
             try:
                 found = parse_columns(lines, layout.delimiter, count, types)
             except pa.ArrowInvalid as cause:
                 raise _wrong_record(lines, layout, cause) from cause
+            found |= {at: _split(found[at]) for at in layout.lists & found.keys()}
 
             def error(row: int, message: str, lines: Lines = lines) -> DataError:
                 line = _line_of(lines, layout, row)
@@ -200,13 +213,26 @@ def _layout(path: Path, schema: ClickSchema) -> _TextLayout:
     records = read_records(lines, delimiter)
     line, end, cells = next(records)
     cells = [cell.strip() for cell in cells]
+    lists: frozenset[int] = frozenset()
+    if (typed := typed_header(cells)) and not set(schema.used) <= set(cells):
+        cells = [name for name, _ in typed]
+        lists = frozenset(n for n, (_, kind) in enumerate(typed) if kind == "token_seq")
     if schema.columns is not None:
         names, is_header = schema.columns, tuple(cells) == schema.columns
     else:
         names, is_header = tuple(cells), True
         columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
         _check_names(path, columns, schema.used, line=line)
-    return _TextLayout(names, delimiter, end if is_header else line)
+    if not is_header:
+        return _TextLayout(names, delimiter, line)
+    return _TextLayout(names, delimiter, end, lines.text(line, end), lists)
+
+
+def _split(texts: pa.Array) -> pa.Array:
+    """Lists of what spaces separate."""
+    flat, sizes = split_lists(texts)
+    ends = np.append(0, np.cumsum(sizes))
+    return pa.LargeListArray.from_arrays(arrow.from_numbers(ends), flat)
 
 
 def _check_names(

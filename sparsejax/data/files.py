@@ -206,6 +206,11 @@ class Lines:
     path: Path
     first: int
 
+    def text(self, start: int, stop: int) -> str:
+        """The lines `start .. stop - 1` of the file, without the line feed at the end."""
+        found = self.data.split(b"\n", stop - self.first)[start - self.first :]
+        return b"\n".join(found[: stop - start]).decode()
+
     def error(self, line: int, message: str) -> DataError:
         """The error for the block's line number `line`, counted from 0."""
         return DataError.at(self.path, message, line=self.first + line)

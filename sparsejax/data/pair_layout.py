@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sparsejax.data.columns import (
     BY_NAME,
@@ -23,6 +23,7 @@ from sparsejax.data.values import is_number, time_problem
 DELIMITERS = ("\t", "::", ",", ";", "|")
 
 _INTEGER = re.compile("0|-?[1-9][0-9]*")
+_TYPED = re.compile("(.+):(token|float|token_seq|float_seq)")
 _SAMPLE = 100  # records that are looked at to find the layout
 _MOVIELENS = [
     ["integers"] * 2 + [rating, "integers"] for rating in ("integers", "fractions")
@@ -38,12 +39,21 @@ class Layout:
       first_line: the line of the first record behind the header, counted from 1.
       num_columns: number of columns of each record.
       columns: the columns that are read, and the role of each.
+      header: the text of the header, or None.
+      lists: the positions of columns whose cells are lists, separated by spaces.
     """
 
     delimiter: str
     first_line: int
     num_columns: int
     columns: Columns
+    header: str | None = None
+    lists: frozenset[int] = frozenset()
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether a record has a list of items."""
+        return self.columns.item.position in self.lists
 
     @property
     def places(self) -> dict[str, int]:
@@ -93,23 +103,39 @@ def find_layout(
             f"{first[0][:40]!r}",
             line=line,
         )
+    typed = None if header is False else typed_header(first)
+    names, lists = first, frozenset()
+    if typed is not None:
+        header = True
+        names = [name for name, _ in typed]
+        lists = frozenset(
+            n for n, (_, kind) in enumerate(typed) if kind.endswith("_seq")
+        )
+        chosen = _without_types(chosen, first, names)
     if header is None:
         header = any(isinstance(chosen.of(role), str) for role in roles)
         header = header or _has_header(path, records)
     below = [cells for _, cells in records]
     if header:
-        below = below[1:]
+        below = [cells for cells in below[1:] if cells != first]
         first_line = _end_of_first(lines, delimiter)
     columns, are_integers = [], []
-    for at, name in enumerate(first):
+    for at, name in enumerate(names):
         cells = [cells[at].strip() for cells in below if len(cells) == len(first)]
+        if at in lists:
+            cells = [each for cell in cells for each in cell.split()]
         sample = next(filter(None, cells), "")
+        type_ = f"lists of {_type(cells)}" if at in lists else _type(cells)
         columns.append(
-            SourceColumn(name.strip() if header else None, at, _type(cells), sample)
+            SourceColumn(name.strip() if header else None, at, type_, sample)
         )
         are_integers.append(all(map(_INTEGER.fullmatch, filter(None, cells))))
     if header:
-        places = find_columns(path, columns, chosen, roles=roles, line=line)
+        items = [n for n in sorted(lists) if typed and typed[n][1] == "token_seq"]
+        places = find_columns(
+            path, columns, chosen, roles=roles, item_by_type=items, line=line
+        )
+        _check_lists(path, columns, places, lists, line)
     else:
         places = _by_position(path, columns, chosen, roles, delimiter, line)
     unread = [
@@ -132,7 +158,49 @@ def find_layout(
     problem = time_problem(cell, None) if cell and chosen.time is BY_NAME else None
     if read.time is not None and problem is not None:
         read = read.without_times(read.time, problem)
-    return Layout(delimiter, first_line, len(first), read)
+    text = lines.text(line, first_line) if header else None
+    return Layout(delimiter, first_line, len(first), read, text, lists)
+
+
+def typed_header(cells: Sequence[str]) -> list[tuple[str, str]] | None:
+    """Name and type of each column of a header like `user_id:token`, as of RecBole.
+
+    None if a cell is not of this form.
+    """
+    found = [_TYPED.fullmatch(cell.strip()) for cell in cells]
+    if not all(found):
+        return None
+    return [(each[1], each[2]) for each in found if each]
+
+
+def _without_types(
+    chosen: Chosen, cells: Sequence[str], names: Sequence[str]
+) -> Chosen:
+    """The choice, where a column may be named with its type."""
+    of = dict(zip([cell.strip() for cell in cells], names, strict=True))
+    given = {role: chosen.of(role) for role in SYNONYMS}
+    given = {role: of.get(c, c) for role, c in given.items() if isinstance(c, str)}
+    return dataclasses.replace(chosen, **given)
+
+
+def _check_lists(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    places: Mapping[str, int],
+    lists: frozenset[int],
+    line: int,
+) -> None:
+    """Raises DataError if a column has lists where it cannot."""
+    has_lists = places["item"] in lists
+    for role, at in places.items():
+        # There may be one time for a whole list of items.
+        wanted = {"user": False, "item": has_lists, "value": has_lists}.get(role)
+        is_list = at in lists
+        if is_list != (is_list and has_lists if wanted is None else wanted):
+            what = "has lists" if is_list else "has no lists"
+            unlike = "" if role == "user" else ", unlike the items"
+            problem = f"the column of the {role} {what}{unlike}"
+            unclear(path, columns, problem, f"name another: {role}=COLUMN", line)
 
 
 def _by_position(

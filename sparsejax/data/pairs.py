@@ -20,6 +20,7 @@ from sparsejax.data.records import (
     parse_columns,
     read_records,
     record_blocks,
+    split_lists,
 )
 from sparsejax.data.values import (
     lengths,
@@ -33,6 +34,7 @@ from sparsejax.data.values import (
 
 _USER = "the user (row) is empty"
 _ITEM = "the item (feature) is empty"
+_LENGTHS = "the numbers of {}s and of items differ"
 
 
 def pair_blocks(
@@ -60,6 +62,7 @@ def pair_blocks(
         path,
         layout.delimiter,
         first_line=layout.first_line,
+        header=layout.header,
         block_bytes=block_bytes,
         max_record_bytes=max_record_bytes,
     )
@@ -72,19 +75,25 @@ def pair_blocks(
             _explain(lines, layout, valued, kind, cause=error)
         if not len(columns["item"]):
             continue
+        sizes = None
+        if layout.has_lists:
+            try:
+                columns, sizes = _flat(columns, layout)
+            except pa.ArrowInvalid as error:
+                _explain(lines, layout, valued, kind, cause=error)
         if missing := _num_empty(columns):
             with contextlib.suppress(DataError, pa.ArrowInvalid):
                 missing += sum(_num_empty(_parse(rest, layout)) for rest in blocks)
             _explain(lines, layout, valued, kind, missing=missing)
         values = times = None
-        if "value" in columns:
+        if "value" in columns and len(columns["item"]):
             texts = trim(columns["value"])
             is_missing = lengths(texts) == 0
             before, valued = valued, not is_missing[0] if valued is None else valued
             values = parse_values(texts) if valued else None
             if (is_missing == valued).any() or (valued and values is None):
                 _explain(lines, layout, before, kind)
-        if "time" in columns:
+        if "time" in columns and len(columns["item"]):
             texts = trim(columns["time"])
             is_missing = lengths(texts) == 0
             before = kind
@@ -97,7 +106,34 @@ def pair_blocks(
                 _explain(lines, layout, valued, before)
             if found is not None:
                 times, kind = found
-        yield Block(columns["user"], None, columns["item"], values, times)
+        yield Block(columns["user"], sizes, columns["item"], values, times)
+
+
+def _flat(
+    columns: Mapping[str, pa.Array], layout: Layout
+) -> tuple[dict[str, pa.Array], np.ndarray]:
+    """The entries of cells that are lists, and the number of items of each record.
+
+    Raises:
+      pa.ArrowInvalid: lists of a record have different lengths.
+    """
+    found: dict[str, pa.Array] = {"user": columns["user"]}
+    sizes = np.zeros(0, np.int64)
+    for role in ("item", "value", "time"):
+        if role not in columns:
+            continue
+        texts = columns[role]
+        if layout.places[role] not in layout.lists:  # one time for all items
+            rows = np.repeat(np.arange(len(texts)), sizes)
+            found[role] = texts.take(arrow.from_numbers(rows))
+            continue
+        found[role], counts = split_lists(texts)
+        if role == "item":
+            sizes = counts
+            found[role] = found[role].dictionary_encode()
+        elif not np.array_equal(counts, sizes):
+            raise pa.ArrowInvalid(_LENGTHS.format(role))
+    return found, sizes
 
 
 def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
@@ -108,7 +144,9 @@ def _parse(lines: Lines, layout: Layout) -> dict[str, pa.Array]:
     """
     encoded = pa.dictionary(pa.int32(), pa.string())
     types = {
-        at: encoded if role in ("user", "item") else pa.string()
+        at: encoded
+        if role in ("user", "item") and at not in layout.lists
+        else pa.string()
         for role, at in layout.places.items()
     }
     found = parse_columns(lines, layout.delimiter, layout.num_columns, types)
@@ -120,6 +158,8 @@ def _num_empty(columns: Mapping[str, pa.Array]) -> int:
     count = 0
     for role in ("user", "item"):
         names = columns[role]
+        if not pa.types.is_dictionary(names.type):  # lists, which have no empty names
+            continue
         at = names.dictionary.index("").as_py()
         if at >= 0:
             count += int(np.sum(arrow.numbers(names.indices) == at))
@@ -159,10 +199,20 @@ def _explain(
             )
         if not cells[places["user"]]:
             return _USER + how_often
-        if not cells[places["item"]]:
+        if not (cells[places["item"]] or layout.has_lists):
             return _ITEM + how_often
-        if "value" in places:
-            text = cells[places["value"]].strip()
+        size = len(cells[places["item"]].split()) if layout.has_lists else 1
+
+        def texts_of(role: str) -> list[str]:
+            if role not in places:
+                return []
+            text = cells[places[role]].strip()
+            return text.split() if places[role] in layout.lists else [text] * size
+
+        for role in ("value", "time"):
+            if role in places and len(texts_of(role)) != size:
+                return _LENGTHS.format(role)
+        for text in texts_of("value"):
             valued = bool(text) if valued is None else valued
             if bool(text) != valued:
                 return mixed_values(valued)
@@ -171,8 +221,7 @@ def _explain(
                     f"{problem} ({layout.columns.value} is read as the value; choose "
                     "another with value=COLUMN, or ignore values with indicator=True)"
                 )
-        if "time" in places:
-            text = cells[places["time"]].strip()
+        for text in texts_of("time"):
             kind = kind if text or kind is not None else ""
             if bool(text) != (kind != ""):
                 return mixed_times(kind != "")
@@ -180,7 +229,8 @@ def _explain(
                 problem = time_problem(text, kind)
                 if problem is None and kind is None:
                     _, kind = parse_times(pa.array([text])) or (None, None)
-                return problem and f"{problem} {about_times(layout.columns)}"
+                if problem:
+                    return f"{problem} {about_times(layout.columns)}"
         return None
 
     for line, _, cells in read_records(lines, layout.delimiter):

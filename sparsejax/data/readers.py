@@ -194,7 +194,7 @@ def read_pairs(
       number of columns.
     * There is a header if a column is given by name, or if two cells of the first line
       are known names of columns, or if all its cells are text and one column has only
-      numbers or dates below.
+      numbers or dates below, or if all end in a type of RecBole, like `user_id:token`.
     * Without a header, the first of two columns holds the users and the second the items;
       columns that are given for another role do not count. `user::item::rating::time` of
       MovieLens is known, too. Otherwise columns must be given.

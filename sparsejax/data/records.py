@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 
+from sparsejax.data import arrow
 from sparsejax.data.files import (
     BLOCK_BYTES,
     ByteStream,
@@ -17,7 +22,9 @@ from sparsejax.data.files import (
     Lines,
     Path,
     line_blocks,
+    shown,
 )
+from sparsejax.data.values import lengths, trim
 
 # A quoted field may have several lines. A record may not be longer than this, so that a
 # quote that is not closed is found.
@@ -132,16 +139,21 @@ def record_blocks(
     delimiter: str,
     *,
     first_line: int,
+    header: str | None = None,
     block_bytes: int = BLOCK_BYTES,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[Lines]:
     """Blocks of whole records.
+
+    Where the header stands again, as in files that `cat` joined, it is left out with a
+    warning.
 
     Args:
       stream: the file, opened.
       path: the file that messages name.
       delimiter: what separates the columns.
       first_line: the line of the first record, counted from 1.
+      header: the text of the header, if there is one.
       block_bytes: about the size of a block.
       max_record_bytes: most bytes of a record that continues behind a block.
 
@@ -150,6 +162,7 @@ def record_blocks(
     """
     pending = b""
     opened: int | None = None
+    has_warned = False
     for block in line_blocks(stream, path, block_bytes=block_bytes):
         data, first = block.data, block.first
         if (skipped := first_line - first) > 0:
@@ -164,6 +177,15 @@ def record_blocks(
             end, opened = _whole_records(Lines(data, path, first), delimiter)
         pending = data[end:]
         lines = Lines(data[:end], path, first)
+        if header is not None:
+            lines, again = _without_headers(lines, delimiter, header)
+            if again and not has_warned:
+                has_warned = True
+                warnings.warn(
+                    f"{shown(path)}:{again[0]}: the header stands here again, as where "
+                    "files were joined; this line and others like it are left out",
+                    skip_file_prefixes=(os.path.dirname(__file__),),
+                )
         if lines.data.strip():
             yield lines
         if len(pending) > max_record_bytes:
@@ -188,28 +210,76 @@ def _whole_records(lines: Lines, delimiter: str) -> tuple[int, int | None]:
     if b'"' not in data:
         return len(data), None
     mark = delimiter.encode()
-    ends = np.frombuffer(b"\n" + mark, np.uint8)
     array = np.frombuffer(b"\n" + data, np.uint8)
     quotes = np.flatnonzero(array == ord('"'))
-    outside = np.append(array[quotes[::2] - 1], array[quotes[1::2] + 1])
-    if len(quotes) % 2 == 0 and np.isin(outside, ends).all():
-        return len(data), None  # quotes open and close in turn
+    # The bytes that may stand outside a quote. Two quotes inside a field close and open it.
+    outside = np.frombuffer(b'\n"' + mark, np.uint8)
+    opening, closing = quotes[::2], quotes[1::2]
+    around = np.append(array[opening - 1], array[closing + 1])
+    if not np.isin(around, outside).all():
+        return _records_by_field(lines, mark)
+    if len(opening) == len(closing):
+        return len(data), None
+    start = int(opening[array[opening - 1] != ord('"')][-1])  # of the field
+    ends = np.flatnonzero(
+        array[:start] == ord("\n")
+    )  # of a line; the first is before it
+    line = lines.first + len(ends) - 1
+    ends = ends[np.searchsorted(quotes, ends) % 2 == 0]  # not within quotes
+    return int(ends[-1]), line
+
+
+def _records_by_field(lines: Lines, mark: bytes) -> tuple[int, int | None]:
+    """`_whole_records` where there are quotes in other places, one field at a time."""
+    data = lines.data
     opening = re.compile(rb'(?:\A|(?<=[\n%b]))"' % re.escape(mark))
     inside = re.compile(rb'(?:[^"]++|"")*+"')
-    record = at = 0  # begin of the record, and of the part that is not parsed yet
+    at = 0  # begin of the part that is not parsed yet
+    between: list[tuple[int, int]] = []  # quoted fields
     while opened := opening.search(data, at):
-        record = max(record, data.rfind(b"\n", at, opened.start()) + 1)
-        line = data.count(b"\n", 0, opened.start())
+        between.append((at, opened.start()))
         closed = inside.match(data, opened.end())
         if closed is None:
-            return record, lines.first + line
+            ends = (data.rfind(b"\n", *part) + 1 for part in reversed(between))
+            line = data.count(b"\n", 0, opened.start())
+            return next(filter(None, ends), 0), lines.first + line
         at = closed.end()
         if data[at : at + 1] not in (b"\n", mark):
             behind = data[at : at + 20].decode(errors="replace").partition("\n")[0]
             raise lines.error(
-                line,
+                data.count(b"\n", 0, opened.start()),
                 f"a quote opens here and closes before {behind!r} in line "
                 f"{lines.first + data.count(b'\n', 0, at)}, not at the end of a field: "
                 "is a quote missing? Inside quotes, write a quote twice",
             )
     return len(data), None
+
+
+def _without_headers(
+    lines: Lines, delimiter: str, header: str
+) -> tuple[Lines, list[int]]:
+    """The lines with blank ones in place of each record that is the header again.
+
+    Returns:
+      `(lines, places)`: the numbers of these lines in the file.
+    """
+    if header.encode() not in lines.data:
+        return lines, []
+    alone = Lines(f"{header}\n".encode(), lines.path, 1)
+    [(_, _, wanted)] = read_records(alone, delimiter)
+    found, data = [], lines.data.split(b"\n")
+    for line, end, cells in read_records(lines, delimiter):
+        if [cells[0].removeprefix("\ufeff"), *cells[1:]] == wanted:
+            found.append(line)
+            first, last = line - lines.first, end - lines.first
+            data[first:last] = [b""] * (last - first)
+    return dataclasses.replace(lines, data=b"\n".join(data)), found
+
+
+def split_lists(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    """What spaces separate in each text, and `[texts]` int64: how many there are."""
+    texts = trim(texts)
+    parts = pc.call_function("utf8_split_whitespace", [texts])
+    sizes = np.where(lengths(texts) == 0, 0, arrow.numbers(parts.value_lengths()))
+    flat = parts.flatten()  # an empty text has an empty part
+    return flat.filter(pa.array(lengths(flat) > 0)), sizes.astype(np.int64)

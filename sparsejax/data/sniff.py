@@ -9,7 +9,8 @@ from typing import Literal
 
 from sparsejax.data.columns import role_of
 from sparsejax.data.files import DataError, Path, head, is_address
-from sparsejax.data.pair_layout import DELIMITERS
+from sparsejax.data.pair_layout import DELIMITERS, typed_header
+from sparsejax.data.values import is_number
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]
 
@@ -25,8 +26,11 @@ def guess_format(path: Path) -> Format:
     in `.csv` is pairs, also with `.gz` or `.xz` behind it. For other names the first 64
     KiB decide:
 
-    * text: no line has two TABs, and in one line a ':' stands behind the TAB. Only if both
-      cells of the first line are known names of columns, this is pairs with a header.
+    * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
+      stands on one line, and lines differ in the number and in the first of their entries;
+      or all entries have values. It is pairs if the first line is a header, or if items
+      are like `http://shop/1`, or if all have as many ':' and begin alike, like
+      `shop:tea:1`.
     * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
       ',', ';' or '|'. If they are two fields with a TAB between, the second must not have
       a ',' or a space, or the first line must be a header.
@@ -67,6 +71,8 @@ def is_parquet(path: Path) -> bool:
 
 
 def _guess(lines: list[str]) -> Format | None:
+    if any(typed_header(lines[0].split(d)) for d in DELIMITERS if d in lines[0]):
+        return "pairs"
     if max(line.count("\t") for line in lines) == 1:
         cells = lines[0].split("\t")
         behind = [line.partition("\t")[2] for line in lines]
@@ -74,7 +80,7 @@ def _guess(lines: list[str]) -> Format | None:
             if all(_is_header([cell]) for cell in cells):
                 return "pairs"
             # This could be a row "user" that has only a "book".
-            return None if _is_header(cells) else "text"
+            return None if _is_header(cells) else _with_colons(lines)
         if _is_header(cells):
             return "pairs"
         # If each line has one feature, reading it as text would give the same.
@@ -87,6 +93,30 @@ def _guess(lines: list[str]) -> Format | None:
     if len(fields) > 1 and not any("," in line or "\t" in line for line in lines):
         return "adjacency"
     return None
+
+
+def _with_colons(lines: list[str]) -> Format | None:
+    """The format of lines with one TAB and, in some, a ':' behind it: rows, or pairs.
+
+    In pairs an item may have a ':', like `spotify:track:1`, `http://shop/1` or `12:30`.
+    """
+    rows = [line.partition("\t")[0] for line in lines]
+    behind = [line.partition("\t")[2] for line in lines]
+    entries = [re.split(r"(?<!\\):", rest.removesuffix(":")) for rest in behind]
+    flat = [entry for each in entries for entry in each if entry]
+    if all("," in entry and is_number(entry.rpartition(",")[2]) for entry in flat):
+        return "text"
+    first = {each[0] for each in entries if len(each) > 1}
+    sizes = {len(each) for each in entries}
+    several = sum(len(each) > 1 for each in entries)
+    slashes = max(sum(e.startswith("//") for e in each) for each in entries)
+    # What all lines begin with is no item but a scheme.
+    if slashes == 1 or (several > 1 and len(sizes) == len(first) == 1):
+        return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
+    is_alike = several > 1 and (len(sizes) == 1 or len(first) == 1)
+    is_cut = slashes or any(entry.startswith(" ") for entry in flat)
+    # In text a row stands on one line.
+    return None if is_alike or is_cut or len(set(rows)) < len(rows) else "text"
 
 
 def _is_header(cells: list[str]) -> bool:

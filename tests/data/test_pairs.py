@@ -216,11 +216,11 @@ def test_errors(write, text, line, message):
 
 
 def test_errors_far_into_a_file(write):
-    good = "".join(f"user {i},item {i % 7},{i}\n" for i in range(2, 500))
-    good = f"user,item,value\n{good}"
+    rows = "".join(f"user {i},item {i % 7},{i}\n" for i in range(2, 500))
+    good = f"user,item,value\n{rows}"
     assert read_in_blocks(write(good), block_bytes=100).num_entries == 498
     for bad in ("u,i,x", "u,i,", "u,i", ",i,1", "u,,1"):
-        path = write(f"{good}{bad}\n{good}")
+        path = write(f"{good}{bad}\n{rows}")
         with pytest.raises(DataError, match=f"{path}:500: "):
             read_in_blocks(path, block_bytes=100)
     path = write(good.encode() + b"u,\xff,1\n")
