@@ -30,6 +30,7 @@ PROGRAMS = pathlib.Path(
     )
 )
 MAX_BYTES = 2**30
+TESTS = pathlib.Path(__file__).parent
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
@@ -181,8 +182,20 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is none."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Marks what `slow_tests.txt` names, and skips tests of a GPU where there is none."""
+    slow = set((TESTS / "slow_tests.txt").read_text().splitlines())
+    found = set()
+    for item in items:
+        name = item.nodeid.partition("/")[2]
+        if named := slow & {name, name.partition("[")[0]}:
+            item.add_marker(pytest.mark.slow)
+            found |= named
+    if config.args == config.getini("testpaths") and slow - found:
+        raise pytest.UsageError(f"slow_tests.txt names no test: {sorted(slow - found)}")
     if jax.default_backend() != "gpu":
         for item in items:
             if "gpu" in item.keywords:

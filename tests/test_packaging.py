@@ -82,7 +82,9 @@ def test_the_suite_has_eight_cpu_devices():
     assert len(jax.devices("cpu")) == 8
 
 
-def test_the_suite_checks_annotations():
+def test_the_suite_checks_annotations(request):
+    if not request.config.getoption("--check-annotations"):
+        pytest.skip("only with --check-annotations")
     with pytest.raises(jaxtyping.TypeCheckError):
         sparse.CSR.from_scipy(scipy.sparse.eye_array(2), nse="two")  # pyrefly: ignore
 

@@ -111,7 +111,6 @@ def test_export(folder, symbolic_sizes):
     assert found == expected
 
 
-@pytest.mark.slow
 def test_of_a_sample_first_and_of_all_items_at_the_end(folder, capsys):
     sampled = "--negatives", "4", "--checkpoint-seconds", "0"
     argv = train(folder, *sampled, out="killed", epochs=8)

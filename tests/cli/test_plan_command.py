@@ -131,7 +131,6 @@ def test_plan_says_what_is_wrong(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_plan_compiles_for_a_mesh_that_is_not_here():
     """For 64 devices, in a process of its own, which must be told before JAX begins."""
     argv = ["plan", "--items", "70000", "--rows", "5000", "--entries", "200000"]

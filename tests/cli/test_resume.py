@@ -187,7 +187,6 @@ def sparsejax(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 def test_of_two_trainings_on_a_folder_one_is_refused(small, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(pathlib.Path(small[1]).read_text().replace("item3", "other"))
@@ -202,7 +201,6 @@ def test_of_two_trainings_on_a_folder_one_is_refused(small, tmp_path):
     assert ("other" in names) == (statuses[1] == 0)
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_is_the_same_as_unbroken(board, tmp_path):
     argv = ["train", board.files[0], *NETWORK, "--epochs", "6", "--batch-size", "2"]
     argv += ["--checkpoint-seconds", "0", "--corruption", "0.2", "--dropout", "0.1"]

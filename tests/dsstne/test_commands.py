@@ -258,7 +258,6 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.slow
 def test_a_training_that_was_killed_goes_on_with_the_same_bits(folder, monkeypatch):
     command = f"{TRAIN} -b 2 -e 5 -alpha 1 -optimizer nesterov"
     assert run(command) == 0

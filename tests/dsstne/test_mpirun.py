@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from sparsejax.cli.main import main
 from sparsejax.dsstne.network_files import load_parameters
@@ -69,7 +68,6 @@ def errors(printed):
     return [float(number) for number in re.findall(r"error ([\d.]+)", printed)]
 
 
-@pytest.mark.slow
 def test_two_processes_do_what_one_does(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text(TEXT)

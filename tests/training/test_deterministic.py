@@ -72,7 +72,6 @@ def programs_told(folder: pathlib.Path) -> set[str]:
     return {name for name, flag in told.items() if flag}
 
 
-@pytest.mark.slow
 def test_the_compiler_is_told(tmp_path):
     processes = [started(flag, tmp_path / str(flag)) for flag in (True, False)]
     said = [printed(process) for process in processes]

@@ -63,13 +63,11 @@ def _losses(*arguments: str, **settings: str) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_with_x64_training_is_the_same():
     plain = _losses("losses")
     assert _losses("more", JAX_ENABLE_X64="1") == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_models_train_where_nan_is_an_error_and_with_other_random_numbers():
     settings = {"JAX_DEBUG_NANS": "1", "JAX_DEBUG_INFS": "1"}
     settings |= {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_THREEFRY_PARTITIONABLE": "0"}

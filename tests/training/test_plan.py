@@ -437,7 +437,6 @@ def test_gradients_grow_with_the_items():
     assert many[1] - few[1] == pytest.approx(more, rel=0.1)
 
 
-@pytest.mark.slow
 def test_negatives_replace_what_grows_with_the_items():
     def drawing(count, **options):
         config = dataclasses.replace(SASREC, negatives=count, blocks=1)

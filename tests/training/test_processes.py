@@ -113,7 +113,6 @@ def history(folder: pathlib.Path) -> list[dict[str, float]]:
     return progress["history"]
 
 
-@pytest.mark.slow
 def test_a_run_survives_its_processes(tmp_path):
     rows, _ = msweb().train.split_rows(0.25, seed=0)
     train, heldout = rows.split(0.8, seed=0)
@@ -179,7 +178,6 @@ def test_a_run_survives_its_processes(tmp_path):
         assert [entry.partition(",")[0] for entry in entries] == expected
 
 
-@pytest.mark.slow
 def test_processes_read_chunks_together(tmp_path):
     data, _ = msweb().train.split_rows(0.1, seed=0)
     path = str(tmp_path / "data.parquet")
@@ -193,7 +191,6 @@ def test_processes_read_chunks_together(tmp_path):
     np.testing.assert_allclose(ours["loss"], expected["loss"], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_histories_in_processes(tmp_path):
     """Two processes do what one does."""
     rows = [[(u * 7 + n * (1 + u % 3)) % 90 for n in range(5)] for u in range(150)]
@@ -216,7 +213,6 @@ def test_histories_in_processes(tmp_path):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
 def test_click_models_in_processes(tmp_path, capsys):
     """Two give the losses of one. One that is killed goes on with the same bits."""
     path = ROOT / "examples" / "04_clicks.py"
