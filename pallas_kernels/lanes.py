@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.utils import WARP_SIZE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, vector
+from jaxlib.mlir.dialects import arith, memref, nvvm, vector
 
 _NUMBER, _SUM = (
     plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=plgpu.Layout.WG_SPLAT(()))
@@ -61,6 +61,38 @@ def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
         return mgpu.FragmentedArray.splat(total, (), is_signed=None)
 
     return total
+
+
+def look_up(table, index: jax.Array, layout) -> jax.Array:
+    """`table[index]`: float32 numbers of a vector in memory, each at a place of its own."""
+    found = plgpu.ShapeDtypeStruct(index.shape, jnp.dtype(jnp.float32), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=found)
+    def read(_, table, index):
+        registers = index.registers.copy()
+        for at, places in enumerate(index.registers.flat):
+            (count,) = places.type.shape
+            numbers = [
+                memref.load(
+                    table,
+                    [
+                        arith.index_cast(
+                            ir.IndexType.get(),
+                            vector.extract(
+                                places, dynamic_position=[], static_position=[i]
+                            ),
+                        )
+                    ],
+                )
+                for i in range(count)
+            ]
+            kind = ir.VectorType.get((count,), ir.F32Type.get())
+            registers.flat[at] = vector.from_elements(kind, numbers)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=index.layout, _is_signed=None
+        )
+
+    return read(table, index)
 
 
 def _constant(value: int) -> ir.Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import history_attention as mosaic
 from sparsejax.mesh.layout import vary_alike, vary_over, varying_axes
-from sparsejax.ops.implementations import Implementation, check_implementation
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    check_implementation,
+    custom_call_can_run,
+)
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.precision import Precision, check_precision, of_xla
+from sparsejax.sparse import segment_ids
 
 Activation = Literal["silu", "softmax"]
 
 # Of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
 TIME_RATIO = 0.301
 _BLOCK = 128  # places of a block
+_NONE = 2**30  # more than there are tokens
 # Numbers of scores that exist at once, at most, where blocks are worked on together.
 _SCORES = 2**26
 
@@ -87,7 +95,8 @@ def history_attention(
       times: `[tokens]`, ascending within a history. In a NumPy array times that go back, or
         that are not finite, are an error; elsewhere the results of that history are NaN.
       time_bias: by bucket, the same for all heads.
-      implementation: "xla" is made of XLA's operations, on a CPU a block of 128 entries at a
+      implementation: "mosaic_gpu" are GPU programs for Hopper: "silu", bfloat16 and heads
+        of 64 numbers; "xla" is made of XLA's operations, on a CPU a block of 128 entries at a
         time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
         what is fastest here.
       precision: of the products of float32 operands, see `output_loss`.
@@ -100,9 +109,9 @@ def history_attention(
       NotImplementedError: an implementation that this operation does not have.
     """
     check_implementation(implementation)
-    if implementation in ("cusparse", "mosaic_gpu"):
+    if implementation == "cusparse":
         raise NotImplementedError(
-            f"history_attention has no form {implementation!r}; take None, "
+            "history_attention has no form 'cusparse'; take None, \"mosaic_gpu\", "
             '"xla" or "xla_gpu"'
         )
     precision = check_precision(precision)
@@ -118,6 +127,10 @@ def history_attention(
         None if bias is None else bias.astype(sums) for bias in (place_bias, time_bias)
     )
     rule = Rule(activation, float(scale), float(divisor))
+    if implementation is None and custom_call_can_run(HOPPER):
+        implementation = None if _unsupported(q, activation) else "mosaic_gpu"
+    if implementation == "mosaic_gpu" and (why := _unsupported(q, activation)):
+        raise NotImplementedError(f"the GPU program {why}")
     q, k, v, starts, times, biases = vary_alike(
         q, k, v, starts, times, Biases(place_bias, time_bias)
     )
@@ -223,12 +236,11 @@ def _starts(
 ) -> Int[Array, "tokens"]:
     """The first entry of each token's history.
 
-    It is `tokens` for padding, and -1 where the result is NaN.
+    It is `_NONE` for padding, and -1 where the result is NaN.
     """
     place = jnp.arange(tokens, dtype=jnp.int32)
     indptr = indptr.astype(jnp.int32)
-    history = jnp.searchsorted(indptr, place, side="right") - 1
-    history = jnp.clip(history, 0, max(len(indptr) - 2, 0)).astype(jnp.int32)
+    history = jnp.minimum(segment_ids(indptr, tokens), max(len(indptr) - 2, 0))
     starts, ends = indptr[history], indptr[jnp.minimum(history + 1, len(indptr) - 1)]
     inside = (place >= starts) & (place < ends)
     wrong = ends > tokens
@@ -237,7 +249,7 @@ def _starts(
         bad = jnp.cumsum(inside & (back | ~jnp.isfinite(times)), dtype=jnp.int32)
         before = jnp.where(starts > 0, bad[jnp.maximum(starts - 1, 0)], 0)
         wrong |= bad[jnp.clip(ends - 1, 0, tokens - 1)] != before
-    return jnp.where(inside, jnp.where(wrong, -1, starts), tokens)
+    return jnp.where(inside, jnp.where(wrong, -1, starts), _NONE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -272,6 +284,11 @@ _attention.defvjp(_forward, _backward)
 
 def _attend(operands, rule, implementation, precision):
     """The result, and for softmax the logarithms of the sums."""
+    if implementation == "mosaic_gpu":
+        q, k, v, *others = _for_program(operands)
+        tokens = len(operands[0])
+        y = mosaic.attend(q, k, v, *others, scale=rule.scale, divisor=rule.divisor)
+        return vary_over(y[:tokens], varying_axes(operands)), None
 
     def attend(chunk_of, *operands):
         blocks = _Blocks.of(operands, chunk_of)
@@ -282,6 +299,18 @@ def _attend(operands, rule, implementation, precision):
 
 def _slopes(operands, y, norms, dy, rule, implementation, precision):
     """The gradients of q, k, v and the biases."""
+    if implementation == "mosaic_gpu":
+        q, k, v, *others = _for_program(operands)
+        tokens, biases = len(dy), operands[3]
+        dq, dk, dv, place, time = mosaic.slopes(
+            *(q, k, v, _padded(dy, 0), *others),
+            scale=rule.scale,
+            divisor=rule.divisor,
+        )
+        if place is not None:
+            place = _clipped(place, len(biases.place))
+        found = *(x[:tokens] for x in (dq, dk, dv)), Biases(place, time)
+        return vary_over(found, varying_axes(operands))
 
     def slopes(chunk_of, *arguments):
         *operands, y, norms, dy = arguments
@@ -289,6 +318,29 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
         return blocks.slopes(y, norms, dy, rule, precision)
 
     return _by_platform(slopes, implementation, (*operands, y, norms, dy))
+
+
+def _unsupported(q: jax.Array, activation: Activation) -> str | None:
+    """Why the GPU program cannot take these; any number of tokens is padded."""
+    return mosaic.unsupported(_padded(q, 0), activation)
+
+
+def _for_program(operands) -> Any:
+    """The operands as the GPU programs take them."""
+    q, k, v, (place, time), starts, times = operands
+    q, k, v = (_padded(x, 0) for x in (q, k, v))
+    thresholds = None
+    if time is not None:
+        times = _padded(times, 0)
+        thresholds = jnp.asarray(time_thresholds(len(time)))
+    return q, k, v, _padded(starts, _NONE), place, times, time, thresholds
+
+
+def _padded(x: jax.Array, fill) -> jax.Array:
+    """With a multiple of the tokens that a GPU program's tile has."""
+    more = -len(x) % mosaic.TILE
+    pad = ((0, more), *[(0, 0)] * (x.ndim - 1))
+    return jnp.pad(x, pad, constant_values=fill) if more else x
 
 
 def _by_platform(function, implementation, operands):

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from memory import temporary_bytes
 
+from sparsejax.ops import implementations
 from sparsejax.ops.history_attention import history_attention, time_thresholds
 from sparsejax.sequence.hstu import GatedAttention
 
@@ -333,6 +334,35 @@ def test_on_a_mesh(form):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_lowers_for_hopper_also_in_a_shard_map(monkeypatch):
+    """The GPU programs are chosen for operands that they take; not for others."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=auto)
+    indptr = jnp.array([0, 90, 130, 0, 50, 100])
+    times, place, time = jnp.zeros(270), jnp.ones(PLACES), jnp.ones(BUCKETS)
+
+    def lowered(dim, dtype, rule):
+        def loss(q, place, time):
+            apply = jax.shard_map(
+                lambda *x: attend(*x, rule=rule, form=None, scale=1.0),
+                mesh=mesh,
+                in_specs=(*[jax.P("data")] * 5, jax.P(), jax.P()),
+                out_specs=jax.P("data"),
+            )
+            y = apply(q, q, q, indptr, times, place, time)
+            return jnp.sum(y.astype(jnp.float32))
+
+        q = jax.ShapeDtypeStruct((270, 2, dim), dtype)
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, place, time)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    # 135 tokens a device are padded to 256.
+    assert "mosaic_gpu" in lowered(64, jnp.bfloat16, "silu")
+    for others in ((32, jnp.bfloat16, "silu"), (64, jnp.bfloat16, "softmax")):
+        assert "mosaic_gpu" not in lowered(*others)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_grows_with_the_number_of_tokens(form):
     def used(tokens):
@@ -379,6 +409,7 @@ def wrong(message, error=ValueError, **changes):
         ),
         wrong(r"times\[0\] is inf", times=np.full(4, np.inf), time_bias=jnp.zeros(3)),
         wrong("has no form", NotImplementedError, implementation="cusparse"),
+        wrong("takes bfloat16", NotImplementedError, implementation="mosaic_gpu"),
     ],
 )
 def test_wrong_input(changes, error, message):

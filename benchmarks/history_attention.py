@@ -1,0 +1,341 @@
+"""Times attention within histories by their lengths, with and without biases.
+
+    python benchmarks/history_attention.py run [--commit NAME]    on a GPU
+    python benchmarks/history_attention.py table                  anywhere
+
+Operations are those of the pairs that count: two products forward, five backward. Results
+of some histories are checked against float64 before they are timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import command, origin, reported, table, write_section
+from timing import time_jax, time_torch
+
+_TOKENS, _HEADS, _DIM = 65_536, 4, 64
+_BATCHES = 2  # draws of lengths
+_PARTS = {"jax": {}, "torch": {}}
+# Where XLA's form and torch, which take long to compile, are measured too.
+_PEERS = "128 filled", "512 filled", "512 as in logs"
+# NVIDIA's kernel of CUTLASS, forward and backward, batch 256, without biases (TFLOP/s).
+_NVIDIA = {
+    128: (42, 41),
+    256: (80, 95),
+    512: (184, 175),
+    1024: (261, 263),
+    4096: (418, 381),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Histories of a batch.
+
+    Attributes:
+      name: as in tables.
+      length: of the longest.
+      kind: "filled": all have this length; "packed": 8 to `length`, uniformly; "logs": as in
+        logs, lognormal(log(length / 4), 1), cut.
+    """
+
+    name: str
+    length: int
+    kind: str = "filled"
+
+    def lengths(self, seed: int) -> np.ndarray:
+        rng, n = np.random.default_rng(seed), _TOKENS
+        if self.kind == "filled":
+            return np.full(n // self.length, self.length)
+        if self.kind == "packed":
+            found = rng.integers(8, self.length + 1, n)
+        else:
+            found = rng.lognormal(np.log(self.length / 4), 1, n)
+        found = np.clip(found.astype(int), 1, self.length)
+        return found[: np.searchsorted(np.cumsum(found), n, side="right")]
+
+
+WORKLOADS = [
+    *(Workload(f"{n:,} filled", n) for n in _NVIDIA),
+    Workload("8 to 128 packed", 128, "packed"),
+    Workload("512 as in logs", 512, "logs"),
+    Workload("4,096 as in logs", 4096, "logs"),
+]
+
+
+def main() -> None:
+    command(__doc__, __file__, _PARTS, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    for workload, biased in itertools.product(WORKLOADS, (False, True)):
+        if part == "torch":
+            if biased and workload.name in _PEERS:
+                yield from _measure_torch(workload)
+        else:
+            peer = biased and workload.name in _PEERS
+            names = ("mosaic_gpu", "xla") if peer else ("mosaic_gpu",)
+            yield from _measure_jax(workload, biased, names)
+
+
+@functools.cache
+def _operands(seed: int) -> np.ndarray:
+    shape = 4, _TOKENS, _HEADS, _DIM
+    return np.random.default_rng(seed + 100).standard_normal(shape, np.float32) / 2
+
+
+def make(workload: Workload, seed: int):
+    """q, k, v, dy, indptr, times, and the biases, on the host."""
+    rng, operands = np.random.default_rng(seed), _operands(seed)
+    lengths = workload.lengths(seed)
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    times = np.cumsum(rng.exponential(3e4, _TOKENS)).astype(np.float32)
+    for start, end in itertools.pairwise(indptr):
+        times[start:end] -= times[start]  # exact to a second
+    biases = [
+        rng.standard_normal(n).astype(np.float32) / 4 for n in (workload.length, 128)
+    ]
+    return *operands, indptr, times, *biases
+
+
+def operations(indptr: np.ndarray) -> float:
+    """Of one product of the pairs that count."""
+    lengths = np.diff(indptr).astype(np.float64)
+    return float(np.sum(lengths * (lengths + 1) / 2) * 2 * _HEADS * _DIM)
+
+
+def error_of(found, data, which: str) -> float:
+    """Relative error of two histories' results or gradients (of long ones, a head's)."""
+    q, k, v, dy, indptr, times, place, time = data
+    wanted, given = [], []
+    for history in {0, int(np.argmin(np.diff(indptr)))}:
+        own = slice(indptr[history], indptr[history + 1])
+        heads = slice(None) if own.stop - own.start <= 1024 else slice(1)
+        x, y, z, pulled = (np.asarray(a[own, heads], np.float64) for a in (q, k, v, dy))
+        n = len(x)
+        scores = np.einsum("thd,shd->hts", x, y)
+        apart = np.arange(n)[:, None] - np.arange(n)
+        if place is not None:
+            scores += place[np.clip(apart, 0, len(place) - 1)]
+            since = np.maximum(times[own][:, None] - times[own][None], 1)
+            bucket = np.floor(np.log(since.astype(np.float64)) / 0.301)
+            scores += time[bucket.astype(int)]
+        share = 1 / (1 + np.exp(-scores))
+        weights = np.where(apart >= 0, scores * share, 0)
+        if which == "forward":
+            exact = [np.einsum("hts,shd->thd", weights, z)]
+        else:
+            ds = (
+                np.einsum("thd,shd->hts", pulled, z)
+                * share
+                * (1 + scores * (1 - share))
+            )
+            ds = np.where(apart >= 0, ds, 0)
+            exact = [
+                np.einsum("hts,shd->thd", ds, y),
+                np.einsum("hts,thd->shd", ds, x),
+                np.einsum("hts,thd->shd", weights, pulled),
+            ]
+        wanted += exact
+        given += [np.asarray(a[own, heads], np.float64) for a in found]
+    off = [
+        np.linalg.norm(a - b) / np.linalg.norm(b)
+        for a, b in zip(given, wanted, strict=True)
+    ]
+    return float(max(off, default=0.0))
+
+
+def _measure_jax(workload: Workload, biased: bool, implementations):
+    """Results of our forms, and for softmax without biases of cuDNN's."""
+    import jax
+    import jax.numpy as jnp
+
+    from sparsejax.ops.history_attention import history_attention
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    data, inputs = [], []
+    for seed in range(_BATCHES):
+        *operands, indptr, times, place, time = make(workload, seed)
+        operands = [jnp.asarray(x, jnp.bfloat16) for x in operands]
+        host = [np.asarray(x, np.float32) for x in operands]
+        biases = (times, place, time) if biased else (None, None, None)
+        data.append((*host, indptr, *biases))
+        inputs.append(jax.device_put((*operands, indptr, *biases)))
+
+    def attend(implementation, q, k, v, indptr, times, place, time):
+        return history_attention(
+            q,
+            k,
+            v,
+            indptr,
+            place_bias=place,
+            times=times,
+            time_bias=time,
+            implementation=implementation,
+        )
+
+    def forward(implementation, q, k, v, dy, *others):
+        return attend(implementation, q, k, v, *others)
+
+    def backward(implementation, q, k, v, dy, indptr, times, place, time):
+        def of(q, k, v, place, time):
+            return attend(implementation, q, k, v, indptr, times, place, time)
+
+        return jax.vjp(of, q, k, v, place, time)[1](dy)
+
+    for implementation in implementations:
+        for name, function, products in (
+            ("forward", forward, 2),
+            ("backward", backward, 5),
+        ):
+            with reported(workload.name, implementation, name):
+                run = jax.jit(functools.partial(function, implementation))
+                found = run(*inputs[0])
+                found = found[:3] if name == "backward" else [found]
+                error = error_of(found, data[0], name)
+                if not error < 2e-2:
+                    raise ValueError(f"relative error {error}")
+                time = time_jax(run, inputs)
+                done = np.median([products * operations(d[4]) for d in data])
+                yield _result(
+                    workload, biased, implementation, name, time, done, versions, error
+                )
+    if workload.kind == "filled" and not biased:
+        yield from _measure_cudnn(workload, inputs, data, versions)
+
+
+def _measure_cudnn(workload, inputs, data, versions):
+    """Softmax over filled places."""
+    import jax
+
+    def forward(q, k, v, dy, *_):
+        q, k, v = (x.reshape(-1, workload.length, _HEADS, _DIM) for x in (q, k, v))
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation="cudnn"
+        )
+
+    def both(q, k, v, dy, *others):
+        y, pull = jax.vjp(lambda *x: forward(*x, dy, *others), q, k, v)
+        return pull(dy.reshape(y.shape))
+
+    done = operations(data[0][4])
+    with reported(workload.name, "cudnn"):
+        first = time_jax(jax.jit(forward), inputs)
+        yield _result(
+            workload, False, "cudnn, softmax", "forward", first, 2 * done, versions
+        )
+        time = time_jax(jax.jit(both), inputs)
+        time = dataclasses.replace(time, kernel=time.kernel - first.kernel)
+        yield _result(
+            workload, False, "cudnn, softmax", "backward", time, 5 * done, versions
+        )
+
+
+def _measure_torch(workload: Workload) -> Iterator[dict]:
+    """HSTU's attention as public implementations have it: padded, by einsum, compiled."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    length, versions = workload.length, {"torch": torch.__version__}
+    inputs = []
+    for seed in range(_BATCHES):
+        *operands, indptr, times, place, time = make(workload, seed)
+        inside = np.arange(length) < np.diff(indptr)[:, None]
+        padded = []
+        for x in (*operands, times):
+            whole = np.zeros((*inside.shape, *x.shape[1:]), np.float32)
+            whole[inside] = x[: indptr[-1]]
+            padded.append(torch.tensor(whole, device="cuda"))
+        *operands, times = padded
+        operands = [x.bfloat16().requires_grad_() for x in operands]
+        biases = [
+            torch.tensor(x, device="cuda", requires_grad=True) for x in (place, time)
+        ]
+        inputs.append((*operands, times, *biases))
+    at = torch.arange(length, device="cuda")
+    apart, before = (at[:, None] - at).clamp(min=0), (at[:, None] >= at).float()
+
+    def attend(q, k, v, dy, times, place, time):
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k)
+        since = (times[:, :, None] - times[:, None]).abs().clamp(min=1)
+        bucket = (torch.log(since) / 0.301).long().clamp(0, 127)
+        scores = scores + (place[apart][None] + time[bucket])[:, None]
+        weights = torch.nn.functional.silu(scores) * before
+        return torch.einsum("bhnm,bmhd->bnhd", weights.to(q.dtype), v)
+
+    compiled = torch.compile(attend)
+
+    def forward(*arguments):
+        with torch.no_grad():
+            compiled(*arguments)
+
+    def both(*arguments):
+        y = compiled(*arguments)
+        torch.autograd.grad(y, [*arguments[:3], *arguments[5:]], arguments[3])
+
+    done = operations(make(workload, 0)[4])
+    with reported(workload.name, "torch"):
+        first = time_torch(forward, inputs)
+        yield _result(workload, True, "torch", "forward", first, 2 * done, versions)
+        time = time_torch(both, inputs)
+        time = dataclasses.replace(time, kernel=time.kernel - first.kernel)
+        yield _result(workload, True, "torch", "backward", time, 5 * done, versions)
+
+
+def _result(
+    workload, biased, implementation, name, time, done, versions, error=None
+) -> dict:
+    return {
+        "workload": workload.name,
+        "biased": biased,
+        "implementation": implementation,
+        "pass": name,
+        "us": round(time.kernel, 1),
+        "tflops": round(float(done / time.kernel / 1e6), 1),
+        "error": error,
+        "versions": versions,
+    }
+
+
+def _write_table(report: dict) -> None:
+    names = "mosaic_gpu", "xla", "torch", "cudnn, softmax"
+    found = {}
+    for r in report["results"]:
+        key = r["workload"], r["biased"], r["implementation"], r["pass"]
+        found[key] = r
+    rows = []
+    for workload, biased in itertools.product(WORKLOADS, (False, True)):
+        row = [workload.name, "both" if biased else "none"]
+        for name in names:
+            both = [
+                found.get((workload.name, biased, name, x))
+                for x in ("forward", "backward")
+            ]
+            if name == names[0]:
+                row.append(
+                    " / ".join("-" if r is None else f"{r['us']:,.0f}" for r in both)
+                )
+            row.append(
+                " / ".join("-" if r is None else f"{r['tflops']:.0f}" for r in both)
+            )
+        if not any(key[:2] == (workload.name, biased) for key in found):
+            continue
+        filled = workload.kind == "filled" and not biased
+        row.append(" / ".join(map(str, _NVIDIA[workload.length])) if filled else "-")
+        rows.append(row)
+    columns = ["histories", "biases", "us", *names, "NVIDIA's, published"]
+    write_section("history_attention", [origin(report), "", *table(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,893 @@
+"""Causal attention by SiLU within histories, forward and backward: Mosaic GPU, Hopper.
+
+The formula is that of `sparsejax.ops.history_attention`. Histories lie one after the other,
+so that a tile of 128 entries may have many of them, or a part of one. For each entry a range
+of others counts: for a query the keys from the first of its history up to itself, for a
+key the queries from itself to the last of its history. All three programs are made alike:
+
+    program  has 64 entries a warpgroup    meets tiles of    makes
+    forward  queries                       keys              y
+    queries  queries, slopes of y          keys              dq, the biases' gradients
+    keys     keys                          queries, slopes   dk, dv
+
+Scores are made again in each of them, and nothing of their size is written. Nobody adds to
+what another program has written.
+
+The bias by distance is the same for all tiles that are as far apart, so that it comes as a
+tile from a table. The bias by time is found by comparing differences of times with the
+buckets' thresholds; a tile needs only those between its least and its largest difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import mosaic as plgpu
+from pallas_kernels.integers import div, rem
+from pallas_kernels.matmul_tiles import (
+    ROWS,
+    call,
+    num_programs,
+    numbers,
+    store,
+    transforms,
+)
+from pallas_kernels.score_tiles import row_vector, spread_columns, spread_rows
+
+TILE = 128  # entries of a program's tile
+DIM = 64  # of a head
+_WARPGROUPS = TILE // ROWS
+_CELL_BITS = 21  # of a float32 that tell numbers within a quarter of an octave apart
+_FIRST_CELL = 127 << 2  # of 1.0
+# Elements between rows whose diagonals are summed: 64 zeros, and 64 numbers. With 8 more,
+# a warp that writes 8 rows meets all banks of memory alike.
+_PITCH = TILE + 8
+_RATIO = 0.301  # see `sparsejax.ops.history_attention`
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      columns: entries of the tiles that a program meets, 64 or 128.
+      stages: tiles that are copied ahead.
+      interpretable: do without what JAX's interpreter lacks: products of operands in
+        registers, and references to shared memory in another shape.
+    """
+
+    columns: int = 64
+    stages: int = 4
+    interpretable: bool = False
+
+
+class Spans:
+    """Which entries count for each entry, and what follows from it for tiles.
+
+    Args:
+      starts: `[tokens]`, ascending where they are not negative: the first entry of each
+        entry's history; `tokens` or more, or negative, if it has none.
+      times: float32, ascending within a history, or None.
+      dim: of a head.
+    """
+
+    def __init__(
+        self, starts: Int[Array, "tokens"], times: Float[Array, "tokens"] | None
+    ):
+        tokens = len(starts)
+        place = jnp.arange(tokens, dtype=jnp.int32)
+        self.inside = (starts >= 0) & (starts < tokens)
+        far = jnp.int32(2 * tokens + TILE)
+        first = jnp.where(self.inside, starts, far)
+        changes = jnp.append(first[1:] != first[:-1], True)
+        end = lax.cummin(jnp.where(changes, place + 1, far), reverse=True)
+        end = jnp.where(self.inside, end, -far)
+        self.times = times
+        # (low, high) of the columns of each row.
+        self.of_queries = first, jnp.where(self.inside, place, -far)
+        self.of_keys = jnp.where(self.inside, place, far), end - 1
+        self.longest: dict[bool, jax.Array | None] = {True: None, False: None}
+        self.gaps: dict[bool, jax.Array] = {}
+        if times is not None:
+            since = times - times[jnp.clip(first, 0, tokens - 1)]
+            until = times[jnp.clip(end - 1, 0, tokens - 1)] - times
+            for name, apart in ((True, since), (False, until)):
+                apart = jnp.where(self.inside, apart, 0).reshape(-1, ROWS)
+                self.longest[name] = jnp.max(apart, axis=1)
+            # The least difference of two entries of a history, and of an entry's time to the
+            # one before or after it.
+            gap = times - jnp.roll(times, 1)
+            gap = jnp.where(self.inside & (place > first), gap, jnp.inf)
+            gaps = {True: gap, False: jnp.append(gap[1:], jnp.inf)}
+            self.gaps = {
+                name: jnp.min(x.reshape(-1, ROWS), axis=1) for name, x in gaps.items()
+            }
+
+    def of_blocks(self, of_queries: bool, columns: int):
+        """For each 64 rows: its first and last tile + 1, and columns that all rows have."""
+        low, high = self.of_queries if of_queries else self.of_keys
+        some = jnp.any(self.inside.reshape(-1, ROWS), axis=1)
+        low, high = low.reshape(-1, ROWS), high.reshape(-1, ROWS)
+        start = jnp.where(some, jnp.min(low, axis=1) // columns, 0)
+        stop = jnp.where(some, jnp.max(high, axis=1) // columns + 1, 0)
+        # The other warpgroup of an empty one begins and ends where this one has nothing.
+        pair = [x.reshape(-1, _WARPGROUPS) for x in (start, stop, some)]
+        starts, stops, somes = pair
+        least = jnp.min(jnp.where(somes, starts, 2**30), axis=1, keepdims=True)
+        least = jnp.where(least == 2**30, 0, least)
+        starts = jnp.where(somes, starts, least)
+        stops = jnp.where(somes, stops, least)
+        steps = jnp.max(stops, axis=1) - least[:, 0]
+        order = jnp.argsort(-steps).astype(jnp.int32)
+        ranges = [x[order].reshape(-1).astype(jnp.int32) for x in (starts, stops)]
+        return order, *ranges, jnp.max(low, axis=1), jnp.min(high, axis=1)
+
+
+def unsupported(q: jax.Array, activation: str) -> str | None:
+    """Why the programs cannot take these operands; None if they can."""
+    if activation != "silu":
+        return f"takes the activation 'silu', not {activation!r}"
+    if q.dtype != jnp.bfloat16:
+        return f"takes bfloat16 operands, not {q.dtype}"
+    if q.shape[2] != DIM:
+        return f"takes heads of {DIM} numbers, not {q.shape[2]}"
+    if q.shape[0] % TILE or not q.shape[0]:
+        return f"takes a multiple of {TILE} tokens, not {q.shape[0]:,}"
+    return None
+
+
+def attend(
+    q: Float[Array, "tokens heads dim"],
+    k: Float[Array, "tokens heads dim"],
+    v: Float[Array, "tokens heads dim"],
+    starts: Int[Array, "tokens"],
+    place_bias: Float[Array, "places"] | None,
+    times: Float[Array, "tokens"] | None,
+    time_bias: Float[Array, "buckets"] | None,
+    thresholds: Float[Array, "buckets"] | None,
+    *,
+    scale: float,
+    divisor: float,
+    config: Config | None = None,
+) -> Float[Array, "tokens heads dim"]:
+    """`y`. Rows without entries are 0, and NaN if `starts` is negative.
+
+    Args:
+      q: see `unsupported`, as are `k` and `v`.
+      starts: see `Spans`.
+      place_bias: float32, or None.
+      times: float32, or None.
+      time_bias: float32, or None.
+      thresholds: float32, of the buckets.
+      config: how the work is cut.
+    """
+    config = config or Config()
+    step = _Scores(place_bias, times, time_bias, thresholds, scale, config.columns)
+    wrong = jnp.where(starts < 0, jnp.nan, 0.0).astype(jnp.float32)
+
+    def work(scores, rows_smem, columns, sums, of_rows, refs):
+        (q_smem,), (k_smem, v_smem) = rows_smem, columns
+        (y,) = sums
+
+        def products(raw):
+            plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
+            return scores.bias(), *_arrived(raw)
+
+        bias, raw = pl.run_scoped(products, plgpu.ACC((ROWS, config.columns)))
+        half = scores.half(raw, bias)
+        weights = scores.masked(half + half * jnp.tanh(half))
+        scores.multiply(y, weights.astype(q.dtype), v_smem)
+
+    def finish(sums, row, outputs, head):
+        wrong_gmem, out = outputs
+        (y,) = sums
+        spoilt = spread_rows(row_vector(wrong_gmem, row), q.shape[2])
+        out(0, y * (1 / divisor) + spoilt)
+
+    (y,) = _run(
+        "history_attention",
+        step,
+        Spans(starts, times),
+        work,
+        finish,
+        rows=[q],
+        columns=[k, v],
+        sums=1,
+        of_queries=True,
+        extra=[wrong],
+        config=config,
+    )
+    return y
+
+
+def slopes(
+    q: Float[Array, "tokens heads dim"],
+    k: Float[Array, "tokens heads dim"],
+    v: Float[Array, "tokens heads dim"],
+    dy: Float[Array, "tokens heads dim"],
+    starts: Int[Array, "tokens"],
+    place_bias: Float[Array, "places"] | None,
+    times: Float[Array, "tokens"] | None,
+    time_bias: Float[Array, "buckets"] | None,
+    thresholds: Float[Array, "buckets"] | None,
+    *,
+    scale: float,
+    divisor: float,
+    of_queries: Config | None = None,
+    of_keys: Config | None = None,
+):
+    """dq, dk, dv, and the gradients of the biases: by distance `[distances]`, by bucket.
+
+    The other arguments are those of `attend`.
+    """
+    biased = place_bias is not None or time_bias is not None
+    # With the sums for biases there is no room for more.
+    of_queries = of_queries or Config(stages=2 if biased else 4)
+    of_keys = of_keys or Config()
+    spans = Spans(starts, times)
+    arguments = place_bias, times, time_bias, thresholds, scale
+    inverse = 1 / divisor
+
+    def pull(half):
+        """SiLU's derivative at twice `half`, and its value."""
+        t = jnp.tanh(half)
+        return 0.5 + 0.5 * (t + half * (1.0 - t * t)), half + half * t
+
+    def work_on_queries(scores, rows_smem, columns, sums, of_rows, refs):
+        (q_smem, dy_smem), (k_smem, v_smem) = rows_smem, columns
+        (dq,) = sums
+        size = plgpu.ACC((ROWS, of_queries.columns))
+
+        def products(raw, pulled):
+            plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
+            plgpu.wgmma(pulled, dy_smem, v_smem.transpose((1, 0)))
+            return scores.bias(), *_arrived(raw, pulled)
+
+        bias, raw, pulled = pl.run_scoped(products, size, size)
+        slope, _ = pull(scores.half(raw, bias))
+        ds = scores.masked(inverse * pulled * slope)
+        scores.multiply(dq, ds.astype(q.dtype), k_smem)
+        if refs is not None:
+            scores.add_to_biases(ds, refs)
+
+    def finish_queries(sums, row, outputs, head):
+        (dq,) = sums
+        (out,) = outputs
+        out(0, scale * dq)
+
+    dq, *of_biases = _run(
+        "history_attention_queries",
+        _Scores(*arguments, of_queries.columns),
+        spans,
+        work_on_queries,
+        finish_queries,
+        rows=[q, dy],
+        columns=[k, v],
+        sums=1,
+        of_queries=True,
+        extra=[],
+        config=of_queries,
+        with_biases=biased,
+    )
+
+    def work_on_keys(scores, rows_smem, columns, sums, of_rows, refs):
+        (k_smem, v_smem), (q_smem, dy_smem) = rows_smem, columns
+        dk, dv = sums
+        size = plgpu.ACC((ROWS, of_keys.columns))
+
+        def products(raw, pulled):
+            plgpu.wgmma(raw, k_smem, q_smem.transpose((1, 0)))
+            plgpu.wgmma(pulled, v_smem, dy_smem.transpose((1, 0)))
+            return scores.bias(), *_arrived(raw, pulled)
+
+        bias, raw, pulled = pl.run_scoped(products, size, size)
+        slope, weights = pull(scores.half(raw, bias))
+        weights = scores.masked(weights)
+        ds = scores.masked(pulled * slope)
+        scores.multiply(dv, weights.astype(q.dtype), dy_smem)
+        scores.multiply(dk, ds.astype(q.dtype), q_smem, 1)
+
+    def finish_keys(sums, row, outputs, head):
+        dk, dv = sums
+        (out,) = outputs
+        out(0, (scale * inverse) * dk)
+        out(1, inverse * dv)
+
+    dk, dv = _run(
+        "history_attention_keys",
+        _Scores(*arguments, of_keys.columns, of_queries=False),
+        spans,
+        work_on_keys,
+        finish_keys,
+        rows=[k, v],
+        columns=[q, dy],
+        sums=2,
+        of_queries=False,
+        extra=[],
+        config=of_keys,
+    )
+    dplace = dtime = None
+    if place_bias is not None:
+        # Element e of tile n has the distance 64 n + 63 - e.
+        tiles = jnp.sum(of_biases.pop(0), axis=(0, 1))
+        later, earlier = tiles[:, :ROWS][:, ::-1], tiles[:, ROWS:][:, ::-1]
+        dplace = later.reshape(-1)
+        # Distances of 64 n - 1 and less are those of the tile before.
+        dplace = dplace.at[:-ROWS].add(earlier[1:].reshape(-1))
+    if time_bias is not None:
+        dtime = jnp.sum(of_biases.pop(0), axis=(0, 1, 3))
+    return dq, dk, dv, dplace, dtime
+
+
+def _arrived(*sums):
+    """The sums, complete.
+
+    Without the barrier LLVM may use a register before the instruction that waits for it: it
+    does so where what the sum is combined with has been loaded before.
+    """
+    return lax.optimization_barrier([x[...] for x in sums])
+
+
+class _Scores:
+    """What all programs do with the scores of a warpgroup's 64 rows and of a tile's columns.
+
+    `at` sets the place; it is called anew for each step.
+    """
+
+    def __init__(
+        self,
+        place_bias,
+        times,
+        time_bias,
+        thresholds,
+        scale,
+        columns,
+        *,
+        of_queries=True,
+    ):
+        self.scale, self.columns, self.of_queries = scale, columns, of_queries
+        self.scratch: Any = None
+        self.table: Any = None
+        self.times: Any = None
+        self.time_bias: Any = None
+        self.thresholds: Any = None
+        self.edges: Any = None
+        self.of_cells: Any = None
+        self.buckets = 0 if time_bias is None else len(time_bias)
+        self.arrays, self.names, self.tiles = [], [], 0
+        if place_bias is not None:
+            table = _tiles_of_places(place_bias, of_queries)
+            self.tiles = len(table)
+            self.arrays.append(table)
+            self.names.append("table")
+        if time_bias is not None:
+            cells = _cells(time_bias, thresholds)
+            self.cells = len(cells[0])
+            self.arrays += [times, time_bias, thresholds, *cells]
+            self.names += ["times", "time_bias", "thresholds", "edges", "of_cells"]
+
+    def bind(self, refs):
+        """Takes the references to `arrays`, and returns the others."""
+        mine = dict(zip(self.names, refs[: len(self.names)], strict=True))
+        self.table = mine.get("table")
+        self.times = mine.get("times")
+        self.time_bias, self.thresholds = mine.get("time_bias"), mine.get("thresholds")
+        self.edges, self.of_cells = mine.get("edges"), mine.get("of_cells")
+        return refs[len(self.names) :]
+
+    def at(self, row, column, of_rows) -> None:
+        self.row, self.column = row, column
+        self.low, self.high, self.all_low, self.all_high, *of_times = of_rows
+        self.longest, self.gap, self.own = of_times
+        last = column + self.columns - 1
+        self.full = (column >= self.all_low) & (last <= self.all_high)
+
+    def multiply(self, sums, weights, columns_smem, n=0) -> None:
+        """Starts the n-th product of a tile."""
+        if self.scratch is not None:
+            own = self.scratch.at[lax.axis_index("warpgroup"), n]
+            own[...] = weights
+            plgpu.commit_smem()
+            weights = own
+        plgpu.wgmma(sums, weights, columns_smem)
+
+    def half(self, raw, bias):
+        """Half of the scores."""
+        half = raw * (0.5 * self.scale)
+        return half if bias is None else half + 0.5 * bias
+
+    def masked(self, values):
+        """`values`, and 0 where a column does not count for a row."""
+
+        def mask(values):
+            shape, layout = (ROWS, self.columns), plgpu.Layout.WGMMA
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+            low = spread_rows(self.low - self.column, self.columns)
+            high = spread_rows(self.high - self.column, self.columns)
+            return jnp.where((column >= low) & (column <= high), values, 0.0)
+
+        return lax.cond(self.full, lambda: values, lambda: mask(values))
+
+    def bias(self):
+        """`[64, columns]`, or None."""
+        parts = []
+        if self.table is not None:
+            for c in range(0, self.columns, ROWS):
+                layout = plgpu.Layout.WGMMA
+                tile = self.table.at[self.distance(c)]
+                parts.append(plgpu.load(tile, layout=layout, optimized=False))
+        bias = None
+        if parts:
+            bias = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+        if self.time_bias is None:
+            return bias
+        found = self.time_bias_of_pairs()
+        return found if bias is None else bias + found
+
+    def time_bias_of_pairs(self):
+        """`[64, columns]`"""
+        since = self.since()
+        if self.scratch is None:
+            from pallas_kernels import lanes  # not before it is needed: see `mosaic`
+
+            # A quarter of an octave has at most one threshold: two look-ups.
+            layout = plgpu.Layout.WGMMA
+            bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
+            cell = jnp.minimum((bits >> _CELL_BITS) - _FIRST_CELL, self.cells - 1)
+            later = since >= lanes.look_up(self.edges, cell, layout)
+            cell = 2 * cell + jnp.where(later, 1, 0)
+            return lanes.look_up(self.of_cells, cell, layout)
+        first, second, last = self.range_of_buckets()
+        zeros = jnp.zeros((ROWS, self.columns), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+        def later(b, found):
+            return jnp.where(since >= self.thresholds[b], self.time_bias[b], found)
+
+        return lax.fori_loop(second, last + 1, later, zeros + self.time_bias[first])
+
+    def distance(self, c):
+        """The number of the table's tile for the columns from c on."""
+        apart = self.row - self.column - c
+        apart = apart if self.of_queries else -apart
+        return jnp.clip(div(jnp.maximum(apart, 0), ROWS), 0, self.tiles - 1)
+
+    def since(self):
+        """Differences of times."""
+        columns = spread_columns(self.times, self.column, self.columns)
+        rows = spread_rows(self.own, self.columns)
+        return rows - columns if self.of_queries else columns - rows
+
+    def range_of_buckets(self):
+        """The first, the second, and the last bucket that the tile may have."""
+        ends = self.column, self.column + self.columns - 1
+        rows = self.row, self.row + ROWS - 1
+        (a, b), (c, d) = ([self.times[i] for i in x] for x in (rows, ends))
+        if self.of_queries:
+            least, largest, one = a - d, b - c, self.column >= self.all_low
+        else:
+            least, largest = c - b, d - a
+            one = self.column + self.columns - 1 <= self.all_high
+        # An entry and itself are in the first bucket, and others not before that of the gap.
+        least = jnp.where(self.full, least, self.gap)
+        largest = jnp.where(one, largest, self.longest)
+
+        def bucket(x):
+            x = jnp.clip(x, 1.0, 1e18)
+            guess = (jnp.log(x) * (1 / _RATIO)).astype(jnp.int32)
+            guess = jnp.clip(guess, 0, self.buckets - 1)
+            # The logarithm is not exact.
+            after = jnp.minimum(guess + 1, self.buckets - 1)
+            guess = jnp.where(x >= self.thresholds[after], after, guess)
+            return jnp.where(x < self.thresholds[guess], guess - 1, guess)
+
+        least, last = bucket(least), bucket(largest)
+        first = jnp.where(self.full, least, 0)
+        return first, jnp.maximum(least, first + 1), last
+
+    def add_to_biases(self, ds, refs) -> None:
+        """Adds a tile's slopes to the gradients of the biases, of this warpgroup alone."""
+        skewed, places, sums = refs
+        if self.table is not None:
+            for c in range(0, self.columns, ROWS):
+                self._add_to_places(ds[:, c : c + ROWS], c, skewed, places)
+        if self.time_bias is not None:
+            self._add_to_buckets(ds, sums)
+
+    def _add_to_places(self, ds, c, skewed, places) -> None:
+        """Sums diagonals: rows lie in memory one element further apart than they are read."""
+        plgpu.commit_smem()  # the last tile has been read
+        store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
+        plgpu.commit_smem()
+        layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
+
+        def skewed_row(row):
+            if self.scratch is not None:
+                ends = skewed[row][row + 1 :], skewed[row + 1][...]
+                return jnp.concatenate(ends)[:TILE]
+            flat = skewed.reshape((ROWS + 1) * _PITCH)
+            part = flat.at[pl.ds(row * (_PITCH + 1) + 1, TILE)]
+            return plgpu.load(part, layout=layout)
+
+        total = functools.reduce(jnp.add, map(skewed_row, range(ROWS)))
+        mine = places.at[self.distance(c)]
+        store(mine, plgpu.load(mine, layout=layout) + total)
+
+    def _add_to_buckets(self, ds, sums) -> None:
+        """A bucket's part is the difference of two sums over what is longer ago."""
+        since, (first, second, last) = self.since(), self.range_of_buckets()
+        layout = plgpu.Layout.WGMMA.reduce(1)
+
+        def add(b, values):
+            mine = sums.at[b]
+            store(mine, plgpu.load(mine, layout=layout, optimized=False) + values)
+
+        def later(b, carry):
+            bucket, before = carry
+            rest = jnp.sum(jnp.where(since >= self.thresholds[b], ds, 0.0), axis=1)
+            add(bucket, before - rest)
+            return b, rest
+
+        carry = first, jnp.sum(ds, axis=1)
+        add(*lax.fori_loop(second, last + 1, later, carry))
+
+
+def _tiles_of_places(bias: Float[Array, "places"], of_queries: bool):
+    """`[tiles, 64, 64]`: tile n is for rows that are 64 n places after its columns."""
+    # All of the last tile is further apart than the bias has places.
+    count = -(-len(bias) // ROWS) + 2
+    inside = jnp.arange(ROWS)
+    apart = inside[:, None] - inside[None]
+    apart = apart if of_queries else -apart
+    apart = ROWS * jnp.arange(count)[:, None, None] + apart[None]
+    return bias[jnp.clip(apart, 0, len(bias) - 1)]
+
+
+def _cells(bias: Float[Array, "buckets"], thresholds: Float[Array, "buckets"]):
+    """Tables by quarters of octaves: the threshold in each, and the biases before and after."""
+    fraction, octave = math.frexp(math.exp(_RATIO * (len(bias) - 1)))
+    count = 4 * (octave - 1) + int(4 * (2 * fraction - 1)) + 2
+    starts = (_FIRST_CELL + jnp.arange(count, dtype=jnp.int32)) << _CELL_BITS
+    starts = lax.bitcast_convert_type(starts, jnp.float32)
+    bucket = jnp.sum(thresholds[None] <= starts[:, None], axis=1) - 1
+    edges = jnp.append(thresholds, jnp.inf)[bucket + 1]
+    after = jnp.minimum(bucket + 1, len(bias) - 1)
+    return edges, jnp.stack([bias[bucket], bias[after]], axis=1).reshape(-1)
+
+
+def _run(
+    name,
+    scores: _Scores,
+    spans: Spans,
+    work,
+    finish,
+    *,
+    rows,
+    columns,
+    sums: int,
+    of_queries: bool,
+    extra,
+    config: Config,
+    with_biases: bool = False,
+):
+    """Runs a program, see the text of this file.
+
+    Args:
+      name: the name that a profiler shows.
+      scores: of such tiles.
+      spans: which columns count for a row.
+      work: called for a tile: (scores, blocks of rows, blocks of columns, sums).
+      finish: called with the sums after a row's last tile.
+      rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
+      columns: the same, of which tiles come one after the other.
+      sums: number of `[64, dim]` sums; the results are as many.
+      of_queries: whether rows are queries.
+      extra: vectors for `finish`.
+      config: how the work is cut.
+      with_biases: whether the gradients of the biases are made.
+    """
+    tokens, heads, dim = rows[0].shape
+    dtype, size, stages = rows[0].dtype, config.columns, config.stages
+    order, starts, stops, all_low, all_high = spans.of_blocks(of_queries, size)
+    low, high = spans.of_queries if of_queries else spans.of_keys
+    longest = spans.longest[of_queries]
+    used = jnp.max(jnp.where(spans.inside, jnp.arange(tokens) + 1, 0))
+    # Padding may be anything, and 0 NaN is NaN. From here on 64 rows come from `tails`.
+    tail = div(used.astype(jnp.int32), ROWS) * ROWS
+    tails = [_tail(x, tail, spans.inside) for x in (*rows, *columns)]
+    # A program has all heads of a tile after each other, if that leaves work for all.
+    tiles = tokens // TILE
+    group = heads if tiles >= 2 * num_programs() else 1
+    units = tiles * heads // group
+    programs = num_programs()
+    # With the sums for biases there is no room for the next rows.
+    row_slots = 1 if with_biases else 2
+    vectors = [order, starts, stops, all_low, all_high, low, high]
+    vectors += [] if longest is None else [longest, spans.gaps[of_queries]]
+    operands = [
+        *numbers(tail),
+        *vectors,
+        *rows,
+        *columns,
+        *tails,
+        *extra,
+        *scores.arrays,
+    ]
+    of_places = with_biases and scores.tiles > 0
+    of_times = with_biases and scores.buckets > 0
+    outs = [jax.ShapeDtypeStruct((tokens, heads, dim), dtype)] * sums
+    if of_places:
+        shape = programs, _WARPGROUPS, scores.tiles, TILE
+        outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    if of_times:
+        shape = programs, _WARPGROUPS, scores.buckets, ROWS
+        outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def body(*refs):
+        refs = list(refs)
+
+        def take(count):
+            taken, refs[:] = refs[:count], refs[count:]
+            return taken
+
+        (tail_gmem,) = take(1)
+        order, starts, stops, all_low, all_high, low, high = take(7)
+        longest, gaps = take(2) if spans.times is not None else (None, None)
+        rows_gmem, columns_gmem = take(len(rows)), take(len(columns))
+        rows_tail, columns_tail = take(len(rows)), take(len(columns))
+        extra_gmem = take(len(extra))
+        refs[:] = scores.bind(refs)
+        outs_gmem = take(sums)
+        places_gmem: Any = take(1)[0] if of_places else None
+        times_gmem: Any = take(1)[0] if of_times else None
+        warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
+        tail = tail_gmem[0]
+
+        def each_item(function):
+            """Calls `function(row, head, first, count, done, i, ranges)` for each item.
+
+            `done` is the number of tiles before, and `ranges` are those of warpgroups.
+            """
+            # Work is in the order of its size. Forth and back, each program has its share.
+            whole, more = divmod(units, programs)
+            back = programs - 1 - program
+            last = program if whole % 2 == 0 else back
+            count = group * (whole + jnp.where(last < more, 1, 0))
+
+            def item(i, done):
+                turn = div(i, group)
+                number = turn * programs + jnp.where(rem(turn, 2) == 0, program, back)
+                if group == 1:
+                    number, head = div(number, heads), rem(number, heads)
+                else:
+                    head = rem(i, group)
+                pair = [number * _WARPGROUPS + w for w in range(_WARPGROUPS)]
+                ranges = [(starts[b], stops[b]) for b in pair]
+                first = functools.reduce(jnp.minimum, [a for a, _ in ranges])
+                stop = functools.reduce(jnp.maximum, [b for _, b in ranges])
+                tile = order[number]
+                function(tile * TILE, head, first, stop - first, done, i, ranges)
+                return done + stop - first
+
+            lax.fori_loop(0, count, item, jnp.int32(0))
+
+        def load(rows_smem, columns_smem, rows_full, rows_free, full, free):
+            def copy(gmem, tail_gmem, row, head, smem, barrier):
+                @pl.when(row < tail)
+                def _():
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[pl.ds(row, ROWS), head], smem, barrier
+                    )
+
+                @pl.when(row >= tail)
+                def _():
+                    plgpu.copy_gmem_to_smem(tail_gmem.at[:, head], smem, barrier)
+
+            def of_item(row, head, first, count, done, i, ranges):
+                place = rem(i, row_slots)
+
+                @pl.when(i >= row_slots)
+                def _():
+                    plgpu.barrier_wait(rows_free.at[place])
+
+                for gmem, rest, smem in zip(
+                    rows_gmem, rows_tail, rows_smem, strict=True
+                ):
+                    for w in range(_WARPGROUPS):
+                        copy(
+                            gmem,
+                            rest,
+                            row + w * ROWS,
+                            head,
+                            smem.at[place, w],
+                            rows_full.at[place],
+                        )
+
+                @pl.loop(0, count)
+                def _(j):
+                    slot = rem(done + j, stages)
+
+                    @pl.when(done + j >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for gmem, rest, smem in zip(
+                        columns_gmem, columns_tail, columns_smem, strict=True
+                    ):
+                        for c in range(0, size, ROWS):
+                            column = (first + j) * size + c
+                            part = smem.at[slot, pl.ds(c, ROWS)]
+                            copy(gmem, rest, column, head, part, full.at[slot])
+
+            each_item(of_item)
+
+        def compute(
+            rows_smem,
+            columns_smem,
+            out_smem,
+            biases,
+            scratch,
+            rows_full,
+            rows_free,
+            full,
+            free,
+        ):
+            scores.scratch = scratch
+            refs = None
+            if with_biases:
+                refs = start_biases(
+                    *(None if x is None else x.at[warpgroup] for x in biases)
+                )
+
+            def of_item(row, head, first, count, done, i, ranges):
+                own = [
+                    jnp.where(warpgroup == 0, a, b)
+                    for a, b in zip(*ranges, strict=True)
+                ]
+                row = row + warpgroup * ROWS
+                block = div(row, ROWS)
+                of_rows = [row_vector(low, row), row_vector(high, row)]
+                of_rows += [all_low[block], all_high[block]]
+                if longest is None:
+                    of_rows += [None, None, None]
+                else:
+                    of_rows += [longest[block], gaps[block]]
+                    of_rows += [row_vector(scores.times, row)]
+                place = rem(i, row_slots)
+                mine = [smem.at[place, warpgroup] for smem in rows_smem]
+                plgpu.barrier_wait(rows_full.at[place])
+
+                def multiply(*sums):
+                    def skip(start, stop):
+                        @pl.loop(start, stop)
+                        def _(j):
+                            slot = rem(done + j, stages)
+                            plgpu.barrier_wait(full.at[slot])
+                            plgpu.barrier_arrive(free.at[slot])
+
+                    begin, end = own[0] - first, own[1] - first
+                    skip(0, begin)
+
+                    @pl.loop(begin, end)
+                    def _(j):
+                        slot = rem(done + j, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        scores.at(row, (first + j) * size, of_rows)
+                        here = [smem.at[slot] for smem in columns_smem]
+                        work(scores, mine, here, sums, of_rows, refs)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(free.at[slot])
+
+                    skip(end, count)
+                    return _arrived(*sums)
+
+                found = pl.run_scoped(multiply, *[plgpu.ACC((ROWS, dim))] * sums)
+                plgpu.barrier_arrive(rows_free.at[place])
+
+                def out(n, values):
+                    target = out_smem.at[warpgroup, n]
+                    target[...] = values.astype(dtype)
+                    plgpu.commit_smem()
+                    result = outs_gmem[n].at[pl.ds(row, ROWS), head]
+                    plgpu.copy_smem_to_gmem(target, result)
+
+                # Earlier copies must have read what was there.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                finish(found, row, [*extra_gmem, out], head)
+
+            each_item(of_item)
+            if with_biases:
+                end_biases(refs)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+        def start_biases(skewed, sums):
+            """Zeros; the references of this warpgroup."""
+            places = None
+            if of_places:
+                places = places_gmem.at[program, warpgroup]
+                layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
+                zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), layout)
+
+                @pl.loop(0, scores.tiles)
+                def _(n):
+                    store(places.at[n], zeros)
+
+                @pl.loop(0, ROWS + 1)
+                def _(n):
+                    for at in (0, _PITCH - TILE):
+                        store(skewed.at[n, pl.ds(at, TILE)], zeros)
+
+            if of_times:
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                zeros = plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), layout)
+
+                @pl.loop(0, scores.buckets)
+                def _(b):
+                    store(sums.at[b], zeros)
+
+            return skewed, places, sums
+
+        def end_biases(refs):
+            if of_times:
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(refs[2], times_gmem.at[program, warpgroup])
+
+        def scope(rows_smem, columns_smem, out_smem, biases, scratch, *barriers):
+            @pl.when(warpgroup == _WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+                load(rows_smem, columns_smem, *barriers)
+
+            @pl.when(warpgroup < _WARPGROUPS)
+            def _():
+                plgpu.set_max_registers(_REGISTERS[0], action="increase")
+                compute(rows_smem, columns_smem, out_smem, biases, scratch, *barriers)
+
+        def smem(*shape):
+            return plgpu.SMEM((*shape, dim), dtype, transforms=transforms())
+
+        f32 = jnp.float32
+        pl.run_scoped(
+            scope,
+            [smem(row_slots, _WARPGROUPS, ROWS)] * len(rows),
+            [smem(stages, size)] * len(columns),
+            smem(_WARPGROUPS, sums, ROWS),
+            [
+                plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32) if of_places else None,
+                plgpu.SMEM((_WARPGROUPS, scores.buckets, ROWS), f32)
+                if of_times
+                else None,
+            ],
+            plgpu.SMEM((_WARPGROUPS, sums, ROWS, size), dtype, transforms=transforms())
+            if config.interpretable
+            else None,
+            plgpu.Barrier(num_arrivals=len(rows) * _WARPGROUPS, num_barriers=row_slots),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=row_slots),
+            plgpu.Barrier(
+                num_arrivals=len(columns) * (size // ROWS), num_barriers=stages
+            ),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            collective_axes="warpgroup",
+        )
+
+    return call(name, body, outs, _WARPGROUPS, *operands)
+
+
+# Registers of a thread that computes, and of one that copies; see `matmul_tiles`.
+_REGISTERS = 240, 24
+
+
+def _tail(x, tail, inside):
+    """The 64 rows from `tail` on, with zeros in place of padding."""
+    rows = jnp.minimum(tail, len(x) - ROWS) + jnp.arange(ROWS)
+    kept = inside[rows] & (rows >= tail)
+    return jnp.where(kept[:, None, None], x[rows], 0)

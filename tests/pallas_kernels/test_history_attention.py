@@ -1,0 +1,130 @@
+"""The GPU programs of history_attention: interpreted on a CPU, and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import history_attention as mosaic
+
+# Many in a tile, one in several, an empty end; two programs on a CPU.
+LENGTHS = 1, 30, 7, 140, 20
+PLACES, BUCKETS = 90, 9
+INTERPRETED = jax.default_backend() != "gpu"
+
+
+def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = 4, tokens, heads, dim
+    operands = jnp.asarray(rng.standard_normal(shape) / 2, jnp.bfloat16)
+    starts = np.full(tokens, tokens, np.int32)
+    place = 0
+    times = np.cumsum(np.floor(np.exp(rng.uniform(-2, 2, tokens)))).astype(np.float32)
+    for n in lengths:
+        starts[place : place + n] = place
+        place += n
+    operands = operands.at[:, place:].set(jnp.nan)
+    biases = [jnp.float32(rng.standard_normal(n) / 2) for n in (PLACES, BUCKETS)]
+    least = np.exp(0.301 * np.arange(BUCKETS)).astype(np.float32)
+    least[0] = -np.inf
+    return *operands, jnp.asarray(starts), jnp.asarray(times), *biases, least
+
+
+def oracle(q, k, v, dy, starts, times, place, time, least, scale, divisor):
+    q, k, v, dy = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v, dy))
+    tokens = len(q)
+    apart = np.arange(tokens)[:, None] - np.arange(tokens)
+    seen = (apart >= 0) & (np.arange(tokens) >= np.asarray(starts)[:, None])
+    scores = scale * np.einsum("thd,shd->hts", q, k)
+    distance = np.clip(apart, 0, PLACES - 1)
+    since = np.asarray(times)[:, None] - np.asarray(times)
+    bucket = np.searchsorted(least, since, side="right") - 1
+    if place is not None:
+        scores += np.asarray(place)[distance]
+    if time is not None:
+        scores += np.asarray(time)[bucket]
+    share = 1 / (1 + np.exp(-scores))
+    weights = np.where(seen, scores * share, 0) / divisor
+    pulled = np.einsum("thd,shd->hts", dy, v) / divisor
+    ds = np.where(seen, pulled * share * (1 + scores * (1 - share)), 0)
+    found = [
+        np.einsum("hts,shd->thd", weights, v),
+        scale * np.einsum("hts,shd->thd", ds, k),
+        scale * np.einsum("hts,thd->shd", ds, q),
+        np.einsum("hts,thd->shd", weights, dy),
+        np.bincount(distance.ravel(), ds.sum(0).ravel(), PLACES),
+        np.bincount(bucket.ravel(), ds.sum(0).ravel(), BUCKETS),
+    ]
+    return found
+
+
+def close(actual, want, error=1e-2):
+    size = np.sqrt(np.mean(np.square(want)))
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual, want, rtol=error, atol=8 * error * size)
+
+
+@pytest.mark.parametrize(
+    ("columns", "of_places", "of_times"), [(128, False, False), (64, True, True)]
+)
+def test_forward(run_program, columns, of_places, of_times):
+    q, k, v, dy, starts, times, place, time, least = make()
+    place = place if of_places else None
+    timed = (times, time, least) if of_times else (None, None, None)
+    starts = starts.at[:1].set(-1)  # the first history is wrong
+
+    def call(q, k, v, starts, place, timed):
+        options = {"scale": 0.5, "divisor": 3.0}
+        config = mosaic.Config(columns=columns, stages=2, interpretable=INTERPRETED)
+        return mosaic.attend(q, k, v, starts, place, *timed, **options, config=config)
+
+    y = run_program(call, q, k, v, starts, place, timed)
+    want = oracle(q, k, v, dy, starts, times, place, timed[1], least, 0.5, 3.0)[0]
+    assert np.all(np.isnan(y[:1].astype(np.float32)))
+    close(y[1:], want[1:])
+    assert not np.any(y[sum(LENGTHS) :])
+
+
+@pytest.mark.parametrize(
+    ("of_places", "of_times"), [(False, False), (True, False), (True, True)]
+)
+def test_backward(run_program, of_places, of_times):
+    q, k, v, dy, starts, times, place, time, least = make()
+    place = place if of_places else None
+    timed = (times, time, least) if of_times else (None, None, None)
+
+    def call(q, k, v, dy, starts, place, timed):
+        config = mosaic.Config(stages=2, interpretable=INTERPRETED)
+        options = {
+            "of_queries": config,
+            "of_keys": config,
+            "scale": 0.5,
+            "divisor": 3.0,
+        }
+        return mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)
+
+    dq, dk, dv, dplace, dtime = run_program(call, q, k, v, dy, starts, place, timed)
+    _, *want = oracle(q, k, v, dy, starts, times, place, timed[1], least, 0.5, 3.0)
+    for found, exact in zip((dq, dk, dv), want, strict=False):
+        close(found, exact)
+        assert not np.any(found[sum(LENGTHS) :])
+    if of_places:
+        found = np.append(dplace[: PLACES - 1], dplace[PLACES - 1 :].sum())
+        close(found, want[3])
+    if of_times:
+        close(dtime, want[4])
+
+
+def test_lowers_for_cuda():
+    q, k, v, dy, starts, times, place, time, least = make(
+        tokens=256, heads=2, lengths=(100,)
+    )
+    timed = times, time, least
+
+    def call(q, k, v, dy):
+        options = {"scale": 0.5, "divisor": 3.0}
+        y = mosaic.attend(q, k, v, starts, place, *timed, **options)
+        return y, mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)
+
+    lowered = jax.jit(call).trace(q, k, v, dy).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") >= 3
