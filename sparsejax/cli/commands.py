@@ -64,6 +64,7 @@ def evaluate(command: flags.Evaluate) -> None:
         seed=command.seed,
         exclude=None if command.counting.keep_seen else "inputs",
         unknown=command.counting.unknown,
+        unknown_users=command.counting.unknown_users,
     )
     measured = prepared.run(model)
     if command.baselines:
@@ -97,6 +98,7 @@ def _evaluate_histories(
         k=command.k,
         exclude=None if command.counting.keep_seen else "inputs",
         unknown=command.counting.unknown,
+        unknown_users=command.counting.unknown_users,
     )
     print_metrics(measured)
     print(json.dumps(measured))
@@ -317,6 +319,7 @@ def report(command: flags.Report) -> None:
                 k=command.k,
                 exclude=None if command.counting.keep_seen else "inputs",
                 unknown=command.counting.unknown,
+                unknown_users=command.counting.unknown_users,
             )
     reports.write_report(
         out,

@@ -160,11 +160,14 @@ class Counting:
     Attributes:
       unknown: Held-out interactions with items that were not trained on: miss counts
         them as missed; skip leaves them out, and with them the users who have no others.
+      unknown_users: Users who have no interactions that the model is shown: count ranks
+        items for them, too; skip leaves them out.
       keep_seen: Also rank the items that a row already has, for data in which
         interactions repeat. Otherwise repeated interactions count as missed.
     """
 
     unknown: Literal["miss", "skip"] = "miss"
+    unknown_users: Literal["count", "skip"] = "count"
     keep_seen: Flag = False
 
 

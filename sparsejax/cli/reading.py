@@ -143,8 +143,7 @@ def read_heldout[Data: SparseDataset | SequenceDataset](
         )
         if unknown.all():
             raise DataError(text)
-        warnings.warn(f"{text}; they are left out", stacklevel=2)
-        heldout = cast(Data, heldout.align_rows(heldout.row_names[~unknown]))
+        warnings.warn(f"{text}; the model is shown nothing of them", stacklevel=2)
     return heldout
 
 

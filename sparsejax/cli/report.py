@@ -179,6 +179,8 @@ def similar_to_popular(
 def means_over(measured: Mapping[str, float]) -> str:
     """Says over how many users metrics are means, and how many items are unknown."""
     text = f"means over {measured['users']:,} users" if "users" in measured else "means"
+    if new := measured.get("users_new"):
+        text += f"; {new:,} users are new: the model is shown nothing of them"
     if entries := measured.get("entries_unknown"):
         text += f"; {entries:,} held-out entries are of unknown items"
         if "users_unknown" in measured:

@@ -350,8 +350,9 @@ def _whole_histories(command: flags.Train) -> Source:
 
 
 def _fingerprint_of(heldout: SparseDataset, row_names: Names) -> str:
-    """`fingerprint` of the held-out entries, each in its row."""
-    rows = np.sort(find_names(heldout.row_names, row_names))
+    """`fingerprint` of the held-out entries of known rows, each in its row."""
+    found = find_names(heldout.row_names, row_names)
+    rows = np.sort(found[found >= 0])
     aligned = heldout.align_rows(row_names[rows])
     left_out = [] if aligned.left_out is None else [aligned.left_out]
     return fingerprint(aligned.matrix, rows, *left_out)

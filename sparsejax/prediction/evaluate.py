@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.names import find_names
 from sparsejax.data.scan_clicks import ScannedClicks
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Inputs, Source, Sources
@@ -40,6 +43,7 @@ from sparsejax.prediction.recommender import Recommender
             "seed",
             "exclude",
             "unknown",
+            "unknown_users",
             "candidates",
             "popularity",
         ),
@@ -58,6 +62,7 @@ def evaluate(
     seed: int | None = None,
     exclude: Unordered = "inputs",
     unknown: Literal["miss", "skip"] = "miss",
+    unknown_users: Literal["count", "skip"] = "count",
     candidates: Source | None = None,
     popularity: Unordered = "inputs",
     groups: str | ArrayLike | None = None,
@@ -124,6 +129,9 @@ def evaluate(
         their share. None ranks all items.
       unknown: "miss" counts held-out entries of unknown items as described above. "skip"
         leaves them out, and with them the rows that have no others.
+      unknown_users: of rows that have no entry in `inputs`, or are not in it. "count" shows
+        the model an empty row for each, as if they were in `inputs`: they are in the means.
+        "skip" leaves them out. "users_new" is their number.
       candidates: `[rows, items]`: for each row, rank only these items and its held-out
         ones, for example one held-out item among 100 others. Rows are matched as those
         of `heldout`. The model also needs `item_scores`.
@@ -142,9 +150,9 @@ def evaluate(
       FloatingPointError: a score is NaN; the message names the row.
       TypeError: `inputs`, `heldout` or `exclude` has a type that is not supported, or the
         model cannot score candidates.
-      ValueError: nothing is held out, or all of it is excluded. A held-out row is not in
-        `inputs`, or has no candidates. An argument does not fit the model or another
-        argument, or this kind of data has no use for it.
+      ValueError: nothing is held out, or all of it is excluded. No held-out row is in
+        `inputs`, or one is not and an input is dense. A row has no candidates. An argument
+        does not fit the model or another argument, or this kind of data has no use for it.
     """
     if isinstance(inputs, ClickDataset | ScannedClicks):
         return evaluate_clicks(
@@ -159,6 +167,7 @@ def evaluate(
         if heldout is None:
             raise ValueError("give heldout, as split_last makes it")
         options: dict[str, Any] = {"k": k, "exclude": exclude, "unknown": unknown}
+        options["unknown_users"] = unknown_users
         options |= {"popularity": popularity, "batch_size": rows}
         prepared = prepared_sequences(model, inputs, heldout, **options)
         return prepared.run(
@@ -179,6 +188,7 @@ def evaluate(
         k=k,
         exclude=exclude,
         unknown=unknown,
+        unknown_users=unknown_users,
         candidates=candidates,
         popularity=popularity,
         batch_size=rows,
@@ -206,7 +216,27 @@ def prepared_sequences(
     )
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
-    return prepare(shown_of(model, inputs), wanted, chosen)
+    return prepare(shown_of(model, _with_new_rows(inputs, heldout)), wanted, chosen)
+
+
+def _with_new_rows(
+    inputs: SequenceDataset, heldout: Source | SequenceDataset
+) -> SequenceDataset:
+    """The inputs, with an empty history for each row that only `heldout` has."""
+    if not isinstance(heldout, SparseDataset | SequenceDataset):
+        return inputs
+    names = heldout.row_names
+    new = names[find_names(names, inputs.row_names) < 0]
+    if not len(new) or len(new) == len(names):
+        return inputs
+    more = (0, len(new))
+    left_out = inputs.left_out
+    return dataclasses.replace(
+        inputs,
+        indptr=np.pad(inputs.indptr, more, mode="edge"),
+        row_names=np.concatenate([inputs.row_names, new]),
+        left_out=None if left_out is None else np.pad(left_out, more),
+    )
 
 
 def prepared_for(

@@ -17,7 +17,7 @@ from sparsejax import metrics
 from sparsejax.data.batching import Batches, for_batches, rows_in_a_batch
 from sparsejax.data.sources import (
     Inputs,
-    Named,
+    NamedArray,
     NamedCSR,
     Source,
     Sources,
@@ -29,6 +29,7 @@ from sparsejax.data.sources import (
 )
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.prediction.histories import HISTORIES
 from sparsejax.prediction.loop import check_positive, check_scores, exclusion, indicator
 from sparsejax.prediction.popularity import Popularity, column_counts
 from sparsejax.prediction.recommender import Recommender, beside, split
@@ -52,6 +53,7 @@ class Setup:
       k: cut-off, or several.
       exclude: what is never recommended.
       unknown: "miss" or "skip".
+      unknown_users: "count" or "skip".
       candidates: the items to rank for each row, or None for all.
       popularity: what the baseline counts, or None for no baseline.
       batch_size: rows scored at a time.
@@ -66,6 +68,7 @@ class Setup:
     k: int | Sequence[int] = 20
     exclude: Source | str | None = "inputs"
     unknown: Literal["miss", "skip"] = "miss"
+    unknown_users: Literal["count", "skip"] = "count"
     candidates: Source | None = None
     popularity: Source | str | None = "inputs"
     batch_size: int = 512
@@ -77,6 +80,10 @@ class Setup:
         check_positive(k=min(self.ks), batch_size=self.batch_size)
         if self.unknown not in ("miss", "skip"):
             raise ValueError(f'unknown is "miss" or "skip", got {self.unknown!r}')
+        if self.unknown_users not in ("count", "skip"):
+            raise ValueError(
+                f'unknown_users is "count" or "skip", got {self.unknown_users!r}'
+            )
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -110,7 +117,16 @@ def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluati
         raise ValueError(
             f"no row of heldout has an entry{of_known}, so there is nothing to find"
         )
-    rows = _rows_shown(labels, scored, shown.rows)
+    rows = _rows_shown(labels, scored, shown, setup)
+    is_new = _are_new(shown, rows)
+    users_new = int(is_new.sum())
+    if setup.unknown_users == "skip":
+        scored, rows = scored[~is_new], rows[~is_new]
+        if not scored.size:
+            raise ValueError(
+                f"none of the {users_new:,} rows of heldout has an entry in inputs, and "
+                'unknown_users="skip" leaves such rows out'
+            )
     share = None
     if given.popularity is not None:
         counts = column_counts(given.popularity.matrix)
@@ -121,6 +137,7 @@ def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluati
         heldout=labels,
         rows=scored,
         tasks=_tasks(shown, rows, labels, scored, given, setup),
+        users_new=users_new,
         users_unknown=int(np.sum((total > 0) & (num_known == 0))),
         entries_unknown=int(np.sum(total - num_known)),
         popularity=share,
@@ -143,6 +160,7 @@ class Evaluation:
       heldout: the held-out entries, all rows of them.
       rows: `[users]` the rows of `heldout` that have entries.
       tasks: these rows in batches.
+      users_new: number of rows of `heldout` that have no entry in the inputs.
       users_unknown: number of rows of `heldout` whose items are all unknown.
       entries_unknown: number of its entries of unknown items.
       popularity: `[items]` share of the rows that have the item, or None.
@@ -154,6 +172,7 @@ class Evaluation:
     heldout: NamedCSR
     rows: np.ndarray
     tasks: Tasks
+    users_new: int
     users_unknown: int
     entries_unknown: int
     popularity: np.ndarray | None
@@ -200,6 +219,7 @@ class Evaluation:
             **self._summary(values.mean(axis=1), np.asarray(counts)),
             **self.baseline,
             "users": self.rows.size,
+            "users_new": self.users_new,
             "users_unknown": self.users_unknown,
             "entries_unknown": self.entries_unknown,
         }
@@ -276,20 +296,47 @@ class _Given:
         return _of_items(self.heldout, column_counts(self.trained.matrix) > 0)
 
 
-def _rows_shown(labels: NamedCSR, scored: np.ndarray, shown: Named) -> np.ndarray:
-    """`[users]` the row of `shown` for each of the `scored: [users]` rows of `labels`.
+def _rows_shown(
+    labels: NamedCSR, scored: np.ndarray, inputs: Inputs, setup: Setup
+) -> np.ndarray:
+    """`[users]` the row of the inputs for each of the `scored: [users]` rows of `labels`.
+
+    It is -1 if there is none: then the model is shown an empty row.
 
     Raises:
-      ValueError: a row is missing.
+      ValueError: all rows are missing; or some are, and a dense input has no empty row.
     """
-    rows = find_rows(labels, shown)[scored]
+    rows = find_rows(labels, inputs.rows)[scored]
     missing = scored[rows < 0]
-    if missing.size:
+    dense = any(isinstance(part, NamedArray) for part in inputs.parts.values())
+    is_error = len(missing) == len(scored) or (
+        dense and setup.unknown_users == "count" and missing.size
+    )
+    if is_error:
+        remedy = ', or leave them out: unknown_users="skip"' * (
+            dense and any(rows >= 0)
+        )
         raise ValueError(
             f"{missing.size:,} of {scored.size:,} rows of heldout are not in inputs: "
-            f"{labels.labels(missing)}; the model needs inputs for each of them"
+            f"{labels.labels(missing)}; the model needs inputs for them{remedy}"
         )
     return rows
+
+
+def _are_new(inputs: Inputs, rows: np.ndarray) -> np.ndarray:
+    """`[users]` bool: whether the inputs have no entry of a user."""
+    histories = inputs.parts.get(HISTORIES)
+    if isinstance(histories, NamedArray):
+        return (rows < 0) | (histories.matrix[rows] < 0).all(axis=1)
+    parts = list(inputs.parts.values())
+    counts = [
+        np.diff(np.asarray(part.matrix.indptr))[rows]
+        for part in parts
+        if isinstance(part, NamedCSR)
+    ]
+    if len(counts) < len(parts):  # dense rows always say something
+        return rows < 0
+    return (rows < 0) | (sum(counts) == 0)
 
 
 def _tasks(
@@ -305,13 +352,23 @@ def _tasks(
     held = shown.for_batches()
     unwanted = ids = None
     if given.exclude is not None:
-        unwanted = exclusion(shown, rows, held, given.exclude, batch_size)
         seen_rows = rows
         if not isinstance(setup.exclude, str):
-            seen_rows = find_rows(shown.rows, given.exclude)[rows]
+            found = find_rows(shown.rows, given.exclude)[rows]
+            others = np.full(len(rows), -1)
+            if given.exclude.row_names is not None:  # it may have rows of new users
+                others = find_rows(labels, given.exclude)[scored]
+            seen_rows = np.where(rows < 0, others, found)
+        if (rows < 0).any():
+            seen = for_batches(indicator(given.exclude.matrix))
+            unwanted = Batches.of(seen, seen_rows, batch_size)
+        else:
+            unwanted = exclusion(shown, rows, held, given.exclude, batch_size)
         _check_repeats(labels, scored, given.exclude, seen_rows)
     if given.candidates is not None:
-        ids = _candidate_ids(given.candidates, labels, scored, batch_size)
+        ids = _candidate_ids(
+            given.candidates, labels, given.known(), scored, batch_size
+        )
     return Tasks(
         shown=shown.batches(held, rows, batch_size),
         exclude=unwanted,
@@ -385,11 +442,16 @@ def _check_repeats(
 
 
 def _candidate_ids(
-    among: NamedCSR, labels: NamedCSR, rows: np.ndarray, batch_size: int
+    among: NamedCSR,
+    labels: NamedCSR,
+    known: NamedCSR,
+    rows: np.ndarray,
+    batch_size: int,
 ) -> np.ndarray:
     """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
 
-    In each row ids ascend, and -1 fills it up.
+    Labels of unknown items are left out. So they rank behind all candidates, whether the
+    vocabulary has them or not. `known` has the other labels. In each row ids ascend, and -1 fills it up.
     """
     found = find_rows(labels, among)[rows]
     lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
@@ -399,10 +461,16 @@ def _candidate_ids(
             f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "
             f"{labels.labels(without)}"
         )
-    both = _rows(among, found) + _rows(labels, rows)  # a union: neither has zeros
+    wanted, trained = _rows(labels, rows), _rows(known, rows)
+    both = _rows(among, found) + trained  # a union: neither has zeros
+    unknown = wanted - trained
+    unknown.eliminate_zeros()
+    if unknown.nnz:
+        both = scipy.sparse.csr_array(both - both.multiply(abs(unknown)))
+        both.eliminate_zeros()
     lengths = np.diff(both.indptr)
     steps = -(-rows.size // batch_size)
-    ids = np.full((steps * batch_size, lengths.max()), -1, np.int32)
+    ids = np.full((steps * batch_size, max(lengths.max(), 1)), -1, np.int32)
     row = np.repeat(np.arange(rows.size), lengths)
     ids[row, np.arange(both.nnz) - both.indptr[row]] = both.sorted_indices().indices
     return ids.reshape(steps, batch_size, -1)

@@ -194,7 +194,8 @@ def test_held_out_rows_that_the_data_lacks(folder, capsys):
     assert main(argv) == main(measure) == 0
     said = capsys.readouterr()
     assert said.err.count("1 of 2 rows are not in") == 2
-    assert json.loads(said.out.splitlines()[-1])["users"] == 1
+    found = json.loads(said.out.splitlines()[-1])
+    assert (found["users"], found["users_new"]) == (2, 1)
 
 
 def test_nothing_to_learn(folder, capsys):

@@ -22,6 +22,14 @@ from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
 ALL_KNOWN = {"users_unknown": 0, "entries_unknown": 0}
+
+
+def all_items_known(inputs, heldout) -> dict[str, int]:
+    """The counts of `evaluate` where there are no unknown items."""
+    new = (inputs.sum(axis=1) == 0) & (heldout.sum(axis=1) > 0)
+    return ALL_KNOWN | {"users_new": int(new.sum())}
+
+
 METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
 
@@ -274,7 +282,9 @@ def test_metrics_and_baseline_match_the_oracle(problem, model):
     inputs, heldout = problem[:2]
     measured = evaluate(model, inputs, heldout, k=(3, 40))
     counts = np.broadcast_to(inputs.toarray().sum(axis=0), inputs.shape)
-    wanted = {"users": np.sum(heldout.toarray().any(axis=1))} | ALL_KNOWN
+    wanted = {"users": np.sum(heldout.toarray().any(axis=1))} | all_items_known(
+        inputs, heldout
+    )
     for k in (3, 40):
         ids, _ = oracle(scores_of(problem), 40, inputs)
         popularity = popularity_of(inputs)
@@ -335,7 +345,8 @@ def test_other_items_than_features():
         evaluate(model, inputs, heldout)
     measured = evaluate(model, inputs, heldout, k=3, exclude=None, popularity=None)
     ids, _ = oracle(inputs.toarray() @ weights, 3)
-    wanted = oracle_metrics(ids, heldout, 3) | {"users": 11} | ALL_KNOWN
+    wanted = oracle_metrics(ids, heldout, 3) | {"users": 11}
+    wanted |= all_items_known(inputs, heldout)
     assert measured == pytest.approx(wanted, rel=1e-5)
 
 
@@ -389,7 +400,7 @@ def test_feed_forward(problem):
     np.testing.assert_array_equal(found.ids, ids)
     measured = evaluate(model, inputs, heldout, k=5, popularity=None)
     wanted = oracle_metrics(ids, heldout, 5) | {"users": measured["users"]}
-    wanted |= ALL_KNOWN
+    wanted |= all_items_known(inputs, heldout)
     assert measured == pytest.approx(wanted, rel=1e-5)
 
 
@@ -485,7 +496,8 @@ def test_candidates_alone_are_ranked(problem, model, k, excluding):
     ids = among(popular, candidates, heldout, k, exclude)
     for name, value in oracle_metrics(ids, heldout, k, popularity).items():
         wanted[f"popularity_{name}"] = value
-    wanted |= {"users": measured["users"]} | ALL_KNOWN
+    wanted |= {"users": measured["users"]}
+    wanted |= all_items_known(inputs, heldout)
     assert measured == pytest.approx(wanted, rel=1e-5)
 
 
@@ -497,7 +509,9 @@ def test_leave_one_out_by_hand():
     heldout = dataset(scipy.sparse.csr_array(np.eye(5, dtype=bool)[[2, 3]]), names)
     lists = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 1, 1], [0, 1, 1, 0, 1]], bool)
     candidates = dataset(scipy.sparse.csr_array(lists), ["ann", "eve", "bob"])
-    found = evaluate(model, inputs, heldout, k=(1, 2), candidates=candidates)
+    every = scipy.sparse.csr_array(np.ones((1, 5), bool))  # so all items are known
+    options = {"k": (1, 2), "popularity": every}
+    found = evaluate(model, inputs, heldout, candidates=candidates, **options)
     assert found["hit_rate@1"] == 0
     assert found["hit_rate@2"] == found["recall@2"] == 1 / 2
     assert found["ndcg@2"] == pytest.approx(1 / np.log2(3) / 2, rel=1e-6)
@@ -505,7 +519,7 @@ def test_leave_one_out_by_hand():
     # With the item itself among the candidates it is the same.
     lists[0, 2] = lists[2, 3] = True
     again = dataset(scipy.sparse.csr_array(lists), ["ann", "eve", "bob"])
-    assert evaluate(model, inputs, heldout, k=(1, 2), candidates=again) == found
+    assert evaluate(model, inputs, heldout, candidates=again, **options) == found
 
 
 @pytest.mark.parametrize("temperature", [None, 0.2])
@@ -562,9 +576,9 @@ def test_errors_of_evaluate(problem, model):
         evaluate(model, inputs, heldout[:36])
     with pytest.raises(ValueError, match="no row of heldout has an entry"):
         evaluate(model, inputs, scipy.sparse.csr_array((37, 19)))
-    with pytest.raises(ValueError, match="1 of 4 rows of heldout .* inputs: 'x'"):
+    with pytest.raises(ValueError, match="4 of 4 rows of heldout .* inputs: 'a', 'b'"):
         rows = np.flatnonzero(heldout.sum(axis=1))[:4]
-        names = [f"row{r}" for r in rows[:-1]] + ["x"]
+        names = list("abcd")
         evaluate(model, data, dataset(heldout[rows], names))
     with pytest.raises(ValueError, match="inputs has 19 columns but heldout has 18"):
         evaluate(model, inputs, heldout[:, :18])
