@@ -159,7 +159,8 @@ def test_rows_that_are_only_held_out_are_reported(board, tmp_path, capsys):
     assert main(["evaluate", board.run, board.files[0], str(test)]) == 0
     captured = capsys.readouterr()
     assert "warning: " in captured.err and "'nobody'" in captured.err
-    assert json.loads(captured.out.splitlines()[-1])["users"] == 1
+    found = json.loads(captured.out.splitlines()[-1])
+    assert (found["users"], found["users_new"]) == (2, 1)
 
 
 def test_evaluate_beside_baselines(board, capsys):

@@ -52,7 +52,7 @@ def of_kind(clicks):
 
 # What each kind has a use for; `model` and `inputs` are given always.
 ANY = {"optimizer", "batch_size"}
-RANKED = ANY | {"heldout", "k", "exclude", "unknown", "popularity"}
+RANKED = ANY | {"heldout", "k", "exclude", "unknown", "unknown_users", "popularity"}
 EVALUATE = {
     "clicks": ANY | {"groups"},
     "histories": RANKED,
@@ -67,6 +67,7 @@ GIVEN = {
     "seed": 0,
     "exclude": None,
     "unknown": "miss",
+    "unknown_users": "count",
     "candidates": DATA,
     "popularity": None,
     "groups": "city",
