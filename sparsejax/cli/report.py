@@ -364,7 +364,9 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         if "@" not in name or name.startswith("popularity_"):
             continue
         other = measured.get(f"popularity_{name}")
-        shown = [abs(x) if _is_finite(x) else 0 for x in (value, other)]
+        shown = [
+            abs(x) if x is not None and _is_finite(x) else 0 for x in (value, other)
+        ]
         largest = max(shown) or 1
         cells = [
             f'<td class="metric">{_text(name)}</td>',

@@ -201,7 +201,7 @@ class ClickSchema:
         ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
         return codec.read(
             cls,
-            document | {"ids": {n: _id_column(n, c) for n, c in ids.items()}},
+            {**document, "ids": {n: _id_column(n, c) for n, c in ids.items()}},
             label,
         )
 

@@ -221,8 +221,9 @@ def _search(parser: argparse.ArgumentParser) -> _CarryOut:
 
     def carry_out(given: dict) -> None:
         del given["ignored"]
-        files = {name: _files(given.pop(name)) for name in ("data", "queries")}
-        _in_first(lambda: neighbours.search(neighbours.Search(**given, **files)))
+        for name in ("data", "queries"):
+            given[name] = _files(given[name])
+        _in_first(lambda: neighbours.search(neighbours.Search(**given)))
 
     return carry_out
 

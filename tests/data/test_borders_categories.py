@@ -45,8 +45,8 @@ FILES = {
     "pandas.csv": csv,
     "pandas.tsv": lambda path: csv(path, sep="\t"),
     "pandas with NaN.csv": lambda path: csv(path, na_rep="nan"),
-    "polars.csv": lambda path: pl.from_arrow(table()).write_csv(path),
-    "polars with NaN.csv": lambda path: pl.from_arrow(with_nan()).write_csv(path),
+    "polars.csv": lambda path: pl.from_arrow(table()).write_csv(path),  # pyrefly: ignore
+    "polars with NaN.csv": lambda path: pl.from_arrow(with_nan()).write_csv(path),  # pyrefly: ignore
     "R.csv": lambda path: path.write_text(
         "click,member,city\n1,TRUE,2\n0,FALSE,1\n1,TRUE,\n0,FALSE,-3\n1,,0\n0,TRUE,2\n"
     ),
@@ -123,8 +123,8 @@ def test_files(kind, name, files):
     """Alone, and against the vocabulary of another file."""
     schema = schema_of(kind)
     expected = sj.read_clicks(files / "integers.parquet", schema)
-    city = [expected.ids["city"][at] for at in (0, 1, 2, 3, 4)]
-    assert len(set(city)) == 5 and city[2] == 0 and expected.ids["member"][4] == 0
+    city = [expected.ids["city"][at] for at in (0, 1, 2, 3, 4)]  # pyrefly: ignore
+    assert len(set(city)) == 5 and city[2] == 0 and expected.ids["member"][4] == 0  # pyrefly: ignore
     assert sorted(expected.vocabularies.get("member", [])) in ([], ["false", "true"])
     for train, known in itertools.product([name, "integers.parquet"], [False, True]):
         vocabulary = sj.read_clicks(files / train, schema) if known else None
@@ -196,5 +196,5 @@ def test_data_that_spell_otherwise(tmp_path):
     assert new == schema_of(sj.HashedColumn(9))
     known = xxh64(pa.array(["2"], pa.large_string()))[0] % 999 + 1
     assert (
-        sj.read_clicks(path, schema_of(sj.HashedColumn(1000))).ids["city"][0] == known
+        sj.read_clicks(path, schema_of(sj.HashedColumn(1000))).ids["city"][0] == known  # pyrefly: ignore
     )

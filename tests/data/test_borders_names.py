@@ -337,7 +337,7 @@ def test_the_spelling_of_a_vocabulary_counts(way, tmp_path):
 def test_entries_of_two_spellings_are_merged():
     table = {"user": ["a"] * 3, "item": ["1.0", "1", "1.0"], "value": [1.0, 2.0, 4.0]}
     data = sj.from_arrow(pa.table(table | {"time": [5, 9, 7]}), features=["1", "2"])
-    assert data.matrix.data.tolist() == [7.0] and data.times.tolist() == [9]
+    assert data.matrix.data.tolist() == [7.0] and data.times.tolist() == [9]  # pyrefly: ignore
     new = sj.from_arrow(pa.table({"user": ["a"] * 3, "item": ["1.0", "new", "1"]}))
     assert new.append_features(["2", "1"]).feature_names.tolist() == ["2", "1", "new"]
     new = sj.read_sequences(pa.table({"user": ["a"] * 3, "item": ["1.0", "new", "1"]}))

@@ -236,4 +236,4 @@ def test_what_is_no_data_set(changed, problem):
     changed = {name: np.asarray(part) for name, part in changed.items()}
     sj.SequenceDataset(**parts)
     with pytest.raises(ValueError, match=re.escape(problem)):
-        sj.SequenceDataset(**{**parts, **changed})
+        sj.SequenceDataset(**{**parts, **changed})  # pyrefly: ignore

@@ -180,16 +180,16 @@ def test_for_data():
             "no option 'margin'",
         ),
         (lambda: NetworkConfig.autoencoder(activation="sine"), "activation 'sine'"),
-        (lambda: NetworkConfig.autoencoder(precision="tf32"), "got 'tf32'"),
+        (lambda: NetworkConfig.autoencoder(precision="tf32"), "got 'tf32'"),  # pyrefly: ignore
         (lambda: NetworkConfig.autoencoder(param_dtype="int8"), "got 'int8'"),
-        (lambda: sj.DLRMConfig(combiner="max"), "combiner is one of"),
-        (lambda: sj.DCNConfig(dtype="int8"), "dtype is one of"),
-        (lambda: sj.FeatureConfig("t", combiner="max"), "combiner is"),
-        (lambda: sj.TableConfig(3, 2, placement="disk"), "placement is one of"),
-        (lambda: sj.SparseLinear(3, 2, combiner="max", rngs=RNGS), "combiner is"),
-        (lambda: sj.SparseLinear(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),
-        (lambda: sj.SparseOutput(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),
-        (lambda: sj.SparseOutput(3, 2, precision="tf32", rngs=RNGS), "got 'tf32'"),
+        (lambda: sj.DLRMConfig(combiner="max"), "combiner is one of"),  # pyrefly: ignore
+        (lambda: sj.DCNConfig(dtype="int8"), "dtype is one of"),  # pyrefly: ignore
+        (lambda: sj.FeatureConfig("t", combiner="max"), "combiner is"),  # pyrefly: ignore
+        (lambda: sj.TableConfig(3, 2, placement="disk"), "placement is one of"),  # pyrefly: ignore
+        (lambda: sj.SparseLinear(3, 2, combiner="max", rngs=RNGS), "combiner is"),  # pyrefly: ignore
+        (lambda: sj.SparseLinear(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),  # pyrefly: ignore
+        (lambda: sj.SparseOutput(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),  # pyrefly: ignore
+        (lambda: sj.SparseOutput(3, 2, precision="tf32", rngs=RNGS), "got 'tf32'"),  # pyrefly: ignore
     ],
 )
 def test_a_name_that_does_not_exist_is_refused_where_it_is_written(make, message):

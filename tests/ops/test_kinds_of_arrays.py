@@ -198,7 +198,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "accumulate": (lambda a: sj.accumulate({"a": a}), (H,)),
     **{
         f"losses.{name}": (
-            lambda s, t, name=name: sj.losses.get(name)(s, t, t > 0),
+            lambda s, t, name=name: sj.losses.get(name)(s, t, t > 0),  # pyrefly: ignore
             (SCORES, CLICKED),
         )
         for name in (

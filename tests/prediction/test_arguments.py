@@ -89,7 +89,7 @@ def test_evaluate_refuses_what_a_kind_has_no_use_for(kind, of_kind):
     assert of_no_use
     for name in of_no_use:
         with pytest.raises(ValueError, match=f"{name} is of no use for {kind}"):
-            sj.evaluate(model, data, **({"heldout": heldout} | {name: GIVEN[name]}))
+            sj.evaluate(model, data, **({"heldout": heldout} | {name: GIVEN[name]}))  # pyrefly: ignore
 
 
 def test_none_in_place_of_none_is_no_argument(of_kind):
@@ -102,7 +102,7 @@ def test_a_seed_and_features_need_a_choice(of_kind):
     model, data, heldout = of_kind["items"]
     for name in ("seed", "features"):
         with pytest.raises(ValueError, match=f"{name} is used only with fold_in"):
-            sj.evaluate(model, data, heldout, **{name: GIVEN[name]})
+            sj.evaluate(model, data, heldout, **{name: GIVEN[name]})  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("kind", ["items", "histories", "clicks"])
@@ -124,7 +124,7 @@ def test_export_refuses_what_a_kind_has_no_use_for(of_kind, tmp_path):
     for kind, (model, data, _) in of_kind.items():
         name, value = ("k", 10) if kind == "clicks" else ("table_dtype", "int8")
         with pytest.raises(ValueError, match=f"{name} is of no use for {kind}"):
-            sj.export_predictor(model, tmp_path / "x", names=data, **{name: value})
+            sj.export_predictor(model, tmp_path / "x", names=data, **{name: value})  # pyrefly: ignore
         assert not (tmp_path / "x").exists()
 
 
@@ -135,7 +135,7 @@ def test_other_kinds_of_data_are_refused(of_kind):
     with pytest.raises(TypeError, match="SequenceDataset"):
         sj.user_vectors(items[0], histories[1])
     with pytest.raises(TypeError, match="SparseDataset"):
-        sj.predict_clicks(clicks[0], DATA)
+        sj.predict_clicks(clicks[0], DATA)  # pyrefly: ignore
 
 
 def test_names_are_checked_where_items_are_numbers(of_kind):

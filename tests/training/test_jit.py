@@ -176,8 +176,8 @@ def test_on_a_mesh():
             jitted(*ours, X)
             nnx.jit(step)(*theirs, X)
         kernel = ours[0].first.kernel[...]
-        assert kernel.sharding.spec[0] == "model"
-        assert len(ours[0].norm.bias[...].devices()) == 8
+        assert kernel.sharding.spec[0] == "model"  # pyrefly: ignore
+        assert len(ours[0].norm.bias[...].devices()) == 8  # pyrefly: ignore
         assert_same(ours, theirs)
         ours[1].flush(ours[0])
     alone = made()
@@ -217,7 +217,7 @@ def test_memory_that_was_donated():
 
 def test_what_a_step_cannot_do():
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    layer.table = jnp.ones(2)
+    layer.table = jnp.ones(2)  # pyrefly: ignore
 
     def adds(layer):
         layer.seen = nnx.Variable(jnp.ones(2))
@@ -239,7 +239,7 @@ def test_what_a_step_cannot_do():
         sj.jit(lambda layer: (layer, 1))(layer)
     with pytest.raises(TypeError, match="number 1 of .* a list cannot"):
         sj.jit(lambda layer, sizes: 1, static_argnums=1)(layer, [1])
-    np.testing.assert_array_equal(layer.table, np.ones(2))
+    np.testing.assert_array_equal(layer.table, np.ones(2))  # pyrefly: ignore
 
 
 def test_arguments_of_jit():
