@@ -23,8 +23,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.optimizers.rules.base import Rule, check_below_one, power
+from sparsejax.optimizers.rules.base import (
+    LinearRule,
+    Rule,
+    check_below_one,
+    power,
+)
 from sparsejax.optimizers.rules.missed_steps import Linear
+from sparsejax.optimizers.rules.replay import Replay
 
 _LEAST_SQUARE = 1e-9
 _ADAM_EPS = 1e-8
@@ -149,7 +155,11 @@ class DsstneRule(Rule):
 
     def rest(self, w, state, lag, count):
         """`catch_up` of a rule that is `row_sparse`."""
-        raise NotImplementedError
+        return super().catch_up(w, state, lag, count)
+
+    @property
+    def table_lags(self) -> int:
+        return super().table_lags if self.row_sparse else 0
 
     def _penalised(self, gradient, w):
         if jnp.ndim(w) < 2:  # a bias
@@ -162,7 +172,7 @@ class DsstneRule(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class SGD(DsstneRule):
+class SGD(DsstneRule, LinearRule):
     """Plain gradient descent.
 
     With g' the gradient and the penalties::
@@ -173,17 +183,15 @@ class SGD(DsstneRule):
     def move(self, gradient, state, numbers):
         return -(numbers * gradient), state
 
-    def rest(self, w, state, lag, count):
-        if not self.weight_decay:
-            return w, state
-        return w + self.all_missed(lag, count).ww * w, state
+    def after_missed(self, w, state, missed):
+        return w + missed.ww * w, state
 
     def missed(self, rate):
         return Linear(ww=-rate * self.weight_decay)
 
 
 @dataclasses.dataclass(frozen=True)
-class Momentum(DsstneRule):
+class Momentum(DsstneRule, LinearRule):
     """Momentum, whose velocity holds the rate.
 
     With g' the gradient and the penalties::
@@ -206,8 +214,8 @@ class Momentum(DsstneRule):
         velocity = self.mu * state["velocity"] - numbers * gradient
         return velocity, {"velocity": velocity}
 
-    def rest(self, w, state, lag, count):
-        missed, velocity = self.all_missed(lag, count), state["velocity"]
+    def after_missed(self, w, state, missed):
+        velocity = state["velocity"]
         after = missed.mw * w + missed.mm * velocity
         return w + (missed.ww * w + missed.wm * velocity), {"velocity": after}
 
@@ -366,26 +374,34 @@ class Adam(_Adaptive):
         move = -(rate * (mean / mean_total / (root + _ADAM_EPS)))
         return move, {"mean": mean, "squares": squares}
 
+    @property
+    def _replay(self) -> Replay:
+        return Replay(self.mu, self.mu1, _ADAM_EPS, ahead=1)
+
+    @property
+    def table_lags(self) -> int:
+        return self._replay.lags if self.row_sparse else 0
+
+    def lag_table(self, count, dtype):
+        return self._replay.table(self.rate, count, None, dtype)
+
+    def catch_up_by_table(self, w, state, numbers, shared):
+        mean = state["mean"]
+        of_mean, of_squares, *weights = numbers
+        squares = state["squares"] * of_squares
+        total = self._replay.sum_of(jnp.sqrt(squares), weights, shared)
+        return w - mean * total, {"mean": mean * of_mean, "squares": squares}
+
     def rest(self, w, state, lag, count):
-        mean, root = state["mean"], jnp.sqrt(state["squares"])
-        start = count - lag
-        moves = jnp.any(mean != 0, axis=1, keepdims=True)
-        # A missed step is (mu / sqrt(mu1))^k of the first: what is below half a float32
-        # eps of it is left out.
-        ratio = self.mu / math.sqrt(self.mu1)
-        most = math.ceil(math.log(2**-24) / math.log(ratio)) if ratio else 0
-        owed = jnp.where(moves, jnp.minimum(lag, most), 0)
-        mu, mu1 = jnp.asarray(self.mu, w.dtype), jnp.asarray(self.mu1, w.dtype)
-
-        def missed(k, total):
-            k = k + 1
-            number = start + k
-            factor = self.rate(number) * mu**k / _total(self.mu, number + 1)
-            factor = jnp.where(k <= owed, factor, 0).astype(w.dtype)
-            shrink = jnp.sqrt(mu1**k / _total(self.mu1, number + 1))
-            return total + factor / (root * shrink + _ADAM_EPS)
-
-        total = lax.fori_loop(0, jnp.max(owed, initial=0), missed, jnp.zeros_like(w))
+        mean = state["mean"]
+        total = self._replay.repeated(
+            jnp.sqrt(state["squares"]),
+            lag,
+            self._replay.owed(mean, lag),
+            count,
+            self.rate,
+            0.0,
+        )
         return w - mean * total, {
             "mean": mean * power(self.mu, lag),
             "squares": state["squares"] * power(self.mu1, lag),

@@ -12,7 +12,7 @@ smaller. A row that is read, brought up to date or moved has the same bits after
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -35,10 +35,24 @@ from sparsejax.sparse import CSR, segment_ids
 
 State = dict[str, jax.Array]
 
-# Rows that are worked on together. On a CPU 64 to 256 rows of 256 floats, which stay in
-# the cache, are alike; elsewhere a block has to be worth the launch of its programs.
-_CPU_BLOCK, _BLOCK = 128, 8192
+# Elements of rows that are worked on together on a CPU, where they stay in the cache; and
+# rows, elsewhere: a block has to be worth the launch of its programs.
+_CPU_ELEMENTS, _BLOCK = 2**15, 2**16
+# Rows whose missed steps are repeated together.
+_REPEATED = 128
 NEVER = -1
+
+
+class LagTable(NamedTuple):
+    """What rows need to catch up, by the number of steps that they have missed.
+
+    Attributes:
+      by_lag: the numbers for each lag, from 0.
+      shared: numbers that are the same for all rows.
+    """
+
+    by_lag: Float[Array, "lags numbers"]
+    shared: Float[Array, "shared"]
 
 
 @runtime_checkable
@@ -55,6 +69,25 @@ class RowRule(Protocol):
     @property
     def drifts(self) -> bool:
         """Whether the weights of a row change in steps that do not touch it."""
+        ...
+
+    @property
+    def table_lags(self) -> int:
+        """The largest lag of `lag_table`; 0 if `catch_up` is for all lags."""
+        ...
+
+    def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
+        """What rows need to catch up with `count` steps."""
+        ...
+
+    def catch_up_by_table(
+        self,
+        w: jax.Array,
+        state: State,
+        numbers: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+    ) -> tuple[jax.Array, State]:
+        """`catch_up` by the `[rows, 1]` columns that the table has for the rows' lags."""
         ...
 
     def numbers(self, count: jax.Array) -> Any:
@@ -143,21 +176,20 @@ def step_rows(
         )
 
     def step(trained, ids, gradient, count, noise, block):
-        order = _longest_lag_first(rule, trained, ids, count)
-        numbers = rule.numbers(count + 1)
+        trained = _without_old(rule, trained, ids, count, noise)
+        table, numbers = _table(rule, trained, count), rule.numbers(count + 1)
 
         def work(trained, block_ids, positions):
-            source = order.at[positions].get(mode="clip")
-            w, state = _caught_up(rule, trained, block_ids, count, noise)
-            slope = gradient.at[source].get(mode="clip").astype(w.dtype)
+            w, state = _caught_up(rule, trained, block_ids, count, noise, table)
+            slope = gradient.at[positions].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
             w = narrowed(w, trained.w.dtype, noise, count + 1, block_ids)
             return _written(trained, block_ids, w, state, count + 1)
 
         used = jnp.sum(ids < trained.num_rows)
-        return _in_blocks(block, used, ids[order], trained.num_rows, work, trained)
+        return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(step, trained, ids, gradient, count, noise, rows=ids.shape[0])
+    return _for_platform(step, trained, ids, gradient, count, noise)
 
 
 def step_terms(
@@ -368,20 +400,17 @@ def settle(
 
     def catch_up(trained, count, noise, block):
         every = jnp.arange(trained.num_rows, dtype=jnp.int32)
-        stale = jnp.sum(trained.stale_rows(count))
-        ids = lax.cond(
-            stale > 0,
-            lambda: _longest_lag_first(rule, trained, every, count),
-            lambda: every,
-        )
+        trained = _without_old(rule, trained, every, count, noise)
+        table, stale = _table(rule, trained, count), trained.stale_rows(count)
 
         def work(trained, block_ids, _):
-            w, state = _caught_up(rule, trained, block_ids, count, noise)
+            w, state = _caught_up(rule, trained, block_ids, count, noise, table)
             return _written(trained, block_ids, w, state, count)
 
-        return _in_blocks(block, stale, ids, trained.num_rows, work, trained)
+        ids, used = _chosen(stale, every)
+        return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(catch_up, trained, count, noise, rows=trained.num_rows)
+    return _for_platform(catch_up, trained, count, noise)
 
 
 def current_rows(
@@ -391,28 +420,30 @@ def current_rows(
     count: jax.Array,
     *,
     noise: Noise | None = None,
-) -> tuple[Float[Array, "capacity hidden"], Int[Array, "capacity"]]:
+) -> Float[Array, "capacity hidden"]:
     """Copies of the rows `ids` as `settle` would write them; writes nothing.
 
-    Returns:
-      rows: the rows in another order, in `w`'s dtype; arbitrary for padding.
-      places: the place in `rows` of the row of each id.
+    They are in `w`'s dtype, and arbitrary for padding.
     """
 
     def read(trained, ids, count, noise, block):
-        order = _longest_lag_first(rule, trained, ids, count)
+        table = _table(rule, trained, count)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, trained, block_ids, count, noise)
+            w, _ = _caught_up(rule, trained, block_ids, count, noise, table)
             return _write(rows, positions, w)
 
         used = jnp.sum(ids < trained.num_rows)
         rows = jnp.zeros((ids.shape[0], trained.w.shape[1]), trained.w.dtype)
-        rows = _in_blocks(block, used, ids[order], trained.num_rows, work, rows)
-        every = jnp.arange(ids.shape[0], dtype=jnp.int32)
-        return rows, jnp.zeros_like(every).at[order].set(every)
+        rows = _in_blocks(block, used, ids, trained.num_rows, work, rows)
 
-    return _for_platform(read, trained, ids, count, noise, rows=ids.shape[0])
+        def repeat(rows, block_ids, positions):
+            w, _ = _repeated(rule, trained, block_ids, count, noise)
+            return _write(rows, positions, w)
+
+        return _over_old(rule, trained, ids, count, repeat, rows)
+
+    return _for_platform(read, trained, ids, count, noise)
 
 
 def gather_current(
@@ -475,11 +506,9 @@ def gather_current(
             out_specs=P(("data", "model")),
         )
     ids, slots = touched_rows(x, trained.num_rows)
-    rows, places = current_rows(rule, trained, ids, count, noise=noise)
-    capacity = ids.shape[0]
-    slots = places.at[slots].get(mode="fill", fill_value=capacity)
+    rows = current_rows(rule, trained, ids, count, noise=noise)
     return gather_sum(
-        CSR(x.data, slots, x.indptr, num_cols=capacity), rows, implementation
+        CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows, implementation
     )
 
 
@@ -527,22 +556,60 @@ def _lag(last, count):
     return jnp.where(last == NEVER, 0, count - last)
 
 
-def _longest_lag_first(rule, trained, ids, count):
-    """Positions in `ids`, padding last.
-
-    The rows of a block are caught up together, with as many steps as the row that has
-    missed most. With sorted rows, all blocks together take about as many steps as the sum
-    of the lags. Over a run that is at most what a dense rule does: every row misses one
-    step at a time.
-    """
-    positions = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    if not rule.drifts:  # there is nothing to repeat
-        return positions
-    lag = jnp.where(ids < trained.num_rows, _lag(_read(trained.last, ids), count), -1)
-    return lax.sort_key_val(-lag, positions)[1]
+def _table(rule, trained, count):
+    """The rule's table, if it has one for rows that drift."""
+    if not (rule.drifts and rule.table_lags):
+        return None
+    return rule.lag_table(count, accumulator(trained.w.dtype))
 
 
-def _caught_up(rule, trained, ids, count, noise):
+def _over_old[Carry](
+    rule: RowRule,
+    trained: TrainedKernel,
+    ids: Int[Array, "n"],
+    count: jax.Array,
+    work: Callable[[Carry, jax.Array, jax.Array], Carry],
+    carry: Carry,
+) -> Carry:
+    """`_in_blocks` over those of the rows that have missed more steps than a table has."""
+    if not (rule.drifts and rule.table_lags) or trained.last is None:
+        return carry
+    lag = _lag(_read(trained.last, ids), count)
+    old = (ids < trained.num_rows) & (lag > rule.table_lags)
+    every = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    places, used = _chosen(old, every)
+
+    def block(carry, positions, _):
+        block_ids = ids.at[positions].get(mode="fill", fill_value=trained.num_rows)
+        return work(carry, block_ids, positions)
+
+    return _in_blocks(_REPEATED, used, places, ids.shape[0], block, carry)
+
+
+def _without_old(rule, trained, ids, count, noise):
+    """Brings those of the rows up to date that no table is for."""
+
+    def repeat(now, block_ids, _):
+        w, state = _repeated(rule, now, block_ids, count, noise)
+        return _written(now, block_ids, w, state, count)
+
+    return _over_old(rule, trained, ids, count, repeat, trained)
+
+
+def _chosen(
+    mask: Bool[Array, "n"], ids: Int[Array, "n"]
+) -> tuple[Int[Array, "n"], Int[Array, ""]]:
+    """The chosen of the ids first, in order, and their number."""
+    used, size = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
+
+    def pack():
+        places = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
+        return jnp.zeros_like(ids).at[places].set(ids, mode="drop")
+
+    return lax.cond(used > 0, pack, lambda: ids), used
+
+
+def _caught_up(rule, trained, ids, count, noise, table):
     """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
 
     With noise the weights are bfloat16 numbers.
@@ -552,10 +619,20 @@ def _caught_up(rule, trained, ids, count, noise):
     if last is None:
         return w, state
     lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)
-    w, state = rule.catch_up(w, state, lag[:, None], count)
+    if table is None:
+        w, state = rule.catch_up(w, state, lag[:, None], count)
+    else:
+        numbers = _read(table.by_lag, lag)
+        columns = [numbers[:, i : i + 1] for i in range(numbers.shape[1])]
+        w, state = rule.catch_up_by_table(w, state, columns, list(table.shared))
     if noise is not None and rule.drifts:
         w = _wide(narrowed(w, trained.w.dtype, noise, count, ids))
     return w, state
+
+
+def _repeated(rule, trained, ids, count, noise):
+    """`_caught_up` for any lag."""
+    return _caught_up(rule, trained, ids, count, noise, None)
 
 
 def _written(trained, ids, w, state, count):
@@ -593,6 +670,7 @@ def _in_blocks[Carry](
 
     Only as many blocks are worked on as there are ids, whatever the capacity.
     """
+    size = max(1, min(size, ids.shape[0]))
     ids = jnp.pad(ids, (0, -ids.shape[0] % size), constant_values=padding)
 
     def block(i, carry):
@@ -604,12 +682,12 @@ def _in_blocks[Carry](
     return lax.fori_loop(0, -(-count // size), block, carry)
 
 
-def _for_platform(function, *args: Any, rows: int):
-    """Calls `function(*args, block=...)` with the block size of the platform."""
-
-    def with_block(size):
-        return functools.partial(function, block=max(1, min(size, rows)))
-
+def _for_platform(function, trained: TrainedKernel, *args: Any):
+    """Calls `function(trained, *args, block=...)` with the block of the platform."""
+    on_cpu = max(128, _CPU_ELEMENTS // max(1, trained.w.shape[1]))
     return lax.platform_dependent(
-        *args, cpu=with_block(_CPU_BLOCK), default=with_block(_BLOCK)
+        trained,
+        *args,
+        cpu=functools.partial(function, block=on_cpu),
+        default=functools.partial(function, block=_BLOCK),
     )

@@ -15,6 +15,7 @@ from sparsejax import optimizers
 from sparsejax.optimizers import rules, schedules
 from sparsejax.optimizers.rules import missed_steps
 from sparsejax.optimizers.rules.missed_steps import Linear
+from sparsejax.optimizers.rules.replay import Replay
 
 WARMUP = optimizers.schedule(
     "warmup_cosine_decay_schedule",
@@ -189,15 +190,15 @@ def test_decay_keeps_the_digits_of_a_long_time():
 
 
 def test_replay_goes_on_while_it_matters():
-    assert optimizers.adam(0.01).max_replay == 159
-    assert optimizers.adam(0.01, b1=0.0).max_replay == 0
+    assert Replay(0.9, 0.999, 1e-8).steps == 159
+    assert Replay(0.0, 0.999, 1e-8).steps == 0
     for b1, b2 in ((0.9, 0.999), (0.5, 0.9), (0.8, 0.99)):
-        rule = optimizers.adam(1.0, b1=b1, b2=b2)
+        replay = Replay(b1, b2, 1e-8)
         k = np.arange(1, 2000)
         for start in (1, 20, 10_000):
             correction = np.sqrt(1 - b2 ** (start + k)) / (1 - b1 ** (start + k))
             moves = (b1 / b2**0.5) ** k * correction
-            left = moves[rule.max_replay :].sum() / moves.sum()
+            left = moves[replay.steps :].sum() / moves.sum()
             assert left < 16 * 2**-24, (b1, b2, start)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from sparsejax.ops.row_update import State
+from sparsejax.ops.row_update import LagTable, State
 from sparsejax.optimizers.rules import missed_steps
 from sparsejax.optimizers.rules.missed_steps import Linear
 
@@ -141,16 +142,77 @@ class Rule:
         """Rows that were up to date, after one more step with these `numbers`."""
         raise NotImplementedError
 
+    @property
+    def table_lags(self) -> int:
+        """The largest lag of `lag_table`, a power of 2; 0 if there is no table.
+
+        With a table, `catch_up` is only for rows that have missed more steps.
+        """
+        return 0
+
+    def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
+        """What rows need to catch up with `count` steps, made once for all of them."""
+        raise NotImplementedError
+
+    def catch_up_by_table(
+        self,
+        w: Float[Array, "rows hidden"],
+        state: State,
+        numbers: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+    ) -> tuple[jax.Array, State]:
+        """`catch_up` by the numbers that `lag_table` has for the lags of these rows.
+
+        Args:
+          w: weights.
+          state: state arrays.
+          numbers: for each column of `by_lag`, `[rows, 1]`.
+          shared: scalars.
+        """
+        raise NotImplementedError
+
     def missed(self, rate: Any) -> Linear:
         """One step with a gradient of zero, for rules that are then linear."""
         raise NotImplementedError
 
     def all_missed(self, lag, count) -> Linear:
         if callable(self.learning_rate):
-            return missed_steps.changing(
-                lambda number: self.missed(self.rate(number)), lag, count
-            )
+            return missed_steps.changing(self._missed_number, lag, count)
         return missed_steps.constant(self.missed(self.learning_rate), lag)
+
+    def latest_missed(self, count, most: int) -> Linear:
+        """The last 0 to `most` steps, if their gradients were zero."""
+        if callable(self.learning_rate):
+            return missed_steps.latest(self._missed_number, count, most)
+        return missed_steps.latest(self.missed(self.learning_rate), count, most)
+
+    def _missed_number(self, number: jax.Array) -> Linear:
+        return self.missed(self.rate(number))
+
+
+class LinearRule(Rule):
+    """A rule that takes weights and state to linear combinations, without a gradient."""
+
+    @property
+    def table_lags(self) -> int:
+        # A constant rate has a closed form for any lag.
+        return missed_steps.TABLE if self.drifts and callable(self.learning_rate) else 0
+
+    def lag_table(self, count, dtype):
+        missed = self.latest_missed(count, self.table_lags)
+        return LagTable(jnp.stack(missed, 1).astype(dtype), jnp.zeros(0, dtype))
+
+    def catch_up(self, w, state, lag, count):
+        return self.after_missed(w, state, self.all_missed(lag, count))
+
+    def catch_up_by_table(self, w, state, numbers, shared):
+        return self.after_missed(w, state, Linear(*numbers))
+
+    def after_missed(
+        self, w: jax.Array, state: State, missed: Linear
+    ) -> tuple[jax.Array, State]:
+        """The rows after these steps."""
+        raise NotImplementedError
 
 
 def mean_of_rows(x: jax.Array) -> jax.Array:

@@ -20,6 +20,8 @@ from jaxtyping import Array, Int
 # Missed steps whose rates are worked out together; a power of two. Most rows have
 # missed fewer.
 _CHUNK = 256
+# Lags of a table, see `Rule.lag_table`.
+TABLE = 1024
 
 
 class Linear(NamedTuple):
@@ -44,25 +46,71 @@ class Linear(NamedTuple):
 
 
 def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
-    """`lag` steps that are all the same: the power of a matrix, by squaring.
+    """`lag` steps that are all the same: a product of powers, one for each byte of `lag`.
 
     Args:
       step: Python floats, so that its powers are of double precision.
       lag: number of steps, 0 or more.
     """
-    powers = []
-    for _ in range(31):
-        powers.append(step)
-        step = step.then(step)
-    powers_of_two = np.asarray(powers, np.float32)
+    total, unit = None, step
+    for byte in range(4):
+        powers = _powers(unit, 256 if byte < 3 else 128)
+        digit = (lag >> 8 * byte) & 255
+        chosen = Linear(*jnp.moveaxis(jnp.asarray(powers, jnp.float32)[digit], -1, 0))
+        total = chosen if total is None else total.then(chosen)
+        unit = Linear(*powers[-1].tolist()).then(unit)  # 256 of them
+    assert total is not None
+    return total
 
-    def bit(i, total):
-        chosen = (lag >> i) & 1 == 1
-        longer = total.then(Linear(*jnp.asarray(powers_of_two)[i]))
-        return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), longer, total)
 
-    bits = 32 - lax.clz(jnp.max(lag, initial=0))
-    return lax.fori_loop(0, bits, bit, _nothing(lag))
+def latest(
+    step: Linear | Callable[[jax.Array], Linear], count: jax.Array, most: int
+) -> Linear:
+    """The last 0, 1, ..., `most` steps before and including number `count`.
+
+    Args:
+      step: see `constant` and `changing`.
+      count: number of the last step.
+      most: a power of 2.
+    """
+    if isinstance(step, Linear):
+        return Linear(*jnp.asarray(_powers(step, most + 1).T, jnp.float32))
+    place = jnp.arange(most, dtype=jnp.int32)
+    steps = step(jnp.maximum(count - place, 1))
+    sums = _running(Linear(*(jnp.broadcast_to(c, (most,)) for c in steps)))
+    before = _nothing(jnp.zeros(1))
+    return Linear(*(jnp.append(b, s) for b, s in zip(before, sums, strict=True)))
+
+
+def _powers(step: Linear, count: int) -> np.ndarray:
+    """`[count, 4]` float64: 0, 1, ... times the step."""
+    sums, width = np.float64([Linear()]), 1
+    last = Linear(*map(np.float64, step))  # `width` times the step
+    with np.errstate(over="ignore", invalid="ignore"):
+        while width < count:
+            sums = np.concatenate([sums, np.stack(Linear(*sums.T).then(last), 1)])
+            width, last = 2 * width, last.then(last)
+    return sums[:count]
+
+
+def _running(steps: Linear) -> Linear:
+    """The sums of the first 1, 2, ... of these steps, of which the latest is the first.
+
+    `associative_scan` would need half the arithmetic, but take seconds to compile.
+    """
+    size, width, sums = len(steps.ww), 1, steps
+    while width < size:
+        # A sum of `width` steps is joined to the one before it.
+        later = Linear(*(jnp.roll(s, width) for s in sums))
+        there = np.arange(size) >= width
+        sums = Linear(
+            *(
+                jnp.where(there, j, s)
+                for j, s in zip(sums.then(later), sums, strict=True)
+            )
+        )
+        width *= 2
+    return sums
 
 
 def changing(
@@ -75,23 +123,14 @@ def changing(
       lag: number of steps, 0 or more.
       count: number of the last one.
     """
-
     place_in_chunk = jnp.arange(_CHUNK, dtype=jnp.int32)
-
-    # The latest step comes first. A sum of 2^i steps is joined to the one before it.
-    # `associative_scan` would need half the arithmetic, but take seconds to compile.
-    def double(i, sums):
-        later = jax.tree.map(lambda s: jnp.roll(s, 1 << i), sums)
-        there = place_in_chunk >= 1 << i
-        joined = sums.then(later)
-        return jax.tree.map(lambda j, s: jnp.where(there, j, s), joined, sums)
 
     def chunk(i, carry):
         after, total = carry
         done = i * _CHUNK
         number = jnp.maximum(count - done - place_in_chunk, 1)
         steps = Linear(*(jnp.broadcast_to(c, number.shape) for c in step(number)))
-        sums = lax.fori_loop(0, _CHUNK.bit_length() - 1, double, steps).then(after)
+        sums = _running(steps).then(after)
         position = lag - 1 - done
         here = (position >= 0) & (position < _CHUNK)
         total = jax.tree.map(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from sparsejax.optimizers.rules.base import (
     Rule,
@@ -17,6 +15,7 @@ from sparsejax.optimizers.rules.base import (
     power,
 )
 from sparsejax.optimizers.rules.missed_steps import Linear
+from sparsejax.optimizers.rules.replay import Replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +40,12 @@ class _Moments(Rule):
             )
 
     @property
-    def max_replay(self) -> int:
-        """Missed steps that are replayed; what further ones add is lost in rounding.
+    def _replay(self) -> Replay:
+        return Replay(self.b1, self.b2, self.eps)
 
-        A missed step moves a weight by about `(b1 / sqrt(b2))^k` of the first one, as
-        the first moment shrinks with b1 and the root of the second with sqrt(b2). So
-        this share of the whole movement is left after k steps, and it falls below
-        float32's half eps, 2^-24, after 159 steps at the defaults.
-        """
-        if self.b1 == 0:
-            return 0
-        ratio = self.b1 / math.sqrt(self.b2)
-        return math.ceil(math.log(2**-24) / math.log(ratio))
+    @property
+    def table_lags(self) -> int:
+        return self._replay.lags
 
     def dense(self):
         return optax.adamw(
@@ -69,31 +62,29 @@ class _Moments(Rule):
             "nu": jnp.zeros(shape, jnp.float32),
         }
 
-    def catch_up(self, w, state, lag, count):
-        mu, root = state["mu"], jnp.sqrt(state["nu"])
-        start = count - lag
-        # Rows that were never touched, whose lag is the longest, have nothing to replay.
-        moves = jnp.any(mu != 0, axis=1, keepdims=True)
-        owed = jnp.where(moves, jnp.minimum(lag, self.max_replay), 0)
+    def lag_table(self, count, dtype):
+        if not self.weight_decay:
+            return self._replay.table(self.rate, count, None, dtype)
+        lost = self.latest_missed(count, self.table_lags).ww.astype(dtype)
+        table = self._replay.table(self.rate, count, 1 + lost[:-1], dtype)
+        by_lag = jnp.concatenate([lost[:, None], table.by_lag], 1)
+        return table._replace(by_lag=by_lag)
 
-        # Of the weights' type, even if 64-bit types are enabled.
-        b1, b2 = jnp.asarray(self.b1, w.dtype), jnp.asarray(self.b2, w.dtype)
-
-        # In the k-th missed step, number start + k, the moments are mu b1^k and
-        # nu b2^k. So all missed steps together need one root, and each one division.
-        def missed(k, total):
-            k = k + 1
-            rate = self.rate(start + k)
-            factor = rate * b1**k / (1 - b1 ** (start + k))
-            factor = jnp.where(k <= owed, factor, 0).astype(w.dtype)
-            shrink = jnp.sqrt(b2**k / (1 - b2 ** (start + k)))
-            if self.weight_decay:
-                decay = jnp.where(k <= owed, rate * self.weight_decay, 0)
-                total = total - decay * total
-            return total + factor / (root * shrink + self.eps)
-
-        total = lax.fori_loop(0, jnp.max(owed), missed, jnp.zeros_like(w))
+    def catch_up_by_table(self, w, state, numbers, shared):
         if self.weight_decay:
+            lost, *numbers = numbers
+            w = w + lost * w
+        of_mu, of_nu, *weights = numbers
+        mu, nu = state["mu"], state["nu"] * of_nu
+        total = self._replay.sum_of(jnp.sqrt(nu), weights, shared)
+        return w - mu * total, {"mu": mu * of_mu, "nu": nu}
+
+    def catch_up(self, w, state, lag, count):
+        mu, decay = state["mu"], self.weight_decay
+        owed = self._replay.owed(mu, lag)
+        root = jnp.sqrt(state["nu"])
+        total = self._replay.repeated(root, lag, owed, count, self.rate, decay)
+        if decay:
             total = total + self.all_missed(lag - owed, count).ww * total
             w = w + self.all_missed(lag, count).ww * w
         state = {
@@ -152,6 +143,7 @@ class lazy_adam(adam):
 
     shrinks_state = False
     moves_weights = False
+    table_lags = 0
 
     def catch_up(self, w, state, lag, count):
         return w, state

@@ -8,12 +8,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 import optax
 
-from sparsejax.optimizers.rules.base import Rule, check_below_one, penalised
+from sparsejax.optimizers.rules.base import LinearRule, check_below_one, penalised
 from sparsejax.optimizers.rules.missed_steps import Linear
 
 
 @dataclasses.dataclass(frozen=True)
-class sgd(Rule):
+class sgd(LinearRule):
     """::
 
         w -= learning_rate (g + weight_decay w)
@@ -31,7 +31,10 @@ class sgd(Rule):
     def catch_up(self, w, state, lag, count):
         if not self.weight_decay:
             return w, state
-        return w + self.all_missed(lag, count).ww * w, state
+        return super().catch_up(w, state, lag, count)
+
+    def after_missed(self, w, state, missed):
+        return w + missed.ww * w, state
 
     def step(self, w, state, gradient, rate):
         return w - rate * penalised(gradient, w, self.weight_decay), state
@@ -41,7 +44,7 @@ class sgd(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class momentum(Rule):
+class momentum(LinearRule):
     """::
 
         m = momentum m + g + weight_decay w
@@ -70,8 +73,8 @@ class momentum(Rule):
     def init(self, shape):
         return {"trace": jnp.zeros(shape, jnp.float32)}
 
-    def catch_up(self, w, state, lag, count):
-        missed, trace = self.all_missed(lag, count), state["trace"]
+    def after_missed(self, w, state, missed):
+        trace = state["trace"]
         after = missed.mm * trace
         if self.weight_decay:
             after = missed.mw * w + after

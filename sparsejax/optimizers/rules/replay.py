@@ -1,0 +1,246 @@
+"""The steps that a row has missed under Adam, without repeating them.
+
+In a missed step t, the k-th after step s, the gradient is zero. It moves a weight by::
+
+    m f_k / (sqrt(v) d_k + eps)      f_k = rate_t b1^k / (1 - b1^t),  d_k^2 = b2^k / (1 - b2^t)
+
+where m and v are the moments after step s. The sum of many such steps has no closed form. But
+as a function of `log d` each is smooth, whatever the moments are: its nearest poles are at a
+distance of pi. So all steps t of the last thousand share a few values D_j of d, and polynomials
+between them carry each step over to these::
+
+    sum over k of f_k / (sqrt(v) d_k + eps)  =  sum over j of F_j / (sqrt(v') D_j + eps)
+
+`v' = b2^lag v` is the moment brought up to date, so the D_j are the same for all rows. The F_j
+depend on the lag alone: `Replay.table` has them for all lags, once a step. Rows that have missed
+more steps than the table has are rare, and `Replay.repeated` repeats theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from sparsejax.ops.row_update import LagTable
+
+# Values of d. With 14 the sums are exact to 1e-8 also in the first thousand steps, in which
+# `1 - b2^t` changes much; with 7 to 1e-9 where `log d` has a range of at most .9.
+_MANY, _FEW, _NARROW = 14, 7, 0.9
+# Lags of a table: a power of 2. Over them b2 alone gives `log d` a range of at most 1.3.
+_MOST_LAGS, _RANGE = 1024, 1.3
+# Missed steps that are repeated together.
+_TOGETHER = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """The missed steps of Adam.
+
+    Attributes:
+      b1: shrinks the first moment.
+      b2: shrinks the second.
+      eps: is added to the root of the second.
+      ahead: step t divides by `1 - b1^(t + ahead)`.
+    """
+
+    b1: float
+    b2: float
+    eps: float
+    ahead: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Missed steps that count; what further ones add is lost in rounding.
+
+        A missed step moves a weight by about `(b1 / sqrt(b2))^k` of the first one, as
+        the first moment shrinks with b1 and the root of the second with sqrt(b2). So
+        this share of the whole movement is left after k steps, and it falls below
+        float32's half eps, 2^-24, after 159 steps at the defaults.
+        """
+        if self.b1 == 0:
+            return 0
+        ratio = self.b1 / math.sqrt(self.b2)
+        return math.ceil(math.log(2**-24) / math.log(ratio))
+
+    @property
+    def lags(self) -> int:
+        """The largest lag of the table."""
+        fits = max(1, int(2 * _RANGE / -math.log(self.b2)))
+        return min(_MOST_LAGS, 1 << (fits.bit_length() - 1))
+
+    def owed(self, moment: jax.Array, lag: jax.Array) -> jax.Array:
+        """How many of the steps that rows have missed count.
+
+        Rows that were never touched, whose lag is the longest, have no moment.
+        """
+        moves = jnp.any(moment != 0, axis=1, keepdims=True)
+        return jnp.where(moves, jnp.minimum(lag, self.steps), 0)
+
+    def table(
+        self,
+        rate: Callable[[jax.Array], Any],
+        count: jax.Array,
+        kept: Float[Array, "lags"] | None,
+        dtype: jnp.dtype,
+    ) -> LagTable:
+        """The table after `count` steps.
+
+        Args:
+          rate: the learning rate of steps, from 1.
+          count: number of steps.
+          kept: for 0, 1, ... of the latest steps, what they together leave of a weight by
+            weight decay; None if there is none.
+          dtype: float32, or float64.
+
+        Returns:
+          In `by_lag` for each lag `b1^lag`, `b2^lag` and the F_j. In `shared` the D_j, then
+          1 if only the first seven count, else 0.
+        """
+        lags = self.lags
+        i = np.arange(lags)  # steps before the last one
+        t = jnp.asarray(count, jnp.int32) - jnp.asarray(i, jnp.int32)
+        number = jnp.maximum(t, 1)
+        factor = jnp.asarray(rate(number), dtype) / self._rest(self.b1, number, dtype)
+        factor = jnp.where(t >= 1, factor, 0)
+        if kept is not None:
+            factor = factor * kept
+        # Of float32 numbers, because the dense rule multiplies by these in each step.
+        shrunk = np.float64(np.float32([self.b1, self.b2]))
+        half = jnp.asarray(-0.5 * math.log(shrunk[1]) * i, dtype)
+        log_d = half - 0.5 * jnp.log(self._rest(self.b2, number, dtype))
+        high = jnp.max(jnp.where(t >= 1, log_d, log_d[0]))
+        middle, radius = (high + log_d[0]) / 2, (high - log_d[0]) / 2
+        x = (log_d - middle) / jnp.maximum(radius, 1e-6)
+        x = jnp.minimum(jnp.maximum(x, -1), 1)
+        # Chebyshev's polynomials at each step; `exp(log_d / 2)` keeps both ends alike.
+        base = [factor * jnp.exp(-log_d / 2)]
+        base.append(base[0] * x)
+        while len(base) < _MANY:
+            base.append(2 * x * base[-1] - base[-2])
+        sums = self._shrinking_sums(jnp.stack(base, 1))
+        few = 2 * radius <= _NARROW
+        to_nodes = jnp.where(few, _interpolation(_FEW), _interpolation(_MANY))
+        places = jnp.where(few, _places(_FEW), _places(_MANY))
+        nodes = jnp.exp((middle + radius * places).astype(dtype))
+        weights = jnp.dot(sums, to_nodes.astype(dtype), precision=lax.Precision.HIGHEST)
+        weights = jnp.pad(weights * jnp.sqrt(nodes)[None], ((1, 0), (0, 0)))
+        lag = np.arange(lags + 1)[:, None]
+        powers = shrunk[None] ** lag
+        by_lag = jnp.concatenate([jnp.asarray(powers, dtype), weights], 1)
+        return LagTable(by_lag, jnp.append(nodes, few.astype(dtype)))
+
+    def sum_of(
+        self,
+        root: jax.Array,
+        weights: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+    ) -> jax.Array:
+        """What `m` is multiplied by: the sum over the missed steps.
+
+        Args:
+          root: of the second moments, brought up to date.
+          weights: `F_j` of the row.
+          shared: of the table.
+        """
+        *nodes, few = shared
+
+        def first(count):
+            terms = [
+                weight / (root * node + self.eps)
+                for weight, node in zip(weights[:count], nodes, strict=False)
+            ]
+            return sum(terms[1:], terms[0])
+
+        return lax.cond(few > 0, lambda: first(_FEW), lambda: first(_MANY))
+
+    def repeated(
+        self,
+        root: jax.Array,
+        lag: jax.Array,
+        owed: jax.Array,
+        count: jax.Array,
+        rate: Callable[[jax.Array], Any],
+        weight_decay: float,
+    ) -> jax.Array:
+        """The same sum, step by step, for any lag.
+
+        Args:
+          root: `[rows, hidden]`, of the second moments after the row's last step.
+          lag: `[rows, 1]` missed steps.
+          owed: `[rows, 1]` how many of them to repeat.
+          count: steps done, including the missed ones.
+          rate: the learning rate of steps.
+          weight_decay: of the weights.
+        """
+        dtype, start = root.dtype, count - lag
+        place = np.arange(1, _TOGETHER + 1)[None]
+        of_b1, of_b2 = (
+            jnp.asarray(np.float64(base) ** place, dtype) for base in (self.b1, self.b2)
+        )
+
+        def some(i, total):
+            first = i * _TOGETHER
+            k = first + jnp.asarray(place, jnp.int32)
+            number = jnp.broadcast_to(start + k, (start.shape[0], _TOGETHER))
+            before = jnp.asarray(first, dtype)
+            rates = jnp.asarray(rate(number), dtype)
+            shrunk = jnp.exp(before * _log(self.b1)) * of_b1
+            factor = rates * shrunk / self._rest(self.b1, number, dtype)
+            factor = jnp.where(k <= owed, factor, 0).astype(dtype)
+            shrunk = jnp.exp(before * _log(self.b2)) * of_b2
+            d = jnp.sqrt(shrunk / self._rest(self.b2, number, dtype))
+            decay = jnp.where(k <= owed, rates * weight_decay, 0)
+            for j in range(_TOGETHER):
+                if weight_decay:
+                    total = total - decay[:, j : j + 1] * total
+                total = total + factor[:, j : j + 1] / (
+                    root * d[:, j : j + 1] + self.eps
+                )
+            return total
+
+        rounds = -(-jnp.max(owed, initial=0) // _TOGETHER)
+        return lax.fori_loop(0, rounds, some, jnp.zeros_like(root))
+
+    def _rest(self, base: float, number: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """`1 - base^(number + ahead)`, with all digits also where base is nearly 1."""
+        steps = (number + self.ahead).astype(dtype)
+        return -jnp.expm1(steps * _log(base))
+
+    def _shrinking_sums(self, terms: Float[Array, "lags n"]) -> jax.Array:
+        """`sum over i < l of b1^(l - i) terms[i]` for l from 1."""
+        sums, width, lags = terms, 1, terms.shape[0]
+        while width < min(lags, self.steps):
+            later = [
+                self.b1 ** (k * width)
+                * jnp.pad(sums, ((k * width, 0), (0, 0)))[: sums.shape[0]]
+                for k in range(1, 4)
+                if k * width < lags
+            ]
+            sums, width = sum(later, sums), 4 * width
+        return self.b1 * sums
+
+
+def _log(base: float) -> float:
+    return math.log(base) if base else -math.inf
+
+
+def _places(count: int) -> np.ndarray:
+    """Chebyshev's points, filled up with the last one."""
+    points = np.cos((np.arange(count) + 0.5) * np.pi / count)
+    return np.pad(points, (0, _MANY - count), mode="edge")
+
+
+def _interpolation(count: int) -> np.ndarray:
+    """Takes sums of Chebyshev's polynomials to weights of the points."""
+    degree, place = np.arange(count)[:, None], np.arange(count) + 0.5
+    matrix = np.cos(degree * place * np.pi / count) * (2 / count)
+    matrix[0] /= 2
+    return np.pad(matrix, (0, _MANY - count))
