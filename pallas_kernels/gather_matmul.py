@@ -5,6 +5,7 @@ How rows of any length are divided among programs is in `row_sums`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
+from pallas_kernels.catch_up import Missed
 from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.row_sums import (
     Config,
@@ -58,6 +60,7 @@ def gather_matmul(
     num_cols: int,
     *,
     dtype: jnp.dtype | None = None,
+    missed: Missed | None = None,
     config: Config | None = None,
 ) -> Float[Array, "rows hidden"]:
     """`y[b] = sum_j data_j w[indices_j]` over the entries j of CSR row b.
@@ -81,6 +84,8 @@ def gather_matmul(
       w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
       dtype: of the result, float32 or bfloat16; that of `w` by default.
+      missed: brings rows of `w` up to date where they are read. `takes_narrow` must allow
+        `hidden`, or it must be a multiple of 128.
       config: how the work is cut; by default `default_config` for the shape.
 
     Raises:
@@ -105,7 +110,10 @@ def gather_matmul(
         # There is nothing to read. A row that has entries all the same is NaN.
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
-    config = config or default_config(w.shape[1], w.dtype.itemsize)
+    if config is None:
+        config = default_config(w.shape[1], w.dtype.itemsize)
+        if missed is not None:  # a row has more registers, and more code
+            config = dataclasses.replace(config, unroll=min(config.unroll, 4))
     padding = _THREADS - w.shape[1]
     if padding > 0 and config.threads == _THREADS:
         w_padded = jnp.pad(w, ((0, 0), (0, padding)))
@@ -114,27 +122,33 @@ def gather_matmul(
         )
         return y[:, :-padding]
 
-    def product(team, indices, indptr, w, *data):
-        return _product(team, data, indices, indptr, w, num_cols, dtype, config)
+    def product(team, indices, indptr, w, missed, *data):
+        return _product(team, data, indices, indptr, w, missed, num_cols, dtype, config)
 
     # A thread stores no more than 16 bytes at once either.
     itemsize = max(w.dtype.itemsize, dtype.itemsize)
     team = team_of(w.shape[1], itemsize, config.threads, config.chunk)
     return on_teams(
-        product, team, indices, indptr, w, *([] if data is None else [data])
+        product, team, indices, indptr, w, missed, *([] if data is None else [data])
     )
 
 
-def _product(team, data, indices, indptr, w, num_cols, dtype, config):
+def _product(team, data, indices, indptr, w, missed, num_cols, dtype, config):
     """`gather_matmul` by such teams; `data` is empty or has one array."""
     num_rows, nse, hidden = indptr.shape[0] - 1, indices.shape[0], w.shape[1]
     programs = pl.cdiv(nse, config.entries)
+    behind = [] if missed is None else missed.operands()
 
     def store(out_gmem, row, columns, acc):
         store_registers(out_gmem.at[row, columns], acc.astype(out_gmem.dtype))
 
     def gather_matmul_sum(indices_gmem, indptr_gmem, w_gmem, *refs):
         *data_gmem, out_gmem, partial_gmem, cut_rows_gmem = refs
+        reading = {}
+        if missed is not None:
+            missed_gmem, data_gmem = data_gmem[len(data) :], data_gmem[: len(data)]
+            load, value = missed.reader(team, w_gmem, missed_gmem)
+            reading = {"load": load, "value": value}
         _fill_body(indptr_gmem, out_gmem, nse=nse, programs=programs, team=team)
         sum_body(
             (indices_gmem, *data_gmem),
@@ -143,6 +157,7 @@ def _product(team, data, indices, indptr, w, num_cols, dtype, config):
             partial_gmem,
             cut_rows_gmem,
             lambda row, columns, acc, *_: store(out_gmem, row, columns, acc),
+            **reading,
             valued=bool(data),
             num_cols=num_cols,
             team=team,
@@ -160,7 +175,7 @@ def _product(team, data, indices, indptr, w, num_cols, dtype, config):
         grid=grid(hidden, team, programs + fills),
         grid_names=("chunk", "program"),
         compiler_params=compiler_params(),
-    )(indices, indptr, w, *data)
+    )(indices, indptr, w, *data, *behind)
     if programs == 1:
         return out
     out_ref = jax.new_ref(out)  # written in place

@@ -123,6 +123,8 @@ def sum_body(
     store,
     read_ahead=lambda columns, entry: (),
     *,
+    load=None,
+    value=lambda loaded: loaded,
     valued,
     num_cols,
     team: Team,
@@ -139,6 +141,10 @@ def sum_body(
         and what `read_ahead` returned for that entry.
       read_ahead: called for each entry when its row of `w` is loaded, with the columns
         and the entry's values.
+      load: called with the columns and an index, returns what is read for it; by default
+        the row of `w`.
+      value: makes the row that is summed of what `load` returned. All of it that is needed
+        at once is read first.
       team: the threads that this is a program of.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1
@@ -190,8 +196,8 @@ def sum_body(
             ]
             for low, entry, probe in zip(lows, entries, probes, strict=True):
                 right = jnp.int32(0)
-                for value in probe:
-                    right = right + jnp.where(value <= entry, 1, 0)
+                for start in probe:
+                    right = right + jnp.where(start <= entry, 1, 0)
                 new.append(low + width * right)
             return width, *new
 
@@ -279,11 +285,14 @@ def sum_body(
 
         w_columns = w_gmem.at[:, columns]
 
+        def load_row(i):
+            return team.load(w_columns.at[i]) if load is None else load(columns, i)
+
         def block(carry):
             position, row, end, following, bad, acc, entries = carry
             ids = [i.astype(jnp.uint32) for i in entries[0]]
             safe = [jnp.minimum(i, num_cols - 1).astype(jnp.int32) for i in ids]
-            terms = [team.load(w_columns.at[i]) for i in safe]
+            loaded = [load_row(i) for i in safe]
             each = [tuple(values[u] for values in entries) for u in range(unroll)]
             ahead = [read_ahead(columns, entry) for entry in each]
             # Loaded ahead: an index takes as long to arrive as a row.
@@ -292,6 +301,7 @@ def sum_body(
                 lambda: load_entries(position + unroll),
                 lambda: entries,
             )
+            terms = [value(each) for each in loaded]
             largest = functools.reduce(jnp.maximum, ids)
 
             def term(u):

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
+from pallas_kernels.catch_up import at_random, line_of
 from pallas_kernels.matmul_tiles import numbers, store
-from pallas_kernels.rounding import of_columns, of_rows, rounded
 from pallas_kernels.row_sums import (
     Config,
     compiler_params,
@@ -30,11 +30,17 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps, scalars, the mean over a row)
-# -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps or their line of the table, scalars,
+# the mean over a row) -> its new arrays.
 Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
-    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
+    [
+        list[jax.Array],
+        jax.Array,
+        jax.Array | list[jax.Array] | None,
+        list[jax.Array],
+        Mean,
+    ],
     Sequence[jax.Array],
 ]
 
@@ -73,6 +79,7 @@ def row_update(
     dy: Float[Array, "batch hidden"],
     scalars: Sequence[Float[Array, ""]] = (),
     *,
+    table: Float[Array, "lags _"] | None = None,
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows _"]]:
@@ -102,6 +109,8 @@ def row_update(
         float32; or None.
       dy: float32 or bfloat16.
       scalars: further numbers that `update` gets, the same for all rows.
+      table: for each number of missed steps, from 0, the numbers that `update` gets in place
+        of `lag_u`; see `catch_up`.
       place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
         number is that of the arrays' first row. Without it they are rounded to nearest.
       config: how the work is cut; see `gather_matmul`.
@@ -133,23 +142,25 @@ def row_update(
     entries = [rows, *([] if data is None else [data]), targets]
     entries += [] if lags is None else [lags]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
+    tables = [] if table is None else [table]
     team = team_of(hidden, 4, config.threads, config.chunk)
-    return on_teams(moved, team, (indptr, dy), entries, scalars, noise, list(arrays))
+    return on_teams(
+        moved, team, (indptr, dy), entries, tables, scalars, noise, list(arrays)
+    )
 
 
 def _moved(team: Team, update, operands, valued, lagged, config):
     """The arrays after `row_update` by such teams."""
-    (indptr, dy), entries, scalars, noise, arrays = operands
+    (indptr, dy), entries, tables, scalars, noise, arrays = operands
+    given = *tables, *scalars, *noise
     hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)
     extras = entries[-2:] if lagged else entries[-1:]
     by_row = any(array.shape[1] == 1 for array in arrays)
-    mover = _Mover(team, update, lagged, by_row, len(scalars))
+    mover = _Mover(team, update, lagged, by_row, len(tables), len(scalars))
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
-        entries_gmem, numbers_gmem, arrays_gmem = _split(
-            refs, len(entries), len(scalars) + len(noise)
-        )
+        entries_gmem, numbers_gmem, arrays_gmem = _split(refs, len(entries), len(given))
 
         def read_ahead(columns, entry):
             """Loads the row that is to be moved, at the last entry of its gradient."""
@@ -188,13 +199,13 @@ def _moved(team: Team, update, operands, valued, lagged, config):
         grid=grid(hidden, team, programs),
         grid_names=("chunk", "program"),
         compiler_params=compiler_params(),
-    )(indptr, dy, *entries, *scalars, *noise, *array_refs)
+    )(indptr, dy, *entries, *given, *array_refs)
     if programs > 1:
         reducing = dataclasses.replace(mover, team=reducing_team(team, hidden))
 
         def row_update_reduce(indptr_gmem, partial_gmem, cut_rows_gmem, *refs):
             extras_gmem, numbers_gmem, arrays_gmem = _split(
-                refs, len(extras), len(scalars) + len(noise)
+                refs, len(extras), len(given)
             )
 
             def put(row, columns, gradient):
@@ -211,7 +222,7 @@ def _moved(team: Team, update, operands, valued, lagged, config):
             grid=grid(hidden, reducing.team, programs),
             grid_names=("chunk", "program"),
             compiler_params=compiler_params(),
-        )(indptr, partial, cut_rows, *extras, *scalars, *noise, *array_refs)
+        )(indptr, partial, cut_rows, *extras, *given, *array_refs)
     return [jax.freeze(ref) for ref in array_refs]
 
 
@@ -224,6 +235,7 @@ class _Mover:
       update: see `row_update`.
       lagged: whether rows have missed steps.
       by_row: whether some arrays have one number a row.
+      num_tables: 1 if there is a table of missed steps, else 0.
       num_scalars: how many numbers `update` gets, before those that round at random.
     """
 
@@ -231,6 +243,7 @@ class _Mover:
     update: Update
     lagged: bool
     by_row: bool
+    num_tables: int
     num_scalars: int
 
     def read(self, arrays_gmem, target, columns):
@@ -253,10 +266,15 @@ class _Mover:
 
     def move(self, arrays_gmem, numbers_gmem, columns, old, gradient, extra):
         """Writes the row that `extra` names, from what `read` gave and the gradient."""
-        scalars_gmem, noise_gmem = _split(numbers_gmem, self.num_scalars)
+        table_gmem, scalars_gmem, noise_gmem = _split(
+            numbers_gmem, self.num_tables, self.num_scalars
+        )
         target, *lag = extra
         number = (lambda value: value) if self.by_row else self.team.splat
-        lag = number(lag[0].astype(jnp.float32)) if lag else None
+        if table_gmem:
+            lag = line_of(table_gmem[0], lag[0])
+        else:
+            lag = number(lag[0].astype(jnp.float32)) if lag else None
         old = [row.astype(jnp.float32) for row in old]
         scalars = [number(ref[0]) for ref in scalars_gmem]
         new = self.update(old, gradient, lag, scalars, self._mean)
@@ -266,9 +284,7 @@ class _Mover:
                 continue
             if noise_gmem and ref.dtype == jnp.bfloat16:
                 key, first_row = (ref[0] for ref in noise_gmem)
-                of_row = of_rows(key, first_row + target)
-                column = of_columns(columns.start + self.team.columns())
-                row = rounded(row, of_row, column)
+                row = at_random(self.team, key, first_row + target, columns, row)
             store(ref.at[target, columns], row.astype(ref.dtype))
 
     def _mean(self, row):

@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import gather_matmul as mosaic_gather
 from pallas_kernels import row_update as mosaic
+from pallas_kernels.catch_up import Missed
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
@@ -40,6 +42,9 @@ State = dict[str, jax.Array]
 _CPU_ELEMENTS, _BLOCK = 2**15, 2**16
 # Rows whose missed steps are repeated together.
 _REPEATED = 128
+# A program of many steps brings rows up to date before they leave the table; a shorter table
+# is not worth that.
+LEAST_LAGS = 128
 NEVER = -1
 
 
@@ -176,7 +181,6 @@ def step_rows(
         )
 
     def step(trained, ids, gradient, count, noise, block):
-        trained = _without_old(rule, trained, ids, count, noise)
         table, numbers = _table(rule, trained, count), rule.numbers(count + 1)
 
         def work(trained, block_ids, positions):
@@ -199,12 +203,14 @@ def step_terms(
     count: jax.Array,
     *,
     noise: Noise | None = None,
+    young: bool = False,
     implementation: Implementation = None,
 ) -> TrainedKernel:
     """`step_rows` with gradients that are not summed yet: one GPU program may do both.
 
-    It takes rules that work element by element or by row, under which weights do not
-    drift. Widths are as in `takes_rows`. Then gradients never get to memory.
+    It takes rules that work element by element or by row; under which weights drift, if
+    they have a table. Widths are as in `takes_rows`. Then gradients never get to memory.
+    `young` says that no row has missed more steps than the table has.
     """
     if terms.divided:
         num_rows = rows_per_device(trained.num_rows)
@@ -217,6 +223,7 @@ def step_terms(
                 mine,
                 count,
                 noise=_after(noise, _first_row(num_rows)),
+                young=young,
                 implementation=implementation,
             )
 
@@ -232,7 +239,8 @@ def step_terms(
             in_specs=(rows, rows, rows, terms.dy_spec, P(), P()),
             out_specs=rows,
         )
-    fits = _by_rows(rule, trained.w, trained.state) and not rule.drifts
+    fits = _by_rows(rule, trained.w, trained.state)
+    fits &= not rule.drifts or in_programs(rule, trained.w, noise)
     column, dy = terms.by_column.columns, terms.dy
     fits &= takes_rows(dy.shape[1], by_row=rule.by_row)
     fits &= mosaic_is_fastest(dy, column.shape[0])
@@ -243,6 +251,13 @@ def step_terms(
         return step_rows(rule, trained, terms.ids(), values, count, noise=noise)
     by_column = terms.by_column
     targets = by_column.ends()
+    table = _table(rule, trained, count)
+    if table is not None and not young:
+        # They depend on the slopes: these rows are written after all have been read.
+        most = trained.num_rows + jnp.isnan(dy[0, 0]).astype(jnp.int32)
+        touched = jnp.where(targets >= 0, targets, trained.num_rows)
+        touched = jnp.minimum(touched, most)
+        trained = _without_old(rule, trained, touched, count, noise)
     lags, last = None, trained.last
     if last is not None:
         lags = _lag(_read(last, column), count)
@@ -252,11 +267,16 @@ def step_terms(
 
     step, scalars = step_of_arrays(rule, trained.state, count + 1)
 
+    shared = [] if table is None else list(table.shared)
+
     def update(arrays, gradient, lag, scalars, mean):
-        done, *scalars = scalars
+        shares, (done, *scalars) = scalars[: len(shared)], scalars[len(shared) :]
         if lag is not None:
             state = dict(zip(trained.state, arrays[1:], strict=True))
-            w, state = rule.catch_up(arrays[0], state, lag, done)
+            if table is None:
+                w, state = rule.catch_up(arrays[0], state, lag, done)
+            else:
+                w, state = rule.catch_up_by_table(arrays[0], state, lag, shares)
             arrays = [w, *state.values()]
         means = {"mean": mean} if rule.by_row else {}
         return step(arrays, gradient, scalars, **means)
@@ -270,10 +290,19 @@ def step_terms(
         targets,
         lags,
         terms.dy,
-        [jnp.asarray(count, jnp.float32), *scalars],
+        [*shared, jnp.asarray(count, jnp.float32), *scalars],
+        table=None if table is None else table.by_lag,
         place=place_of(noise, count + 1),
     )
     return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
+
+
+def in_programs(rule: RowRule, w: jax.Array, noise: Noise | None) -> bool:
+    """Whether GPU programs bring rows of such a kernel up to date where they read them.
+
+    Not if missed steps are rounded at random, since that is a rounding more.
+    """
+    return rule.elementwise and rule.table_lags >= LEAST_LAGS and noise is None
 
 
 def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
@@ -373,15 +402,19 @@ def settle(
     *,
     noise: Noise | None = None,
     divided: bool = False,
+    beyond: int = 0,
 ) -> TrainedKernel:
-    """Brings all rows up to date. Takes almost no time if they are."""
+    """Brings all rows up to date that have missed more than `beyond` steps.
+
+    Takes almost no time if there are none.
+    """
     if trained.last is None:
         return trained
     if divided:
 
         def part(trained, count, noise):
             noise = _after(noise, _first_row(trained.num_rows))
-            return settle(rule, trained, count, noise=noise)
+            return settle(rule, trained, count, noise=noise, beyond=beyond)
 
         return call_on_each_device(
             part,
@@ -400,8 +433,7 @@ def settle(
 
     def catch_up(trained, count, noise, block):
         every = jnp.arange(trained.num_rows, dtype=jnp.int32)
-        trained = _without_old(rule, trained, every, count, noise)
-        table, stale = _table(rule, trained, count), trained.stale_rows(count)
+        table, stale = _table(rule, trained, count), _lag(trained.last, count) > beyond
 
         def work(trained, block_ids, _):
             w, state = _caught_up(rule, trained, block_ids, count, noise, table)
@@ -435,13 +467,7 @@ def current_rows(
 
         used = jnp.sum(ids < trained.num_rows)
         rows = jnp.zeros((ids.shape[0], trained.w.shape[1]), trained.w.dtype)
-        rows = _in_blocks(block, used, ids, trained.num_rows, work, rows)
-
-        def repeat(rows, block_ids, positions):
-            w, _ = _repeated(rule, trained, block_ids, count, noise)
-            return _write(rows, positions, w)
-
-        return _over_old(rule, trained, ids, count, repeat, rows)
+        return _in_blocks(block, used, ids, trained.num_rows, work, rows)
 
     return _for_platform(read, trained, ids, count, noise)
 
@@ -453,9 +479,13 @@ def gather_current(
     count: jax.Array,
     *,
     noise: Noise | None = None,
+    young: bool = False,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_matmul` of the rows as they are after `count` steps; writes nothing."""
+    """`gather_matmul` of the rows as they are after `count` steps; writes nothing.
+
+    `young` says that no row has missed more steps than the rule's table has.
+    """
     if isinstance(x, ShardedCSR):
 
         def part(trained, blocks, count, noise):
@@ -465,6 +495,7 @@ def gather_current(
                 own_block(blocks),
                 count,
                 noise=_after(noise, _first_row(trained.num_rows)),
+                young=young,
                 implementation=implementation,
             )
             return x.sum_over_columns(y)
@@ -489,6 +520,7 @@ def gather_current(
                 trained,
                 count=count,
                 noise=noise,
+                young=young,
                 implementation=implementation,
             )
             add = functools.partial(
@@ -505,11 +537,51 @@ def gather_current(
             in_specs=(x.kernel_spec, P("data", "model"), P(), P()),
             out_specs=P(("data", "model")),
         )
-    ids, slots = touched_rows(x, trained.num_rows)
-    rows = current_rows(rule, trained, ids, count, noise=noise)
-    return gather_sum(
-        CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows, implementation
+
+    def by_copies(trained, x, count):
+        ids, slots = touched_rows(x, trained.num_rows)
+        rows = current_rows(rule, trained, ids, count, noise=noise)
+        return gather_sum(
+            CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows, implementation
+        )
+
+    fits = in_programs(rule, trained.w, noise) and trained.last is not None
+    fits &= takes_rows(trained.w.shape[1]) and by_elements(
+        rule, trained.w, trained.state
     )
+    if implementation is None and fits and mosaic_is_fastest(trained.w, x.nse):
+        implementation = "mosaic_gpu"
+    if implementation != "mosaic_gpu" or not fits:
+        return by_copies(trained, x, count)
+
+    def by_program(trained, x, count):
+        table = rule.lag_table(count, accumulator(trained.w.dtype))
+        names = list(trained.state)
+
+        def catch_up(arrays, numbers, shared):
+            state = dict(zip(names, arrays[1:], strict=True))
+            w, state = rule.catch_up_by_table(arrays[0], state, numbers, shared)
+            return [w, *(state[name] for name in names)]
+
+        missed = Missed(
+            catch_up,
+            list(trained.state.values()),
+            trained.last,
+            jnp.asarray(count, jnp.int32),
+            *table,
+        )
+        indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
+        data = None if x.data is None else jnp.asarray(x.data)
+        return mosaic_gather.gather_matmul(
+            data, indices, indptr, trained.w, x.num_cols, missed=missed
+        )
+
+    if young:
+        return by_program(trained, x, count)
+    used = x.columns(padding=trained.num_rows)
+    lag = jnp.where(used < trained.num_rows, _lag(_read(trained.last, used), count), 0)
+    old = jnp.any(lag > rule.table_lags)
+    return lax.cond(old, by_copies, by_program, trained, x, count)
 
 
 def touched_rows(
@@ -563,37 +635,17 @@ def _table(rule, trained, count):
     return rule.lag_table(count, accumulator(trained.w.dtype))
 
 
-def _over_old[Carry](
-    rule: RowRule,
-    trained: TrainedKernel,
-    ids: Int[Array, "n"],
-    count: jax.Array,
-    work: Callable[[Carry, jax.Array, jax.Array], Carry],
-    carry: Carry,
-) -> Carry:
-    """`_in_blocks` over those of the rows that have missed more steps than a table has."""
-    if not (rule.drifts and rule.table_lags) or trained.last is None:
-        return carry
-    lag = _lag(_read(trained.last, ids), count)
-    old = (ids < trained.num_rows) & (lag > rule.table_lags)
-    every = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    places, used = _chosen(old, every)
-
-    def block(carry, positions, _):
-        block_ids = ids.at[positions].get(mode="fill", fill_value=trained.num_rows)
-        return work(carry, block_ids, positions)
-
-    return _in_blocks(_REPEATED, used, places, ids.shape[0], block, carry)
-
-
 def _without_old(rule, trained, ids, count, noise):
     """Brings those of the rows up to date that no table is for."""
+    lag = _lag(_read(trained.last, ids), count)
+    old = (ids < trained.num_rows) & (lag > rule.table_lags)
 
-    def repeat(now, block_ids, _):
-        w, state = _repeated(rule, now, block_ids, count, noise)
-        return _written(now, block_ids, w, state, count)
+    def repeat(trained, block_ids, _):
+        w, state = _caught_up(rule, trained, block_ids, count, noise, None)
+        return _written(trained, block_ids, w, state, count)
 
-    return _over_old(rule, trained, ids, count, repeat, trained)
+    places, used = _chosen(old, ids)
+    return _in_blocks(_REPEATED, used, places, trained.num_rows, repeat, trained)
 
 
 def _chosen(
@@ -619,20 +671,36 @@ def _caught_up(rule, trained, ids, count, noise, table):
     if last is None:
         return w, state
     lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)
+    before = w, state
     if table is None:
         w, state = rule.catch_up(w, state, lag[:, None], count)
     else:
         numbers = _read(table.by_lag, lag)
         columns = [numbers[:, i : i + 1] for i in range(numbers.shape[1])]
         w, state = rule.catch_up_by_table(w, state, columns, list(table.shared))
+        w, state = _old_repeated(rule, before, (w, state), lag, count)
     if noise is not None and rule.drifts:
         w = _wide(narrowed(w, trained.w.dtype, noise, count, ids))
     return w, state
 
 
-def _repeated(rule, trained, ids, count, noise):
-    """`_caught_up` for any lag."""
-    return _caught_up(rule, trained, ids, count, noise, None)
+def _old_repeated(rule, before, after, lag, count):
+    """Rows after their missed steps, where `after` is wrong for those no table is for."""
+    old, every = lag > rule.table_lags, jnp.arange(lag.shape[0], dtype=jnp.int32)
+
+    def repeat(before, after, lag):
+        places, used = _chosen(old, every)
+
+        def work(after, block, _):
+            w, state = jax.tree.map(lambda a: _read(a, block), before)
+            some = rule.catch_up(w, state, _read(lag, block)[:, None], count)
+            return jax.tree.map(lambda a, rows: _write(a, block, rows), after, some)
+
+        return _in_blocks(_REPEATED, used, places, len(lag), work, after)
+
+    return lax.cond(
+        jnp.any(old), repeat, lambda before, after, lag: after, before, after, lag
+    )
 
 
 def _written(trained, ids, w, state, count):

@@ -12,9 +12,10 @@ After `Optimizer.flush` all weights are those of the dense rule, up to rounding.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -31,6 +32,7 @@ from sparsejax.mesh.layout import jit_sharded, out_sharding
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
+from sparsejax.ops.gather_sum import mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import State, TrainedKernel
@@ -44,22 +46,28 @@ from sparsejax.optimizers.rules import Rule
 # somewhat fewer rows than it may.
 _LARGE_PART = 8
 
+# Whether no row has missed more steps than the table of its rule has, within `Optimizer.ahead`.
+_young: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "sparsejax_young", default=False
+)
 
-def updates_whole(rows: int, entries: int) -> bool:
+
+def updates_whole(rows: int, entries: int, *, in_programs: bool = False) -> bool:
     """Whether a kernel whose rows drift is updated as a whole, not by single rows.
 
     Args:
       rows: of the kernel.
       entries: how many of them a batch may touch.
+      in_programs: whether GPU programs read rows up to date and move them.
     """
-    return rows <= _LARGE_PART * entries
+    return rows <= (entries if in_programs else _LARGE_PART * entries)
 
 
 _settle = Programs(
     row_update.settle,
     inside_others=True,
     static_argnums=0,
-    static_argnames="divided",
+    static_argnames=("divided", "beyond"),
     donate_argnums=1,
 )
 
@@ -286,6 +294,25 @@ class Optimizer(nnx.Pytree):
         for path, kernel in self._drifting(model).items():
             self._settle(path, kernel, deterministic=deterministic)
 
+    @contextlib.contextmanager
+    def ahead(self, model: Any, steps: int) -> Iterator[None]:
+        """Within it, up to `steps` steps need not look for rows that missed very many.
+
+        A program that runs many steps opens it around their loop. Rows that would leave the
+        tables of missed steps meanwhile are brought up to date first, in place.
+        """
+        for path, kernel in self._drifting(model).items():
+            lags = self.rule_of(kernel).table_lags
+            if lags <= steps:
+                yield
+                return
+            self._settle(path, kernel, beyond=lags - steps)
+        token = _young.set(True)
+        try:
+            yield
+        finally:
+            _young.reset(token)
+
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Within it, `model` reads its rows up to date; nothing is written.
 
@@ -363,9 +390,14 @@ class Optimizer(nnx.Pytree):
             variables["last_step"].set_value(trained.last)
 
     def _settle(
-        self, path: Path, kernel: RowParam, *, deterministic: bool = False
+        self,
+        path: Path,
+        kernel: RowParam,
+        *,
+        deterministic: bool = False,
+        beyond: int = 0,
     ) -> None:
-        """Brings a whole kernel up to date, in place."""
+        """Brings a kernel's rows that missed more steps up to date, in place."""
         state = self._rows_of(path)
 
         def settled():
@@ -376,6 +408,7 @@ class Optimizer(nnx.Pytree):
                 self.step[...],
                 noise=self.noise_of(path),
                 divided=gradients.is_divided(kernel),
+                beyond=beyond,
             )
             arrays = {**trained.state, "last_step": trained.last}
             return [trained.w, *(arrays[name] for name in state)], None
@@ -408,7 +441,7 @@ class Optimizer(nnx.Pytree):
         whole = {
             path
             for path, kernel in kernels.items()
-            if capacities[path] and updates_whole(kernel.shape[0], capacities[path])
+            if capacities[path] and self._whole(path, kernel, capacities[path])
         }
         for path in whole | elsewhere:
             self._settle(path, kernels[path])
@@ -417,6 +450,16 @@ class Optimizer(nnx.Pytree):
             path: self._reader(path, self.rule_of(kernels[path])) for path in rest
         }
         return gradients.Plan(readers, frozenset(whole))
+
+    def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
+        rows, hidden = kernel.shape
+        in_programs = row_update.in_programs(
+            self.rule_of(kernel), kernel[...], self.noise_of(path)
+        ) and row_update.takes_rows(hidden)
+        in_programs &= mosaic_is_fastest(
+            kernel[...], entries, divided=gradients.is_divided(kernel)
+        )
+        return updates_whole(rows, entries, in_programs=in_programs)
 
     def _reader(
         self, path: Path, rule: Rule, *, skip: bool = False
@@ -441,6 +484,7 @@ class Optimizer(nnx.Pytree):
                     x,
                     step,
                     noise=self.noise_of(path),
+                    young=_young.get() and not skip,
                     implementation=implementation,
                 )
 
@@ -465,7 +509,9 @@ class Optimizer(nnx.Pytree):
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
             if isinstance(g, RowTerms):
-                return row_update.step_terms(rule, trained, g.terms, step, noise=noise)
+                return row_update.step_terms(
+                    rule, trained, g.terms, step, noise=noise, young=_young.get()
+                )
             if g.ids.shape[0] == 0:
                 return trained
             return row_update.step_rows(

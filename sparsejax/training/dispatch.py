@@ -416,11 +416,12 @@ def run_steps(
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
         return state, losses.at[i].set(loss), derived
 
-    derived = None
-    if how.fused:
-        derived = fused_output.derive(nnx.merge(how.graphdef, state, copy=True)[0])
-    losses = jnp.zeros(sizes.steps, jnp.float32)
-    state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
+    model, optimizer = nnx.merge(how.graphdef, state, copy=True)
+    with optimizer.ahead(model, sizes.steps):
+        state = with_shardings(nnx.state((model, optimizer)), how.layout)
+        derived = fused_output.derive(model) if how.fused else None
+        losses = jnp.zeros(sizes.steps, jnp.float32)
+        state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
     if how.layout is not None:
         losses = lax.with_sharding_constraint(losses, jax.P())
     return with_shardings(state, how.layout), losses

@@ -195,8 +195,7 @@ class LinearRule(Rule):
 
     @property
     def table_lags(self) -> int:
-        # A constant rate has a closed form for any lag.
-        return missed_steps.TABLE if self.drifts and callable(self.learning_rate) else 0
+        return missed_steps.TABLE if self.drifts else 0
 
     def lag_table(self, count, dtype):
         missed = self.latest_missed(count, self.table_lags)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 # missed fewer.
 _CHUNK = 256
 # Lags of a table, see `Rule.lag_table`.
-TABLE = 1024
+TABLE = 512
 
 
 class Linear(NamedTuple):

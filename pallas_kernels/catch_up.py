@@ -1,0 +1,100 @@
+"""Rows of a kernel brought up to date where they are read, for GPU programs: Mosaic GPU.
+
+Under some rules of optimizers, rows also move in steps that do not touch them. What a row has
+missed is then a function of its weights, its state, and numbers that depend only on how many
+steps it has missed. A table has these numbers. So a program that reads a row, its state and a
+line of the table has the row as it is now, without writing it and without a loop over steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul_tiles import numbers
+from pallas_kernels.rounding import of_columns, of_rows, rounded
+from pallas_kernels.teams import Team
+
+# Brings a row up to date: (its arrays, the line of the table, shared numbers) -> its arrays.
+CatchUp = Callable[
+    [list[jax.Array], list[jax.Array], list[jax.Array]], Sequence[jax.Array]
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """What programs need to bring rows up to date.
+
+    Attributes:
+      catch_up: works element by element, in float32, on pieces of a row.
+      state: `[num_rows, hidden]` arrays beside the kernel.
+      last: `[num_rows]`, the step at which each row was up to date; -1 if it has missed none.
+      count: `[]` steps done. No row that is read has missed more than the table has lines for.
+      table: a line for each number of missed steps, from 0.
+      shared: numbers that are the same for all rows.
+      place: rounds a bfloat16 kernel at random, see `row_update`; None rounds to nearest.
+    """
+
+    catch_up: CatchUp = dataclasses.field(metadata={"static": True})
+    state: list[Float[Array, "num_rows hidden"]]
+    last: Int[Array, "num_rows"]
+    count: Int[Array, ""]
+    table: Float[Array, "lags numbers"]
+    shared: Float[Array, "shared"]
+    place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None
+
+    def operands(self) -> list[jax.Array]:
+        """The arrays as a program takes them; `reader` gets their refs."""
+        place = [] if self.place is None else numbers(*self.place)
+        count = jnp.reshape(self.count, 1)
+        return [*self.state, self.last, count, self.table, self.shared, *place]
+
+    def reader(self, team: Team, w_gmem, refs) -> tuple[Callable, Callable]:
+        """`load` and `value` of `sum_body`, for rows that are up to date."""
+        state_gmem, refs = refs[: len(self.state)], refs[len(self.state) :]
+        last_gmem, count_gmem, table_gmem, shared_gmem, *noise_gmem = refs
+
+        def load(columns, i):
+            rows = [team.load(ref.at[i, columns]) for ref in (w_gmem, *state_gmem)]
+            return columns, i, last_gmem[i], rows
+
+        def value(loaded):
+            columns, i, last, rows = loaded
+            lag = count_gmem[0] - last
+
+            def caught_up():
+                wide = [row.astype(jnp.float32) for row in rows]
+                line = line_of(table_gmem, lag)
+                w, *_ = self.catch_up(wide, line, scalars(shared_gmem))
+                if noise_gmem and w_gmem.dtype == jnp.bfloat16:
+                    key, first_row = (ref[0] for ref in noise_gmem)
+                    w = at_random(team, key, first_row + i, columns, w)
+                return w.astype(w_gmem.dtype)
+
+            behind = (last >= 0) & (lag > 0)
+            return jax.lax.cond(behind, caught_up, lambda: rows[0])
+
+        return load, value
+
+
+def line_of(table_gmem, lag: jax.Array) -> list[jax.Array]:
+    """The numbers of a row that has missed `lag` steps."""
+    lags, columns = table_gmem.shape
+    lag = jnp.minimum(jnp.maximum(lag, 0), lags - 1)
+    return [table_gmem[lag, j] for j in range(columns)]
+
+
+def scalars(shared_gmem) -> list[jax.Array]:
+    """The shared numbers."""
+    return [shared_gmem[j] for j in range(shared_gmem.shape[0])]
+
+
+def at_random(team: Team, key, row, columns, w: jax.Array) -> jax.Array:
+    """A piece of a row as it is stored in bfloat16, in float32."""
+    column = of_columns(columns.start + team.columns())
+    return rounded(w, of_rows(key, row), column)
