@@ -70,7 +70,7 @@ class Missed:
             def caught_up():
                 wide = [row.astype(jnp.float32) for row in rows]
                 line = line_of(table_gmem, lag)
-                w, *_ = self.catch_up(wide, line, scalars(shared_gmem))
+                w, *_ = self.catch_up(wide, line, shared_of(shared_gmem))
                 if noise_gmem and w_gmem.dtype == jnp.bfloat16:
                     key, first_row = (ref[0] for ref in noise_gmem)
                     w = at_random(team, key, first_row + i, columns, w)
@@ -89,7 +89,7 @@ def line_of(table_gmem, lag: jax.Array) -> list[jax.Array]:
     return [table_gmem[lag, j] for j in range(columns)]
 
 
-def scalars(shared_gmem) -> list[jax.Array]:
+def shared_of(shared_gmem) -> list[jax.Array]:
     """The shared numbers."""
     return [shared_gmem[j] for j in range(shared_gmem.shape[0])]
 

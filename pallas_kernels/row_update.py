@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
-from pallas_kernels.catch_up import at_random, line_of
+from pallas_kernels.catch_up import at_random, line_of, shared_of
 from pallas_kernels.matmul_tiles import numbers, store
 from pallas_kernels.row_sums import (
     Config,
@@ -30,14 +30,14 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps or their line of the table, scalars,
-# the mean over a row) -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps or numbers of them, scalars, the mean
+# over a row) -> its new arrays.
 Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
     [
         list[jax.Array],
         jax.Array,
-        jax.Array | list[jax.Array] | None,
+        jax.Array | tuple[list[jax.Array], list[jax.Array]] | None,
         list[jax.Array],
         Mean,
     ],
@@ -79,7 +79,7 @@ def row_update(
     dy: Float[Array, "batch hidden"],
     scalars: Sequence[Float[Array, ""]] = (),
     *,
-    table: Float[Array, "lags _"] | None = None,
+    table: tuple[Float[Array, "lags _"], Float[Array, "_"]] | None = None,
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows _"]]:
@@ -109,8 +109,8 @@ def row_update(
         float32; or None.
       dy: float32 or bfloat16.
       scalars: further numbers that `update` gets, the same for all rows.
-      table: for each number of missed steps, from 0, the numbers that `update` gets in place
-        of `lag_u`; see `catch_up`.
+      table: `update` gets in place of `lag_u` its line of the first array, and the second
+        one; see `catch_up`.
       place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
         number is that of the arrays' first row. Without it they are rounded to nearest.
       config: how the work is cut; see `gather_matmul`.
@@ -142,7 +142,7 @@ def row_update(
     entries = [rows, *([] if data is None else [data]), targets]
     entries += [] if lags is None else [lags]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
-    tables = [] if table is None else [table]
+    tables = [] if table is None else list(table)
     team = team_of(hidden, 4, config.threads, config.chunk)
     return on_teams(
         moved, team, (indptr, dy), entries, tables, scalars, noise, list(arrays)
@@ -235,7 +235,7 @@ class _Mover:
       update: see `row_update`.
       lagged: whether rows have missed steps.
       by_row: whether some arrays have one number a row.
-      num_tables: 1 if there is a table of missed steps, else 0.
+      num_tables: 2 if there is a table of missed steps, else 0.
       num_scalars: how many numbers `update` gets, before those that round at random.
     """
 
@@ -272,7 +272,7 @@ class _Mover:
         target, *lag = extra
         number = (lambda value: value) if self.by_row else self.team.splat
         if table_gmem:
-            lag = line_of(table_gmem[0], lag[0])
+            lag = line_of(table_gmem[0], lag[0]), shared_of(table_gmem[1])
         else:
             lag = number(lag[0].astype(jnp.float32)) if lag else None
         old = [row.astype(jnp.float32) for row in old]

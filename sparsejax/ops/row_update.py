@@ -267,17 +267,15 @@ def step_terms(
 
     step, scalars = step_of_arrays(rule, trained.state, count + 1)
 
-    shared = [] if table is None else list(table.shared)
-
     def update(arrays, gradient, lag, scalars, mean):
-        shares, (done, *scalars) = scalars[: len(shared)], scalars[len(shared) :]
+        done, *scalars = scalars
         if lag is not None:
             state = dict(zip(trained.state, arrays[1:], strict=True))
             if table is None:
                 w, state = rule.catch_up(arrays[0], state, lag, done)
             else:
-                w, state = rule.catch_up_by_table(arrays[0], state, lag, shares)
-            arrays = [w, *state.values()]
+                w, state = rule.catch_up_by_table(arrays[0], state, *lag)
+            arrays = [w, *(state[name] for name in trained.state)]
         means = {"mean": mean} if rule.by_row else {}
         return step(arrays, gradient, scalars, **means)
 
@@ -290,8 +288,8 @@ def step_terms(
         targets,
         lags,
         terms.dy,
-        [*shared, jnp.asarray(count, jnp.float32), *scalars],
-        table=None if table is None else table.by_lag,
+        [jnp.asarray(count, jnp.float32), *scalars],
+        table=table,
         place=place_of(noise, count + 1),
     )
     return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
