@@ -29,6 +29,7 @@ from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.mesh.per_device import own_block
+from sparsejax.ops.gather_matmul import data_gradient_by_gather
 from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -536,12 +537,39 @@ def gather_current(
             out_specs=P(("data", "model")),
         )
 
+    read = functools.partial(_gathered, rule, young, implementation)
+
+    @jax.custom_vjp
+    def differentiable(data, x, trained, count, noise):
+        return read(x.with_data(data), trained, count, noise)
+
+    def forward(*operands):
+        return differentiable(*operands), operands
+
+    def backward(operands, dy):
+        data, x, trained, count, noise = operands
+        if data is None:
+            return (None,) * 5
+        copies = _copied(rule, x.with_data(data), trained, count, noise)
+        slope = data_gradient_by_gather(*copies, dy)
+        return slope.astype(data.dtype), None, None, None, None
+
+    differentiable.defvjp(forward, backward)
+    return differentiable(x.data, x.with_data(None), trained, count, noise)
+
+
+def _copied(rule, x, trained, count, noise):
+    """The entries of `x` over copies of the rows that they name, and these copies."""
+    ids, slots = touched_rows(x, trained.num_rows)
+    rows = current_rows(rule, trained, ids, count, noise=noise)
+    return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
+
+
+def _gathered(rule, young, implementation, x, trained, count, noise):
+    """`gather_current` on a device, without a derivative."""
+
     def by_copies(trained, x, count):
-        ids, slots = touched_rows(x, trained.num_rows)
-        rows = current_rows(rule, trained, ids, count, noise=noise)
-        return gather_sum(
-            CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows, implementation
-        )
+        return gather_sum(*_copied(rule, x, trained, count, noise), implementation)
 
     fits = in_programs(rule, trained.w, noise) and trained.last is not None
     fits &= takes_rows(trained.w.shape[1]) and by_elements(

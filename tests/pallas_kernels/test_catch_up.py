@@ -9,6 +9,7 @@ import pytest
 
 from sparsejax import optimizers
 from sparsejax.ops import row_update
+from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.row_update import TrainedKernel
 from sparsejax.ops.scatter_gradient import row_terms
 from sparsejax.sparse import CSR
@@ -97,3 +98,24 @@ def test_lowers_for_cuda(hidden):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @mosaic_gpu") >= 2
         assert young == ("stablehlo.while" not in text)
+
+
+def test_gradient_of_the_entries():
+    """As of a product with the rows as they are now."""
+    trained, x = problem(RULES[0], 8, 1900)
+    count = jnp.int32(COUNT)
+
+    def total(data):
+        y = row_update.gather_current(RULES[0], trained, x.with_data(data), count)
+        return jnp.sum(jnp.sin(jnp.arange(y.size).reshape(y.shape)) * y)
+
+    actual = jax.jit(jax.grad(total))(x.data)
+    w = row_update.settle(RULES[0], trained, count).w
+    expected = jax.grad(
+        lambda data: jnp.sum(
+            jnp.sin(jnp.arange(6.0 * 8).reshape(6, 8))
+            * gather_matmul(x.with_data(data), w)
+        )
+    )(x.data)
+    used = int(x.indptr[-1])
+    np.testing.assert_allclose(actual[:used], expected[:used], rtol=1e-5, atol=1e-5)
