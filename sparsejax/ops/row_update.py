@@ -154,20 +154,30 @@ def step_rows(
     *,
     noise: Noise | None = None,
     divided: bool = False,
+    young: bool = False,
 ) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, and those of padding are out of range. Each row is written once.
     `noise` rounds a bfloat16 kernel at random; without it, it is rounded to nearest.
     `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
-    where its row is.
+    where its row is. `young` says that no row has missed more steps than the rule's table
+    has.
     """
     if divided:
 
         def part(trained, ids, gradient, count, noise):
             first = _first_row(trained.num_rows)
             noise = _after(noise, first)
-            return step_rows(rule, trained, ids - first, gradient, count, noise=noise)
+            return step_rows(
+                rule,
+                trained,
+                ids - first,
+                gradient,
+                count,
+                noise=noise,
+                young=young,
+            )
 
         rows = P("model")
         return call_on_each_device(
@@ -185,7 +195,7 @@ def step_rows(
         table, numbers = _table(rule, trained, count), rule.numbers(count + 1)
 
         def work(trained, block_ids, positions):
-            w, state = _caught_up(rule, trained, block_ids, count, noise, table)
+            w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
             slope = gradient.at[positions].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
             w = narrowed(w, trained.w.dtype, noise, count + 1, block_ids)
@@ -249,7 +259,9 @@ def step_terms(
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
         values = terms.values(implementation)
-        return step_rows(rule, trained, terms.ids(), values, count, noise=noise)
+        return step_rows(
+            rule, trained, terms.ids(), values, count, noise=noise, young=young
+        )
     by_column = terms.by_column
     targets = by_column.ends()
     table = _table(rule, trained, count)
@@ -451,6 +463,7 @@ def current_rows(
     count: jax.Array,
     *,
     noise: Noise | None = None,
+    young: bool = False,
 ) -> Float[Array, "capacity hidden"]:
     """Copies of the rows `ids` as `settle` would write them; writes nothing.
 
@@ -461,7 +474,7 @@ def current_rows(
         table = _table(rule, trained, count)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, trained, block_ids, count, noise, table)
+            w, _ = _caught_up(rule, trained, block_ids, count, noise, table, young)
             return _write(rows, positions, w)
 
         used = jnp.sum(ids < trained.num_rows)
@@ -550,7 +563,7 @@ def gather_current(
         data, x, trained, count, noise = operands
         if data is None:
             return (None,) * 5
-        copies = _copied(rule, x.with_data(data), trained, count, noise)
+        copies = _copied(rule, young, x.with_data(data), trained, count, noise)
         slope = data_gradient_by_gather(*copies, dy)
         return slope.astype(data.dtype), None, None, None, None
 
@@ -558,10 +571,10 @@ def gather_current(
     return differentiable(x.data, x.with_data(None), trained, count, noise)
 
 
-def _copied(rule, x, trained, count, noise):
+def _copied(rule, young, x, trained, count, noise):
     """The entries of `x` over copies of the rows that they name, and these copies."""
     ids, slots = touched_rows(x, trained.num_rows)
-    rows = current_rows(rule, trained, ids, count, noise=noise)
+    rows = current_rows(rule, trained, ids, count, noise=noise, young=young)
     return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
 
 
@@ -569,7 +582,9 @@ def _gathered(rule, young, implementation, x, trained, count, noise):
     """`gather_current` on a device, without a derivative."""
 
     def by_copies(trained, x, count):
-        return gather_sum(*_copied(rule, x, trained, count, noise), implementation)
+        return gather_sum(
+            *_copied(rule, young, x, trained, count, noise), implementation
+        )
 
     fits = in_programs(rule, trained.w, noise) and trained.last is not None
     fits &= takes_rows(trained.w.shape[1]) and by_elements(
@@ -687,7 +702,7 @@ def _chosen(
     return lax.cond(used > 0, pack, lambda: ids), used
 
 
-def _caught_up(rule, trained, ids, count, noise, table):
+def _caught_up(rule, trained, ids, count, noise, table, young=False):
     """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
 
     With noise the weights are bfloat16 numbers.
@@ -704,7 +719,8 @@ def _caught_up(rule, trained, ids, count, noise, table):
         numbers = _read(table.by_lag, lag)
         columns = [numbers[:, i : i + 1] for i in range(numbers.shape[1])]
         w, state = rule.catch_up_by_table(w, state, columns, list(table.shared))
-        w, state = _old_repeated(rule, before, (w, state), lag, count)
+        if not young:
+            w, state = _old_repeated(rule, before, (w, state), lag, count)
     if noise is not None and rule.drifts:
         w = _wide(narrowed(w, trained.w.dtype, noise, count, ids))
     return w, state

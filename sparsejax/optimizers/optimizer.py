@@ -301,11 +301,12 @@ class Optimizer(nnx.Pytree):
         A program that runs many steps opens it around their loop. Rows that would leave the
         tables of missed steps meanwhile are brought up to date first, in place.
         """
-        for path, kernel in self._drifting(model).items():
+        kernels = self._drifting(model)
+        if any(self.rule_of(k).table_lags <= steps for k in kernels.values()):
+            yield
+            return
+        for path, kernel in kernels.items():
             lags = self.rule_of(kernel).table_lags
-            if lags <= steps:
-                yield
-                return
             self._settle(path, kernel, beyond=lags - steps)
         token = _young.set(True)
         try:
@@ -515,7 +516,14 @@ class Optimizer(nnx.Pytree):
             if g.ids.shape[0] == 0:
                 return trained
             return row_update.step_rows(
-                rule, trained, g.ids, g.values, step, noise=noise, divided=g.divided
+                rule,
+                trained,
+                g.ids,
+                g.values,
+                step,
+                noise=noise,
+                divided=g.divided,
+                young=_young.get(),
             )
         if rule.drifts:
             g = _refuse_stale(path, trained, g, step)
