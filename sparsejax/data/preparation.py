@@ -25,6 +25,7 @@ from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
     MANIFEST,
     VERSION,
+    DataFolder,
     Manifest,
     Part,
     vocabulary_file,
@@ -216,7 +217,8 @@ def prepare(
     Raises:
       DataError: the events cannot be read, or some are wrong: the message counts them and
         has one. Nothing is left, or nothing is held out.
-      FileExistsError: `out` exists.
+      FileExistsError: `out` exists. If it is the whole folder of the same events and
+        settings, nothing is done, and its manifest is returned.
       ImportError: DuckDB is not installed.
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
@@ -232,7 +234,8 @@ def prepare(
         indicator=indicator,
         skip_bad=skip_bad,
     )
-    with _writing(out) as folder, _engine(folder, memory) as engine:
+    before = prepared_before(out, settings)
+    with _writing(out, before) as folder, _engine(folder, memory) as engine:
         found = events_of(
             events,
             chosen=Chosen(user, item, value, BY_NAME if time is None else time),
@@ -244,7 +247,53 @@ def prepare(
         )
         found.vocabulary = known
         preparation = _Preparation(engine, found, cut, settings)
-        return preparation.run(folder, known)
+        return preparation.run(folder, known, before)
+
+
+def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None:
+    """The whole folder at `out`, if it was prepared by these settings; None if it is new.
+
+    A process may be killed after its folder has appeared. Repeating the call is then no error.
+
+    Raises:
+      FileExistsError: `out` holds something else.
+    """
+    place = Place.of(out)
+    text = place.below(MANIFEST).read()
+    if text is None and (is_address(out) or not os.path.lexists(out)):
+        return None
+    other = FileExistsError(f"{shown(out)}: already exists; name another folder")
+    try:
+        folder = DataFolder.find(out)
+        if folder is None:
+            raise other
+        manifest = folder.manifest
+        if manifest.settings != json.loads(json.dumps(settings)):
+            raise FileExistsError(
+                f"{shown(out)}: already exists, prepared with other settings; name another "
+                "folder"
+            )
+        folder.vocabulary()
+    except DataError as error:
+        raise other from error
+    for file in (*manifest.train, *manifest.test):
+        if place.below(file.path).size() != file.size:
+            raise other
+    return folder
+
+
+def check_same(before: DataFolder, identity: str) -> Manifest:
+    """The manifest of a folder, if it was prepared from the same events, too.
+
+    Raises:
+      FileExistsError: from other events.
+    """
+    if before.manifest.id != identity:
+        raise FileExistsError(
+            f"{shown(before.place.path)}: already exists, prepared from other events; name "
+            "another folder"
+        )
+    return before.manifest
 
 
 def needs_time(cut: Cut, duplicates: str) -> bool:
@@ -299,13 +348,10 @@ def settings_of(
 
 
 @contextlib.contextmanager
-def _writing(out: Path) -> Generator[Place]:
+def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
     """The folder to write to. A local one appears when the block is done."""
-    place = Place.of(out)
-    if is_address(out):
-        if place.below(MANIFEST).size() is not None:
-            raise FileExistsError(f"{shown(out)}: already exists; name another folder")
-        yield place
+    if is_address(out) or before is not None:
+        yield Place.of(out)
         return
     with whole_folder(out) as folder:
         yield Place.of(folder)
@@ -358,13 +404,18 @@ class _Preparation:
     cut: Cut
     settings: dict[str, Any]
 
-    def run(self, folder: Place, known: Names | None) -> Manifest:
+    def run(
+        self, folder: Place, known: Names | None, done: DataFolder | None
+    ) -> Manifest:
+        """Writes the folder, or compares the events with those of one that is done."""
         events = self.events
         before = self.cut.before(events.times)
         pairs = self._frequent(self._pairs())
-        names, counts, size = self._vocabulary(pairs, known, before)
         timed = self.cut.time is not None or self.cut.last is not None
         identity = self._identity(pairs, timed)
+        if done is not None:
+            return check_same(done, identity)
+        names, counts, size = self._vocabulary(pairs, known, before)
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
         given = pa.table({"item": to_arrow(names), "code": codes})
         self.engine.register("given", given)  # only for this connection

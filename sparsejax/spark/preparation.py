@@ -20,8 +20,8 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
-    MANIFEST,
     VERSION,
+    DataFolder,
     Manifest,
     vocabulary_file,
     vocabulary_hash,
@@ -33,8 +33,10 @@ from sparsejax.data.preparation import (
     all_held_out,
     all_unknown,
     check_prepared,
+    check_same,
     needs_time,
     nothing_left,
+    prepared_before,
     settings_of,
     with_left_out,
 )
@@ -113,7 +115,8 @@ def prepare(
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
         has one. Or nothing is left, or nothing is held out.
-      FileExistsError: `out` has a manifest.
+      FileExistsError: `out` has a manifest. If it is that of the same events and settings,
+        nothing is done, and it is returned.
       ImportError: pyspark is not installed.
       RuntimeError: the workers have another version of Python or of sparsejax. Or the
         frame was another one when it was computed again.
@@ -137,8 +140,9 @@ def prepare(
         skip_bad=skip_bad,
     )
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
+    before = None  # a folder without a manifest is unfinished
     if Place.of(address).below(MANIFEST).size() is not None:
-        raise FileExistsError(f"{shown(out)}: already exists; name another folder")
+        before = prepared_before(address, settings)
     check_workers(frame.sparkSession)
     with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
         events = frame_events(
@@ -148,7 +152,7 @@ def prepare(
             with_time=needs_time(cut, duplicates),
         )
         preparation = _Preparation(frame.sparkSession, events, cut, settings, kept)
-        return preparation.run(address, known)
+        return preparation.run(address, known, before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +190,8 @@ class _Preparation:
     settings: Mapping[str, Any]
     kept: contextlib.ExitStack
 
-    def run(self, out: str, known: Names | None) -> Manifest:
+    def run(self, out: str, known: Names | None, done: DataFolder | None) -> Manifest:
+        """Writes the folder, or compares the events with those of one that is done."""
         pairs, facts, skipped = self._pairs(known)
         chosen = self._frequent(pairs, facts.entries)
         if chosen is not pairs:
@@ -198,6 +203,8 @@ class _Preparation:
             math.ceil(facts.entries / MANY_ENTRIES),
         )
         identity = self._identity(facts, vocabulary_hash(names), num_tasks)
+        if done is not None:
+            return check_same(done, identity)
         counted = with_left_out(self.cut, known, some_unknown)
         write = Write(out, identity, self.cut, before, counted, num_tasks)
         entries = self._entries(pairs, codes, len(names), num_tasks)

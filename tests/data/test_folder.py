@@ -73,7 +73,7 @@ def test_what_is_no_finished_folder(tmp_path):
     out = tmp_path / "out"
     sj.prepare(events(), out)
     with pytest.raises(FileExistsError):
-        sj.prepare(events(), out)
+        sj.prepare(events(), out, min_user=2)
     with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
         sj.read(out, user="user")
     with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
@@ -302,3 +302,37 @@ def test_in_a_store(bucket, monkeypatch, small_groups):
     store.delete_file("shop/prepared/manifest.json")
     with pytest.raises(sj.DataError, match="preparing it was not finished"):
         sj.scan_parquet(out)
+
+
+def test_a_preparation_that_was_done_can_be_repeated(tmp_path):
+    """Its process may have been killed after the folder appeared."""
+    out, table = tmp_path / "out", {"user": list("aabb"), "item": list("xyxz")}
+    frame = pd.DataFrame(table)
+    manifest = sj.prepare(frame, out, split_fraction=0.5)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    assert sj.prepare(frame, out, split_fraction=0.5) == manifest
+    # The order of events does not matter.
+    assert sj.prepare(frame[::-1], out, split_fraction=0.5) == manifest
+    for changed, options in (
+        (frame, {"split_fraction": 0.25}),
+        (frame, {"split_fraction": 0.5, "seed": 1}),
+        (frame.replace("z", "y"), {"split_fraction": 0.5}),
+        (frame[1:], {"split_fraction": 0.5}),
+    ):
+        with pytest.raises(FileExistsError, match="out: already exists"):
+            sj.prepare(changed, out, **options)
+    assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    # A folder that is not whole is none.
+    part = next((out / "train").iterdir())
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    with pytest.raises(FileExistsError, match="out: already exists"):
+        sj.prepare(frame, out, split_fraction=0.5)
+    part.write_bytes(content)
+    (out / "vocabulary.parquet").unlink()
+    with pytest.raises(FileExistsError, match="out: already exists"):
+        sj.prepare(frame, out, split_fraction=0.5)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileExistsError, match="empty: already exists"):
+        sj.prepare(frame, tmp_path / "empty")
