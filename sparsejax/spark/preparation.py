@@ -20,6 +20,7 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
+    MANIFEST,
     VERSION,
     DataFolder,
     Manifest,
