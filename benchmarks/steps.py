@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import pathlib
 import statistics
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
     parser.add_argument("--torch", default=sys.executable, help="a Python with torch")
-    parser.add_argument("--without-fit", action="store_true")
+    parser.add_argument("--without", default="-", help="forms with it in their names")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -108,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> None:
             ]
             forms = []
             for side in sides:
-                made = side.ask(make=case, fit=not arguments.without_fit)
+                made = side.ask(make=case, without=arguments.without)
                 report["versions"] |= made.get("versions", {})
                 forms += [(side, form, first) for form, first in made["forms"].items()]
             rounds: dict[str, list] = {form: [] for _, form, _ in forms}
@@ -151,7 +152,7 @@ class _Side:
             text=True,
         )
 
-    def __enter__(self) -> _Side:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,6 +185,8 @@ def _work(make: Callable) -> None:
                 answer["forms"] = {}
                 for name, step in found.items():
                     begin = time.perf_counter()
+                    if request["without"] in name:
+                        continue
                     try:
                         step()[1]()
                     except Exception as error:  # noqa: BLE001
@@ -191,7 +194,7 @@ def _work(make: Callable) -> None:
                         continue
                     forms[name] = step
                     answer["forms"][name] = round(time.perf_counter() - begin, 2)
-                if not request["fit"]:
+                if request["without"] in "fit":
                     fits = list
             elif "time" in request:
                 answer = _times(forms[request["time"]], request["seconds"])
@@ -258,9 +261,7 @@ def _histories(batch: int, items: int, seed: int = 0) -> tuple[np.ndarray, np.nd
 def _rows(batch: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """`indptr` and `indices` of rows with about 27 items."""
     rng = np.random.default_rng(seed)
-    rows = [
-        np.unique(_zipf(rng, n, _ITEMS)) for n in rng.poisson(_ENTRIES, batch) + 1
-    ]
+    rows = [np.unique(_zipf(rng, n, _ITEMS)) for n in rng.poisson(_ENTRIES, batch) + 1]
     indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     return indptr.astype(np.int32), np.concatenate(rows).astype(np.int32)
 
@@ -283,9 +284,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if kind == "clicks":
         names = [f"C{i}" for i in range(len(_ROWS))]
-        config: Any = sj.DLRMConfig(
-            dim=_DIM, bottom=_LAYERS, top=_LAYERS, dtype=dtype
-        )
+        config: Any = sj.DLRMConfig(dim=_DIM, bottom=_LAYERS, top=_LAYERS, dtype=dtype)
         features = dict(zip(names, _ROWS, strict=True))
 
         def make():
@@ -305,7 +304,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
         config = sj.NetworkConfig(
             layers=(
                 sj.InputConfig(),
-                sj.HiddenConfig(size=_HIDDEN, activation="tanh"),
+                sj.HiddenConfig(name="hidden", size=_HIDDEN, activation="tanh"),
                 sj.OutputConfig(dtype=dtype),
             ),
             loss="softmax_cross_entropy",
@@ -379,7 +378,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
         }
 
     def fits() -> list[dict]:
-        return _fits(kind, batch, make, None if kind == "clicks" else config)
+        return _fits(kind, batch, make)
 
     forms = {
         "own, sj.jit": form(sj.jit),
@@ -388,7 +387,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
     return forms, fits, profile, versions
 
 
-def _fits(kind: str, batch: int, make: Callable, config: Any) -> list[dict]:
+def _fits(kind: str, batch: int, make: Callable) -> list[dict]:
     """Examples a second of `fit`, and the share of its time that the GPU works."""
     import jax
 
@@ -427,10 +426,8 @@ def _fits(kind: str, batch: int, make: Callable, config: Any) -> list[dict]:
         optimizer = sj.Optimizer(model, rule(_RATE))
         settings = {"batch_size": batch, "num_epochs": 4}
         history = sj.fit(model, optimizer, data, **settings)
-        speed = statistics.median(
-            entry["examples_per_second"] for entry in history[1:]
-        )
-        result = {"form": f"fit, {rule.__name__}"}
+        speed = statistics.median(entry["examples_per_second"] for entry in history[1:])
+        result = {"form": f"fit, {rule(_RATE).name}"}
         result |= {"examples_per_second": round(speed)}
         result |= {"milliseconds": round(1e3 * batch / speed, 4)}
         if jax.default_backend() == "gpu":
@@ -480,7 +477,7 @@ def _torch_forms(kind: str, batch: int, width: int, dtype: str):
 
     def layers(sizes, *, end):
         parts = []
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in itertools.pairwise(sizes):
             parts += [nn.Linear(a, b), nn.ReLU()]
         return nn.Sequential(*(parts if end else parts[:-1]))
 

@@ -749,7 +749,9 @@ def _written(trained, ids, w, state, count):
     state = {name: _write(trained.state[name], ids, state[name]) for name in state}
     last = trained.last
     if last is not None:
-        last = _write(last, ids, jnp.broadcast_to(count, ids.shape))
+        # It is `count`. The maximum says that these were read before: else XLA copies the
+        # whole array in each block, to have them in either order.
+        last = _write(last, ids, jnp.maximum(_read(last, ids), count))
     return TrainedKernel(_write(trained.w, ids, w), state, last)
 
 
