@@ -83,10 +83,13 @@ def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
 
 
 def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -> None:
-    """Writes several files: all of them or none.
+    """Writes several files: all of them or none, but for a kill at the very end.
 
     They replace existing files. Text is written as by `whole_text_file`, and bytes as by
-    `whole_file`. The files appear when all have been written.
+    `whole_file`. The files appear when all have been written, the last one first. Each is
+    whole. A process that is killed while they appear, or a machine that fails then, leaves
+    new files beside old ones: no file system replaces several at once. So a caller must
+    give the same files again when it is repeated, whichever of them are new by then.
 
     Raises:
       OSError: a file cannot be written; nothing has changed.

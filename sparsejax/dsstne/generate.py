@@ -40,6 +40,9 @@ class Generate:
 def generate(command: Generate) -> None:
     """Writes a text of samples as a NetCDF file, and the index files: all or none.
 
+    If the process is killed while the files appear, some are new and others old. Repeated,
+    it writes the same files as without a kill.
+
     Raises:
       DataError: a file is missing or wrong.
       OSError: a file cannot be written.

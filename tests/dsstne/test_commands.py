@@ -1,5 +1,6 @@
 """DSSTNE's commands, as its users type them."""
 
+import gc
 import json
 import math
 import os
@@ -78,6 +79,39 @@ def test_generate_writes_data_and_indices(folder, capsys):
         assert file["sparseData0"].dtype == np.float32
     assert (folder / "of_in").read_text().endswith("gin\t3\n")
     assert (folder / "samples").read_text().endswith("dee\t3\n")
+
+
+# The buffer of the data is freed before the view of it that the error's frames hold.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("how", ["-c", "-m"])
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_generate_that_is_killed_is_repeated(folder, monkeypatch, how, done):
+    """While its files appear, after some of them have."""
+    (folder / "more").write_text("bob\tgin:tea\ndee\tgin\n")
+    for copy in ("killed", "whole"):
+        (folder / copy).mkdir()
+        for name in ("of_in", "samples"):
+            (folder / copy / name).write_bytes((folder / name).read_bytes())
+    generated = (
+        "dsstne generateNetCDF -d x -i more -o {0}/n -f {0}/of_in -s {0}/samples"
+    )
+    replace, turn = os.replace, iter(range(9))
+
+    def killed(*paths):
+        if next(turn) == done:
+            raise OSError("as if killed")
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        assert run(f"{generated.format('killed')} {how}") == 1
+    gc.collect()
+    for copy in ("killed", "whole"):
+        assert run(f"{generated.format(copy)} {how}") == 0
+    for name in ("n", "of_in", "samples"):
+        found = [(folder / copy / name).read_bytes() for copy in ("killed", "whole")]
+        assert found[0] == found[1]
+    assert len([*(folder / "killed").iterdir()]) == 3
 
 
 def test_generate_that_fails_changes_nothing(folder, capsys, monkeypatch):
