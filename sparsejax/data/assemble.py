@@ -17,7 +17,7 @@ from sparsejax.data.dataset import (
     SparseDataset,
     UnknownFeaturesWarning,
     align_features,
-    latest_events,
+    events_of_pairs,
 )
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import NameEncoder, Names
@@ -89,9 +89,9 @@ def assemble(
         feature_names = feature_names[order]
         if times is not None:
             codes = column[codes]
-    order = None
+    order = first = None
     if times is not None:
-        order = latest_events(rows, codes, times)
+        order, first = events_of_pairs(rows, codes, times)
         times = times[order]
     del rows, codes  # the larger part of what is held
     try:
@@ -101,6 +101,7 @@ def assemble(
             feature_names,
             times=times,
             order=order,
+            first_times=first,
         )
     except ValueError as error:  # a sum of finite values need not be finite
         with np.errstate(over="ignore"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -18,6 +19,7 @@ from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import (
     Time,
+    cut_of,
     heldout_entries,
     heldout_from,
     heldout_last,
@@ -69,6 +71,8 @@ class SparseDataset:
         between equal times. None if `times` is None.
       columns: the columns of the table that this was read from, and the role of each.
         None if it was not read from a table.
+      first_times: `[entries]` the time of the earliest event of each entry; None if each
+        has one event. Splits by time warn of entries with events on both sides.
 
     Raises:
       ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
@@ -82,6 +86,7 @@ class SparseDataset:
     times: np.ndarray | None = None
     order: np.ndarray | None = None
     columns: Columns | None = None
+    first_times: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         matrix = _host(self.matrix)
@@ -98,6 +103,14 @@ class SparseDataset:
         left_out = checked_left_out(self.left_out, matrix.num_rows)
         object.__setattr__(self, "left_out", left_out)
         _check_times(self.times, self.order, self.num_entries)
+        first = self.first_times
+        if first is not None:
+            if self.times is None:  # they were left out
+                object.__setattr__(self, "first_times", None)
+            elif first.shape != self.times.shape or (first > self.times).any():
+                raise ValueError(
+                    "first_times must be a time of each entry, up to times"
+                )
 
     def __repr__(self) -> str:
         kind = "indicator" if self.matrix.data is None else "valued"
@@ -234,7 +247,9 @@ class SparseDataset:
           ValueError: there are no times, `n` is not positive, or no row has two entries.
         """
         indptr = np.asarray(self.matrix.indptr)
-        is_held = heldout_last(indptr, *self._known_times(), n)
+        times, order = self._known_times()
+        is_held = heldout_last(indptr, times, order, n)
+        self._warn_of_repeats(is_held, times)
         return self._split(is_held, "no row has more than one entry")
 
     def split_at(
@@ -264,7 +279,9 @@ class SparseDataset:
             empty.
         """
         times, _ = self._known_times()
-        return self._split(*heldout_from(times, time, fraction))
+        is_held, span = heldout_from(times, time, fraction)
+        self._warn_of_repeats(is_held, cut_of(times, time, fraction))
+        return self._split(is_held, span)
 
     def split_rows(self, fraction: float, *, seed: int) -> Split:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
@@ -383,7 +400,15 @@ class SparseDataset:
         ]
         rows = np.repeat(row, lengths)
         times, order = _joined_times(parts)
+        first = None
         if times is not None and order is not None:
+            firsts = [
+                p.times if p.first_times is None else p.first_times for p in parts
+            ]
+            earliest = np.concatenate([each for each in firsts if each is not None])
+            at, first = events_of_pairs(rows, columns, earliest)
+            if first is None and any(p.first_times is not None for p in parts):
+                first = earliest[at]
             latest = latest_events(rows, columns, times)
             times, order = times[latest], order[latest]
         shape = (len(names), self.num_features)
@@ -396,6 +421,7 @@ class SparseDataset:
             np.bincount(row, np.concatenate(left_out), len(names)),
             times,
             order,
+            first_times=first,
         )
 
     def align_features(
@@ -461,6 +487,22 @@ class SparseDataset:
             raise ValueError("the data set has no times; read it with time=COLUMN")
         return self.times, self.order
 
+    def _warn_of_repeats(self, is_held: np.ndarray, before: Any) -> None:
+        """Warns of held-out entries that also have events earlier than `before`."""
+        if self.first_times is None:
+            return
+        count = int(np.sum(is_held & (self.first_times < before)))
+        if count:
+            warnings.warn(
+                f"{count:,} of {is_held.sum():,} held-out entries also have earlier events, "
+                "which are in neither part: a repeat of a row and a feature was merged with "
+                "them when the data was read, and the latest event gives the time. So they "
+                "are held out as if they were new. To split the events themselves, use "
+                "read_sequences(...).split_at(...), of whose parts to_sparse() makes sets "
+                "(on the command line: split --histories)",
+                skip_file_prefixes=(os.path.dirname(__file__),),
+            )
+
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
         """The two parts. Both have all rows and features."""
         if not is_held.any():
@@ -487,9 +529,9 @@ class SparseDataset:
         features = self.feature_names if feature_names is None else feature_names
         if indices is None:
             indices = np.asarray(self.matrix.indices)[entries]
-        data, times, order = (
+        data, times, order, first = (
             None if each is None else np.asarray(each)[entries]
-            for each in (self.matrix.data, self.times, self.order)
+            for each in (self.matrix.data, self.times, self.order, self.first_times)
         )
         return SparseDataset(
             CSR(data, indices, indptr, num_cols=len(features)),
@@ -499,6 +541,7 @@ class SparseDataset:
             times,
             order,
             self.columns,
+            first,
         )
 
 
@@ -641,11 +684,24 @@ def latest_events(
       columns: `[events]`.
       times: `[events]`.
     """
+    return events_of_pairs(rows, columns, times)[0]
+
+
+def events_of_pairs(
+    rows: np.ndarray, columns: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """As `latest_events`, with `[entries]` the earliest time of each (row, column).
+
+    It is None if no (row, column) has several events.
+    """
     order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
     rows, columns = rows[order], columns[order]
     is_last = np.ones(len(order), bool)
     is_last[:-1] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
-    return order[is_last]
+    latest = order[is_last]
+    if is_last.all():
+        return latest, None
+    return latest, times[order[np.append(True, is_last[:-1])]]
 
 
 def _joined_times(

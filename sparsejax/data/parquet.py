@@ -10,7 +10,8 @@ up with nulls, which take no room::
     null    null     null         wine
 
 An indicator data set has no `values` (list<float32>). If the data set has times, there are
-`times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>). If
+`times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), and
+`first_times` if an entry has several events. If
 entries were left out, `left_out` (int32) has their number for each row. The schema's
 metadata has the version of this form, and a checksum of the whole content.
 
@@ -54,6 +55,7 @@ _COLUMNS = {
     "values": pa.list_(pa.float32()),
     "times": pa.list_(pa.int64()),  # or a list of another type in `_TIMES`
     "order": pa.list_(pa.int64()),
+    "first_times": pa.list_(pa.int64()),  # or as `times`
     "left_out": pa.int32(),
     "feature": pa.large_string(),
 }
@@ -69,6 +71,7 @@ class Parts(NamedTuple):
     left_out: np.ndarray | None = None
     times: np.ndarray | None = None
     order: np.ndarray | None = None
+    first_times: np.ndarray | None = None
 
 
 def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
@@ -94,11 +97,11 @@ def write_parquet(path: Path, parts: Parts, *, sequences: bool = False) -> None:
     """
     matrix = parts.matrix
     offsets = arrow.from_numbers(as_int32("indptr", np.asarray(matrix.indptr)))
-    leaves = (matrix.indices, matrix.data, parts.times, parts.order)
+    leaves = (matrix.indices, matrix.data, parts.times, parts.order, parts.first_times)
     lists = {
         name: pa.ListArray.from_arrays(offsets, arrow.from_numbers(np.asarray(leaf)))
         for name, leaf in zip(
-            ("indices", "values", "times", "order"), leaves, strict=True
+            ("indices", "values", "times", "order", "first_times"), leaves, strict=True
         )
         if leaf is not None
     }
@@ -159,7 +162,8 @@ def read_parquet(path: Path, *, sequences: bool = False) -> Parts:
 def _checksum(parts: Parts) -> bytes:
     """A checksum of the content of a file and of the list of its parts."""
     matrix = parts.matrix
-    arrays = (matrix.indptr, matrix.indices, matrix.data, *parts[3:])
+    arrays = [matrix.indptr, matrix.indices, matrix.data, *parts[3:6]]
+    arrays += [] if parts.first_times is None else [parts.first_times]
     leaves = ["\0".join(names.tolist()).encode() for names in parts[1:3]]
     leaves += [b"" if each is None else np.asarray(each).tobytes() for each in arrays]
     checksum = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
@@ -405,12 +409,12 @@ def _read_table(path: Path, file: pq.ParquetFile, sequences: bool) -> Parts:
 def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
     """The columns that a saved data set has, and the type as which each is read."""
     types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
-    if "times" in types:
-        found = schema.field("times").type
+    for name in types.keys() & {"times", "first_times"}:
+        found = schema.field(name).type
         inner = getattr(found, "value_type", found)
         if inner not in _TIMES:
-            raise DataError.at(path, f"is damaged: times are {found}")
-        types["times"] = pa.list_(inner)
+            raise DataError.at(path, f"is damaged: {name} are {found}")
+        types[name] = pa.list_(inner)
     return types
 
 

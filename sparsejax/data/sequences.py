@@ -19,7 +19,7 @@ from sparsejax.data.dataset import (
     check_times,
     checked_left_out,
     entries_of,
-    latest_events,
+    events_of_pairs,
     offsets,
 )
 from sparsejax.data.files import DataError, Path
@@ -262,7 +262,7 @@ class SequenceDataset:
         rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
         # In a row entries have the order of time, so their places do for the times.
         place = np.arange(self.num_entries)
-        latest = latest_events(rows, self.indices, place)
+        latest, first = events_of_pairs(rows, self.indices, place)
         counts = np.bincount(rows[latest], minlength=self.num_rows)
         return SparseDataset(
             CSR(
@@ -277,6 +277,7 @@ class SequenceDataset:
             None if self.times is None else self.times[latest],
             None if self.times is None else place[latest],
             self.columns,
+            None if self.times is None or first is None else self.times[first],
         )
 
     def save(self, path: Path) -> None:

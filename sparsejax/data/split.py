@@ -125,17 +125,27 @@ def heldout_from(
     """
     if not times.size:
         raise ValueError("nothing is held out: there are no entries")
-    if time is not None and fraction is None:
-        cut = as_time(time, times)
-    elif fraction is not None and time is None:
-        cut = time_of_share(times, fraction)
-    else:
-        raise ValueError("pass either a time or a fraction")
+    cut = cut_of(times, time, fraction)
     is_held = times >= cut
     span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
     if is_held.all():
         raise ValueError(f"everything is held out, nothing to train on: {span}")
     return is_held, span
+
+
+def cut_of(
+    times: np.ndarray, time: Time | None, fraction: float | None
+) -> int | float | np.number | np.datetime64:
+    """The time from which on `split_at` holds out, as `times` has it.
+
+    Raises:
+      ValueError: see `SparseDataset.split_at`.
+    """
+    if time is not None and fraction is None:
+        return as_time(time, times)
+    if fraction is not None and time is None:
+        return time_of_share(times, fraction)
+    raise ValueError("pass either a time or a fraction")
 
 
 def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:

@@ -7,11 +7,13 @@ import re
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsejax.data import SparseDataset, Split
+import sparsejax as sj
+from sparsejax.data import SparseDataset, Split, from_arrow
 from sparsejax.data.names import as_names
 from sparsejax.data.split import as_time, heldout_last, time_of_share
 from sparsejax.sparse import CSR
@@ -277,3 +279,46 @@ def test_splits_by_time_need_times():
     for split in (data.split_last, lambda: data.split_at(1)):
         with pytest.raises(ValueError, match="no times; read it with time=COLUMN"):
             split()
+
+
+REPEATS = {
+    "user": ["ann", "ann", "ann", "bob", "bob"],
+    "item": ["tea", "rye", "tea", "rye", "tea"],
+    "time": [1, 2, 9, 3, 8],
+}
+REPEATED = "1 of 2 held-out entries also have earlier events, which are in neither part"
+
+
+def test_repeats_across_a_cut_are_counted(tmp_path):
+    data = from_arrow(pa.table(REPEATS))
+    assert data.first_times is not None and data.first_times.min() == 1
+    data.save(tmp_path / "saved")
+    sequences = sj.read_sequences(pa.table(REPEATS))
+    # However the set was made, and whatever was done to it.
+    other = data.align_features(["tea", "rye", "fig"]).align_rows(["bob", "ann"])
+    sets = [data, SparseDataset.load(tmp_path / "saved"), sequences.to_sparse(), other]
+    parts = [
+        from_arrow(pa.table(REPEATS)[rows], features=["rye", "tea"])
+        for rows in (slice(0, 2), slice(2, 5))
+    ]
+    sets.append(parts[0].merge(parts[1]))
+    for each in sets:
+        with pytest.warns(UserWarning, match=REPEATED):
+            each.split_at(5)
+        with pytest.warns(UserWarning, match=REPEATED):
+            each.split_last()
+        each.split_rows(0.5, seed=0)  # nothing to warn of
+    # What the warning says to do gives all that was known at the cut.
+    train, heldout = (part.to_sparse() for part in sequences.split_at(5))
+    assert train.num_entries == 3 and heldout.num_entries == 2
+
+
+def test_repeats_on_one_side_are_no_matter():
+    table = pa.table({"user": ["a"] * 4, "item": [*"xxyy"], "time": [1, 2, 8, 9]})
+    data = from_arrow(table)
+    assert data.first_times is not None
+    data.split_at(5)  # and no warning
+    assert from_arrow(table[1:3]).first_times is None
+    assert from_arrow(table, time=None).first_times is None
+    with pytest.raises(ValueError, match="first_times must be a time of each entry"):
+        dataclasses.replace(data, first_times=np.array([99, 99]))
