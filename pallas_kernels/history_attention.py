@@ -444,7 +444,7 @@ class _Scores:
             bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
             cell = jnp.minimum((bits >> _CELL_BITS) - _FIRST_CELL, self.cells - 1)
             later = since >= lanes.look_up(self.edges, cell, layout)
-            cell = 2 * cell + jnp.where(later, 1, 0)
+            cell = 2 * cell + jnp.where(later, jnp.int32(1), jnp.int32(0))
             return lanes.look_up(self.of_cells, cell, layout)
         first, second, last = self.range_of_buckets()
         zeros = jnp.zeros((ROWS, self.columns), jnp.float32)
@@ -661,7 +661,7 @@ def _run(
             whole, more = divmod(units, programs)
             back = programs - 1 - program
             last = program if whole % 2 == 0 else back
-            count = group * (whole + jnp.where(last < more, 1, 0))
+            count = group * (whole + jnp.where(last < more, jnp.int32(1), jnp.int32(0)))
 
             def item(i, done):
                 turn = div(i, group)
@@ -678,7 +678,7 @@ def _run(
                 function(tile * TILE, head, first, stop - first, done, i, ranges)
                 return done + stop - first
 
-            lax.fori_loop(0, count, item, jnp.int32(0))
+            lax.fori_loop(jnp.int32(0), count, item, jnp.int32(0))
 
         def load(rows_smem, columns_smem, rows_full, rows_free, full, free):
             def copy(gmem, tail_gmem, row, head, smem, barrier):

@@ -68,7 +68,7 @@ def history_attention(
 
     The last number of each bias also stands for all that is further apart. Times that differ
     by less than 1 fall into the first bucket. Products of `q` and `k` and all sums are
-    float32 (float64 for float64); `a` and `y` are rounded to the dtype of `v`.
+    float32 (float64 for float64); what `v` is multiplied with is rounded to its dtype.
 
     Nothing of the size of a history squared is stored, neither here nor in the derivative:
     memory grows with the number of tokens. It is differentiable in reverse mode in `q`,
@@ -78,7 +78,8 @@ def history_attention(
     the same bits.
 
     Entries from `indptr[-1]` on are padding: their results are 0, and whatever is in them
-    changes no other result. On a mesh call it in a `jax.shard_map`, in which each device has
+    changes no other result. A number that is not finite in a history spoils its own later
+    results, and may spoil those of its neighbours. On a mesh call it in a `jax.shard_map`, in which each device has
     histories of its own and their `indptr`.
 
     Args:

@@ -237,7 +237,7 @@ def test_equals_the_padded_attention_of_hstu(form):
             scale=1.0,
             divisor=9.0,
         )
-        return jnp.zeros((4, 9, 2, 4)).at[inside].set(y)
+        return jnp.zeros((4, 9, 2, 4), y.dtype).at[inside].set(y)
 
     mask = inside[..., None, None]
     want, pull = jax.vjp(padded, q, k, v, *biases)
@@ -285,8 +285,7 @@ def test_what_is_wrong_in_a_jax_array_makes_its_history_nan(form):
     # The last history does not fit, and the second has times that go back.
     indptr = jnp.array([0, 3, 7, 9, 15])
     times[:] = np.arange(14)
-    times[5] = 1
-    times[3] = -5  # before the first history's last, which is no matter
+    times[3:5] = -5, -7  # also before the first history's last, which is no matter
     options: dict[str, Any] = {"rule": "silu", "form": form, "scale": 1.0}
     y = attend(*qkv, indptr, times, place, time, **options)
     wrong = np.isnan(y).any(axis=(1, 2))

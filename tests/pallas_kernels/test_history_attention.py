@@ -86,7 +86,8 @@ def test_forward(run_program, columns, of_places, of_times):
 
 
 @pytest.mark.parametrize(
-    ("of_places", "of_times"), [(False, False), (True, False), (True, True)]
+    ("of_places", "of_times"),
+    [(False, False), pytest.param(True, True, marks=pytest.mark.slow)],
 )
 def test_backward(run_program, of_places, of_times):
     q, k, v, dy, starts, times, place, time, least = make()
