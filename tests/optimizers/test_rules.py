@@ -114,6 +114,45 @@ def test_catch_up_is_what_dense_steps_do(rule):
     assert rule.decays == (rule.drifts or (shrunk and rule.shrinks_state))
 
 
+@pytest.mark.parametrize("count", [40, 700, 30_000])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        optimizers.adam(WARMUP),
+        # Powers of 0.999 would show how it is rounded, here as in optax.
+        optimizers.adamw(WARMUP, b1=0.875, b2=1 - 2**-9, weight_decay=0.1),
+        optimizers.momentum(WARMUP, weight_decay=0.1),
+    ],
+    ids=rule_id,
+)
+def test_the_table_is_what_dense_steps_do(rule, count):
+    rng = np.random.default_rng(0)
+    lags = np.array([0, 1, 2, 31, 32, 33, 159, 160, rule.table_lags])
+    lags = np.minimum(lags, count - 1)
+    w = rng.normal(size=(len(lags), 4))
+    state = random_state(rule, w, rng)
+    if "nu" in state:
+        state["nu"] *= [[1e-12, 1e-4, 1, 1e4]]  # a root beside eps, and far from it
+        state["mu"] *= np.sqrt(state["nu"])
+
+    @jax.jit
+    def caught_up(w, state, count):
+        table = rule.lag_table(count, jnp.float32)
+        numbers = [column[:, None] for column in table.by_lag[lags].T]
+        return rule.catch_up_by_table(w, state, numbers, list(table.shared))
+
+    got, after = caught_up(jnp.float32(w), float32(state), jnp.asarray(count))
+    for i, lag in enumerate(lags):
+        row = w[i : i + 1], {name: array[i : i + 1] for name, array in state.items()}
+        before = row[0].copy()
+        for t in range(count - lag + 1, count + 1):
+            row = numpy_step(rule, *row, np.zeros((1, 4)), t, numpy_rate(rule, t))
+        moved, exact = np.asarray(got[i], np.float64) - before, row[0] - before
+        np.testing.assert_allclose(moved, exact, rtol=3e-6, atol=3e-7)
+        for name, array in after.items():
+            np.testing.assert_allclose(array[i], row[1][name][0], 2e-5, 1e-7)
+
+
 @every_rule
 def test_steps_equal_numpy_and_optax(rule):
     rng = np.random.default_rng(1)
