@@ -110,8 +110,9 @@ def _with_colons(lines: list[str]) -> Format | None:
     sizes = {len(each) for each in entries}
     several = sum(len(each) > 1 for each in entries)
     slashes = max(sum(e.startswith("//") for e in each) for each in entries)
-    # What all lines begin with is no item but a scheme.
-    if slashes == 1 or (several > 1 and len(sizes) == len(first) == 1):
+    # What all lines begin with is no item but a scheme, if they go on otherwise.
+    has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
+    if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     is_alike = several > 1 and (len(sizes) == 1 or len(first) == 1)
     is_cut = slashes or any(entry.startswith(" ") for entry in flat)

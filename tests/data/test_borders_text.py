@@ -67,6 +67,7 @@ def test_pairs_with_colons(way, pairs, items, tmp_path):
         "ann\t12:30\nbob\t13:45\n",  # as many in each line
         "ann\tisbn:1\nbob\turn:isbn:2\nann\tplain\n",  # a row on two lines
         "ann\tStar Wars: Episode IV\nbob\tAlien\n",
+        "ann\tmilk:tea\nbob\tmilk:tea\n",
         "ann\tspotify:track:1\nbob\tspotify:user:x:list:2\n",
         "ann\thttp://shop/1:http://shop/2\nbob\tx\n",
     ],
