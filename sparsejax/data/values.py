@@ -165,6 +165,8 @@ def mixed_times(timed: bool) -> str:
 
 def time_problem(time: object, kind: str | None) -> str | None:
     """What is wrong with a time where others are of `kind`, or None if nothing is."""
+    if isinstance(time, int) and not -(2**63) <= time < 2**63:
+        return f"time {time} is too large: integers are below 2^63"
     found = parse_times(pa.array([time]))
     if found is None:
         if isinstance(time, bytes):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from contents import Contents, contents
 
@@ -444,3 +445,40 @@ def test_text_that_begins_like_a_compression_is_read(tmp_path):
     path.write_text("user,item\nann,tea\n".replace("user", "BZh9"))
     data = read(path, user="BZh9", item="item")
     assert contents(data) == {"ann": {"tea": 1}}
+
+
+LARGE_TIMES = pa.table(
+    {
+        "user": ["ann", "bob"],
+        "item": ["tea", "rye"],
+        "time": pa.array([1, 2**63 + 5], pa.uint64()),
+    }
+)
+LISTS = pa.table(
+    {
+        "user": ["ann"],
+        "items": [["tea", "rye"]],
+        "times": pa.array([[1, 2**63 + 5]], pa.list_(pa.uint64())),
+    }
+)
+
+
+@pytest.mark.parametrize("table", [LARGE_TIMES, LISTS], ids=["pairs", "lists"])
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda table, path: sj.from_arrow(table),
+        lambda table, path: sj.read_sequences(table),
+        lambda table, path: sj.read(path),
+        lambda table, path: sj.read_sequences(path),
+        lambda table, path: sj.scan_sequences(path).read(
+            0, len(set(table["user"].to_pylist()))
+        ),
+    ],
+    ids=["from_arrow", "sequences", "read", "sequences of a file", "scan"],
+)
+def test_a_time_that_is_too_large_is_named(table, reader, tmp_path):
+    path = tmp_path / "t.parquet"
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match=r"time 9223372036854775813 is too large"):
+        reader(table, path)
