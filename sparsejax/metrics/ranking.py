@@ -52,11 +52,13 @@ from jaxtyping import Array, Bool, Float, Int
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import call_on_each_device, call_with_auto_axes
 from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.promotion import promoting
 from sparsejax.sparse import CSR
 
 Counts = Int[Array | np.ndarray, "batch"] | None
 
 
+@promoting
 def recall_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -81,6 +83,7 @@ def recall_at_k(
     return _hits(ids, labels, k) / jnp.maximum(_num_labels(labels, left_out), 1)
 
 
+@promoting
 def truncated_recall_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -97,6 +100,7 @@ def truncated_recall_at_k(
     return _hits(ids, labels, k) / jnp.clip(_num_labels(labels, left_out), 1, k)
 
 
+@promoting
 def precision_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -108,6 +112,7 @@ def precision_at_k(
     return _hits(ids, labels, k) / k
 
 
+@promoting
 def ndcg_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -130,6 +135,7 @@ def ndcg_at_k(
     return gain / ideal + _nan_where_broken(labels)
 
 
+@promoting
 def hit_rate_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -142,6 +148,7 @@ def hit_rate_at_k(
     return jnp.minimum(_hits(ids, labels, k), 1)
 
 
+@promoting
 def mrr_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -155,6 +162,7 @@ def mrr_at_k(
     return best + _nan_where_broken(labels)
 
 
+@promoting
 def map_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops.item_chunks import accumulator, arrays
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
 from sparsejax.optimizers.gradients import rows_of
@@ -111,6 +112,7 @@ class NegativeSampler:
         return ids, self.log_q[ids]
 
 
+@promoting
 def sampled_cross_entropy(
     h: Float[Array, "*batch hidden"],
     kernel: nnx.Variable | jax.Array,

@@ -24,6 +24,7 @@ from sparsejax.mesh.layout import (
     varying_axes,
 )
 from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops.gather_sum import gather_sum
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator
@@ -33,6 +34,7 @@ from sparsejax.sparse import CSR
 Combiner = Literal["sum", "mean", "sqrtn"]
 
 
+@promoting
 def gather_matmul(
     x: LookupRows,
     w: Float[Array, "features hidden"],

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.matmul_tiles import STEP
 from pallas_kernels.score_tiles import TILE_ITEMS
 from sparsejax.losses import SoftmaxCrossEntropy
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops.chunked_loss import operand_dtype
 from sparsejax.ops.implementations import (
     HOPPER,
@@ -26,6 +27,7 @@ from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
 
 
+@promoting
 def linear_cross_entropy(
     h: Float[Array, "*batch hidden"],
     kernel: Float[Array, "items hidden"],

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.weight_gradient import TILE, tile_columns, weight_gradient
 from sparsejax import losses
 from sparsejax.mesh.layout import reshard_if_explicit
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops import item_chunks, kept_scores, two_passes
 from sparsejax.ops.chunked_loss import (
     Batch,
@@ -31,6 +32,7 @@ from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import Labels
 
 
+@promoting
 def output_loss(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
@@ -167,6 +169,7 @@ def output_loss_in_chunks(
         return _weighted(how, h, *layer, weights, labels)
 
 
+@promoting
 def output_loss_per_example(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],

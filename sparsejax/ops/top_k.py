@@ -18,6 +18,7 @@ from pallas_kernels import top_k as kernels
 from pallas_kernels.selection import best_places, best_places_inside, members, pick
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import call_on_each_device
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops import item_chunks
 from sparsejax.ops.implementations import (
     HOPPER,
@@ -64,6 +65,7 @@ CPU = Tuning(chunk_scores=2**21, group=32, small_group=32, many=0, direct=127)
 GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
 
 
+@promoting
 def top_k(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],

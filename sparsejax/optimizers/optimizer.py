@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows
 from sparsejax.mesh.layout import jit_sharded, out_sharding
+from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import row_update
@@ -117,6 +118,7 @@ class Optimizer(nnx.Pytree):
         of its rounding. A parameter that is not there is rounded to nearest.
     """
 
+    @promoting
     def __init__(
         self,
         model: Any,
@@ -198,6 +200,7 @@ class Optimizer(nnx.Pytree):
             self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense
         )
 
+    @promoting
     def update(self, model: Any, grads: Any, *, updated: Sequence[Path] = ()) -> None:
         """One step: moves the parameters of `model` and the state here.
 
@@ -234,6 +237,7 @@ class Optimizer(nnx.Pytree):
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
 
+    @promoting
     def add_rows(self, model: Any, known: Mapping[Path, int]) -> None:
         """Makes the state fit parameters to which `growth.add_rows` added rows.
 
@@ -279,6 +283,7 @@ class Optimizer(nnx.Pytree):
         is_variable = lambda node: isinstance(node, nnx.Variable)
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
+    @promoting
     def flush(self, model: Any, *, deterministic: bool = False) -> None:
         """Brings all rows of `model` up to date, in place.
 

@@ -27,6 +27,7 @@ from sparsejax.mesh.layout import (
     replicated,
     using_auto_axes,
 )
+from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.loop import check_positive
@@ -210,6 +211,7 @@ class _Scores:
         self._model, self._optimizer = model, optimizer
         self._most, self._program = batch_size, _logits[deterministic]
 
+    @promoting
     @using_auto_axes()
     def of_all(self, clicks: Clicks, feature: str | None = None) -> _Found:
         """Args:

@@ -28,6 +28,7 @@ from sparsejax.data.sources import (
     find_rows,
 )
 from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.histories import HISTORIES
 from sparsejax.prediction.loop import check_positive, check_scores, exclusion, indicator
@@ -91,6 +92,7 @@ class Setup:
         return tuple(np.atleast_1d(self.k).tolist())
 
 
+@promoting
 @using_auto_axes()
 def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
@@ -178,6 +180,7 @@ class Evaluation:
     popularity: np.ndarray | None
     baseline: dict[str, float]
 
+    @promoting
     @using_auto_axes()
     def run(
         self,

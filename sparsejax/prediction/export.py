@@ -17,6 +17,7 @@ from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.mesh.layout import replicated, without_mesh
+from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.prediction.arguments import Kind, refused
@@ -45,6 +46,7 @@ def _kind(model: Any) -> Kind:
 _tables = ("table_dtype",)  # of a click model
 
 
+@promoting
 @refused("model", _kind, {"clicks": ("k",), "items": _tables, "histories": _tables})
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,

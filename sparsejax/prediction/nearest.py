@@ -20,6 +20,7 @@ from sparsejax.mesh.layout import (
     sharding_of,
     using_auto_axes,
 )
+from sparsejax.mesh.promotion import promoting
 from sparsejax.ops.top_k import top_k
 from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.recommendations import Recommendations
@@ -27,6 +28,7 @@ from sparsejax.prediction.recommendations import Recommendations
 Metric = Literal["dot", "cosine"]
 
 
+@promoting
 @using_auto_axes()
 def nearest(
     queries: object,

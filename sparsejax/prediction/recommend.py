@@ -19,6 +19,7 @@ from sparsejax.data.sources import (
     features_of,
 )
 from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.histories import Unordered, unordered
 from sparsejax.prediction.loop import check_positive, collect, each, exclusion
@@ -32,6 +33,7 @@ from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.prediction.recommender import Recommender, recommended, split
 
 
+@promoting
 @using_auto_axes()
 def recommend(
     model: Recommender | HistoryModel,

@@ -22,6 +22,7 @@ from sparsejax.data.names import Names, as_names, find_names, quoted, to_arrow
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
+from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops.top_k import top_k
 from sparsejax.optimizers.optimizer import Optimizer
@@ -81,6 +82,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
     return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
 
 
+@promoting
 @using_auto_axes()
 def user_vectors(
     model: Encoder,
@@ -116,6 +118,7 @@ def user_vectors(
     return np.concatenate(parts)[: x.num_rows]
 
 
+@promoting
 @using_auto_axes()
 def similar_items(
     model: HasItems,

@@ -14,6 +14,7 @@ from sparsejax.data import ScannedDataset, SparseDataset
 from sparsejax.data.scan_sequences import ScannedSequences
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
+from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
@@ -127,6 +128,7 @@ def set_linear_part(model: FeedForward | SequenceModel, data: Any) -> None:
     linear.set_from(data if scipy.sparse.issparse(data) else data.to_scipy())
 
 
+@promoting
 def new_modules(
     config: NetworkConfig | SequenceConfig,
     rule: Rule,

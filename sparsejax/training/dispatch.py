@@ -414,7 +414,7 @@ def run_steps(
         if isinstance(model, Projected):
             model.project()
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
-        return state, losses.at[i].set(loss), derived
+        return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
 
     model, optimizer = nnx.merge(how.graphdef, state, copy=True)
     with optimizer.ahead(model, sizes.steps):

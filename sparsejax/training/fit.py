@@ -30,6 +30,7 @@ from sparsejax.mesh.layout import (
     put_on_mesh,
     using_auto_axes,
 )
+from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.prediction.arguments import kind_of, refused
@@ -88,6 +89,7 @@ def _alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
     return cast(Fit, wrapped)
 
 
+@promoting
 @_on_auto_axes
 @refused("inputs", kind_of, {"clicks": ("k",)})
 @_alone

@@ -263,3 +263,10 @@ def test_an_operation_takes_every_kind_of_array(name):
         for got, wanted in zip(arrays_of(found), expected, strict=True):
             assert got.dtype == wanted.dtype
             np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_goes_where_types_may_not_be_mixed(name):
+    operation, arrays = OPERATIONS[name]
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(operation, *map(jnp.asarray, arrays))
