@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import datetime
+import decimal
 import os
 import pathlib
 import signal
@@ -162,6 +163,11 @@ ZONE = datetime.timezone(datetime.timedelta(hours=2))
     "columns",
     [
         {"user": ["1.0", "2.0", "2.0"], "item": ["x", "2.5", "7.0"], "time": DAYS},
+        {
+            "user": pa.array([1.0, 2.0, 2.0], pa.float32()),
+            "item": pa.array([decimal.Decimal(n) for n in ("7.00", "7.50", "8.00")]),
+            "time": DAYS,
+        },
         {
             "user": [b"a", b"b", b"b"],
             "item": ["3.0", "4.0", "5.0"],
