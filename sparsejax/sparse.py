@@ -425,13 +425,13 @@ def summed(
     In the type of the matrix sums of uint8 would wrap, and those of float32 be rounded. A
     boolean matrix stays one.
     """
-    is_bool = matrix.dtype == np.bool_
-    if is_bool or matrix.format in ("csr", "csc"):
+    is_bool = matrix.dtype == np.bool_  # pyrefly: ignore
+    if is_bool or matrix.format in ("csr", "csc"):  # pyrefly: ignore
         csr = scipy.sparse.csr_array(matrix, copy=True)
         if not (is_bool or csr.has_canonical_format):
             csr.data = csr.data.astype(np.float64)
     else:  # to convert these adds their duplicates
-        csr = scipy.sparse.csr_array(matrix.astype(np.float64))
+        csr = scipy.sparse.csr_array(matrix.astype(np.float64))  # pyrefly: ignore
     csr.sum_duplicates()  # sorts too
     return csr
 
