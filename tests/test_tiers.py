@@ -37,6 +37,8 @@ OPERATIONS = {
     },
     "history_attention": {
         "xla": "ops/test_history_attention.py::test_equals_float64",
+        "interpreted": "pallas_kernels/test_history_attention.py",
+        "lowered": "pallas_kernels/test_history_attention.py::test_lowers_for_cuda",
         "mesh": "ops/test_history_attention.py::test_on_a_mesh",
     },
     "top_k": {
@@ -49,7 +51,9 @@ OPERATIONS = {
 # What an operation is made of: gradients and updates of rows, and each GPU program.
 PROGRAMS = {
     "gather_matmul": "pallas_kernels/test_gather_matmul.py::test_equals_float64",
+    "catch_up": "pallas_kernels/test_catch_up.py",
     "gram_loss": "pallas_kernels/test_gram_loss.py::test_squared_gradient",
+    "history_attention": "pallas_kernels/test_history_attention.py",
     "output_loss": "pallas_kernels/test_output_loss.py::test_slopes",
     "rounding": "pallas_kernels/test_rounding.py::test_bits_are_those_of_murmur3",
     "row_update": "pallas_kernels/test_row_update.py::test_nothing_touched",
@@ -103,6 +107,10 @@ def test_each_operation_program_command_and_kind_of_process_has_a_quick_test(qui
     forms = [test for tests in OPERATIONS.values() for test in tests.values()]
     tests = {*forms, *PROGRAMS.values(), *COMMANDS.values(), *PROCESSES.values()}
     assert not tests - quick
+
+
+def test_slow_tests_have_the_names_of_the_list(quick, renamed_slow_tests):
+    assert not renamed_slow_tests
 
 
 def test_nothing_is_missing_here():

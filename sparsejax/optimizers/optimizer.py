@@ -459,11 +459,13 @@ class Optimizer(nnx.Pytree):
 
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
         rows, hidden = kernel.shape
-        in_programs = row_update.in_programs(
-            self.rule_of(kernel), kernel[...], self.noise_of(path)
-        ) and row_update.takes_rows(hidden)
+        w = kernel[...]
+        in_programs = row_update.is_narrow(w) and row_update.takes_rows(hidden)
+        in_programs &= row_update.in_programs(
+            self.rule_of(kernel), w, self.noise_of(path)
+        )
         in_programs &= mosaic_is_fastest(
-            kernel[...], entries, divided=gradients.is_divided(kernel)
+            w, entries, divided=gradients.is_divided(kernel)
         )
         return updates_whole(rows, entries, in_programs=in_programs)
 

@@ -87,7 +87,7 @@ def test_forward(run_program, columns, of_places, of_times):
 
 @pytest.mark.parametrize(
     ("of_places", "of_times"),
-    [(False, False), pytest.param(True, True, marks=pytest.mark.slow)],
+    [(False, False), (True, True)],
 )
 def test_backward(run_program, of_places, of_times):
     q, k, v, dy, starts, times, place, time, least = make()
