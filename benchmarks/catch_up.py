@@ -89,7 +89,7 @@ def _time(make_model, rule, examples, batch: int) -> tuple[float, float, float]:
         start = time.process_time(), time.perf_counter()
         for dispatch in epochs.dispatches(epoch):
             losses = program.launch(dispatch)
-        loss = float(losses[-1])
+        loss = float(losses[-1])  # pyrefly: ignore
         times = time.process_time() - start[0], time.perf_counter() - start[1]
         if begin is None:  # it compiled
             begin = time.perf_counter()
@@ -98,7 +98,7 @@ def _time(make_model, rule, examples, batch: int) -> tuple[float, float, float]:
         epoch += 1
     best = np.mean(sorted(found)[: -(-len(found) // 3)], axis=0)
     processors, seconds = best / -(-epochs.num_rows // batch)
-    return seconds, processors, loss
+    return seconds, processors, loss  # pyrefly: ignore
 
 
 def _click_examples(rows, sizes, skew, num_dense):

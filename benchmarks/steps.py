@@ -199,7 +199,7 @@ def _work(make: Callable) -> None:
             elif "time" in request:
                 answer = _times(forms[request["time"]], request["seconds"])
             elif "profile" in request:
-                answer = profile(forms[request["profile"]])
+                answer = profile(forms[request["profile"]])  # pyrefly: ignore
             else:
                 answer["fit"] = fits()
         except Exception as error:  # noqa: BLE001
@@ -219,7 +219,7 @@ def _times(step: Callable, seconds: float) -> dict[str, float]:
     for _ in range(count):
         _, wait = step()
     called = time.perf_counter() - begin
-    wait()
+    wait()  # pyrefly: ignore
     whole = time.perf_counter() - begin
     processor = time.process_time() - processor
     return {
@@ -284,12 +284,15 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     if kind == "clicks":
         names = [f"C{i}" for i in range(len(_ROWS))]
-        config: Any = sj.DLRMConfig(dim=_DIM, bottom=_LAYERS, top=_LAYERS, dtype=dtype)
+        config: Any = sj.DLRMConfig(dim=_DIM, bottom=_LAYERS, top=_LAYERS, dtype=dtype)  # pyrefly: ignore
         features = dict(zip(names, _ROWS, strict=True))
 
         def make():
             return sj.DLRM(
-                config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0)
+                config,
+                num_dense=_DENSE,
+                features=features,
+                rngs=nnx.Rngs(0),  # pyrefly: ignore
             )
 
         dense, ids, labels = _clicks(batch)
@@ -312,11 +315,16 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
 
         def make():
             return sj.FeedForward(
-                config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0)
+                config,
+                inputs=_ITEMS,
+                outputs=_ITEMS,
+                rngs=nnx.Rngs(0),  # pyrefly: ignore
             )
 
         indptr, indices = _rows(batch)
-        given = (sj.CSR(None, jnp.asarray(indices), jnp.asarray(indptr), _ITEMS),)
+        given = (
+            sj.CSR(None, jnp.asarray(indices), jnp.asarray(indptr), num_cols=_ITEMS),
+        )
 
         def loss_of(model, x):
             return model.loss(x, x) / x.num_rows
@@ -409,7 +417,7 @@ def _fits(kind: str, batch: int, make: Callable) -> list[dict]:
         rows = min(rows, 131_072)
         indptr, indices = _rows(rows)
         data = sj.SparseDataset.from_scipy(
-            sj.CSR(None, indices, indptr, _ITEMS).to_scipy()
+            sj.CSR(None, indices, indptr, num_cols=_ITEMS).to_scipy()
         )
     else:
         histories, times = _histories(rows, _items(batch))

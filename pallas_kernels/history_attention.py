@@ -760,7 +760,7 @@ def _run(
                 if longest is None:
                     of_rows += [None, None, None]
                 else:
-                    of_rows += [longest[block], gaps[block]]
+                    of_rows += [longest[block], gaps[block]]  # pyrefly: ignore
                     of_rows += [row_vector(scores.times, row)]
                 place = rem(i, row_slots)
                 mine = [smem.at[place, warpgroup] for smem in rows_smem]

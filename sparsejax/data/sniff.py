@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
@@ -27,8 +28,8 @@ def guess_format(path: Path) -> Format:
     KiB decide:
 
     * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
-      stands on one line, and lines differ in the number and in the first of their entries;
-      or all entries have values. It is pairs if the first line is a header, or if items
+      stands on one line, and lines differ in the number and in the first of their entries,
+      or an entry stands in several places; or all entries have values. It is pairs if the first line is a header, or if items
       are like `http://shop/1`, or if all have as many ':' and begin alike, like
       `shop:tea:1`.
     * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
@@ -106,18 +107,34 @@ def _with_colons(lines: list[str]) -> Format | None:
     flat = [entry for each in entries for entry in each if entry]
     if all("," in entry and is_number(entry.rpartition(",")[2]) for entry in flat):
         return "text"
+    repeated = len(set(rows)) < len(rows)  # in text a row stands on one line
+    slashes = max(sum(e.startswith("//") for e in each) for each in entries)
+    if not repeated and not slashes and _stand_anywhere(entries):
+        return "text"
     first = {each[0] for each in entries if len(each) > 1}
     sizes = {len(each) for each in entries}
     several = sum(len(each) > 1 for each in entries)
-    slashes = max(sum(e.startswith("//") for e in each) for each in entries)
     # What all lines begin with is no item but a scheme, if they go on otherwise.
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     is_alike = several > 1 and (len(sizes) == 1 or len(first) == 1)
     is_cut = slashes or any(entry.startswith(" ") for entry in flat)
-    # In text a row stands on one line.
-    return None if is_alike or is_cut or len(set(rows)) < len(rows) else "text"
+    return None if is_alike or is_cut or repeated else "text"
+
+
+def _stand_anywhere(entries: list[list[str]]) -> bool:
+    """Whether an entry stands in two places of lines, as items do and parts of names do not.
+
+    Parts of clock times, which are two digits each, do so, too.
+    """
+    places = collections.defaultdict(set)
+    for each in entries:
+        for place, entry in enumerate(each):
+            places[entry].add(place)
+    if all(re.fullmatch("[0-9]{2}", entry) for entry in places):
+        return False
+    return any(len(found) > 1 for found in places.values())
 
 
 def _is_header(cells: list[str]) -> bool:

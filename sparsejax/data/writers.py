@@ -8,6 +8,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -123,7 +124,7 @@ def _times(data: SparseDataset) -> tuple[list[str], np.ndarray]:
         raise ValueError(
             "pairs cannot hold dates before the year 0 or after 9999; choose parquet"
         )
-    unit = next(
+    unit: Any = next(
         (u for u in ("D", "s") if (times == times.astype(f"M8[{u}]")).all()), "us"
     )
     return np.datetime_as_string(times, unit=unit, casting="unsafe").tolist(), places

@@ -117,7 +117,7 @@ def test_headers_with_types(way, ending, columns, tmp_path):
     assert sorted(found.row_names.tolist()) == ["ua", "ub"]
     assert items_of(found) == ["ia", "ib"]
     if way == "read":
-        assert (found.matrix.data is not None) == (columns > 2)
+        assert (found.matrix.data is not None) == (columns > 2)  # pyrefly: ignore
         assert (found.times is not None) == (columns > 3)
         for name in ("item_id", "item_id:token"):
             assert items_of(sj.read(path, item=name)) == ["ia", "ib"]
@@ -181,7 +181,7 @@ def test_lists_where_there_can_be_none(tmp_path):
     with pytest.raises(sj.DataError, match="the column of the value has lists"):
         sj.read(path)
     path.write_text("user_id:token\titems:token_seq\ttime:float\nua\tia ib\t3\n")
-    assert sj.read(path).times.tolist() == [3, 3]
+    assert sj.read(path).times.tolist() == [3, 3]  # pyrefly: ignore
 
 
 def test_clicks_with_types(tmp_path):
@@ -192,7 +192,7 @@ def test_clicks_with_types(tmp_path):
     for data in (sj.read_clicks(path, schema), sj.scan_clicks(path, schema)):
         assert data.vocabularies["tags"].tolist() == ["a", "b"]
     tags = sj.read_clicks(path, schema).ids["tags"]
-    assert tags.indices.tolist() == [2, 3] and tags.indptr.tolist() == [0, 2, 2]
+    assert tags.indices.tolist() == [2, 3] and tags.indptr.tolist() == [0, 2, 2]  # pyrefly: ignore
     columns = {"dense": {"age:float": sj.DenseColumn()}}
     named = {"tags:token_seq": sj.VocabularyColumn()}  # as in the file: text
     schema = sj.ClickSchema("label:float", ids=named, **columns)

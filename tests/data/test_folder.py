@@ -320,7 +320,7 @@ def test_a_preparation_that_was_done_can_be_repeated(tmp_path):
         (frame[1:], {"split_fraction": 0.5}),
     ):
         with pytest.raises(FileExistsError, match="out: already exists"):
-            sj.prepare(changed, out, **options)
+            sj.prepare(changed, out, **options)  # pyrefly: ignore
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     # A folder that is not whole is none.

@@ -495,6 +495,8 @@ def test_name_encoder(blocks, waiting):
         ("a.tsv", "u\ti,3:j,4\n", "text"),
         ("a.txt", "u\ti\nv\ti:j\n", "text"),
         ("a.txt", "u\t\nv\ti:j\nno tab\n", "text"),  # whose reader finds the bad line
+        ("a.txt", "u\ti:j:k\nv\tj:k:l\n", "text"),  # all rows have as many items
+        ("a.txt", "u\ti:j\nv\ti:k\nw\tk:l\n", "text"),
         ("a.tsv", "u\ti\t3\nv\tj\t4\n", "pairs"),
         ("a.tsv", "u\ti\nv\tj\n", "pairs"),
         ("a.tsv", "user_id\titem_id\nv\tj:k\n", "pairs"),

@@ -124,8 +124,8 @@ def test_lowers_for_cuda():
 
     def call(q, k, v, dy):
         options = {"scale": 0.5, "divisor": 3.0}
-        y = mosaic.attend(q, k, v, starts, place, *timed, **options)
-        return y, mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)
+        y = mosaic.attend(q, k, v, starts, place, *timed, **options)  # pyrefly: ignore
+        return y, mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)  # pyrefly: ignore
 
     lowered = jax.jit(call).trace(q, k, v, dy).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 3

@@ -115,7 +115,7 @@ def test_commands_and_functions_agree(tmp_path, capsys):
         found = json.loads(said.out.splitlines()[-1])
         assert "2 of 5 rows are not in" in said.err
         assert "2 users are new: the model is shown nothing of them" in said.out
-        wanted = sj.evaluate(model, data, heldout, k=3, **options)
+        wanted = sj.evaluate(model, data, heldout, k=3, **options)  # pyrefly: ignore
         assert found == pytest.approx(wanted)
         assert (found["users"], found["users_new"]) == (3 if more else 5, 2)
 

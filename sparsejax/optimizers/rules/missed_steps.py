@@ -84,7 +84,7 @@ def latest(
 
 def _powers(step: Linear, count: int) -> np.ndarray:
     """`[count, 4]` float64: 0, 1, ... times the step."""
-    sums, width = np.float64([Linear()]), 1
+    sums, width = np.array([Linear()], np.float64), 1
     last = Linear(*map(np.float64, step))  # `width` times the step
     with np.errstate(over="ignore", invalid="ignore"):
         while width < count:

@@ -115,7 +115,7 @@ class Replay:
         if kept is not None:
             factor = factor * kept
         # Of float32 numbers, because the dense rule multiplies by these in each step.
-        shrunk = np.float64(np.float32([self.b1, self.b2]))
+        shrunk = np.array([self.b1, self.b2], np.float32).astype(np.float64)
         half = jnp.asarray(-0.5 * math.log(shrunk[1]) * i, dtype)
         log_d = half - 0.5 * jnp.log(self._rest(self.b2, number, dtype))
         high = jnp.max(jnp.where(t >= 1, log_d, log_d[0]))
