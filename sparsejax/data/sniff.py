@@ -28,8 +28,9 @@ def guess_format(path: Path) -> Format:
     KiB decide:
 
     * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
-      stands on one line, and lines differ in the number and in the first of their entries,
-      or an entry stands in several places; or all entries have values. It is pairs if the first line is a header, or if items
+      stands on one line, and lines differ in the first of their entries and, if they have
+      two or three, in the number; or an entry stands in several places; or all entries
+      have values. It is pairs if the first line is a header, or if items
       are like `http://shop/1`, or if all have as many ':' and begin alike, like
       `shop:tea:1`.
     * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
@@ -118,7 +119,8 @@ def _with_colons(lines: list[str]) -> Format | None:
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
-    is_alike = several > 1 and (len(sizes) == 1 or len(first) == 1)
+    # Names with more parts than three, in each line as many, begin alike.
+    is_alike = several > 1 and (len(first) == 1 or sizes in ({2}, {3}))
     is_cut = slashes or any(entry.startswith(" ") for entry in flat)
     return None if is_alike or is_cut or repeated else "text"
 

@@ -497,6 +497,8 @@ def test_name_encoder(blocks, waiting):
         ("a.txt", "u\t\nv\ti:j\nno tab\n", "text"),  # whose reader finds the bad line
         ("a.txt", "u\ti:j:k\nv\tj:k:l\n", "text"),  # all rows have as many items
         ("a.txt", "u\ti:j\nv\ti:k\nw\tk:l\n", "text"),
+        ("a.txt", "u\ti:j:k:l\nv\tm:n:o:p\n", "text"),
+        ("a.txt", "u\ti:j:k:l\nv\ti:n:o:p\n", "pairs"),  # a scheme
         ("a.tsv", "u\ti\t3\nv\tj\t4\n", "pairs"),
         ("a.tsv", "u\ti\nv\tj\n", "pairs"),
         ("a.tsv", "user_id\titem_id\nv\tj:k\n", "pairs"),
