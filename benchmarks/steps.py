@@ -289,7 +289,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
 
         def make():
             return sj.DLRM(
-                config,
+                config,  # pyrefly: ignore
                 num_dense=_DENSE,
                 features=features,
                 rngs=nnx.Rngs(0),  # pyrefly: ignore
@@ -315,7 +315,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
 
         def make():
             return sj.FeedForward(
-                config,
+                config,  # pyrefly: ignore
                 inputs=_ITEMS,
                 outputs=_ITEMS,
                 rngs=nnx.Rngs(0),  # pyrefly: ignore
