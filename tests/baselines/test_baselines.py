@@ -97,14 +97,15 @@ def test_they_recommend_as_other_models_do(name):
     assert (found.ids[3] == -1).all()  # it has every item
     empty = found.ids[0, :7]
     np.testing.assert_array_equal(empty, np.arange(7))  # ties go to the lower number
-    # Among candidates, and beside popularity.
+    # Among candidates, and beside popularity, in which each item has an entry: one without
+    # ranks behind all candidates.
     heldout = random_csr(25, 7, 0.3, seed=5)
-    candidates = CSR.from_scipy(scipy.sparse.csr_array(np.ones((25, 7))))
+    every = CSR.from_scipy(scipy.sparse.csr_array(np.ones((25, 7))))
     among, all_items = (
         sj.evaluate(
-            model, shown, heldout, k=3, exclude=None, popularity=train, candidates=c
+            model, shown, heldout, k=3, exclude=None, popularity=every, candidates=c
         )
-        for c in (candidates, None)
+        for c in (every, None)
     )
     assert among == pytest.approx(all_items)
     assert all_items["coverage@3"] > 0
