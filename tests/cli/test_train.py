@@ -254,6 +254,7 @@ def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
     assert "--tensorboard needs another package: pip install 'sparsejax[" in error
 
 
+@pytest.mark.usefixtures("no_kept_programs")  # they could not be written, either
 def test_a_checkpoint_that_cannot_be_written_is_told_in_a_line(small, tmp_path):
     limited = 'ulimit -f 8; exec "$@"'
     argv = [
