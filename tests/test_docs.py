@@ -430,7 +430,7 @@ def test_choosing(capsys):
 def test_measuring_while_it_trains(trained, capsys):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     assert capsys.readouterr().out.count("'users'") == 2
-    _, code, _ = python("training.md")
+    _, _, code, _ = python("training.md")
     exec(compile(code, "training.md", "exec"), trained)  # noqa: S102
     found = capsys.readouterr().err
     assert found.startswith("training ended after epoch ")

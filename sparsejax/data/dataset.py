@@ -632,17 +632,24 @@ def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
     both = scipy.sparse.coo_array(
         (data, (rows, columns)), shape=(dataset.num_rows, len(names))
     )
-    times, order = dataset.times, dataset.order
+    times, order, first = dataset.times, dataset.order, dataset.first_times
     if times is not None and order is not None:
+        earliest = times if first is None else first
         at = np.argsort(order, kind="stable")
         at = at[latest_events(rows[at], columns[at], times[at])]
         times, order = times[at], order[at]
+        _, several = events_of_pairs(rows, columns, earliest)
+        if several is not None:
+            first = several
+        elif first is not None:
+            first = first[at]
     return dataclasses.replace(
         dataset,
         matrix=CSR.from_scipy(both),
         feature_names=names,
         times=times,
         order=order,
+        first_times=first,
     )
 
 

@@ -28,9 +28,9 @@ def guess_format(path: Path) -> Format:
     KiB decide:
 
     * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
-      stands on one line, and lines differ in the first of their entries and, if they have
-      two or three, in the number; or an entry stands in several places; or all entries
-      have values. It is pairs if the first line is a header, or if items
+      stands on one line, and lines differ in the first of their entries, or an entry stands
+      in several places; or all entries have values. Lines of two digits like `12:30` are
+      not clear. It is pairs if the first line is a header, or if items
       are like `http://shop/1`, or if all have as many ':' and begin alike, like
       `shop:tea:1`.
     * pairs: each line has the same number of fields, at least two, separated by TAB, '::',
@@ -110,7 +110,9 @@ def _with_colons(lines: list[str]) -> Format | None:
         return "text"
     repeated = len(set(rows)) < len(rows)  # in text a row stands on one line
     slashes = max(sum(e.startswith("//") for e in each) for each in entries)
-    if not repeated and not slashes and _stand_anywhere(entries):
+    # The hours and minutes of times stand anywhere, too.
+    are_clocks = all(re.fullmatch("[0-9]{2}", entry) for entry in flat)
+    if not (repeated or slashes or are_clocks) and _stand_anywhere(entries):
         return "text"
     first = {each[0] for each in entries if len(each) > 1}
     sizes = {len(each) for each in entries}
@@ -119,23 +121,17 @@ def _with_colons(lines: list[str]) -> Format | None:
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
-    # Names with more parts than three, in each line as many, begin alike.
-    is_alike = several > 1 and (len(first) == 1 or sizes in ({2}, {3}))
+    is_alike = several > 1 and (len(first) == 1 or (are_clocks and len(sizes) == 1))
     is_cut = slashes or any(entry.startswith(" ") for entry in flat)
     return None if is_alike or is_cut or repeated else "text"
 
 
 def _stand_anywhere(entries: list[list[str]]) -> bool:
-    """Whether an entry stands in two places of lines, as items do and parts of names do not.
-
-    Parts of clock times, which are two digits each, do so, too.
-    """
+    """Whether an entry stands in two places of lines, as items do and parts of names do not."""
     places = collections.defaultdict(set)
     for each in entries:
         for place, entry in enumerate(each):
             places[entry].add(place)
-    if all(re.fullmatch("[0-9]{2}", entry) for entry in places):
-        return False
     return any(len(found) > 1 for found in places.values())
 
 

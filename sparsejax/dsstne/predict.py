@@ -128,7 +128,7 @@ def predict(command: Predict) -> None:
     processes.in_first(lambda: _write(command, found.samples, best, items))
 
 
-def _printed(command: Predict, number: float) -> str:
+def _printed(command: Predict, number: float | np.floating) -> str:
     # Python's operator has the flags and lengths of C.
     return f"%{command.precision}" % float(number)
 

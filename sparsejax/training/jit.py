@@ -77,6 +77,11 @@ def jit(
             losses.append(step(model, optimizer, x, y))   # does not wait for the step
         optimizer.flush(model)                            # at the end
 
+    >>> from flax import nnx
+    >>> double = jit(lambda layer, x: 2 * layer(x))
+    >>> double(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3))).shape
+    (4, 2)
+
     It is used as `nnx.jit` is. Any argument, or part of one, may be an NNX module: a model, an
     `sj.Optimizer` or `nnx.Optimizer`, `nnx.Rngs`, an `nnx.Metric`, an `nnx.Variable`. The
     differences:

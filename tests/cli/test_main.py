@@ -96,7 +96,7 @@ TRAIN = "train data --run new --format text "
         ("train data --run data --resume", "data: is not a folder"),
         ("evaluate missing data data", "missing: is not a run folder"),
         ("evaluate damaged data data", "run.json: these are not the settings"),
-        ("evaluate newer data data", "run.json: settings of version 2"),
+        ("evaluate newer data data", 'run.json: the settings of a run: "version" is 2'),
         ("evaluate run unknown board --format text", "unknown: all 2 entries"),
         ("evaluate run board missing --format text", "missing: no such file"),
         ("evaluate run user.parquet board", "board: "),

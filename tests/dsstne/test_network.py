@@ -340,7 +340,7 @@ def test_inputs_of_one_data_set():
     """Forward they may share it; of different widths they may not."""
     inputs = [{"N": 3, "DataSet": "d"}, {"N": 3, "Kind": "Input", "DataSet": "d"}]
     network = made(*inputs, {"N": 2, "Source": ["Input0", "Input1"]})
-    weights, x = network.parameters().weights, np.array([[1, 0, 2]], np.float32)
+    weights, x = network.parameters().weights, jnp.array([[1.0, 0, 2]])
     expected = x @ np.sum(list(weights.values()), axis=0)
     np.testing.assert_allclose(network({"d": x}), expected, rtol=1e-5)
     found = sj.recommend(network, {"d": x}, k=2)

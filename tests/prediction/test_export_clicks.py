@@ -265,7 +265,7 @@ def test_exports_that_do_not_fit(model, train, predictor, path, tmp_path):
         ),
         (model, {}, "has no attribute num_dense"),
         (model, {"names": train, "table_dtype": "int4"}, "table_dtype is one of"),
-        (items, {"table_dtype": "int8"}, "has no EmbeddingCollection"),
+        (items, {"table_dtype": "int8"}, "table_dtype is of no use for items"),
     ]
     for given, options, message in cases:
         with pytest.raises(ValueError, match=message):

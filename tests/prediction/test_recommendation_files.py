@@ -108,7 +108,11 @@ def test_a_file_of_recommendations_is_whole_or_not_there(tmp_path, ending):
 
 def test_names_that_text_cannot_hold(tmp_path):
     for rows, items, message in (
-        (as_names([*ROWS[:4], ""]), ITEMS, "a row has an empty name, which text"),
+        (
+            np.array([*ROWS[:4], ""], np.dtypes.StringDType()),
+            ITEMS,
+            "a row has an empty name, which text",
+        ),
         (ROWS, as_names([*ITEMS[:5], "a\0b"]), r"item name 'a\\x00b' contains '\\x00'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from sparsejax.ops.row_update import LagTable
@@ -91,7 +92,7 @@ class Replay:
         rate: Callable[[jax.Array], Any],
         count: jax.Array,
         kept: Float[Array, "lags"] | None,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
     ) -> LagTable:
         """The table after `count` steps.
 
@@ -210,7 +211,7 @@ class Replay:
         rounds = -(-jnp.max(owed, initial=0) // _TOGETHER)
         return lax.fori_loop(0, rounds, some, jnp.zeros_like(root))
 
-    def _rest(self, base: float, number: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def _rest(self, base: float, number: jax.Array, dtype: DTypeLike) -> jax.Array:
         """`1 - base^(number + ahead)`, with all digits also where base is nearly 1."""
         steps = (number + self.ahead).astype(dtype)
         return -jnp.expm1(steps * _log(base))
