@@ -392,7 +392,7 @@ def narrowed(
     """
     if noise is None:
         return w.astype(dtype)
-    return noise.rounded(w, step, ids)
+    return noise.rounded(w.astype(jnp.float32), step, ids)  # it may be float64
 
 
 def step_whole(

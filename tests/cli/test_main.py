@@ -80,7 +80,7 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--warmup-epochs -1", "--warmup-epochs is -1.0; it must be 0"),
         (TRAIN + "--warmup-epochs 200", "below the 200 epochs"),
         (TRAIN + "--hidden", "hidden"),
-        (TRAIN + "--hidden 10000000000000", "Out of memory"),
+        (TRAIN + "--hidden 10000000000000", "not below 2^31"),
         (TRAIN + "--hidden 0", "'hidden1': size 0"),
         (TRAIN + "--corruption 1", "corruption"),
         (TRAIN + "--dropout -0.5", "dropout"),
