@@ -19,6 +19,7 @@ pytest.importorskip("duckdb")
 
 
 @pytest.mark.filterwarnings("ignore::sparsejax.UnknownFeaturesWarning")
+@pytest.mark.filterwarnings("ignore:.*also have earlier events")
 @pytest.mark.parametrize("kind", ["all", "fraction", "last", "time", "features"])
 # Of many small tables nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])

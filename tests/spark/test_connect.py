@@ -28,6 +28,7 @@ def model(symbolic_sizes, tmp_path_factory):
     return model, file
 
 
+@pytest.mark.filterwarnings("ignore:.*also have earlier events")
 def test_from_events_to_recommendations(java, model, bucket, tmp_path):
     model, predictor = model
     address, query = bucket

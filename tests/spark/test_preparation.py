@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 KINDS = ["all", "fraction", "last", "time", "features"]
 
 
+@pytest.mark.filterwarnings("ignore:.*also have earlier events")
 @hypothesis.settings(
     max_examples=6,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
