@@ -292,7 +292,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
                 config,  # pyrefly: ignore
                 num_dense=_DENSE,
                 features=features,
-                rngs=nnx.Rngs(0),  # pyrefly: ignore
+                rngs=nnx.Rngs(0),
             )
 
         dense, ids, labels = _clicks(batch)
@@ -318,7 +318,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
                 config,  # pyrefly: ignore
                 inputs=_ITEMS,
                 outputs=_ITEMS,
-                rngs=nnx.Rngs(0),  # pyrefly: ignore
+                rngs=nnx.Rngs(0),
             )
 
         indptr, indices = _rows(batch)
