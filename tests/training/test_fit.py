@@ -295,8 +295,8 @@ def test_validation_does_not_alter_training():
     results = []
     for validation in (None, heldout):
         model, optimizer = build(20, corruption=0.3, dropout=0.2)
-        options = {"batch_size": 16, "num_epochs": 3, "k": 1}
-        fit(model, optimizer, train, validation=validation, **options)
+        options = {"batch_size": 16, "num_epochs": 3, "validation": validation}
+        fit(model, optimizer, train, k=1 if validation else None, **options)
         results.append(parameters(model))
     assert results[0] == results[1]
 
