@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import gzip
 import io
 import lzma
@@ -24,7 +25,7 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from typing import Any
 
 from sparsejax import file_locks
@@ -103,22 +104,31 @@ def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -
 
 
 @contextlib.contextmanager
-def whole_folder(path: _Path) -> Generator[pathlib.Path]:
+def whole_folder(
+    path: _Path, *, names: Collection[str] = ()
+) -> Generator[pathlib.Path]:
     """Makes a folder to write files into, which appears at `path` when the block is done.
 
-    If the block fails, there is no folder.
+    If the block fails, there is no folder. A process may be killed after its folder has
+    appeared. So that repeating it is no error, give the `names` of what the block writes:
+    a folder of the same content then stays as it is.
 
     Raises:
-      FileExistsError: `path` exists.
+      FileExistsError: `path` exists, see `check_new`, or has other content.
       ValueError: the parent folder does not exist.
     """
     path = pathlib.Path(path)
-    check_new(path)
+    check_new(path, names)
     with _hidden(path.parent, path) as temporary:
         temporary.mkdir()
         yield temporary
-        check_new(path)  # an empty folder would be replaced
-        os.rename(temporary, path)
+        check_new(path, names)  # an empty folder would be replaced
+        if not path.exists():
+            os.rename(temporary, path)
+        elif not _are_same(temporary, path):
+            raise FileExistsError(
+                f"{path}: already exists, with other content; name another folder"
+            )
 
 
 @contextlib.contextmanager
@@ -173,17 +183,29 @@ def check_writable(path: _Path) -> None:
     _check_parent(path)
 
 
-def check_new(path: _Path) -> None:
+def check_new(path: _Path, names: Collection[str] = ()) -> None:
     """Checks that a folder can be made at `path`.
 
     Raises:
-      FileExistsError: `path` exists.
+      FileExistsError: `path` exists, and is no folder of just these `names`.
       ValueError: the parent folder does not exist.
     """
     path = pathlib.Path(path)
-    if os.path.lexists(path):
+    is_repeated = bool(names) and path.is_dir() and {*os.listdir(path)} == {*names}
+    if os.path.lexists(path) and not is_repeated:
         raise FileExistsError(f"{path}: already exists; name another folder")
     _check_parent(path)
+
+
+def _are_same(one: pathlib.Path, other: pathlib.Path) -> bool:
+    """Whether two folders have the same files with the same content."""
+    files = [
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        for folder in (one, other)
+    ]
+    return files[0] == files[1] and all(
+        filecmp.cmp(one / file, other / file, shallow=False) for file in files[0]
+    )
 
 
 def _check_parent(path: pathlib.Path) -> None:

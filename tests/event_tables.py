@@ -1,7 +1,10 @@
 """Random events, and what preparing them should give."""
 
 import collections
+import contextlib
 import dataclasses
+import warnings
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,6 +17,17 @@ import sparsejax as sj
 def entries(data: sj.SparseDataset) -> Contents:
     """The values by row and item, of rows that have entries."""
     return {row: found for row, found in contents(data).items() if found}
+
+
+@contextlib.contextmanager
+def repeats() -> Iterator[list[str]]:
+    """The warnings within it of held-out entries that have earlier events."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield told
+    texts = [str(each.message) for each in caught]
+    told += [text for text in texts if "also have earlier events" in text]
 
 
 def frequent(table, min_user, min_item):

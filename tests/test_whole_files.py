@@ -1,5 +1,6 @@
 """What is written appears whole or not at all."""
 
+import contextlib
 import errno
 import fcntl
 import gzip
@@ -118,6 +119,34 @@ def test_a_new_folder_is_whole_or_not_there(tmp_path):
     ):
         raise AssertionError("begun")
     assert sorted(os.listdir(tmp_path)) == ["late", "parts"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"train": b"whole", "in/it": b"x"}, None),
+        ({"train": b"other", "in/it": b"x"}, "parts: already exists, with other cont"),
+        ({"train": b"whole"}, "parts: already exists, with other cont"),
+        ({"train": b"whole", "in/it": b"x", "more": b""}, "parts: already exists; na"),
+        ({}, "parts: already exists; name another folder"),
+    ],
+)
+def test_a_folder_of_the_same_content_stays(tmp_path, content, message):
+    out = tmp_path / "parts"
+    (out / "in").mkdir(parents=True)
+    for name, text in content.items():
+        (out / name).write_bytes(text)
+    if not content:
+        (out / "in").rmdir()
+    before = [*out.rglob("*")]
+    outcome = contextlib.nullcontext()
+    if message is not None:
+        outcome = pytest.raises(FileExistsError, match=message)
+    with outcome, whole_folder(out, names=["train", "in"]) as folder:
+        (folder / "in").mkdir()
+        (folder / "train").write_bytes(b"whole")
+        (folder / "in/it").write_bytes(b"x")
+    assert [*out.rglob("*")] == before and os.listdir(tmp_path) == ["parts"]
 
 
 WAYS = {

@@ -262,7 +262,8 @@ def prepare(command: flags.Prepare) -> None:
 def split(command: flags.Split) -> None:
     """`sparsejax split`."""
     _check_split(command)
-    whole_files.check_new(command.out)
+    files = {"train": "train.parquet", "heldout": "heldout.parquet"}
+    whole_files.check_new(command.out, files.values())
     data: SparseDataset | SequenceDataset
     if command.histories:
         data = read_histories(command.data, command)
@@ -284,9 +285,9 @@ def split(command: flags.Split) -> None:
         assert command.fraction is not None  # as was checked
         choose = data.split if command.by == "random" else data.split_rows
         parts = choose(command.fraction, seed=command.seed or 0)
-    with whole_files.whole_folder(command.out) as folder:
-        parts.train.save(folder / "train.parquet")
-        parts.heldout.save(folder / "heldout.parquet")
+    with whole_files.whole_folder(command.out, names=files.values()) as folder:
+        parts.train.save(folder / files["train"])
+        parts.heldout.save(folder / files["heldout"])
     print(f"{parts}{short}", file=sys.stderr)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -24,6 +23,7 @@ from sparsejax.data.split import (
     heldout_from,
     heldout_last,
     heldout_rows,
+    warn_of_repeats,
 )
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
@@ -491,17 +491,8 @@ class SparseDataset:
         """Warns of held-out entries that also have events earlier than `before`."""
         if self.first_times is None:
             return
-        count = int(np.sum(is_held & (self.first_times < before)))
-        if count:
-            warnings.warn(
-                f"{count:,} of {is_held.sum():,} held-out entries also have earlier events, "
-                "which are in neither part: a repeat of a row and a feature was merged with "
-                "them when the data was read, and the latest event gives the time. So they "
-                "are held out as if they were new. To split the events themselves, use "
-                "read_sequences(...).split_at(...), of whose parts to_sparse() makes sets "
-                "(on the command line: split --histories)",
-                skip_file_prefixes=(os.path.dirname(__file__),),
-            )
+        repeated = is_held & (self.first_times < before)
+        warn_of_repeats(int(repeated.sum()), int(is_held.sum()))
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
         """The two parts. Both have all rows and features."""

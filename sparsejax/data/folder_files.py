@@ -37,6 +37,7 @@ class SortedEntries:
       values: `[entries]` float64, or None.
       times: `[entries]` int64 or float64, or None.
       keys: `[entries]` int64, what a split needs to know of the items, or None.
+      repeated: `[entries]` int8, see `queries.is_repeated`, or None.
     """
 
     users: np.ndarray
@@ -44,10 +45,14 @@ class SortedEntries:
     values: np.ndarray | None
     times: np.ndarray | None
     keys: np.ndarray | None = None
+    repeated: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> SortedEntries:
-        """From the columns `number`, `code`, and if they are there `value`, `time`, `key`."""
+        """From the columns `number`, `code`, and what is there of the others.
+
+        They are `value`, `time`, `key` and `repeated`.
+        """
 
         def column(name: str) -> np.ndarray | None:
             found = name in batch.schema.names
@@ -55,7 +60,8 @@ class SortedEntries:
 
         users, columns = column("number"), column("code")
         assert users is not None and columns is not None
-        return cls(users, columns, column("value"), column("time"), column("key"))
+        more = [column(name) for name in ("value", "time", "key", "repeated")]
+        return cls(users, columns, *more)
 
     def slice(self, start: int, stop: int) -> SortedEntries:
         """Entries `start .. stop - 1`."""
@@ -73,7 +79,7 @@ class SortedEntries:
         return SortedEntries(*leaves)
 
     def _leaves(self) -> list[Any]:
-        return [self.users, self.columns, self.values, self.times, self.keys]
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +207,8 @@ def write_rows(
                 chosen = is_held if part == "test" else ~is_held
                 counted = with_left_out[part]
                 writer.add(rows_of(entries, chosen, names, with_left_out=counted))
+                if entries.repeated is not None:
+                    writer.repeated += np.count_nonzero(entries.repeated[chosen])
     return writers
 
 
@@ -221,6 +229,7 @@ class PartWriter:
     Attributes:
       files: what was written.
       left_out: number of entries of items that the vocabulary lacks.
+      repeated: number of entries that have other events before the split; of test.
     """
 
     def __init__(
@@ -240,7 +249,7 @@ class PartWriter:
         self._file: IO[bytes] | None = None
         self._groups: list[tuple[int, int]] = []
         self.files: list[DataFile] = []
-        self.left_out = 0
+        self.left_out = self.repeated = 0
 
     def add(self, rows: Rows) -> None:
         """Takes the next rows."""

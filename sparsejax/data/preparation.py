@@ -421,7 +421,7 @@ class _Preparation:
         self.engine.register("given", given)  # only for this connection
         self._make("codes", "SELECT item, code FROM given")
         self._make("people", queries.people(queries.DUCKDB, pairs))
-        query = queries.entries(pairs, valued=events.valued, timed=timed)
+        query = queries.entries(pairs, valued=events.valued, timed=timed, before=before)
         keys_of_items = self.cut.keys(names)
 
         def users() -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
@@ -451,6 +451,7 @@ class _Preparation:
         )
         check_prepared(self.events.path, manifest, self.cut)
         finish(folder, manifest, names[:size], counts)
+        warn_of_merged(manifest, writers["test"].repeated if self.cut else 0)
         return manifest
 
     def _pairs(self) -> str:
@@ -460,10 +461,11 @@ class _Preparation:
         grouped = queries.pairs(
             queries.DUCKDB, "{}", duplicates, valued=events.valued, timed=timed
         )
+        single = queries.with_first("events") if timed else "events"
         most = self._most()
-        self._consume(f"CREATE TABLE pairs AS {grouped.format('events')}", most)
+        self._consume(f"CREATE TABLE pairs AS {grouped.format(single)}", most)
         if events.are_left():
-            self._group_in_buckets(grouped, most)
+            self._group_in_buckets(grouped, single, most)
         if events.wrong.counts and not self.settings["skip_bad"]:
             raise DataError.at(
                 events.path,
@@ -481,11 +483,12 @@ class _Preparation:
         [[limit]] = self._run(f"SELECT {limit}")
         return max(limit // BYTES_PER_EVENT, 1)
 
-    def _group_in_buckets(self, grouped: str, most: int) -> None:
+    def _group_in_buckets(self, grouped: str, single: str, most: int) -> None:
         """Groups the table `pairs` and the events that are left, some users at a time.
 
         Args:
           grouped: the query that groups the table `{}`.
+          single: the events as pairs.
           most: how many events to read at once.
         """
         [[spill]] = self._run("SELECT current_setting('temp_directory')")
@@ -497,7 +500,7 @@ class _Preparation:
         self._run(write.format("pairs"))
         self._run("CREATE OR REPLACE TABLE pairs AS FROM pairs LIMIT 0")
         while self.events.are_left():
-            self._consume(write.format("events"), most)
+            self._consume(write.format(single), most)
         for bucket in os.listdir(folder):
             files = os.path.join(glob.escape(folder), bucket, "*.parquet")
             source = f"read_parquet({_literal(files)})"
@@ -685,6 +688,12 @@ def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
         raise DataError.at(
             path, "nothing is held out: rows are too short, or the time is too late"
         )
+
+
+def warn_of_merged(manifest: Manifest, repeated: int) -> None:
+    """Warns of held-out entries that have events before the split; `repeated` counts them."""
+    heldout = manifest.num_entries("test") + manifest.left_out.get("test", 0)
+    split.warn_of_repeats(repeated, heldout)
 
 
 def _literal(text: str) -> str:

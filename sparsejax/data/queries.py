@@ -3,13 +3,13 @@
 Tables and their columns::
 
     events   name (of the user), item, value, time     one for each event
-    pairs    name, item, value, time                   one for each user and item
+    pairs    name, item, value, time, first            one for each user and item
     items    item, n                                   the most frequent first
     codes    item, code                                the column of each item
     people   name, number                              users in pseudo-random order
 
-The text is the same for all engines, except for what a `Dialect` has. `value` and `time`
-are there if they are needed.
+The text is the same for all engines, except for what a `Dialect` has. `value`, `time` and
+`first` (the time of the earliest event) are there if they are needed.
 """
 
 from __future__ import annotations
@@ -53,15 +53,23 @@ DUCKDB = Dialect(
 def pairs(
     dialect: Dialect, events: str, duplicates: str, *, valued: bool, timed: bool
 ) -> str:
-    """The entries: one for each user and item of the table of events."""
+    """The entries: one for each user and item of the table of events or of pairs."""
     value = {
         "add": dialect.total.format("value"),
         "last": dialect.latest,
         "max": dialect.largest,
     }[duplicates]
     columns = ["name", "item"]
-    columns += [f"{value} AS value"] * valued + ["max(time) AS time"] * timed
+    columns += [f"{value} AS value"] * valued + [
+        "max(time) AS time",
+        "min(first) AS first",
+    ] * timed
     return f"SELECT {', '.join(columns)} FROM {events} GROUP BY name, item"
+
+
+def with_first(events: str) -> str:
+    """The events with times as pairs of one event each."""
+    return f"(SELECT *, time AS first FROM {events})"
 
 
 def in_buckets(table: str, bits: int) -> str:
@@ -92,13 +100,27 @@ def frequent(table: str, column: str, least: int) -> str:
 
 def items(table: str, before: float | None) -> str:
     """All items. `n` counts the pairs, or those before a time."""
-    which = "" if before is None else f" FILTER (WHERE time < {before})"
-    if isinstance(before, float):  # "inf" would be the name of a column
-        which = f" FILTER (WHERE time < CAST('{before}' AS DOUBLE))"
+    which = "" if before is None else f" FILTER (WHERE {_is_before('time', before)})"
     return (
         f"SELECT item, count(*){which} AS n FROM {table} GROUP BY item "
         "ORDER BY n DESC, item"
     )
+
+
+def is_repeated(before: float | None) -> str:
+    """Whether an entry of the table `pairs`, if it is held out, has earlier events: 0 or 1.
+
+    Args:
+      before: the time of the split; None if the last entries of rows are held out.
+    """
+    earlier = "first < time" if before is None else _is_before("first", before)
+    return f"CAST({earlier} AS TINYINT)"
+
+
+def _is_before(column: str, time: float) -> str:
+    # "inf" would be the name of a column.
+    literal = f"CAST('{time}' AS DOUBLE)" if isinstance(time, float) else f"{time}"
+    return f"{column} < {literal}"
 
 
 def people(dialect: Dialect, table: str) -> str:
@@ -115,9 +137,12 @@ def names() -> str:
     return "SELECT name FROM people ORDER BY number"
 
 
-def entries(table: str, *, valued: bool, timed: bool) -> str:
-    """The entries as numbers, sorted by user and column."""
-    more = ", value" * valued + ", time" * timed
+def entries(
+    table: str, *, valued: bool, timed: bool, before: float | None = None
+) -> str:
+    """The entries as numbers, sorted by user and column. `before` as of `is_repeated`."""
+    more = ", value" * valued
+    more += f", time, {is_repeated(before)} AS repeated" * timed
     return (
         f"SELECT number, code{more} FROM {table} JOIN people USING (name) "
         "JOIN codes USING (item) ORDER BY number, code"

@@ -5,12 +5,17 @@ from __future__ import annotations
 import datetime
 import hashlib
 import math
+import os
+import warnings
 
 import numpy as np
 
 from sparsejax.data.names import Names
 
 Time = float | str | datetime.date | np.datetime64 | np.number
+
+# A warning names the line that called the library.
+_INSIDE = (os.path.dirname(os.path.dirname(__file__)),)
 
 
 def heldout_entries(
@@ -253,6 +258,25 @@ def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
     # 1 - 0.9 is a little below 0.1, but 5 times it must be rounded up. Nine decimals do.
     shares = np.round((1 - fraction) * counts, 9)
     return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
+
+
+def warn_of_repeats(repeated: int, heldout: int) -> None:
+    """Warns if held-out entries also have events from before the split.
+
+    Args:
+      repeated: number of such entries.
+      heldout: number of all held-out entries.
+    """
+    if repeated:
+        warnings.warn(
+            f"{repeated:,} of {heldout:,} held-out entries also have earlier events, "
+            "which are in neither part: a repeat of a row and a feature was merged with "
+            "them when the data was read, and the latest event gives the time. So they "
+            "are held out as if they were new. To split the events themselves, use "
+            "read_sequences(...).split_at(...), of whose parts to_sparse() makes sets "
+            "(on the command line: split --histories)",
+            skip_file_prefixes=_INSIDE,
+        )
 
 
 def check_fraction(fraction: float) -> None:

@@ -39,6 +39,7 @@ from sparsejax.data.preparation import (
     nothing_left,
     prepared_before,
     settings_of,
+    warn_of_merged,
     with_left_out,
 )
 from sparsejax.data.spelling import has_only_digits
@@ -208,7 +209,7 @@ class _Preparation:
             return check_same(done, identity)
         counted = with_left_out(self.cut, known, some_unknown)
         write = Write(out, identity, self.cut, before, counted, num_tasks)
-        entries = self._entries(pairs, codes, len(names), num_tasks)
+        entries = self._entries(pairs, codes, len(names), num_tasks, before)
         found = Found.of(map_batches(entries, write, WRITTEN).collect())
         if (found.entries, found.checksum) != (facts.entries, facts.checksum):
             came = f"{found.entries:,} came"
@@ -234,6 +235,7 @@ class _Preparation:
         )
         check_prepared(PATH, manifest, self.cut)
         _finish(Place.of(out), manifest, names, counts)
+        warn_of_merged(manifest, found.repeated)
         return manifest
 
     def _pairs(self, known: Names | None) -> tuple[Any, _Facts, dict[str, int]]:
@@ -244,12 +246,13 @@ class _Preparation:
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         if known is not None and has_only_digits(to_arrow(known)):
             own = own.withColumn("item", _without_point_zero("item"))
+        timed, table = events.times is not None, self._view(own)
         query = queries.pairs(
             queries.SPARK,
-            self._view(own),
+            queries.with_first(table) if timed else table,
             self.settings["duplicates"],
             valued=events.valued,
-            timed=events.times is not None,
+            timed=timed,
         )
         pairs = self.session.sql(query)
         if self.session.conf.get("spark.checkpoint.dir", None):
@@ -410,7 +413,9 @@ class _Preparation:
         rows = rows.withColumn("number", index).drop("place", "range", "start")
         return rows, count, sum(row[2] for row in found)
 
-    def _entries(self, pairs: Any, codes: Any, num_items: int, num_tasks: int) -> Any:
+    def _entries(
+        self, pairs: Any, codes: Any, num_items: int, num_tasks: int, before: Any
+    ) -> Any:
         """The entries of each user, sorted, in one partition of many."""
         from pyspark.sql import functions as F
 
@@ -424,6 +429,10 @@ class _Preparation:
         joined = hashed.join(codes, "item").drop("item")
         if self.cut.time is None and self.cut.last is None:
             joined = joined.drop("time")
+        else:
+            repeated = F.expr(queries.is_repeated(before))
+            joined = joined.withColumn("repeated", repeated)
+        joined = joined.drop("first")
         order = F.expr(queries.SPARK.hash.format("name"))
         return joined.repartition(num_tasks, "name").sortWithinPartitions(
             order, "name", "code"
@@ -469,7 +478,7 @@ def _hash(pairs: Any) -> Any:
     """
     from pyspark.sql import functions as F
 
-    return F.xxhash64(*pairs.columns)
+    return F.xxhash64(*(name for name in pairs.columns if name != "first"))
 
 
 def _upper_half(hashed: Any) -> Any:

@@ -61,6 +61,7 @@ class Write:
             part: {
                 "files": [dataclasses.asdict(file) for file in writer.files],
                 "left_out": writer.left_out,
+                "repeated": writer.repeated,
             }
             for part, writer in writers.items()
         }
@@ -131,20 +132,24 @@ class Found:
       files: of each part, in order.
       left_out: number of entries of unknown items, of each part.
       checksum: the sum of the hashes of all entries.
+      repeated: number of held-out entries that have other events before the split.
     """
 
     files: Mapping[Part, tuple[DataFile, ...]]
     left_out: Mapping[Part, int]
     checksum: int
+    repeated: int
 
     @classmethod
     def of(cls, rows: list[Any]) -> Found:
         """From the rows of `WRITTEN`."""
         files: dict[Part, list[DataFile]] = {"train": [], "test": []}
         left_out: dict[Part, int] = {"train": 0, "test": 0}
+        repeated = 0
         for text, _ in rows:
             for part, written in json.loads(text).items():
                 left_out[part] += written["left_out"]
+                repeated += written["repeated"] if part == "test" else 0
                 for file in written["files"]:
                     groups = tuple(tuple(group) for group in file["groups"])
                     files[part].append(DataFile(**file | {"groups": groups}))
@@ -152,7 +157,8 @@ class Found:
             part: tuple(sorted(some, key=lambda file: file.path))
             for part, some in files.items()
         }
-        return cls(in_order, left_out, sum(checksum for _, checksum in rows))
+        checksum = sum(checksum for _, checksum in rows)
+        return cls(in_order, left_out, checksum, repeated)
 
     @property
     def entries(self) -> int:

@@ -46,12 +46,13 @@ def fetch_run(run: Path, folder: str | os.PathLike[str]) -> None:
 
     Raises:
       DataError: there is no run, or it is damaged.
-      FileExistsError: the folder exists.
+      FileExistsError: the folder exists. If it is this run, it stays as it is.
     """
     if not is_address(run):
         raise ValueError(f"{run} is no address of a store; use the folder as it is")
-    with whole_folder(folder) as new:
-        copy = RunCopy(new, Place.of(run))
+    place = Place.of(run)
+    with whole_folder(folder, names=place.names()) as new:
+        copy = RunCopy(new, place)
         copy.fetch()
         if not (new / _CHECKPOINTS).exists():
             raise DataError.at(run, "has no checkpoint of a run")

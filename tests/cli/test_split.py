@@ -100,6 +100,11 @@ def test_split_of_dates(tmp_path, capsys):
     assert main([*argv, "--at", "20240201"]) == 0
     _, heldout = parts_of(tmp_path / "parts")
     assert pairs_of(heldout) == {("a", "y"), ("b", "x")}
+    # As after a kill at the very end.
+    assert main([*argv, "--at", "2024-02-01"]) == 0
+    assert main([*argv, "--at", "2024-03-01"]) == 1
+    assert "parts: already exists, with other content" in capsys.readouterr().err
+    (tmp_path / "parts/notes").touch()
     assert main([*argv, "--at", "2024-02-01"]) == 1
     assert "parts: already exists; name another folder" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pytest
-from event_tables import entries, expected, frequent, tables
+from event_tables import entries, expected, frequent, repeats, tables
 from hypothesis import given
 
 import sparsejax as sj
@@ -19,7 +19,6 @@ pytest.importorskip("duckdb")
 
 
 @pytest.mark.filterwarnings("ignore::sparsejax.UnknownFeaturesWarning")
-@pytest.mark.filterwarnings("ignore:.*also have earlier events")
 @pytest.mark.parametrize("kind", ["all", "fraction", "last", "time", "features"])
 # Of many small tables nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
@@ -33,14 +32,17 @@ def test_the_same_as_read(kind, table, least, indicator):
     hypothesis.assume(kept["user"])
     whole = sj.from_arrow(pa.table(kept), indicator=indicator)
     try:
-        options, train, heldout = expected(whole, kind)
+        with repeats() as warned:
+            options, train, heldout = expected(whole, kind)
     except ValueError:  # nothing or everything is held out or unknown
         hypothesis.assume(False)
         raise
     options |= {"min_user": least[0], "min_item": least[1], "indicator": indicator}
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "out")
-        manifest = sj.prepare(pa.table(table), out, **options)
+        with repeats() as told:
+            manifest = sj.prepare(pa.table(table), out, **options)
+        assert told == warned
         found: dict[Part, sj.SparseDataset] = {"train": sj.read(out)}
         if heldout is not None:
             found["test"] = sj.read(out / "test")
@@ -103,19 +105,22 @@ def test_more_events_than_the_engine_can_group_at_once(
     columns = {"user": names, "item": rng.integers(0, 9, 600).astype(str)}
     columns |= {"value": rng.integers(1, 99, 600) / 4, "time": rng.permutation(600)}
     parts = [pa.table(columns).slice(start, 100) for start in range(0, 600, 100)]
-    found = {}
+    found, told = {}, []
     # Each part of the table exceeds what 1 GB would allow for events of so many bytes.
     for size in (preparation.BYTES_PER_EVENT, 2**40):
         monkeypatch.setattr(preparation, "BYTES_PER_EVENT", size)
-        found[size] = sj.prepare(
-            pa.concat_tables(parts),
-            tmp_path / str(size),
-            duplicates=duplicates,
-            value="value",
-            split_last=1,
-            memory="1GB",
-        )
+        with repeats() as warned:
+            found[size] = sj.prepare(
+                pa.concat_tables(parts),
+                tmp_path / str(size),
+                duplicates=duplicates,
+                value="value",
+                split_last=1,
+                memory="1GB",
+            )
+        told.append(warned)
     one, several = found.values()
+    assert told[0] == told[1] and told[0]
     assert one == several and one.num_entries("train") > 200
     for part in ("", "test"):
         whole, grouped = (sj.read(tmp_path / str(size) / part) for size in found)

@@ -51,6 +51,23 @@ def test_copies_are_those_of_the_folder(bucket, tmp_path, in_store):
         RunCopy(tmp_path / "again", place).fetch()
 
 
+def test_fetch_run_again_after_a_kill(tmp_path):
+    """Its folder has appeared, whole, and the process was killed before it ended."""
+    place, out = Place.of(str(tmp_path / "store")), tmp_path / "run"
+    write(tmp_path / "local", 10, "at 10")
+    (tmp_path / "local/run.json").write_text("a")
+    RunCopy(tmp_path / "local", place).save()
+    for _ in range(2):
+        sj.spark.fetch_run(f"file://{tmp_path}/store", out)
+        assert files(out) == files(tmp_path / "local")
+    (out / "checkpoints/10/arrays/0").write_text("to 10")
+    with pytest.raises(FileExistsError, match="run: already exists, with other"):
+        sj.spark.fetch_run(f"file://{tmp_path}/store", out)
+    (out / "run.json").unlink()
+    with pytest.raises(FileExistsError, match="run: already exists; name another"):
+        sj.spark.fetch_run(f"file://{tmp_path}/store", out)
+
+
 def test_fetch_run_needs_a_run(bucket, tmp_path):
     with pytest.raises(sj.DataError, match="has no checkpoint"):
         sj.spark.fetch_run("/nothing".join(bucket), tmp_path / "run")
