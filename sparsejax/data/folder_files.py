@@ -208,7 +208,7 @@ def write_rows(
                 counted = with_left_out[part]
                 writer.add(rows_of(entries, chosen, names, with_left_out=counted))
                 if entries.repeated is not None:
-                    writer.repeated += np.count_nonzero(entries.repeated[chosen])
+                    writer.repeated += int(np.sum(entries.repeated[chosen]))
     return writers
 
 
