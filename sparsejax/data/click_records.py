@@ -89,8 +89,13 @@ def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:
     if isinstance(values, pa.Array):
         return values
     try:
-        found = pa.array(values, from_pandas=nan_is_missing)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
+        try:
+            found = pa.array(values, from_pandas=nan_is_missing)
+        except (
+            OverflowError
+        ):  # of integers beyond int64, which Arrow takes by their type
+            found = pa.array(values, pa.uint64())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
         problem = " ".join(str(error).split())
         raise DataError.at(_RECORDS, f"column {name!r}: {problem}") from error
     assert isinstance(found, pa.Array)

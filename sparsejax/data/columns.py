@@ -98,6 +98,9 @@ class Chosen:
         return [role for role in SYNONYMS if role not in left_out]
 
 
+_SHOWN = 100  # columns that a message has
+
+
 @dataclasses.dataclass(frozen=True)
 class SourceColumn:
     """A column of a table.
@@ -295,7 +298,7 @@ def find_columns(
         if len(found) == 1:
             at[role] = found[0]
         elif found:
-            names = " or ".join(repr(columns[i].name) for i in found)
+            names = " or ".join(repr(columns[i].name) for i in found[:_SHOWN])
             remedy = f"name it: {role}=COLUMN"
             remedy += ", or ignore values: indicator=True" * (role == "value")
             remedy += ", or leave times out: time=None" * (role == "time")
@@ -316,7 +319,9 @@ def unclear(
     line: int | None = None,
 ) -> NoReturn:
     """Raises a DataError that states a problem, what to do, and the columns."""
-    listed = ", ".join(map(_described, columns))
+    listed = ", ".join(map(_described, columns[:_SHOWN]))
+    if (more := len(columns) - _SHOWN) > 0:
+        listed += f" and {more:,} more"
     message = f"{problem}; {remedy}. The columns are: {listed}"
     raise DataError.at(path, message, line=line)
 

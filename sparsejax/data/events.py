@@ -82,6 +82,7 @@ class Events:
       columns: the columns of the table, if it is one.
       valued: whether events have values.
       times: the times of the first events, or None.
+      has_no_times: whether there are events, but the first have no times.
       wrong: what is wrong with the events that were read so far.
       vocabulary: items are spelled like these names, if they are given.
     """
@@ -101,6 +102,7 @@ class Events:
         self._batches = itertools.chain([] if first is None else [first], batches)
         self.valued = first is not None and first.values is not None
         self.times = None if first is None else first.times
+        self.has_no_times = first is not None and self.times is None
 
     def reader(self, most: int | None = None) -> pa.RecordBatchReader:
         """The next batches, with the columns `name` (of the user), `item`, `value`, `time`.
@@ -225,9 +227,8 @@ def events_of(
             )
         return _text_events(path, format, chosen, delimiter, indicator, with_time)
     files = parquet.parquet_files(path)
-    with files[0].open() as file:
-        schema = file.schema_arrow
-    check_no_part(files[0].path, schema)
+    first, schema = parquet.first_schema(files)
+    check_no_part(first, schema)
     if parquet.is_dataset(schema):
         raise DataError.at(
             path,
@@ -235,7 +236,7 @@ def events_of(
             "it, or give the events that it was made from",
         )
     layout = tables.find_table_layout(
-        files[0].path, schema, chosen, indicator=indicator, with_time=with_time
+        first, schema, chosen, indicator=indicator, with_time=with_time
     )
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = tables.settle_time(layout, chosen, rows)
@@ -269,7 +270,7 @@ def _scanned(file: ParquetPath, layout: TableLayout) -> Iterator[pa.RecordBatch]
 
 def _batches(file: ParquetPath, layout: TableLayout) -> Iterator[pa.RecordBatch]:
     with file.open(one_group=True) as opened:
-        tables.check_layout(file.path, opened.schema_arrow, layout)
+        tables.check_layout(file.path, opened, layout)
         # One row group at a time: the bytes of all that are asked for would be kept.
         for group in range(opened.num_row_groups):
             yield from opened.iter_batches(
@@ -315,7 +316,10 @@ def _text_events(
             for block in parse(stream):
                 yield _of_block(block, with_time)
 
-    return Events(path, batches(), Wrong(), columns)
+    events = Events(path, batches(), Wrong(), columns)
+    if columns is not None and events.has_no_times:
+        check_times(path, columns.without_empty_times(), with_time)
+    return events
 
 
 def _of_block(block: Block, with_time: bool) -> Batch:

@@ -318,6 +318,21 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     return files
 
 
+def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
+    """The first file with rows (or if there is none, the first one), and its columns.
+
+    Where there are no rows, a column of lists or of text may have no type, as from pandas.
+    """
+    found = None
+    for file in files:
+        with file.open() as opened:
+            if opened.metadata.num_rows:
+                return file.path, opened.schema_arrow
+            found = found or (file.path, opened.schema_arrow)
+    assert found is not None  # `parquet_files` finds one or more
+    return found
+
+
 def first_rows(
     files: Iterable[ParquetPath], columns: list[str]
 ) -> Generator[pa.RecordBatch]:

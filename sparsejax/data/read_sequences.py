@@ -154,8 +154,7 @@ def _of_file(
 
 def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
     files = parquet.parquet_files(path)
-    with files[0].open() as file:
-        schema = file.schema_arrow
+    first, schema = parquet.first_schema(files)
     time_is_read = chosen.time is not None
     is_ours = parquet.is_sequences(schema) or parquet.is_dataset(schema)
     if is_ours and len(files) == 1:
@@ -177,7 +176,7 @@ def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
             raise
         except ValueError as error:
             raise DataError.at(path, str(error)) from error
-    layout = tables.find_table_layout(files[0].path, schema, chosen, indicator=True)
+    layout = tables.find_table_layout(first, schema, chosen, indicator=True)
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = tables.settle_time(layout, chosen, rows)
     with progress_bar(path, sum(file.size for file in files)) as bar:

@@ -270,16 +270,15 @@ def read_parquet(
     if (folder := DataFolder.find(path)) is not None:
         return _saved(path, folder.read, chosen, features, indicator)
     files = parquet.parquet_files(path)
-    with files[0].open() as file:
-        schema = file.schema_arrow
-    check_no_part(files[0].path, schema)
+    first, schema = parquet.first_schema(files)
+    check_no_part(first, schema)
     if parquet.is_sequences(schema):
         parquet.check_schema(path, schema)  # says what to do
     if len(files) == 1 and parquet.is_dataset(schema):
         load = functools.partial(SparseDataset.load, path)
         return _saved(path, load, chosen, features, indicator)
     layout = tables.find_table_layout(
-        files[0].path,
+        first,
         schema,
         chosen,
         indicator=indicator,
@@ -379,7 +378,7 @@ def file_batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the layout, some rows at a time."""
     with source.open() as file:
-        tables.check_layout(source.path, file.schema_arrow, layout)
+        tables.check_layout(source.path, file, layout)
         rows = max(file.metadata.num_rows, 1)
         for batch in file.iter_batches(tables.BATCH_ROWS, columns=layout.columns):
             yield batch

@@ -244,14 +244,13 @@ def scan_parquet(
             tuple(folder.groups()),
         )
     files = parquet.parquet_files(path)
-    with files[0].open() as opened:
-        schema = opened.schema_arrow
-    check_no_part(files[0].path, schema)
+    first, schema = parquet.first_schema(files)
+    check_no_part(first, schema)
     if parquet.is_dataset(schema) or parquet.is_sequences(schema):
         _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
-        files[0].path,
+        first,
         schema,
         chosen,
         indicator=indicator,

@@ -212,8 +212,7 @@ def scan_sequences(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
     files = parquet.parquet_files(path)
-    with files[0].open() as opened:
-        schema = opened.schema_arrow
+    first, schema = parquet.first_schema(files)
     chosen = Chosen(user, item, None, time)
     if parquet.is_sequences(schema):
         if chosen or chosen.time is None or features is not None:
@@ -229,7 +228,7 @@ def scan_sequences(
             "with read_sequences, and save the result",
         )
     layout = tables.find_table_layout(
-        files[0].path, schema, chosen, indicator=True, with_user=False
+        first, schema, chosen, indicator=True, with_user=False
     )
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = tables.settle_time(layout, chosen, rows)

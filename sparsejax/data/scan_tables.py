@@ -169,7 +169,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
     last = None
     for file in files:
         with file.open() as opened:
-            tables.check_layout(file.path, opened.schema_arrow, layout)
+            tables.check_layout(file.path, opened, layout)
             metadata = opened.metadata
         first = 0
         for number in range(metadata.num_row_groups):
@@ -363,7 +363,7 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
     waiting, size, known, type_ = [], 0, 0, None
     for file in files:
         with file.open() as opened:
-            tables.check_layout(file.path, opened.schema_arrow, layout)
+            tables.check_layout(file.path, opened, layout)
             batches = opened.iter_batches(tables.BATCH_ROWS, columns=items.columns)
             for block in tables.table_blocks(
                 [(file.path, batches)], items, encoded=False

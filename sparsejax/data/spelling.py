@@ -221,6 +221,6 @@ _CATEGORIES = [
     (r"\A(nan|NaN)\z", ""),
     (r"\A(True|TRUE)\z", "true"),
     (r"\A(False|FALSE)\z", "false"),
-    (r"\A-?0\.0+\z", "0"),
+    (r"\A(-?0\.0+|-0)\z", "0"),
     (r"\A(-?[1-9][0-9]*)\.0+\z", r"\1"),
 ]

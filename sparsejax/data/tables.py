@@ -10,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from sparsejax.data.assemble import Block
@@ -205,7 +206,7 @@ def _check_type(
     suits, what = {
         "user": (is_name, "text or integers"),
         "item": (is_name, "text or integers"),
-        "value": (is_number, "numbers"),
+        "value": (_is_value, "numbers"),
         "time": (_is_time, "numbers, dates or text of ISO 8601"),
     }[role]
     # In a table of lists there may be one time for a whole row.
@@ -220,8 +221,9 @@ def _check_type(
         )
 
 
-def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
+def check_layout(path: Path, file: pq.ParquetFile, layout: TableLayout) -> None:
     """Raises DataError unless a file has the columns that the first one has."""
+    schema = file.schema_arrow
     # If there are no items either, that is said first.
     optional = layout.optional.items() if layout.item in schema.names else ()
     for role, name in optional:
@@ -238,7 +240,7 @@ def check_layout(path: Path, schema: pa.Schema, layout: TableLayout) -> None:
         with_user=layout.user is not None,
         with_time=layout.time is not None,
     )
-    if again.has_lists != layout.has_lists:
+    if again.has_lists != layout.has_lists and file.metadata.num_rows:
         has = "lists" if again.has_lists else "no lists"
         raise DataError.at(path, f"has {has}, unlike the first file")
 
@@ -371,7 +373,7 @@ def _block(
             list_lengths(column) != lengths,
             f"the numbers of {what}s and of items differ",
         )
-        return column.flatten()
+        return plain_text(column.flatten())
 
     def names_of(names: pa.Array, column: str, problem: str, flat: bool) -> pa.Array:
         missing = are_missing(names)
@@ -482,6 +484,10 @@ def is_list(type_: pa.DataType) -> bool:
 def inner_type(type_: pa.DataType) -> pa.DataType:
     """The type of an entry: the type of a list's values, or of the column."""
     return type_.value_type if is_list(type_) else type_
+
+
+def _is_value(type_: pa.DataType) -> bool:
+    return is_number(type_.value_type if pt.is_dictionary(type_) else type_)
 
 
 def _is_time(type_: pa.DataType) -> bool:

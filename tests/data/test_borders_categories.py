@@ -164,6 +164,24 @@ def test_records(kind, name, files):
         assert {n: flat(ids) for n, ids in found.items()} == ids_of(train)
 
 
+def test_integers_beyond_int64_and_minus_zero(tmp_path):
+    """As uint64 has them; Arrow writes a zero with a sign as `-0`."""
+    path, large = tmp_path / "clicks.csv", [2**64 - 1, 2**63]
+    path.write_text(f"click,member,city\n1,0,{large[0]}\n0,-0,{large[1]}\n")
+    schema = schema_of(sj.HashedColumn(50_000))
+    member, city = ids_of(sj.read_clicks(path, schema)).values()
+    assert member[0] == member[1] and city[0] != city[1]
+    typed = pa.table({"click": [1, 0], "member": [-0.0, 0.0]})
+    typed = typed.append_column("city", pa.array(large, pa.uint64()))
+    pq.write_table(typed, tmp_path / "clicks.parquet")
+    found = ids_of(sj.read_clicks(tmp_path / "clicks.parquet", schema))
+    assert list(found.values()) == [member, city]
+    _, ids = examples_of({"member": [0, 0], "city": large}, schema, {})
+    assert flat(ids["city"]) == city
+    with pytest.raises(sj.DataError, match="records: column 'city': .*too large"):
+        examples_of({"member": [0], "city": [2**64]}, schema, {})
+
+
 def test_other_text_stays(tmp_path):
     path = tmp_path / "clicks.csv"
     cells = ["007", "007.0", "1e3", "2.5", "Nan", "truE", "+1", "v1.0", "1.0.0"]

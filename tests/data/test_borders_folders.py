@@ -89,6 +89,34 @@ def test_columns_of_some_files(way, kind, later, tmp_path, capsys):
         assert "give all files the same columns" in capsys.readouterr().err
 
 
+READ = {
+    "read": lambda folder: sj.read(folder).num_entries,
+    "read_sequences": lambda folder: sj.read_sequences(folder).num_entries,
+    "scan_parquet": lambda folder: sj.scan_parquet(folder).read(0, 1).nse,
+    "scan_sequences": lambda folder: len(sj.scan_sequences(folder).read(0, 1).indices),
+    "prepare": lambda folder: sj.prepare(
+        folder, folder.parent / "out", duplicates="last"
+    ).num_entries(),
+}
+
+
+@pytest.mark.parametrize("way", READ)
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("table", [NEW, LISTS], ids=["pairs", "lists"])
+def test_files_without_rows(way, later, table, tmp_path):
+    """Where there are no cells, pandas gives columns of objects no type."""
+    size = len(table["user"])
+    whole = table | {"rating": [5.0, 4.0], "ts": [7, 8]}
+    if size == 1:
+        whole = table | {"rating": [[5.0, 4.0]], "ts": [[7, 8]]}
+    empty = dict.fromkeys(whole, pa.array([], pa.null()))
+    parts = [whole, empty, empty] if later else [empty, empty, whole]
+    assert READ[way](write(tmp_path / "events", *parts)) == 2
+    nothing = write(tmp_path / "nothing", empty, empty)
+    with pytest.raises(sj.DataError, match="holds no data"):
+        READ[way](nothing)
+
+
 @pytest.mark.parametrize("later", [True, False])
 def test_lists_of_some_files(later, tmp_path):
     parts = [LISTS, LISTS | {"ratings": [[1.0, 2.0]]}]

@@ -460,3 +460,17 @@ def test_flags_that_do_not_go_together(tmp_path):
         assert main(["prepare", source, str(tmp_path / "out"), "--no-time"])
     assert "give --time or --no-time, not both" in stderr.getvalue()
     assert "--no-time is of no use for prepare" in stderr.getvalue()
+
+
+def test_a_column_of_times_that_is_empty(tmp_path):
+    """Where the order is needed, the error says why there is none."""
+    given = table(pa.nulls(5, pa.int64()))
+    for way in HISTORIES:
+        with pytest.raises(ValueError, match="none of its cells has a time"):
+            way.call(way.form(given, tmp_path), tmp_path)
+    path = _csv(given, tmp_path)
+    for last in (1, None):
+        with pytest.raises(
+            sj.DataError, match="no column of times: .*none of its cells"
+        ):
+            sj.prepare(path, tmp_path / "out", split_last=last, duplicates="last")

@@ -265,3 +265,13 @@ def test_oracle(tmp_path_factory, rows, delimiter):
     dataset = read_pairs(path, header=False, delimiter=delimiter)
     assert contents(dataset) == expected
     assert dataset.row_names.tolist() == list(expected)
+
+
+def test_a_message_does_not_have_all_of_very_many_columns(tmp_path):
+    path = tmp_path / "wide.csv"
+    path.write_text(",".join(["user"] * 3000) + ",item\n")
+    with pytest.raises(
+        DataError, match="which column is the user.* and 2,901 more"
+    ) as e:
+        read_pairs(path)
+    assert len(str(e.value)) < 10_000

@@ -396,3 +396,22 @@ def test_object_store(bucket, tmp_path):
         stream.write(b"nonsense")
     with pytest.raises(DataError, match="^s3://shop/pairs/d.parquet: is not a Parquet"):
         read_parquet(f"{address}/pairs{query}")
+
+
+@pytest.mark.parametrize(
+    "type_", [pa.int8(), pa.float64(), pa.decimal128(5, 2)], ids=str
+)
+def test_values_in_dictionaries(type_, tmp_path):
+    """As pandas' categories of numbers, and as Parquet files have them."""
+    plain = pa.table({"user": ["a", "b"], "item": ["x", "x"], "rating": [4, 2]})
+    values = pa.array([4, 2], pa.int8()).cast(type_).dictionary_encode()
+    table = plain.set_column(2, "rating", values)
+    lists = plain.set_column(1, "item", pa.array([["x"], ["x"]]))
+    offsets = pa.array([0, 1, 2], pa.int32())
+    lists = lists.set_column(2, "rating", pa.ListArray.from_arrays(offsets, values))
+    for frame in (table, lists):
+        data = sj.from_arrow(frame)
+        assert data.matrix.data is not None and data.matrix.data.tolist() == [4, 2]
+    pytest.importorskip("duckdb")
+    sj.prepare(table, tmp_path / "out")
+    assert sj.read(tmp_path / "out").to_scipy().sum() == 6
