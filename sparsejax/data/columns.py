@@ -99,6 +99,8 @@ class Chosen:
 
 
 _SHOWN = 100  # columns that a message has
+# So that the header of a small compressed file does not take minutes.
+_MAX_COLUMNS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +279,7 @@ def find_columns(
       ValueError: a column is chosen by name but the table has no names, or a column has
         two roles.
     """
+    check_width(path, len(columns), line)
     at = {
         role: _position(path, columns, role, column, line)
         for role in roles
@@ -309,6 +312,17 @@ def find_columns(
             remedy = f"name it: {role}=COLUMN, by its name or its number from 0"
             unclear(path, columns, problem, remedy, line)
     return at
+
+
+def check_width(path: Path, count: int, line: int | None = None) -> None:
+    """Raises DataError if a table has too many columns."""
+    if count > _MAX_COLUMNS:
+        raise DataError.at(
+            path,
+            f"has {count:,} columns, but at most {_MAX_COLUMNS:,} are read; write only "
+            "those that are needed",
+            line=line,
+        )
 
 
 def unclear(

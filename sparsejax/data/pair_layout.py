@@ -12,6 +12,7 @@ from sparsejax.data.columns import (
     Chosen,
     Columns,
     SourceColumn,
+    check_width,
     find_columns,
     role_of,
     unclear,
@@ -103,6 +104,7 @@ def find_layout(
             f"{first[0][:40]!r}",
             line=line,
         )
+    check_width(path, len(first), line)
     typed = None if header is False else typed_header(first)
     names, lists = first, frozenset()
     if typed is not None:

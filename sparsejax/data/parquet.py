@@ -36,7 +36,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from sparsejax.data import arrow, stores
-from sparsejax.data.files import DataError, Path, check_regular, is_address
+from sparsejax.data.files import DataError, Path, check_regular, is_address, shown
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.sparse import CSR, as_int32
 from sparsejax.whole_files import whole_file
@@ -267,6 +267,12 @@ def opened(
             coerce_int96_timestamp_unit="us",
         ) as file:
             yield file
+    except MemoryError as error:
+        raise MemoryError(
+            f"{shown(path)}: a part of it takes more memory than there is ({error}). Equal "
+            "cells take hardly any room in Parquet: write smaller row groups, or shorter "
+            "texts and lists"
+        ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
         message = f"is not a Parquet file, or is damaged: {first}"

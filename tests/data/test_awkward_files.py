@@ -482,3 +482,16 @@ def test_a_time_that_is_too_large_is_named(table, reader, tmp_path):
     pq.write_table(table, path)
     with pytest.raises(DataError, match=r"time 9223372036854775813 is too large"):
         reader(table, path)
+
+
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "events.parquet"
+    pq.write_table(pa.table({"user": ["a"], "item": ["x"]}), path)
+
+    def batches(*_, **__):
+        raise pa.ArrowMemoryError("malloc of size 314572800000 failed")
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", batches)
+    for way in (sj.read, sj.read_sequences):
+        with pytest.raises(MemoryError, match=r"events.parquet: .*smaller row groups"):
+            way(path)

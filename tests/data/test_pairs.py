@@ -275,3 +275,11 @@ def test_a_message_does_not_have_all_of_very_many_columns(tmp_path):
     ) as e:
         read_pairs(path)
     assert len(str(e.value)) < 10_000
+
+
+def test_very_many_columns_are_refused(tmp_path):
+    path = tmp_path / "wide.csv.gz"
+    with gzip.open(path, "wt") as file:  # a thousand times smaller than its text
+        file.write(",".join(["user"] * 70_000) + ",item\n")
+    with pytest.raises(DataError, match=r"70,001 columns, but at most 65,536 are read"):
+        read_pairs(path)
