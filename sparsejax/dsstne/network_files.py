@@ -63,6 +63,7 @@ _NETWORK_KINDS = ("FeedForward", "AutoEncoder")
 _REFUSED = ("Target", *_FUNCTIONS[7:], "PRelu", "RELUMax", "LinearMax")
 _SPARSE, _DENOISING, _BATCH_NORMALIZATION = 1, 2, 4
 _AXES = ("x", "y", "z", "w")
+_TRAINING = "sparsejax_training"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,8 +124,26 @@ def load_parameters(path: Path) -> tuple[Definition, Parameters]:
         return definition, reader.parameters(definition, connections)
 
 
-def save_parameters(path: Path, network: Definition, parameters: Parameters) -> None:
+def training_of(path: Path) -> str:
+    """What `save_parameters` was told of the training that ended with this network, or "".
+
+    Raises:
+      DataError: the file is missing or damaged.
+    """
+    with opened(path, "network") as file:
+        return file.text(_TRAINING) if file.has_attribute(_TRAINING) else ""
+
+
+def save_parameters(
+    path: Path, network: Definition, parameters: Parameters, *, training: str = ""
+) -> None:
     """Writes a network file, whole or not at all, that DSSTNE can load.
+
+    Args:
+      path: the file.
+      network: the layers.
+      parameters: their numbers.
+      training: see `training_of`. DSSTNE reads no attribute of this name.
 
     Raises:
       OSError: the file cannot be written; nothing is left behind.
@@ -135,6 +154,8 @@ def save_parameters(path: Path, network: Definition, parameters: Parameters) -> 
     image = io.BytesIO()
     with h5netcdf.File(image, "w") as file:
         _Writer(file).network(network, parameters)
+        if training:
+            _Writer(file).text(_TRAINING, training)
     with whole_file(path) as out:
         out.write(image.getbuffer())
 

@@ -29,7 +29,11 @@ from sparsejax.dsstne.network import (
     name_of,
     regularization,
 )
-from sparsejax.dsstne.network_files import load_parameters, save_parameters
+from sparsejax.dsstne.network_files import (
+    load_parameters,
+    save_parameters,
+    training_of,
+)
 from sparsejax.dsstne.order import balanced_orders, from_file_order, to_file_order
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import put_on_mesh
@@ -117,6 +121,10 @@ def train(command: Train) -> None:
     is_ending = command.resume and os.path.exists(checkpoints_of(command))
     may_exist = command.overwrite or is_ending
     if os.path.exists(command.network) and not may_exist:
+        if command.resume and (ended := training_of(command.network)):
+            with setting_mesh(command.mesh):
+                if made(command).name() == ended:  # killed when all was done
+                    return
         raise FileExistsError(
             f"{command.network}: already exists; remove it, or name another file"
         )
@@ -206,14 +214,27 @@ class Training:
             other = by_layer(network, data_of(*command.validation))
             self.validation = Examples.of(network, other, self.orders)
 
+    def identity(self) -> dict[str, Any]:
+        """What a training has in common with the one that it goes on with."""
+        may_differ = ("epochs", "resume", "mesh")
+        found = {n: v for n, v in vars(self.command).items() if n not in may_differ}
+        network = repr(self.model.definition).encode()
+        return found | {
+            "what the config says": hashlib.sha256(network).hexdigest()[:16]
+        }
+
+    def name(self) -> str:
+        """A hash of all that decides its network, which has it."""
+        files = ("network", "initial", "kept", "kept_epochs")
+        decide = {n: v for n, v in self.identity().items() if n not in files}
+        facts = repr([*decide.items(), self.command.epochs])
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
     def run(self) -> None:
         """Trains, and writes the network files. All processes must call this."""
         command = self.command
         folder = checkpoints_of(command)
-        may_differ = ("epochs", "resume", "mesh")
-        identity = {n: v for n, v in vars(command).items() if n not in may_differ}
-        network = repr(self.model.definition).encode()
-        identity["what the config says"] = hashlib.sha256(network).hexdigest()[:16]
+        identity = self.identity()
         if not command.resume:
             _remove(folder)
         is_first = processes.is_true_anywhere(not os.path.exists(folder))
@@ -237,7 +258,7 @@ class Training:
                 log=self.note,
                 after_epoch=self.end_epoch,
             )
-            self.save(command.network)
+            self.save(command.network, self.name())
         except FloatingPointError:  # after others, `-resume` can go on
             _remove(folder)
             raise
@@ -276,11 +297,13 @@ class Training:
         if command.kept_epochs and epoch % command.kept_epochs == 0:
             self.save(_kept(command, epoch))
 
-    def save(self, path: str) -> None:
-        """Writes the network as it is now."""
+    def save(self, path: str, training: str = "") -> None:
+        """Writes the network as it is now; `training` is the one that ended with it."""
         definition = self.model.definition
         parameters = to_file_order(self.model.parameters(), self.orders)
-        processes.in_first(lambda: save_parameters(path, definition, parameters))
+        processes.in_first(
+            lambda: save_parameters(path, definition, parameters, training=training)
+        )
 
 
 def _remove(folder: str) -> None:

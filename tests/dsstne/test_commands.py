@@ -189,8 +189,13 @@ def test_train_writes_networks_and_predict_reads_them(folder, capsys):
     assert {name for name, _ in names[1]} == {"milk", "rum", "tea"}  # not the padding
     scores = [float(score) for _, score in names[1]]
     assert scores == sorted(scores, reverse=True)
-    assert run(TRAIN) == 1
-    assert "gl.nc: already exists" in capsys.readouterr().err
+    before = (folder / "gl.nc").read_bytes()
+    for more in ("", " -resume"):
+        assert run(f"{TRAIN}{more}") == 1  # the flags are others
+        assert "gl.nc: already exists" in capsys.readouterr().err
+    # As after a kill at the very end, when the checkpoints were gone.
+    assert run(f"{TRAIN} -b 2 -e 11 -alpha 5 -lambda 0.001 -resume") == 0
+    assert (folder / "gl.nc").read_bytes() == before
 
 
 @pytest.mark.parametrize(
