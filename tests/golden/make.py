@@ -167,7 +167,7 @@ def write_data(folder: pathlib.Path) -> None:
     popular = rng.random((USERS, ITEMS)) < np.linspace(0.5, 0.1, ITEMS)
     popular[3], popular[:, 5] = False, False  # an empty row, and an empty column
     matrix = scipy.sparse.csr_array(popular * rng.integers(1, 6, popular.shape) / 2)
-    names = {
+    names: dict[str, Any] = {
         "row_names": [f"user {u}" for u in range(USERS)],
         "feature_names": [f"item {i}" if i % 7 else f"ítem {i}" for i in range(ITEMS)],
     }
@@ -181,7 +181,7 @@ def write_data(folder: pathlib.Path) -> None:
     walked = np.arange(indptr[-1]) % 3 > 0  # mostly the item after the last one
     indices[1:] = np.where(walked[1:], (indices[:-1] + 1) % ITEMS, indices[1:])
     times = np.concatenate([np.sort(rng.integers(0, 10**6, n)) for n in lengths])
-    history = [indptr, indices, names["row_names"], names["feature_names"]]
+    history: list[Any] = [indptr, indices, names["row_names"], names["feature_names"]]
     sj.SequenceDataset(*history).save(folder / "histories.parquet")
     dates = times.astype("datetime64[us]")
     timed = sj.SequenceDataset(*history, times=dates)
@@ -360,7 +360,7 @@ def fit(
         resume=resume,
     )
     found: dict[str, Any] = {"losses": [entry["loss"] for entry in history]}
-    if name == "fit_items":
+    if isinstance(data, sj.SparseDataset):
         return found | lists(sj.recommend(model, data, k=K))
     if name == "fit_dlrm" and not resume:
         sj.export_predictor(
@@ -417,7 +417,7 @@ def read_config(path: pathlib.Path) -> Any:
 
 def read_prepared(folder: pathlib.Path) -> dict[str, Any]:
     """What the prepared folders hold, which are unpacked in `folder`."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in PREPARED:
         scanned = sj.scan_parquet(folder / name)
         train, test = sj.read(folder / name), sj.read(folder / name / "test")
