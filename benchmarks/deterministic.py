@@ -150,7 +150,7 @@ def _times(data, sets: Mapping[str, Mapping[str, Any]]) -> Iterator[dict]:
     import jax
 
     import sparsejax as sj
-    from sparsejax.training import dispatch
+    from sparsejax.engine.train import dispatch
 
     program = dispatch.run_steps[False]
     for name, options in sets.items():

@@ -211,27 +211,27 @@ FAULTS = [
         "missing = (steps * batch_size - len(rows), 0)",
     ),
     (
-        "sparsejax/prediction/tasks.py",
+        "sparsejax/engine/rank/tasks.py",
         "valid = candidates >= 0",
         "valid = candidates > 0",
     ),
     (
-        "sparsejax/prediction/evaluation.py",
+        "sparsejax/engine/rank/evaluation.py",
         "users_unknown=int(np.sum((total > 0) & (num_known == 0))),",
         "users_unknown=int(np.sum(num_known == 0)),",
     ),
     (
-        "sparsejax/training/resident.py",
+        "sparsejax/engine/train/resident.py",
         "return shard * each + shard.clip(max=more)",
         "return shard * each + more",
     ),
     (
-        "sparsejax/training/sequences.py",
+        "sparsejax/kinds/histories/job.py",
         "histories = jnp.where(weights[:, None] > 0, histories, -1)",
         "histories = histories",
     ),
     (
-        "sparsejax/training/progress.py",
+        "sparsejax/engine/train/progress.py",
         "return waits and time.monotonic() - self._saved >= self._seconds",
         "return time.monotonic() - self._saved >= self._seconds",
     ),

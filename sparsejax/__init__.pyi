@@ -61,6 +61,12 @@ from .embeddings.models import WideDeep as WideDeep
 from .embeddings.models import build_click_model as build_click_model
 from .embeddings.plan import EmbeddingPlan as EmbeddingPlan
 from .embeddings.planner import plan_embeddings as plan_embeddings
+from .engine.rank.nearest import nearest as nearest
+from .engine.rank.recommendations import Recommendations as Recommendations
+from .engine.train.checkpoint import CheckpointWarning as CheckpointWarning
+from .engine.train.jit import jit as jit
+from .engine.train.progress import EarlyStopping as EarlyStopping
+from .kinds.clicks.scores import predict_clicks as predict_clicks
 from .mesh.blocks import ShardedCSR as ShardedCSR
 from .mesh.layout import hidden_layout as hidden_layout
 from .mesh.layout import make_mesh as make_mesh
@@ -98,18 +104,9 @@ from .prediction.click_predictor import ClickPredictor as ClickPredictor
 from .prediction.click_predictor_files import (
     load_click_predictor as load_click_predictor,
 )
-from .prediction.click_scores import predict_clicks as predict_clicks
-from .prediction.evaluate import evaluate as evaluate
 from .prediction.export import export_predictor as export_predictor
-from .prediction.nearest import nearest as nearest
 from .prediction.predictor import Predictor as Predictor
 from .prediction.predictor_files import load_predictor as load_predictor
-from .prediction.recommend import recommend as recommend
-from .prediction.recommendations import Recommendations as Recommendations
-from .prediction.vectors import item_vectors as item_vectors
-from .prediction.vectors import save_vectors as save_vectors
-from .prediction.vectors import similar_items as similar_items
-from .prediction.vectors import user_vectors as user_vectors
 from .sequence.build import build_sequence_model as build_sequence_model
 from .sequence.config import GRUConfig as GRUConfig
 from .sequence.config import HSTUConfig as HSTUConfig
@@ -120,12 +117,15 @@ from .sequence.hstu import HSTU as HSTU
 from .sequence.model import SequenceModel as SequenceModel
 from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
-from .training.build import build as build
-from .training.checkpoint import CheckpointWarning as CheckpointWarning
-from .training.fit import fit as fit
-from .training.jit import jit as jit
-from .training.plan import Plan as Plan
-from .training.plan import plan as plan
-from .training.progress import EarlyStopping as EarlyStopping
+from .verbs.build import build as build
+from .verbs.evaluate import evaluate as evaluate
+from .verbs.fit import fit as fit
+from .verbs.plan import Plan as Plan
+from .verbs.plan import plan as plan
+from .verbs.recommend import recommend as recommend
+from .verbs.vectors import item_vectors as item_vectors
+from .verbs.vectors import save_vectors as save_vectors
+from .verbs.vectors import similar_items as similar_items
+from .verbs.vectors import user_vectors as user_vectors
 
 __version__: str

@@ -9,9 +9,9 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
+from sparsejax.engine.train.checkpoint import checksums
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.training.checkpoint import checksums
 
 
 def checkerboard(rows: int, items: int) -> tuple[SparseDataset, SparseDataset]:

@@ -18,8 +18,8 @@ from rule_steps import numpy_step
 
 import sparsejax as sj
 from sparsejax.embeddings.config import Placement
+from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.ops.gather_matmul import Combiner
-from sparsejax.training.checkpoint import Checkpoints
 
 MESHES = [(1, 1), (1, 8), (2, 4), (8, 1)]
 

@@ -13,11 +13,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax.data.sources import NamedCSR, Source
+from sparsejax.engine.rank.popularity import Popularity, column_counts
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.item_weights import ease_weights, nearest_items
-from sparsejax.prediction.popularity import Popularity, column_counts
 from sparsejax.sparse import CSR
 
 

@@ -30,12 +30,14 @@ from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
 from sparsejax.data.files import lines_of, shown
 from sparsejax.data.names import Names, as_names, find_names, quoted
 from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.engine.rank import recommendation_files
+from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.mesh import processes
-from sparsejax.prediction import evaluate as evaluation
-from sparsejax.prediction import recommend as recommendation
-from sparsejax.prediction import recommendation_files
-from sparsejax.prediction import vectors as vector_files
 from sparsejax.prediction.export import export_predictor
+from sparsejax.verbs import evaluate as evaluation
+from sparsejax.verbs import recommend as recommendation
+from sparsejax.verbs import vectors as vector_files
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -56,7 +58,7 @@ def evaluate(command: flags.Evaluate) -> None:
     data = meanwhile(lambda: _data_to_evaluate(command, settings, names))
     model = run.restored_model(command.run, settings)
     given = data()
-    prepared = evaluation.prepared_for(
+    prepared = prepared_for(
         **given,
         k=command.k,
         fold_in=command.fold_in,
@@ -104,9 +106,7 @@ def _evaluate_histories(
     print(json.dumps(measured))
 
 
-def _of_baselines(
-    prepared: evaluation.Evaluation, train: SparseDataset
-) -> dict[str, float]:
+def _of_baselines(prepared: Evaluation, train: SparseDataset) -> dict[str, float]:
     """The metrics of each baseline, with its name before that of the metric."""
     measured = {}
     for name, baseline in BASELINES.items():

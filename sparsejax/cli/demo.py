@@ -16,9 +16,9 @@ from sparsejax.data import SparseDataset, datasets
 from sparsejax.data.names import as_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.prediction.evaluate import evaluate
-from sparsejax.training.build import build
-from sparsejax.training.fit import fit
+from sparsejax.verbs.build import build
+from sparsejax.verbs.evaluate import evaluate
+from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import check_writable
 
 NETWORK = NetworkConfig.autoencoder((128,))

@@ -16,11 +16,11 @@ from flax import nnx
 
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.names import Names, find_names
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes
-from sparsejax.prediction.next_items import HistoryModel
-from sparsejax.prediction.recommend import recommend
-from sparsejax.prediction.recommender import Recommender
-from sparsejax.prediction.vectors import HasItems, similar_items
+from sparsejax.verbs.recommend import recommend
+from sparsejax.verbs.vectors import HasItems, similar_items
 from sparsejax.whole_files import check_writable, whole_text_file
 
 _STYLE = pathlib.Path(__file__).with_name("report.css")

@@ -4,7 +4,7 @@
 
     run.json              the settings, which say how to build model and optimizer
     vocabulary.parquet    the names of the features, in the model's order
-    checkpoints/          see `sparsejax.training.checkpoint`
+    checkpoints/          see `sparsejax.engine.train.checkpoint`
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from jax.sharding import PartitionSpec as P
 from sparsejax import codec, optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
+from sparsejax.engine.train.checkpoint import Checkpoints, fingerprint
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
-from sparsejax.training.build import make_modules, new_modules, set_linear_part
-from sparsejax.training.checkpoint import Checkpoints, fingerprint
+from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
@@ -121,7 +122,9 @@ class Run:
                 jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
             )
 
-        make = functools.partial(make_modules, self.network, self.optimizer)
+        make = functools.partial(
+            kind_of(self.network).new, self.network, self.optimizer
+        )
         modules = nnx.eval_shape(lambda: make(**self._sizes()))
         is_variable = lambda node: isinstance(node, nnx.Variable)
         state = jax.tree.map(placed, nnx.state(modules), is_leaf=is_variable)
@@ -130,7 +133,8 @@ class Run:
 
     def _sizes(self) -> dict[str, int]:
         size = self.num_features
-        return {"inputs": size, "outputs": size, "seed": self.seed}
+        sizes = {"inputs": size, "seed": self.seed}
+        return sizes if self.of_histories else sizes | {"outputs": size}
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""

@@ -37,25 +37,24 @@ from sparsejax.data import (
 from sparsejax.data.files import shown
 from sparsejax.data.names import Names, find_names
 from sparsejax.data.scan_tables import chunk_ends
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.dispatch import check_seed
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.histories.footprint import assumed_lengths
+from sparsejax.kinds.items.job import ScannedItems
+from sparsejax.kinds.kind import Defaults, kind_of
 from sparsejax.mesh import processes
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
-from sparsejax.training import plan as planning
-from sparsejax.training.checkpoint import fingerprint
-from sparsejax.training.dispatch import check_seed
-from sparsejax.training.fit import fit
-from sparsejax.training.history_footprint import assumed_lengths
-from sparsejax.training.items import ScannedItems
-from sparsejax.training.progress import EarlyStopping
-from sparsejax.training.recipe import (
+from sparsejax.verbs import plan as planning
+from sparsejax.verbs.fit import fit
+from sparsejax.verbs.recipe import (
     LEARNING_RATE,
-    Defaults,
-    defaults_of,
     learning_rate,
     steps_of_epoch,
 )
-from sparsejax.training.streaming import Stream
 
 Log = Callable[[int, Mapping[str, float]], None]
 
@@ -117,7 +116,7 @@ def plan(command: flags.Plan) -> bool:
         _pretend_devices(data * model)
     memory = command.memory
     network = config_of(command)
-    defaults = defaults_of(network)
+    defaults = kind_of(network).defaults
     if isinstance(network, SequenceConfig):
         if command.features is not None:
             raise ValueError(
@@ -425,7 +424,7 @@ def settings_of(
         data_fingerprint = fingerprint(data.indptr, data.indices, *times)
     else:
         data_fingerprint = fingerprint(data.matrix)
-    defaults = defaults_of(network)
+    defaults = kind_of(network).defaults
     epochs, batch_size = command.epochs, command.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size

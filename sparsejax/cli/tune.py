@@ -35,7 +35,7 @@ from sparsejax.mesh import processes
 from sparsejax.nn.closed_form import closed_form
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.sequence.config import SequenceConfig
-from sparsejax.training.fit import fit
+from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -76,6 +76,8 @@ class ClickDataset:
       ValueError: shapes, features, labels or ids do not fit together.
     """
 
+    kind: ClassVar[str] = "clicks"
+
     labels: np.ndarray
     dense: np.ndarray
     ids: Mapping[str, Ids]
@@ -119,6 +121,11 @@ class ClickDataset:
     def num_rows(self) -> int:
         """Number of examples."""
         return len(self.labels)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: all."""
+        return self.num_rows
 
     @property
     def num_ids(self) -> dict[str, int]:

@@ -124,6 +124,11 @@ class SparseDataset:
         return self.matrix.num_rows
 
     @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: all."""
+        return self.num_rows
+
+    @property
     def num_features(self) -> int:
         return self.matrix.num_cols
 

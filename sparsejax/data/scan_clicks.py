@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +62,8 @@ class ScannedClicks:
       chunk_rows: number of examples of a chunk; the last one may have fewer.
       is_saved: whether `ClickDataset.save` wrote the files.
     """
+
+    kind: ClassVar[str] = "clicks"
 
     path: Paths
     schema: ClickSchema

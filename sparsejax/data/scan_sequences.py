@@ -7,6 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterable
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +46,8 @@ class ScannedSequences:
       chunk_rows: about the number of rows that `fit` has on the devices at a time; None for
         as many as fit.
     """
+
+    kind: ClassVar[str] = "histories"
 
     path: Path
     feature_names: Names

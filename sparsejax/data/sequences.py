@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -124,6 +124,8 @@ class SequenceDataset:
         time is not finite or earlier than the one before it.
     """
 
+    kind: ClassVar[str] = "histories"
+
     indptr: np.ndarray
     indices: np.ndarray
     row_names: Names
@@ -207,6 +209,11 @@ class SequenceDataset:
     @property
     def num_entries(self) -> int:
         return len(self.indices)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: those with two entries or more."""
+        return int(np.sum(np.diff(self.indptr) > 1))
 
     @property
     def histories(self) -> Histories:

@@ -379,6 +379,24 @@ def _check_dense(part: NamedCSR | NamedArray, shape: tuple[int, ...]) -> None:
         )
 
 
+def num_columns(what: str, source: Any) -> int:
+    """Number of columns of data in memory, or of what is scanned.
+
+    Raises:
+      TypeError: it has another type.
+    """
+    if isinstance(source, CSR):
+        return source.num_cols
+    if scipy.sparse.issparse(source):
+        return source.shape[1]
+    if isinstance(found := getattr(source, "num_features", None), int):
+        return found
+    raise TypeError(
+        f"{what} must be a SparseDataset, a ScannedDataset, a CSR or a SciPy matrix, got "
+        f"{type(source).__name__}"
+    )
+
+
 def check_columns(what: str, columns: int, expected: int, kind: str) -> None:
     """Raises ValueError unless `what` has as many columns as the model has `kind`."""
     if columns != expected:

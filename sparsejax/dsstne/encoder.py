@@ -24,8 +24,8 @@ from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 from sparsejax.mesh import processes
-from sparsejax.prediction.evaluate import evaluate
 from sparsejax.sparse import CSR
+from sparsejax.verbs.evaluate import evaluate
 
 _BATCH_SIZE = 1024
 _MOST_RANKED = 10

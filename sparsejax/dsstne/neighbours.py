@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsejax.data.files import ByteStream, DataError, line_blocks, open_data
 from sparsejax.data.names import Names, as_names
-from sparsejax.prediction.nearest import nearest
+from sparsejax.engine.rank.nearest import nearest
 from sparsejax.whole_files import check_writable, whole_text_file
 
 DTYPES = {"fp32": "float32", "fp16": "float16"}

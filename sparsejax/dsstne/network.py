@@ -44,11 +44,11 @@ from sparsejax.dsstne.layer_definition import LayerDefinition, num_biases
 from sparsejax.dsstne.layers import Counted, Held, Layer, dense
 from sparsejax.dsstne.losses import of_output
 from sparsejax.dsstne.network_files import Parameters, load_parameters, save_parameters
+from sparsejax.engine.rank.recommender import merged, split
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated, to_host, using_auto_axes
 from sparsejax.nn.layers import SparseDropout, SparseOutput
 from sparsejax.ops.gather_matmul import combined
-from sparsejax.prediction.recommender import merged, split
 
 
 class Network(nnx.Module):

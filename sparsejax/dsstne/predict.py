@@ -22,10 +22,10 @@ from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
 from sparsejax.dsstne.text import read_samples
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import put_on_mesh
-from sparsejax.prediction.recommend import recommend
-from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.verbs.recommend import recommend
 from sparsejax.whole_files import check_writable, whole_text_file
 
 # What stands in C behind the % of a floating-point number.

@@ -35,11 +35,11 @@ from sparsejax.dsstne.network_files import (
     training_of,
 )
 from sparsejax.dsstne.order import balanced_orders, from_file_order, to_file_order
+from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.training.checkpoint import Checkpoints
-from sparsejax.training.fit import fit
+from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import check_writable, remove_folder
 
 # How often a checkpoint is saved from which `resume` can go on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from sparsejax.model_json import ModelConfig
 from sparsejax.ops.gather_matmul import Combiner
@@ -24,6 +24,8 @@ class ClickModelConfig(ModelConfig):
       dtype: "float32" or "bfloat16", in which layers compute. Parameters and scores are
         float32.
     """
+
+    kind: ClassVar[str] = "clicks"
 
     dim: int = 16
     combiner: Combiner = "sum"

@@ -16,9 +16,9 @@ from sparsejax.data.click_records import examples_of
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.names import Names
+from sparsejax.engine.rank.loop import check_positive
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.prediction import archive
-from sparsejax.prediction.loop import check_positive
 from sparsejax.prediction.predictor import sizes_for
 from sparsejax.sparse import CSR, as_int32, host_rows
 

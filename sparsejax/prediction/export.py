@@ -16,38 +16,35 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of, rows_of_inputs
 from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.mesh.layout import replicated, without_mesh
-from sparsejax.mesh.promotion import promoting
-from sparsejax.nn.layers import SparseLinear, SparseOutput
-from sparsejax.nn.linear_part import LinearPart
-from sparsejax.prediction.arguments import Kind, refused
-from sparsejax.prediction.click_scores import ClickModel, Clicks
-from sparsejax.prediction.export_clicks import export_clicks, is_click_model
-from sparsejax.prediction.loop import check_positive
-from sparsejax.prediction.next_items import (
+from sparsejax.engine.rank.loop import check_positive
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.kinds.clicks.scores import ClickModel, Clicks
+from sparsejax.kinds.histories.next_items import (
     HistoryModel,
     NextItems,
     check_history_model,
     has_times,
 )
+from sparsejax.kinds.kind import Kind, kind_called, refused
+from sparsejax.mesh.layout import replicated, without_mesh
+from sparsejax.mesh.promotion import promoting
+from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.nn.linear_part import LinearPart
+from sparsejax.prediction.export_clicks import export_clicks, is_click_model
 from sparsejax.prediction.predictor import sizes_of_programs, unflattened
 from sparsejax.prediction.predictor_files import save_predictor
 from sparsejax.prediction.programs import Signature, on_this_process
-from sparsejax.prediction.recommender import Recommender
 from sparsejax.sparse import CSR
 
 
 def _kind(model: Any) -> Kind:
     if is_click_model(model):
-        return "clicks"
-    return "items" if hasattr(model, "num_features") else "histories"
-
-
-_tables = ("table_dtype",)  # of a click model
+        return kind_called("clicks")
+    return kind_called("items" if hasattr(model, "num_features") else "histories")
 
 
 @promoting
-@refused("model", _kind, {"clicks": ("k",), "items": _tables, "histories": _tables})
+@refused("model", _kind)
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],

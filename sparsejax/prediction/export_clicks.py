@@ -19,6 +19,7 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.embeddings.table_files import table_rows
+from sparsejax.kinds.clicks.scores import Clicks, check_columns
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.optimizers import gradients
@@ -26,7 +27,6 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.click_predictor import ClickFeature, ClickStack
 from sparsejax.prediction.click_predictor_files import save_click_predictor
-from sparsejax.prediction.click_scores import Clicks, check_columns
 from sparsejax.prediction.predictor import sizes_of_programs
 from sparsejax.prediction.programs import ClickSignature, on_this_process
 from sparsejax.sparse import CSR

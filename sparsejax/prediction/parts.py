@@ -38,13 +38,13 @@ from sparsejax.data.names import to_arrow
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.stores import Place
-from sparsejax.prediction.loop import one_late
+from sparsejax.engine.rank.loop import one_late
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.prediction.predictor import Predictor
 from sparsejax.prediction.predictor_files import (
     load_same_predictor,
     predictor_identity,
 )
-from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
 _VERSION = 1

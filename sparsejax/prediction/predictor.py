@@ -11,6 +11,13 @@ from typing import Any, Literal, cast, overload
 import jax
 import numpy as np
 
+from sparsejax.data.histories import (
+    HISTORIES,
+    TIMES,
+    Unordered,
+    inputs_of,
+    unordered,
+)
 from sparsejax.data.names import Names, quoted
 from sparsejax.data.sequences import Histories, SequenceDataset
 from sparsejax.data.sources import (
@@ -25,17 +32,10 @@ from sparsejax.data.sources import (
     check_same_features,
     rows_of_inputs,
 )
+from sparsejax.engine.rank.loop import check_positive, collect, rows_of
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.prediction import archive
-from sparsejax.prediction.histories import (
-    HISTORIES,
-    TIMES,
-    Unordered,
-    inputs_of,
-    unordered,
-)
-from sparsejax.prediction.loop import check_positive, collect, rows_of
-from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR, host_rows
 
 # There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class SequenceConfig(ModelConfig):
       ValueError: a value is out of range.
       TypeError: a value is no number, or not an integer.
     """
+
+    kind: ClassVar[str] = "histories"
 
     max_length: int = 50
     width: int = 128

@@ -14,7 +14,7 @@ from sparsejax.data import arrow
 from sparsejax.data.dataset import offsets
 from sparsejax.data.files import Path
 from sparsejax.data.names import to_arrow
-from sparsejax.prediction.name_lists import matrix_of_histories
+from sparsejax.engine.rank.name_lists import matrix_of_histories
 from sparsejax.prediction.predictor import Predictor
 from sparsejax.prediction.predictor_files import predictor_identity
 from sparsejax.spark import jobs, scoring, workers

@@ -1,10 +1,10 @@
 # Every public name beside those at the top; `__init__.py` imports each when it is used.
 
-from .dispatch import Dispatch as Dispatch
-from .dispatch import Epochs as Epochs
-from .dispatch import Program as Program
-from .placing import place as place
-from .recipe import Recipe as Recipe
-from .recipe import recipe as recipe
-from .resident import Examples as Examples
-from .resident import Trainable as Trainable
+from ..engine.train.dispatch import Dispatch as Dispatch
+from ..engine.train.dispatch import Epochs as Epochs
+from ..engine.train.dispatch import Program as Program
+from ..engine.train.resident import Examples as Examples
+from ..engine.train.resident import Trainable as Trainable
+from ..verbs.place import place as place
+from ..verbs.recipe import Recipe as Recipe
+from ..verbs.recipe import recipe as recipe

@@ -10,7 +10,7 @@ from sparsejax import baselines
 from sparsejax.cli import run
 from sparsejax.cli.main import main
 from sparsejax.data import SparseDataset, read
-from sparsejax.prediction.evaluate import evaluate
+from sparsejax.verbs.evaluate import evaluate
 
 
 def measured_by(argv: list[str], capsys) -> tuple[dict[str, float], str]:

@@ -14,7 +14,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli import run
 from sparsejax.cli.main import main
-from sparsejax.training.checkpoint import Checkpoints
+from sparsejax.engine.train.checkpoint import Checkpoints
 
 ITEMS = 12
 

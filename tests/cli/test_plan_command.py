@@ -13,8 +13,8 @@ from sparsejax import optimizers
 from sparsejax.cli.main import main
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.sequence.config import GRUConfig, SequenceConfig
-from sparsejax.training import plan as planning
-from sparsejax.training.recipe import recipe
+from sparsejax.verbs import plan as planning
+from sparsejax.verbs.recipe import recipe
 
 PLAN = ["plan", "--items", "8000000", "--rows", "1000000", "--entries", "30000000"]
 

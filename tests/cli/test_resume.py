@@ -14,9 +14,9 @@ from run_folders import FIT, NETWORK, parameters, write_lines
 from sparsejax.cli import commands, printing, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
+from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import locks
 from sparsejax.nn.linear_part import LinearPart
-from sparsejax.training.checkpoint import Checkpoints
 
 
 def test_resume_continues_with_more_epochs(small, tmp_path, capsys):

@@ -17,10 +17,11 @@ from sparsejax import optimizers
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.sequence.config import SASRecConfig
-from sparsejax.training.checkpoint import Checkpoints
-from sparsejax.training.recipe import defaults_of, recipe
+from sparsejax.verbs.recipe import recipe
 
 NETWORK_CONFIG, HISTORIES = NetworkConfig.autoencoder((4,)), SASRecConfig()
 
@@ -122,24 +123,24 @@ def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
         warmup_epochs=warmup,
     )
     rate = optimizers.schedule(name, **options)
-    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
+    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.momentum(rate)
 
 
 def test_models_of_histories_have_a_training_of_their_own():
     command = flags.Train(data="data", run=pathlib.Path("run"))
     rate = optimizers.schedule("cosine_decay_schedule", init_value=2e-3, decay_steps=18)
-    rule = training.rule_of(command, defaults_of(NETWORK_CONFIG), 6, 3)
+    rule = training.rule_of(command, kind_of(NETWORK_CONFIG).defaults, 6, 3)
     assert rule == optimizers.adam(rate)
     assert rule == recipe(NETWORK_CONFIG, 6 * 512, num_epochs=3).rule
-    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
+    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
     assert rule == recipe(HISTORIES, 6 * 256, num_epochs=3).rule
     command = dataclasses.replace(command, learning_rate=0.01, decay="none")
-    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
+    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adamw(0.01, b2=0.98, weight_decay=0.1)
     command = dataclasses.replace(command, optimizer="adam")
-    rule = training.rule_of(command, defaults_of(HISTORIES), 6, 3)
+    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adam(0.01)
 
 

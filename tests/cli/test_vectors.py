@@ -6,8 +6,8 @@ from run_folders import ITEMS, Board
 
 from sparsejax.cli import run
 from sparsejax.cli.main import main
-from sparsejax.prediction import vectors
 from sparsejax.sparse import CSR
+from sparsejax.verbs import vectors
 
 
 def test_vectors_of_a_run(board, tmp_path):

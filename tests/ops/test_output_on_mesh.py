@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tolerances import tolerance
 
 from sparsejax import losses, metrics, optimizers
+from sparsejax.engine.train import fused
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
@@ -32,7 +33,6 @@ from sparsejax.ops.output_loss import (
 from sparsejax.ops.top_k import top_k, top_k_tuned
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-from sparsejax.training import fused
 
 SHAPES = [(2, 4), (8, 1), (1, 8)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -39,7 +39,7 @@ import sys
 class Forbidden:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("flax", "optax", "orbax") or name in (
-            "sparsejax.nn.models", "sparsejax.nn.layers", "sparsejax.prediction.recommend"
+            "sparsejax.nn.models", "sparsejax.nn.layers", "sparsejax.verbs.recommend"
         ):
             raise ImportError(f"{name} is forbidden")
 

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import pyarrow as pa
 import pytest
 
-from sparsejax.prediction.name_lists import matrix_of_histories
+from sparsejax.engine.rank.name_lists import matrix_of_histories
 
 ITEMS = ["b", "a", "d", "ü"]
 HISTORIES = st.lists(

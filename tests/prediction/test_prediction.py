@@ -11,15 +11,15 @@ from linear import Linear
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.data.batching import on_device
+from sparsejax.engine.rank.evaluation import Setup, prepare
+from sparsejax.engine.rank.popularity import Popularity
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.prediction.evaluate import evaluate
-from sparsejax.prediction.evaluation import Setup, prepare
-from sparsejax.prediction.popularity import Popularity
-from sparsejax.prediction.recommend import recommend
-from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.sparse import CSR
+from sparsejax.verbs.evaluate import evaluate
+from sparsejax.verbs.recommend import recommend
 
 ALL_KNOWN = {"users_unknown": 0, "entries_unknown": 0}
 

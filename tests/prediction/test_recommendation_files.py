@@ -17,8 +17,8 @@ from contents import contents
 
 from sparsejax.data import SparseDataset, read_text
 from sparsejax.data.names import as_names
-from sparsejax.prediction.recommendation_files import save_recommendations
-from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.engine.rank.recommendation_files import save_recommendations
+from sparsejax.engine.rank.recommendations import Recommendations
 
 ITEMS = as_names(["al,pha", "be:ta", "ga\tmma", 'de"lta', "eps\nilon", "ze\\ta"])
 ROWS = as_names(["a,b", "c:d", 'e"f', "none", "g\th"])

@@ -15,7 +15,7 @@ from flax import nnx
 from linear import Linear
 
 import sparsejax as sj
-from sparsejax.prediction.evaluation import Setup, prepare
+from sparsejax.engine.rank.evaluation import Setup, prepare
 
 K = 3
 OPTIONS = {"k": K, "batch_size": 64}  # the same everywhere: few programs are compiled

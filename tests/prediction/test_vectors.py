@@ -12,7 +12,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.prediction import vectors
+from sparsejax.verbs import vectors
 
 FEATURES, HIDDEN = 37, 8  # the kernel has 256 rows
 

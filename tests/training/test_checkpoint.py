@@ -18,14 +18,14 @@ from matrices import random_csr
 from orbax.checkpoint import v1 as ocp
 
 from sparsejax.data.names import as_names
-from sparsejax.sparse import CSR
-from sparsejax.training import checkpoint
-from sparsejax.training.checkpoint import (
+from sparsejax.engine.train import checkpoint
+from sparsejax.engine.train.checkpoint import (
     Checkpoints,
     CheckpointWarning,
     checksums,
     fingerprint,
 )
+from sparsejax.sparse import CSR
 
 
 def modules(seed: int, width: int = 8):

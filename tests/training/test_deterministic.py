@@ -11,9 +11,9 @@ import pytest
 from checkerboards import build, checkerboard, parameters
 
 from sparsejax import optimizers
+from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.mesh.layout import make_mesh
-from sparsejax.training.fit import fit
-from sparsejax.training.progress import EarlyStopping
+from sparsejax.verbs.fit import fit
 
 # Values and normalized rows: on a GPU, sums that XLA may add in any order.
 TRAINING = """
@@ -21,7 +21,7 @@ import sys
 import numpy as np
 import scipy.sparse
 import sparsejax as sj
-from sparsejax.training.checkpoint import checksums
+from sparsejax.engine.train.checkpoint import checksums
 from flax import nnx
 
 rng = np.random.default_rng(0)

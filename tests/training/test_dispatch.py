@@ -12,13 +12,13 @@ from checkerboards import PLAIN, build, checkerboard, parameters
 from flax import nnx
 
 from sparsejax import optimizers, training
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.dispatch import epoch_order, step_size
+from sparsejax.engine.train.resident import Resident, Roles, home_rows
 from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
-from sparsejax.training import dispatch
-from sparsejax.training.dispatch import epoch_order, step_size
-from sparsejax.training.fit import fit
-from sparsejax.training.resident import Resident, Roles, home_rows
+from sparsejax.verbs.fit import fit
 
 
 def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):

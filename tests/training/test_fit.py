@@ -15,14 +15,14 @@ from flax import nnx
 
 from sparsejax import optimizers, training
 from sparsejax.data import SparseDataset
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.mesh import interrupts
 from sparsejax.optimizers import inplace
-from sparsejax.prediction.evaluate import evaluate
-from sparsejax.prediction.recommend import recommend
-from sparsejax.training import dispatch
-from sparsejax.training.checkpoint import Checkpoints
-from sparsejax.training.fit import fit
-from sparsejax.training.progress import EarlyStopping
+from sparsejax.verbs.evaluate import evaluate
+from sparsejax.verbs.fit import fit
+from sparsejax.verbs.recommend import recommend
 
 # What the check of types raises if an exception interrupts it.
 TYPE_ERRORS = jaxtyping.TypeCheckError, beartype.roar.BeartypeException

@@ -13,13 +13,13 @@ from memory import temporary_bytes
 
 from pallas_kernels import weight_update
 from sparsejax import losses, optimizers
+from sparsejax.engine.train import fused
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.ops.targets import Targets
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-from sparsejax.training import fused
-from sparsejax.training.fit import fit
+from sparsejax.verbs.fit import fit
 
 ITEMS = 300  # so that there are padding rows and, with small chunks, several chunks
 

@@ -12,12 +12,12 @@ from flax import nnx
 from jax.sharding import AxisType
 
 from sparsejax import optimizers
+from sparsejax.engine.train.checkpoint import checksums
 from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.inplace import HostCopy, variables_of
-from sparsejax.training.checkpoint import checksums
-from sparsejax.training.fit import fit
+from sparsejax.verbs.fit import fit
 
 ROWS, ITEMS = 200, 300
 Shape = tuple[int, int] | None

@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding
 
 import sparsejax as sj
 from sparsejax import training
+from sparsejax.engine.train.footprint import laid_out
+from sparsejax.kinds.histories.footprint import HistoryWorkload
+from sparsejax.kinds.items.footprint import NetworkWorkload
 from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
-from sparsejax.training import plan as planning
-from sparsejax.training.footprint import NetworkJob, laid_out
-from sparsejax.training.history_footprint import HistoryJob
-from sparsejax.training.plan import plan
+from sparsejax.verbs import plan as planning
+from sparsejax.verbs.plan import plan
 
 ADAMW = sj.optimizers.adamw(1e-3, weight_decay=0.1)
 RMSPROP = sj.optimizers.rmsprop(1e-3)
@@ -165,7 +166,7 @@ def test_what_a_mesh_divides_is_what_lies_in_parts(name):
         rule = sj.optimizers.get(name, learning_rate=0.1)
         state = nnx.state((model, sj.Optimizer(model, rule)))
         whole = put_on_mesh(state)
-    job = NetworkJob(
+    job = NetworkWorkload(
         network=DEEP,
         rule=rule,
         inputs=300,
@@ -383,7 +384,7 @@ def test_a_batch_has_room_for_its_places():
     placed = training.place(data, model=model)
     epochs = training.Epochs(placed, batch_size=64, num_epochs=5)
     found = next(epochs.dispatches(0)).sizes.capacities
-    job = HistoryJob(
+    job = HistoryWorkload(
         network=SASREC,
         rule=ADAMW,
         inputs=50,

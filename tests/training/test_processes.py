@@ -20,8 +20,8 @@ import sparsejax as sj
 from sparsejax.cli import run
 from sparsejax.cli.main import main
 from sparsejax.data.datasets import msweb
+from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
-from sparsejax.training.checkpoint import Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
 

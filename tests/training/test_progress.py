@@ -9,10 +9,10 @@ import pytest
 from checkerboards import build, checkerboard, parameters, without_speed
 
 from sparsejax import training
-from sparsejax.training import dispatch
-from sparsejax.training.checkpoint import Checkpoints, CheckpointWarning
-from sparsejax.training.fit import fit
-from sparsejax.training.progress import EarlyStopping
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.checkpoint import Checkpoints, CheckpointWarning
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.verbs.fit import fit
 
 
 class Interrupted(Exception):

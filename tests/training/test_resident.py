@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 
+from sparsejax.engine.train import resident
+from sparsejax.engine.train.dispatch import epoch_order
+from sparsejax.engine.train.resident import Examples, Resident
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import make_mesh
 from sparsejax.sparse import CSR
-from sparsejax.training import resident
-from sparsejax.training.dispatch import epoch_order
-from sparsejax.training.resident import Examples, Resident
 
 SHAPES = [(1, 1), (2, 4), (8, 1)]
 

@@ -16,8 +16,8 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-from sparsejax.training.fit import fit
-from sparsejax.training.plan import plan
+from sparsejax.verbs.fit import fit
+from sparsejax.verbs.plan import plan
 
 ROWS, ITEMS = 64, 300
 

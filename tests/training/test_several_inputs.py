@@ -13,8 +13,8 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data.sources import Inputs, features_of
-from sparsejax.training import dispatch
-from sparsejax.training.dispatch import epoch_order
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.dispatch import epoch_order
 
 ROWS, ITEMS, WORDS, ITEMS_OUT = 100, 30, 20, 25
 NAMES = [f"user{r}" for r in range(ROWS)]

@@ -14,10 +14,10 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.training.dispatch import epoch_order
-from sparsejax.training.items import ScannedItems
-from sparsejax.training.resident import Resident
-from sparsejax.training.streaming import Stream
+from sparsejax.engine.train.dispatch import epoch_order
+from sparsejax.engine.train.resident import Resident
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.items.job import ScannedItems
 
 ROWS, ITEMS = 300, 40
 
@@ -226,7 +226,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
         stream = Stream(ScannedItems(sj.scan_parquet(path, chunk_rows=90)), None)
     monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
     monkeypatch.setattr(
-        "sparsejax.training.streaming.parts_of_process", lambda mesh: [1]
+        "sparsejax.engine.train.streaming.parts_of_process", lambda mesh: [1]
     )
     stream.read(1)
     assert ranges == [(96 + 64, 96 + 96)]  # of 64 shards 32 have a row more

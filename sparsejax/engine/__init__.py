@@ -1,0 +1,1 @@
+"""What trains and ranks, for all kinds of models. It knows none of them."""

@@ -1,0 +1,501 @@
+"""Held-out data made ready to measure models on, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+
+from sparsejax import metrics
+from sparsejax.data.batching import Batches, for_batches, rows_in_a_batch
+from sparsejax.data.histories import HISTORIES
+from sparsejax.data.sources import (
+    Inputs,
+    NamedArray,
+    NamedCSR,
+    Source,
+    Sources,
+    check_columns,
+    check_inputs,
+    check_same_features,
+    features_of,
+    find_rows,
+)
+from sparsejax.engine.rank.loop import (
+    check_positive,
+    check_scores,
+    exclusion,
+    indicator,
+)
+from sparsejax.engine.rank.popularity import Popularity, column_counts
+from sparsejax.engine.rank.recommender import Recommender, beside, split
+from sparsejax.engine.rank.tasks import METRICS, Tasks, measured, ranked
+from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.mesh.promotion import promoting
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
+
+# A warning names the first line outside these files: the caller's.
+INSIDE = (str(pathlib.Path(__file__).parents[2]),)
+
+
+def metric_names(k: int) -> list[str]:
+    """Names of what `evaluate` measures at each cut-off, without a baseline."""
+    return [f"{name}@{k}" for name in (*METRICS, "coverage", "gini")]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Setup:
+    """How recommendations are measured; `evaluate` says what each choice means.
+
+    Attributes:
+      k: cut-off, or several.
+      exclude: what is never recommended.
+      unknown: "miss" or "skip".
+      unknown_users: "count" or "skip".
+      candidates: the items to rank for each row, or None for all.
+      popularity: what the baseline counts, or None for no baseline.
+      batch_size: rows scored at a time.
+      trained_on_inputs: whether the inputs are training data, so that an item that
+        they lack is unknown.
+
+    Raises:
+      ValueError: there is no cut-off, a number is not positive, or `unknown` is
+        something else.
+    """
+
+    k: int | Sequence[int] = 20
+    exclude: Source | str | None = "inputs"
+    unknown: Literal["miss", "skip"] = "miss"
+    unknown_users: Literal["count", "skip"] = "count"
+    candidates: Source | None = None
+    popularity: Source | str | None = "inputs"
+    batch_size: int = 512
+    trained_on_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ks:
+            raise ValueError("k is empty; give at least one cut-off")
+        check_positive(k=min(self.ks), batch_size=self.batch_size)
+        if self.unknown not in ("miss", "skip"):
+            raise ValueError(f'unknown is "miss" or "skip", got {self.unknown!r}')
+        if self.unknown_users not in ("count", "skip"):
+            raise ValueError(
+                f'unknown_users is "count" or "skip", got {self.unknown_users!r}'
+            )
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The cut-offs."""
+        return tuple(np.atleast_1d(self.k).tolist())
+
+
+@promoting
+@using_auto_axes()
+def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluation:
+    """The part of `evaluate` that does not depend on the model, for repeated use.
+
+    Matches the rows, copies the data to the device and measures the baseline.
+
+    Args:
+      inputs: `[rows, features]`, what models are shown; or several.
+      heldout: `[rows, items]`, what they should find.
+      setup: how they are measured.
+
+    Raises:
+      TypeError: see `evaluate`.
+      ValueError: see `evaluate`.
+    """
+    shown = Inputs.of(inputs)
+    given = _Given.of(shown, heldout, setup)
+    known = given.known()
+    total, num_known = _num_entries(given.heldout), _num_entries(known)
+    labels = known if setup.unknown == "skip" else given.heldout
+    scored = np.flatnonzero(_num_entries(labels))
+    if not scored.size:
+        of_known = " of a known item" if total.any() else ""
+        raise ValueError(
+            f"no row of heldout has an entry{of_known}, so there is nothing to find"
+        )
+    rows = _rows_shown(labels, scored, shown, setup)
+    is_new = _are_new(shown, rows)
+    users_new = int(is_new.sum())
+    if setup.unknown_users == "skip":
+        scored, rows = scored[~is_new], rows[~is_new]
+        if not scored.size:
+            raise ValueError(
+                f"none of the {users_new:,} rows of heldout has an entry in inputs, and "
+                'unknown_users="skip" leaves such rows out'
+            )
+    share = None
+    if given.popularity is not None:
+        counts = column_counts(given.popularity.matrix)
+        share = counts / max(given.popularity.num_rows, 1)
+    evaluation = Evaluation(
+        ks=setup.ks,
+        inputs=shown,
+        heldout=labels,
+        rows=scored,
+        tasks=_tasks(shown, rows, labels, scored, given, setup),
+        users_new=users_new,
+        users_unknown=int(np.sum((total > 0) & (num_known == 0))),
+        entries_unknown=int(np.sum(total - num_known)),
+        popularity=share,
+        baseline={},
+    )
+    if share is None:
+        return evaluation
+    found = evaluation.run(Popularity(share, shown.features))
+    baseline = {f"popularity_{n}": v for n, v in found.items() if "@" in n}
+    return dataclasses.replace(evaluation, baseline=baseline)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Evaluation:
+    """Data ready to measure models on; made by `prepare`.
+
+    Attributes:
+      ks: the cut-offs.
+      inputs: what the model is shown, all rows of it.
+      heldout: the held-out entries, all rows of them.
+      rows: `[users]` the rows of `heldout` that have entries.
+      tasks: these rows in batches.
+      users_new: number of rows of `heldout` that have no entry in the inputs.
+      users_unknown: number of rows of `heldout` whose items are all unknown.
+      entries_unknown: number of its entries of unknown items.
+      popularity: `[items]` share of the rows that have the item, or None.
+      baseline: metrics of the baseline, or empty.
+    """
+
+    ks: tuple[int, ...]
+    inputs: Inputs
+    heldout: NamedCSR
+    rows: np.ndarray
+    tasks: Tasks
+    users_new: int
+    users_unknown: int
+    entries_unknown: int
+    popularity: np.ndarray | None
+    baseline: dict[str, float]
+
+    @promoting
+    @using_auto_axes()
+    def run(
+        self,
+        model: Recommender,
+        *,
+        optimizer: Optimizer | None = None,
+        deterministic: bool = False,
+    ) -> dict[str, float]:
+        """The metrics of a model; see `evaluate`.
+
+        Args:
+          model: the model.
+          optimizer: its optimizer, if rows of its weights may be behind.
+          deterministic: give the same bits in every process on the same kind of GPU.
+        """
+        items = self.heldout.matrix.num_cols
+        check_inputs(self.inputs, features_of(model))
+        check_columns("heldout", items, model.num_items, "items")
+        if self.tasks.candidates is not None and not hasattr(model, "item_scores"):
+            raise TypeError(
+                f"candidates need a model with the method item_scores(x, ids), but "
+                f"{type(model).__name__} does not have it"
+            )
+        graphdef, state = split(model, optimizer)
+        counts = beside(state, jnp.zeros((len(self.ks), items), jnp.int32))
+        parts = []
+        for task in self.tasks:
+            found = ranked(
+                graphdef, state, task, max(self.ks), deterministic=deterministic
+            )
+            part, counts = measured[deterministic](
+                found, task.labels, task.left_out, counts, self.ks
+            )
+            parts.append(part)
+        values = np.concatenate([np.asarray(p) for p in parts], axis=1)
+        values = values[:, : self.rows.size].astype(np.float64)
+        check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
+        return {
+            **self._summary(values.mean(axis=1), np.asarray(counts)),
+            **self.baseline,
+            "users": self.rows.size,
+            "users_new": self.users_new,
+            "users_unknown": self.users_unknown,
+            "entries_unknown": self.entries_unknown,
+        }
+
+    def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and
+        `counts: [len(ks), items]`, how often each item is recommended."""
+        rest = iter(means.tolist())
+        found = {}
+        for k, given in zip(self.ks, counts, strict=True):
+            found |= {f"{name}@{k}": next(rest) for name in METRICS}
+            found[f"coverage@{k}"] = metrics.coverage(given)
+            found[f"gini@{k}"] = metrics.gini(given)
+            if self.popularity is not None:
+                mean = metrics.mean_popularity(given, self.popularity)
+                found[f"mean_popularity@{k}"] = mean
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Given:
+    """The matrices of an evaluation, whose columns are the items.
+
+    Attributes:
+      heldout: what the model should find.
+      exclude: what is never recommended, or None.
+      popularity: what the baseline counts, or None.
+      candidates: the items to rank for each row, or None.
+      trained: the training data, which decides which items are known; None if all are.
+    """
+
+    heldout: NamedCSR
+    exclude: NamedCSR | None
+    popularity: NamedCSR | None
+    candidates: NamedCSR | None
+    trained: NamedCSR | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, heldout: Source, setup: Setup) -> _Given:
+        """Makes them from the arguments of `evaluate`.
+
+        Raises:
+          TypeError: one has a type that is not supported.
+          ValueError: one has other columns than `heldout`.
+        """
+        labels = NamedCSR.of("heldout", heldout)
+        exclude, popularity = setup.exclude, setup.popularity
+        candidates = setup.candidates
+        seen = None if exclude is None else inputs.named("exclude", exclude)
+        counted = None if popularity is None else inputs.named("popularity", popularity)
+        among = None if candidates is None else NamedCSR.of("candidates", candidates)
+        for source in (seen, counted, among):
+            if source is not None:
+                _check_items(source, labels)
+        # Training data is what the baseline counts. Without a baseline it is the inputs,
+        # if these are excluded.
+        known_by, trained = popularity, counted
+        if popularity is None and isinstance(exclude, str):
+            known_by, trained = exclude, seen
+        if isinstance(known_by, str) and not setup.trained_on_inputs:
+            trained = None
+        return cls(
+            heldout=labels,
+            exclude=seen,
+            popularity=counted,
+            candidates=among,
+            trained=trained,
+        )
+
+    def known(self) -> NamedCSR:
+        """The held-out entries of known items."""
+        if self.trained is None:
+            return _of_items(self.heldout, None)
+        return _of_items(self.heldout, column_counts(self.trained.matrix) > 0)
+
+
+def _rows_shown(
+    labels: NamedCSR, scored: np.ndarray, inputs: Inputs, setup: Setup
+) -> np.ndarray:
+    """`[users]` the row of the inputs for each of the `scored: [users]` rows of `labels`.
+
+    It is -1 if there is none: then the model is shown an empty row.
+
+    Raises:
+      ValueError: all rows are missing; or some are, and a dense input has no empty row.
+    """
+    rows = find_rows(labels, inputs.rows)[scored]
+    missing = scored[rows < 0]
+    dense = any(isinstance(part, NamedArray) for part in inputs.parts.values())
+    is_error = len(missing) == len(scored) or (
+        dense and setup.unknown_users == "count" and missing.size
+    )
+    if is_error:
+        remedy = ', or leave them out: unknown_users="skip"' * (
+            dense and any(rows >= 0)
+        )
+        raise ValueError(
+            f"{missing.size:,} of {scored.size:,} rows of heldout are not in inputs: "
+            f"{labels.labels(missing)}; the model needs inputs for them{remedy}"
+        )
+    return rows
+
+
+def _are_new(inputs: Inputs, rows: np.ndarray) -> np.ndarray:
+    """`[users]` bool: whether the inputs have no entry of a user."""
+    histories = inputs.parts.get(HISTORIES)
+    if isinstance(histories, NamedArray):
+        return (rows < 0) | (histories.matrix[rows] < 0).all(axis=1)
+    parts = list(inputs.parts.values())
+    counts = [
+        np.diff(np.asarray(part.matrix.indptr))[rows]
+        for part in parts
+        if isinstance(part, NamedCSR)
+    ]
+    if len(counts) < len(parts):  # dense rows always say something
+        return rows < 0
+    return (rows < 0) | (sum(counts) == 0)
+
+
+def _tasks(
+    shown: Inputs,
+    rows: np.ndarray,
+    labels: NamedCSR,
+    scored: np.ndarray,
+    given: _Given,
+    setup: Setup,
+) -> Tasks:
+    """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`."""
+    batch_size = rows_in_a_batch(setup.batch_size, scored.size)
+    held = shown.for_batches()
+    unwanted = ids = None
+    if given.exclude is not None:
+        seen_rows = rows
+        if not isinstance(setup.exclude, str):
+            found = find_rows(shown.rows, given.exclude)[rows]
+            others = np.full(len(rows), -1)
+            if given.exclude.row_names is not None:  # it may have rows of new users
+                others = find_rows(labels, given.exclude)[scored]
+            seen_rows = np.where(rows < 0, others, found)
+        if (rows < 0).any():
+            seen = for_batches(indicator(given.exclude.matrix))
+            unwanted = Batches.of(seen, seen_rows, batch_size)
+        else:
+            unwanted = exclusion(shown, rows, held, given.exclude, batch_size)
+        _check_repeats(labels, scored, given.exclude, seen_rows)
+    if given.candidates is not None:
+        ids = _candidate_ids(
+            given.candidates, labels, given.known(), scored, batch_size
+        )
+    return Tasks(
+        shown=shown.batches(held, rows, batch_size),
+        exclude=unwanted,
+        labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
+        left_out=_left_out(labels, scored, batch_size),
+        candidates=ids,
+    )
+
+
+def _num_entries(heldout: NamedCSR) -> np.ndarray:
+    """`[rows]` number of held-out entries, with those that were left out."""
+    lengths = np.diff(np.asarray(heldout.matrix.indptr))
+    return lengths if heldout.left_out is None else lengths + heldout.left_out
+
+
+def _of_items(heldout: NamedCSR, chosen: np.ndarray | None) -> NamedCSR:
+    """The entries of the `chosen: [items]` items, or of all; nothing in `left_out`."""
+    heldout = dataclasses.replace(heldout, left_out=None)
+    if chosen is None or chosen.all():
+        return heldout
+    matrix = jax.tree.map(np.asarray, heldout.matrix)
+    keep = chosen.take(matrix.indices[: matrix.indptr[-1]], mode="clip")
+    indptr = np.append(0, np.cumsum(keep))[matrix.indptr].astype(np.int32)
+    indices = matrix.indices[: keep.size][keep]
+    kept = CSR(None, indices, indptr, num_cols=matrix.num_cols)
+    return dataclasses.replace(heldout, matrix=kept)
+
+
+def _left_out(
+    heldout: NamedCSR, rows: np.ndarray, batch_size: int
+) -> np.ndarray | None:
+    """`[steps, batch]` number of entries of the rows that were left out, or None."""
+    if heldout.left_out is None:
+        return None
+    counts = heldout.left_out[rows]
+    return np.pad(counts, (0, -counts.size % batch_size)).reshape(-1, batch_size)
+
+
+def _check_repeats(
+    heldout: NamedCSR, rows: np.ndarray, seen: NamedCSR, seen_rows: np.ndarray
+) -> None:
+    """Warns of held-out entries that are excluded, so that they cannot be found.
+
+    Args:
+      heldout: what the model should find.
+      rows: of `heldout`.
+      seen: what is excluded.
+      seen_rows: the row of `seen` for each of `rows`, or -1.
+
+    Raises:
+      ValueError: all are excluded.
+    """
+    has_some = seen_rows >= 0
+    wanted = _rows(heldout, rows[has_some])
+    repeated = wanted.multiply(_rows(seen, seen_rows[has_some])).nnz
+    if not repeated:
+        return
+    total = int(_num_entries(heldout)[rows].sum())
+    if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
+        raise ValueError(
+            f"all {repeated:,} held-out entries of known items are excluded, because "
+            "their rows already have them, so none can be found. Hold out entries that "
+            "the inputs lack, or also rank what a row has: exclude=None"
+        )
+    warnings.warn(
+        f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
+        "excluded, because their rows already have them: they cannot be found and count "
+        "as missed; exclude=None ranks them, too",
+        skip_file_prefixes=INSIDE,
+    )
+
+
+def _candidate_ids(
+    among: NamedCSR,
+    labels: NamedCSR,
+    known: NamedCSR,
+    rows: np.ndarray,
+    batch_size: int,
+) -> np.ndarray:
+    """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
+
+    Labels of unknown items are left out. So they rank behind all candidates, whether the
+    vocabulary has them or not. `known` has the other labels. In each row ids ascend, and -1 fills it up.
+    """
+    found = find_rows(labels, among)[rows]
+    lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
+    without = rows[lengths[found] == 0]
+    if without.size:
+        raise ValueError(
+            f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "
+            f"{labels.labels(without)}"
+        )
+    wanted, trained = _rows(labels, rows), _rows(known, rows)
+    both = _rows(among, found) + trained  # a union: neither has zeros
+    unknown = wanted - trained
+    unknown.eliminate_zeros()
+    if unknown.nnz:
+        both = scipy.sparse.csr_array(both - both.multiply(abs(unknown)))
+        both.eliminate_zeros()
+    lengths = np.diff(both.indptr)
+    steps = -(-rows.size // batch_size)
+    ids = np.full((steps * batch_size, max(lengths.max(), 1)), -1, np.int32)
+    row = np.repeat(np.arange(rows.size), lengths)
+    ids[row, np.arange(both.nnz) - both.indptr[row]] = both.sorted_indices().indices
+    return ids.reshape(steps, batch_size, -1)
+
+
+def _rows(source: NamedCSR, rows: np.ndarray) -> scipy.sparse.csr_array:
+    """Some rows as an indicator, on the host."""
+    return scipy.sparse.csr_array(indicator(source.matrix).to_scipy()[rows])
+
+
+def _check_items(source: NamedCSR, heldout: NamedCSR) -> None:
+    """Raises ValueError unless both have the same columns."""
+    check_same_features(source, heldout)
+    ours, theirs = source.matrix.num_cols, heldout.matrix.num_cols
+    if ours != theirs:
+        raise ValueError(
+            f"{source.what} has {ours:,} columns but heldout has {theirs:,}; read both "
+            "with the same vocabulary (or, if the inputs are not items, pass exclude=... "
+            "and popularity=..., each may be None)"
+        )

@@ -1,0 +1,112 @@
+"""Parts of scoring rows batch by batch: exclusion, checks, and results in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from sparsejax.data.batching import Batches, for_batches
+from sparsejax.data.sources import Held, Inputs, Named, NamedCSR, find_rows
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.sparse import CSR
+
+
+def collect(
+    x: Named,
+    k: int,
+    counts: Sequence[int],
+    results: Iterable[tuple[jax.Array, jax.Array]],
+) -> Recommendations:
+    """The first `k` recommendations of each row, from the results of all batches.
+
+    Args:
+      x: the rows that are scored.
+      k: items per row.
+      counts: number of rows in each batch; its results may have more rows.
+      results: ids and scores, `[at least count, at least k]`, of each batch in order.
+
+    Raises:
+      FloatingPointError: a score is NaN; the message names the row.
+    """
+    ids = np.empty((x.num_rows, k), np.int32)
+    scores = np.empty((x.num_rows, k), np.float32)
+    start = 0
+    for count, result in zip(counts, one_late(results), strict=True):
+        part = slice(start, start + count)
+        found = jax.device_get(result)
+        ids[part], scores[part] = (array[:count, :k] for array in found)
+        check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
+        start += count
+    return Recommendations(ids, scores)
+
+
+def exclusion(
+    inputs: Inputs, rows: np.ndarray, held: Held, seen: NamedCSR, batch_size: int
+) -> Batches:
+    """What `seen` has for some rows of the inputs, in batches.
+
+    `held` is what `Inputs.for_batches` returned.
+    """
+    for name, part in inputs.parts.items():
+        matrix = held[name]
+        if part.matrix is seen.matrix and isinstance(matrix, CSR):
+            return Batches.of(indicator(matrix), rows, batch_size)
+    found = rows_of(seen, inputs.rows)
+    matrix = for_batches(indicator(seen.matrix))
+    return Batches.of(matrix, found[rows], batch_size)
+
+
+def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:
+    """`[rows of x]`: the row of `seen` for each row of `x`, -1 if it is missing.
+
+    Raises:
+      ValueError: all are missing.
+    """
+    found = find_rows(x, seen)
+    if found.size and found.max() < 0:
+        ours, theirs = np.arange(x.num_rows), np.arange(seen.num_rows)
+        raise ValueError(
+            f"exclude has none of the rows of inputs: {x.labels(ours)} are not "
+            f"among {seen.labels(theirs)}"
+        )
+    return found
+
+
+def indicator(matrix: CSR) -> CSR:
+    """The same entries without values."""
+    return dataclasses.replace(matrix, data=None)
+
+
+def each(batches: Iterable | None) -> Iterable:
+    """The batches. Without batches, None without end."""
+    return itertools.repeat(None) if batches is None else batches
+
+
+def check_positive(**values: int) -> None:
+    """Raises ValueError unless all are at least 1."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_scores(bad: np.ndarray, part: Named, rows: np.ndarray) -> None:
+    """Raises FloatingPointError if a row is `bad`; `rows` are the rows' numbers in `part`."""
+    if bad.any():
+        where = part.label(int(rows[np.argmax(bad)]))
+        raise FloatingPointError(
+            f"the model gives NaN for {where}; its weights or the values of the row are "
+            "not finite"
+        )
+
+
+def one_late[T](results: Iterable[T]) -> Iterator[T]:
+    """The same results, but each is yielded after the next one was requested.
+
+    So the device, or a thread, works on the next one while the caller uses a result.
+    """
+    pairs = itertools.pairwise(itertools.chain(results, [None]))
+    return (current for current, _ in pairs if current is not None)

@@ -1,0 +1,171 @@
+"""Files of recommendations."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import TextIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from sparsejax.data import arrow
+from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.writers import check_names, escaped
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.whole_files import (
+    COMPRESSED,
+    check_writable,
+    whole_file,
+    whole_text_file,
+)
+
+_NOT_TEXT = (".csv", ".parquet", ".jsonl")
+
+
+def save_recommendations(
+    path: str | os.PathLike[str],
+    rows: Names,
+    found: Recommendations,
+    items: Names,
+    *,
+    rows_at_a_time: int = 2**16,
+) -> None:
+    """Writes recommendations, best first, in the form that the file's name asks for.
+
+    ::
+
+        .csv       user,item,score,rank: a line for each recommendation, under a header
+        .parquet   a table with the same columns
+        .jsonl     {"user": "ann", "items": ["tea"], "scores": [2.5]} for each row
+        others     see `write_recommendations`
+
+    The file appears whole or not at all. All forms but `.parquet` are compressed if the
+    name ends in `.gz` or `.xz`.
+
+    Args:
+      path: the file, which is replaced if it exists.
+      rows: names of the rows.
+      found: what is recommended to each.
+      items: names of all items.
+      rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`,
+        and are in memory as text.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: see `check_writable` and `check_recommendation_names`.
+    """
+    check_writable(path)
+    check_recommendation_names(path, rows, items)
+    ending = _ending(path)
+    if ending == ".parquet":
+        tables = _tables(rows, found, items, rows_at_a_time)
+        first = next(tables)
+        with (
+            whole_file(path) as file,
+            pq.ParquetWriter(file, first.schema, compression="zstd") as writer,
+        ):
+            for table in itertools.chain([first], tables):
+                writer.write_table(table)
+        return
+    with whole_text_file(path) as file:
+        match ending:
+            case ".csv":
+                rows, items = _quoted(rows), _quoted(items)
+                file.write("user,item,score,rank\n")
+                for table in _tables(rows, found, items, rows_at_a_time):
+                    file.write(_csv_lines(table))
+            case ".jsonl":
+                for row, names, scores in _recommended(rows, found, items):
+                    numbers = [
+                        float(str(score)) for score in scores
+                    ]  # not 0.1000000015
+                    line = {"user": row, "items": names, "scores": numbers}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            case _:
+                write_recommendations(file, rows, found, items)
+
+
+def write_recommendations(
+    file: io.TextIOWrapper | TextIO, rows: Names, found: Recommendations, items: Names
+) -> None:
+    """Writes `row<TAB>item,score:item,score...` lines, best first.
+
+    A row without candidates has nothing after its TAB. Names are escaped as
+    `sparsejax.read_text` expects. Scores have six digits.
+
+    Raises:
+      ValueError: a name is empty or has a zero byte.
+    """
+    rows, items = escaped("row", rows), escaped("item", items)
+    for row, names, scores in _recommended(rows, found, items):
+        entries = (f"{n},{score:.6g}" for n, score in zip(names, scores, strict=True))
+        file.write(f"{row}\t{':'.join(entries)}\n")
+
+
+def check_recommendation_names(
+    path: str | os.PathLike[str], rows: Names, items: Names
+) -> None:
+    """Checks that a file of recommendations can hold the names.
+
+    Raises:
+      ValueError: the file has the text form, and a name is empty or has a zero byte.
+    """
+    if _ending(path) not in _NOT_TEXT:
+        check_names("row", rows, "\ufeff", "text")
+        check_names("item", items, "", "text")
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+    """The end of a file's name that decides its form, without that of compression."""
+    path = pathlib.Path(path)
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _recommended(
+    rows: Names, found: Recommendations, items: Names
+) -> Iterator[tuple[str, list[str], np.ndarray]]:
+    """The name of each row, its items' names and their scores, float32."""
+    counts = np.sum(found.ids >= 0, axis=1).tolist()
+    for row, ids, scores, count in zip(
+        rows.tolist(), found.ids, found.scores, counts, strict=True
+    ):
+        yield row, items[ids[:count]].tolist(), scores[:count]
+
+
+def _tables(
+    rows: Names, found: Recommendations, items: Names, rows_at_a_time: int
+) -> Iterator[pa.Table]:
+    """At least one table, with the recommendations of some rows in each."""
+    for start in range(0, max(len(found), 1), rows_at_a_time):
+        part = slice(start, start + rows_at_a_time)
+        some = Recommendations(found.ids[part], found.scores[part])
+        yield some.to_arrow(rows[part], items)
+
+
+def _quoted(names: Names) -> Names:
+    """The names as CSV has them."""
+    quoted = (
+        '"' + name.replace('"', '""') + '"' if re.search('[,"\r\n]', name) else name
+        for name in names.tolist()
+    )
+    return as_names(quoted)
+
+
+def _csv_lines(table: pa.Table) -> str:
+    """The rows of a table as lines of CSV, scores in the fewest digits that say all."""
+    text = pa.large_string()
+    columns = [column.cast(text) for column in table.combine_chunks().columns]
+    empty, comma, end = to_arrow(np.array(["", ",", "\n"], np.dtypes.StringDType()))
+    rows = pc.call_function("binary_join_element_wise", [*columns, comma])
+    lines = pc.call_function("binary_join_element_wise", [rows, empty, end])
+    ends = arrow.from_numbers(np.array([0, len(lines)]))
+    whole = pa.LargeListArray.from_arrays(ends, lines.combine_chunks())
+    return pc.call_function("binary_join", [whole, empty])[0].as_py()

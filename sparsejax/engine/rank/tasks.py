@@ -1,0 +1,163 @@
+"""Batches of rows with held-out entries, and the programs that measure models on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import metrics
+from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, taken
+from sparsejax.engine.rank.loop import each
+from sparsejax.engine.rank.recommender import merged, recommended
+from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.layout import replicated
+from sparsejax.mesh.xla_options import Programs
+
+METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A batch of rows for which a model should find the held-out items.
+
+    Attributes:
+      shown: what the model is shown.
+      exclude: what it may not recommend, or None.
+      labels: what it should find.
+      left_out: `[batch]` number of held-out entries that have no item number, or None.
+      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 fills
+        it up. None ranks all items.
+    """
+
+    shown: Shown
+    exclude: Batch | None
+    labels: Batch
+    left_out: Array | None
+    candidates: Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tasks:
+    """All batches: an iterable of `Task`, which has the attributes of one batch.
+
+    Attributes:
+      shown: batches of what the model is shown.
+      exclude: batches of what it may not recommend, or None.
+      labels: batches of what it should find.
+      left_out: `[steps, batch]`, or None.
+      candidates: `[steps, batch, count]`, or None.
+    """
+
+    shown: Batches | NamedBatches
+    exclude: Batches | None
+    labels: Batches
+    left_out: np.ndarray | None
+    candidates: np.ndarray | None
+
+    def __iter__(self) -> Iterator[Task]:
+        for parts in zip(
+            self.shown,
+            each(self.exclude),
+            self.labels,
+            each(self.left_out),
+            each(self.candidates),
+            strict=False,
+        ):
+            yield Task(*parts)
+
+
+def ranked(
+    graphdef, state, task: Task, k: int, *, deterministic: bool
+) -> tuple[Array, Array]:
+    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends."""
+    if task.candidates is None:
+        return recommended[deterministic](graphdef, state, task.shown, task.exclude, k)
+    return _ranked_among[deterministic](
+        graphdef, state, task.shown, task.exclude, task.candidates, k
+    )
+
+
+# A program of its own: models and baselines share it.
+@functools.partial(Programs, static_argnames="ks", donate_argnames="counts")
+def measured(
+    found: tuple[Array, Array],
+    labels: Batch,
+    left_out: Array | None,
+    counts: Array,
+    ks: tuple[int, ...],
+):
+    """Metrics of each row, and how often each item is recommended.
+
+    `measured[deterministic]` is it, in one of the two forms of `Programs`.
+
+    Args:
+      found: from `ranked`, with at least `max(ks)` columns.
+      labels: what should be found.
+      left_out: `[batch]` number of held-out entries that have no item number, or None.
+      counts: `[len(ks), items]` int32, of the batches before.
+      ks: the cut-offs.
+
+    Returns:
+      `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`, to
+      which these recommendations are added.
+    """
+    ids, scores = found
+    wanted = labels.take()
+    values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
+    bad = jnp.isnan(scores).any(axis=1)
+    # Rows that only fill up the last batch have nothing to find.
+    lengths = wanted.row_lengths()
+    lengths = lengths if left_out is None else lengths + left_out
+    ids = jnp.where(lengths[:, None] > 0, ids, -1)
+    num_items = counts.shape[1]
+    counts += jnp.stack([metrics.recommendation_counts(ids, num_items, k) for k in ks])
+    values = jnp.where(bad[None, :], jnp.nan, jnp.stack(values))
+    return replicated((values, counts))
+
+
+def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
+    """`[batch]` each of `METRICS`, in this order."""
+    return [
+        metrics.recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.truncated_recall_at_k(ids, labels, k, left_out=left_out),
+        metrics.ndcg_at_k(ids, labels, k, left_out=left_out),
+        metrics.precision_at_k(ids, labels, k),
+        metrics.hit_rate_at_k(ids, labels, k),
+        metrics.mrr_at_k(ids, labels, k),
+        metrics.map_at_k(ids, labels, k, left_out=left_out),
+    ]
+
+
+@functools.partial(Programs, static_argnames=("graphdef", "k"))
+def _ranked_among(
+    graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
+):
+    """As `recommended`, but of the `candidates: [batch, count]` alone.
+
+    In each row candidates ascend, and -1 fills it up.
+    """
+    candidates = jnp.asarray(candidates)
+    valid = candidates >= 0
+    if exclude is not None:
+        valid &= ~metrics.is_label(candidates, exclude.take())
+    with merged(graphdef, state) as model:
+        scores = model.item_scores(taken(shown), jnp.maximum(candidates, 0))
+    scores = jnp.where(valid, scores, -jnp.inf)
+    room = max(k - candidates.shape[1], 0)
+    best, at = jax.lax.top_k(scores, k - room)  # ties go to the first: the lower id
+    ids = jnp.take_along_axis(candidates, at, axis=1)
+    ids = jnp.where(best == -jnp.inf, -1, ids)
+    best = jnp.where(jnp.isnan(scores).any(axis=1, keepdims=True), jnp.nan, best)
+    fill = ((0, 0), (0, room))
+    return replicated(
+        (
+            jnp.pad(ids, fill, constant_values=-1),
+            jnp.pad(best, fill, constant_values=-jnp.inf),
+        )
+    )

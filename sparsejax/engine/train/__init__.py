@@ -1,0 +1,1 @@
+"""Training: a job's dispatches, data on the devices, checkpoints, memory."""

@@ -1,0 +1,608 @@
+"""Dispatches: many training steps as one call of one compiled program.
+
+A loop of your own trains as fast as `fit`, on one device or under
+`jax.set_mesh(make_mesh(...))`, and with the same bits::
+
+    examples = training.place(train)                              # on the devices
+    epochs = training.Epochs(examples, batch_size=512, num_epochs=20)
+    program = training.Program(model, optimizer)
+    for epoch in range(20):
+        for dispatch in epochs.dispatches(epoch):                 # in the epoch's order
+            losses = program.launch(dispatch)                     # of each of its steps
+    optimizer.flush(model)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from sparsejax.data.batching import bucket
+from sparsejax.engine.train import fused as fused_output
+from sparsejax.engine.train.resident import Examples, Resident, Trainable, first_row
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.mesh import interrupts
+from sparsejax.mesh.layout import (
+    VIRTUAL_SHARDS,
+    axes_are_explicit,
+    axis_sizes,
+    mesh_is_set,
+    put_on_mesh,
+    with_shardings,
+)
+from sparsejax.mesh.xla_options import Programs
+from sparsejax.optimizers import inplace
+from sparsejax.optimizers.gradients import row_params
+from sparsejax.optimizers.optimizer import Optimizer
+
+# A program is compiled for this many epochs: it has room for the largest of their batches.
+_EPOCHS_OF_A_PROGRAM = 32
+
+# Entries of all batches of a dispatch: about 300 MB, and several milliseconds of work.
+_DISPATCH_ENTRIES = 2**23
+
+
+@runtime_checkable
+class Projected(Protocol):
+    """A model whose parameters are moved once more after each step."""
+
+    def project(self) -> None:
+        """Brings parameters back to where they may be, such as under a norm, in place.
+
+        It sees rows of `RowParam`s as they are, also if they are behind.
+        """
+        ...
+
+
+class Sizes(NamedTuple):
+    """What a program is compiled for.
+
+    Attributes:
+      capacities: for each matrix of the examples, room for the entries of a batch.
+      steps: largest number of steps of a dispatch.
+      sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
+        once, for the gradients of their rows.
+    """
+
+    capacities: tuple[int, ...]
+    steps: int
+    sorted_ahead: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """Some steps of an epoch; `Epochs.dispatches` makes it, `Program.launch` runs it.
+
+    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
+    >>> dispatch = next(epochs.dispatches(0))
+    >>> dispatch.count == len(dispatch.examples), int(dispatch.examples[0])
+    (True, 512)
+
+    Attributes:
+      data: the examples on the devices.
+      rows: `[steps, data, batch_size / data]` rows of each step of an epoch, or of a
+        chunk of streamed data; -1 stands for no row.
+      first: where in `rows` the steps of this dispatch begin.
+      examples: for each step of this dispatch, how many examples it has.
+      sizes: what the program is compiled for.
+      is_last: whether the steps are the last ones of `rows`.
+    """
+
+    data: Resident
+    rows: jax.Array
+    first: int
+    examples: np.ndarray
+    sizes: Sizes
+    is_last: bool
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self.examples)
+
+
+class Epochs:
+    """The order in which examples are trained on, for each epoch.
+
+    >>> examples = place(train)
+    >>> epochs = Epochs(examples, batch_size=512, num_epochs=20)
+    >>> sum(dispatch.count for dispatch in epochs.dispatches(0)) == -(-32711 // 512)
+    True
+
+    The order depends on `seed`, the epoch and the batch size only; a mesh divides the
+    same batches. If the mesh of `jax.set_mesh` divides batches, the examples must have
+    been placed under the same mesh.
+
+    One program serves the dispatches of 32 epochs. It has room for the largest of their
+    batches, which is looked up before the first of these epochs begins.
+
+    Args:
+      examples: from `place`.
+      batch_size: examples of a step; a multiple of 64 on a mesh that divides batches. The
+        last batch of an epoch may be smaller.
+      num_epochs: how many epochs there will be.
+      seed: seed of the order.
+      shuffle: False keeps the order of the data in each epoch: the first batch has the
+        first rows.
+
+    Attributes:
+      batch_size: rows of a step, including those that stand for no example.
+      num_epochs: the argument.
+      num_rows: examples of an epoch.
+
+    Raises:
+      ValueError: a number is out of range, or the mesh does not divide the batch; or
+        scanned data would be divided over devices in its own order.
+    """
+
+    def __init__(
+        self,
+        examples: Examples | Stream,
+        *,
+        batch_size: int = 512,
+        num_epochs: int = 20,
+        seed: int = 0,
+        shuffle: bool = True,
+    ):
+        check_epochs(batch_size, num_epochs, seed)
+        self.num_epochs, self.num_rows = num_epochs, examples.num_rows
+        self._examples, self._seed, self._shuffle = examples, seed, shuffle
+        self._parts = axis_sizes()[0] if mesh_is_set() else 1
+        if not shuffle and self._parts > 1 and isinstance(examples, Stream):
+            raise ValueError(
+                f"shuffle=False with scanned data needs a mesh with data=1, got data="
+                f"{self._parts}: each device reads rows that are far apart"
+            )
+        self.batch_size = step_size(batch_size, max(examples.chunks), self._parts)
+        self._key = put_on_mesh(jax.random.key(seed))
+        self._found: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def dispatches(self, epoch: int, *, position: int = 0) -> Iterator[Dispatch]:
+        """The dispatches of an epoch, one after the other.
+
+        Args:
+          epoch: from 0 to `num_epochs - 1`.
+          position: number of steps to leave out at the beginning: the sum of `count` over
+            the epoch's first dispatches.
+
+        Raises:
+          ValueError: there is no such epoch.
+        """
+        if not 0 <= epoch < self.num_epochs:
+            raise ValueError(
+                f"{epoch=} must be from 0 to {self.num_epochs - 1}; make Epochs with a "
+                "larger num_epochs"
+            )
+        chunks = self._chunks(epoch)
+        # The next epoch's first chunk is read while this one's last is trained on.
+        more = epoch + 1 < self.num_epochs
+        after = self._chunks(epoch + 1)[:1] if more else [None]
+        start = 0
+        for chunk, following in zip(chunks, chunks[1:] + after, strict=True):
+            steps = math.ceil(self._examples.chunks[chunk] / self.batch_size)
+            if position < start + steps:
+                # No variable holds the data, so its memory is free for the next chunk.
+                yield from self._of_chunk(
+                    self._examples.resident(chunk, following),
+                    chunk,
+                    epoch,
+                    max(0, position - start),
+                )
+            start += steps
+
+    def _chunks(self, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        if not self._shuffle:
+            return list(range(len(self._examples.chunks)))
+        return self._examples.order(self._seed, epoch)
+
+    def _of_chunk(
+        self, data: Resident, chunk: int, epoch: int, position: int
+    ) -> Iterator[Dispatch]:
+        capacities = self._capacities(data, chunk, epoch)
+        rows, _ = self._order(data, chunk, epoch)
+        entries = entries_of_step(capacities, self._parts, data.sparse_inputs)
+        sizes = Sizes(capacities, steps_per_dispatch(entries), sorts_ahead())
+        for first in range(position, len(rows), sizes.steps):
+            steps = np.arange(first, min(first + sizes.steps, len(rows)))
+            left = data.num_rows - steps * self.batch_size
+            yield Dispatch(
+                data=data,
+                rows=rows,
+                first=first,
+                examples=np.minimum(self.batch_size, left),
+                sizes=sizes,
+                is_last=first + len(steps) == len(rows),
+            )
+
+    def _order(self, data: Resident, chunk: int, epoch: int):
+        # JAX's caches would turn an exception of a signal's handler into another one.
+        with interrupts.uninterrupted():
+            return _ordered(
+                self._key,
+                epoch,
+                data,
+                chunk,
+                self.batch_size,
+                self._parts,
+                self._shuffle,
+            )
+
+    def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
+        """For each matrix, the room for its largest batch of many epochs."""
+        period = epoch // _EPOCHS_OF_A_PROGRAM
+        if (chunk, period) not in self._found:
+            first = period * _EPOCHS_OF_A_PROGRAM
+            last = min(first + _EPOCHS_OF_A_PROGRAM, self.num_epochs)
+            needed = [
+                [int(n) for n in self._order(data, chunk, epoch)[1]]
+                for epoch in range(first, last)
+            ]
+            largest = map(max, zip(*needed, strict=True))
+            self._found[chunk, period] = tuple(map(bucket, largest))
+        return self._found[chunk, period]
+
+
+class Program[Model: nnx.Module | Trainable]:
+    """The program that trains a model and its optimizer, one dispatch at a time.
+
+    >>> epochs = Epochs(place(train), batch_size=512, num_epochs=20)
+    >>> program = Program(model, optimizer)
+    >>> dispatch = next(epochs.dispatches(0))
+    >>> program.launch(dispatch).shape == (dispatch.count,)
+    True
+
+    Parameters and state are overwritten in place; a copy by `nnx.clone` keeps its
+    values. The model is switched to training (`model.train()`), and on a mesh everything
+    in model and optimizer that is not divided is copied to every device.
+
+    The program is compiled when it is first launched. Later programs reuse it, also for
+    other models of the same network, shapes and settings.
+
+    Args:
+      model: a `FeedForward`, or a module with the methods of `Trainable`; for clicks a click
+        model, such as `DLRM`, or a module that is called as `model(dense, ids)`.
+      optimizer: the optimizer of this model.
+      fused: apply the gradient of each chunk of the output's items where it is made, see
+        `fit`.
+      deterministic: give the same bits in every process on the same kind of GPU, see
+        `fit`. Then call `optimizer.flush(model, deterministic=True)`, too.
+
+    Attributes:
+      modules: model and optimizer.
+      variables: all their variables.
+
+    Raises:
+      TypeError: the model or the optimizer has another type.
+      ValueError: a kernel is not divided over the mesh, or the axes of the mesh are
+        Explicit.
+      NotImplementedError: `fused` with a tied output, or with a model that has no
+        `SparseOutput` of its own.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        fused: bool = False,
+        deterministic: bool = False,
+    ):
+        check_modules(model, optimizer)
+        if axes_are_explicit():
+            raise ValueError(
+                "the mesh that is set has Explicit axes; a Program needs Auto axes, as "
+                "sparsejax.make_mesh makes them"
+            )
+        if fused:
+            fused_output.check(model, optimizer)
+        model.train()
+        self.modules = model, optimizer
+        self._flat = inplace.Flattened(self.modules)
+        self.variables = self._flat.variables
+        if constants := nnx.to_flat_state(self._flat.constants):
+            path = ".".join(map(str, constants[0][0][1:]))
+            raise TypeError(
+                f"'{path}' of the model is an array; make it an nnx.Variable(array)"
+            )
+        _check_divided(model)
+        self._how = How(self._flat.graphdef, self._flat.layout, fused)
+        self._run_steps = run_steps[deterministic]
+
+    def launch(self, dispatch: Dispatch) -> jax.Array:
+        """Starts the steps of a dispatch, and does not wait for their end.
+
+        The next dispatch can be launched before they end. Then the devices do not wait
+        for the host.
+
+        Returns:
+          `[dispatch.count]` float32, the loss of each step: the mean of
+          `weights_b loss_b` over the examples of its batch.
+        """
+
+        dispatch.data.roles.check(self.modules[0])
+
+        def program(arrays):
+            state, losses = self._run_steps(
+                self._how,
+                jax.tree.unflatten(self._flat.structure, arrays),
+                dispatch.data,
+                dispatch.rows,
+                dispatch.first,
+                dispatch.count,
+                dispatch.sizes,
+            )
+            return jax.tree.leaves(state), losses
+
+        losses = self._flat.run(program)
+        # Cut now: after the next launch, it would wait for the end of that dispatch.
+        return losses if dispatch.count == len(losses) else losses[: dispatch.count]
+
+
+class How(NamedTuple):
+    """The static part of a `Program`.
+
+    Attributes:
+      graphdef: the graph of `(model, optimizer)`.
+      layout: how each array of their state lies on the mesh; None without one.
+      fused: whether the output's update is fused into its loss.
+    """
+
+    graphdef: nnx.GraphDef
+    layout: tuple[jax.sharding.Sharding, ...] | None
+    fused: bool
+
+
+@functools.partial(
+    Programs,
+    loops_in_graphs=True,
+    static_argnames=("how", "sizes"),
+    donate_argnames="state",
+)
+def run_steps(
+    how: How,
+    state: Any,
+    data: Resident,
+    rows: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    sizes: Sizes,
+) -> tuple[Any, jax.Array]:
+    """The compiled program: steps `first .. first + count - 1` of `rows`.
+
+    `run_steps[deterministic]` is it, in one of the two forms of `Programs`.
+
+    `count` is at most `sizes.steps` and not static: one program serves every dispatch of
+    an epoch. On a mesh the state keeps its layout, and every device has the losses.
+
+    Returns:
+      The state, and the losses `[sizes.steps]`, 0 from `count` on.
+    """
+    steps = first + jnp.arange(sizes.steps)
+    rows = rows.at[steps].get(mode="fill", fill_value=-1)
+    batches = data.take(rows, sizes.capacities)
+    if sizes.sorted_ahead:
+        for i in data.sparse_inputs:
+            batches[i] = batches[i].with_transposed()
+    means = data.means(rows)
+
+    def step(i, carry):
+        state, losses, derived = carry
+        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
+        x, labels = data.roles.of(used)
+        model, optimizer = nnx.merge(how.graphdef, state, copy=True)
+
+        def loss_fn(model):
+            return data.roles.loss(model, x, labels, means[i])
+
+        if how.fused:
+            loss, derived = fused_output.train_step(
+                model, optimizer, x, labels, means[i], derived
+            )
+        else:
+            loss, grads = optimizer.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+        if isinstance(model, Projected):
+            model.project()
+        state = with_shardings(nnx.state((model, optimizer)), how.layout)
+        return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
+
+    model, optimizer = nnx.merge(how.graphdef, state, copy=True)
+    with optimizer.ahead(model, sizes.steps):
+        state = with_shardings(nnx.state((model, optimizer)), how.layout)
+        derived = fused_output.derive(model) if how.fused else None
+        losses = jnp.zeros(sizes.steps, jnp.float32)
+        state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
+    if how.layout is not None:
+        losses = lax.with_sharding_constraint(losses, jax.P())
+    return with_shardings(state, how.layout), losses
+
+
+def steps_per_dispatch(entries: int) -> int:
+    """Steps of a dispatch: enough to hide its launch.
+
+    On a CPU they are few, since a step may take seconds there. The batches of all steps
+    of a dispatch exist at once and are sorted together. Each has `entries` entries, and
+    the sort takes about 40 bytes per entry.
+    """
+    return 16 if jax.default_backend() == "cpu" else steps_on_gpu(entries)
+
+
+def steps_on_gpu(entries: int) -> int:
+    """Steps of a dispatch on a GPU, if each batch has this many entries."""
+    return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
+
+
+def entries_of_step(
+    capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
+) -> int:
+    """Entries that a device works on in a step, by the room in its block of each matrix.
+
+    Of a sparse input, a device sorts the entries of its columns, from all parts of the
+    batch.
+    """
+    return sum(
+        room * (parts if i in sparse_inputs else 1) for i, room in enumerate(capacities)
+    )
+
+
+def sorts_ahead() -> bool:
+    """Whether dispatches sort the inputs of all their steps at once, see `Sizes`.
+
+    On a CPU it is quicker to work on one step at a time.
+    """
+    return jax.default_backend() != "cpu"
+
+
+def launches_ahead() -> bool:
+    """Whether `fit` launches a dispatch before it reads the losses of the last one.
+
+    Several processes do not, because they ask each other something after each dispatch,
+    when it has ended. A CPU does not, because it is both the device and the host.
+    """
+    return jax.process_count() == 1 and jax.default_backend() != "cpu"
+
+
+def step_size(batch_size: int, num_rows: int, data: int) -> int:
+    """Rows of a step, including those that stand for no example.
+
+    Raises:
+      ValueError: a batch cannot be divided over `data` devices.
+    """
+    if batch_size % VIRTUAL_SHARDS == 0:
+        return min(batch_size, -(-num_rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS)
+    if data > 1:
+        raise ValueError(
+            f"{batch_size=} must be a multiple of {VIRTUAL_SHARDS} where the mesh has "
+            f"data={data}"
+        )
+    return min(batch_size, num_rows)
+
+
+def epoch_order(
+    key: jax.Array,
+    epoch: jax.Array | int,
+    num_rows: int,
+    batch_size: int,
+    data: int,
+    *,
+    contiguous: bool = False,
+    shuffle: bool = True,
+) -> jax.Array:
+    """`[steps, data, batch_size / data]`: rows of each step of an epoch; -1 is no row.
+
+    If 64 does not divide the batch size, the batches are consecutive parts of one
+    sequence. Position `p` of this sequence is entry `p // 64` of shard `p mod 64`. Row `r`
+    is in shard `r mod 64`; or, if shards are contiguous, in one of 64 consecutive parts.
+    Without `shuffle` step `s` has the rows from `s * batch_size` on.
+    """
+    contiguous = contiguous and shuffle  # else there is one part, which has all rows
+    depth = -(-num_rows // VIRTUAL_SHARDS)
+    steps = -(-num_rows // batch_size)
+    epoch_key = jax.random.fold_in(key, epoch)
+
+    def permuted(shard):
+        entry = jnp.arange(depth, dtype=jnp.int32)
+        exists = entry * VIRTUAL_SHARDS + shard < num_rows
+        if shuffle:
+            bits = jax.random.bits(jax.random.fold_in(epoch_key, shard), (depth,))
+            # The sort is stable and only the last entry can be missing: it stays last.
+            bits = jnp.where(exists, bits, jnp.uint32(2**32 - 1))
+            _, entry = lax.sort_key_val(bits, entry, is_stable=True)
+        row = entry * VIRTUAL_SHARDS + shard
+        if contiguous:
+            row = first_row(shard, num_rows) + entry
+        return jnp.where(exists, row, -1)
+
+    shards = jax.vmap(permuted)(jnp.arange(VIRTUAL_SHARDS, dtype=jnp.int32))
+    if batch_size % VIRTUAL_SHARDS:
+        order = shards.T.reshape(-1)[:num_rows]
+        missing = (0, steps * batch_size - num_rows)
+        order = jnp.pad(order, missing, constant_values=-1)
+        return order.reshape(steps, data, -1)
+    each = batch_size // VIRTUAL_SHARDS
+    missing = ((0, 0), (0, steps * each - depth))
+    order = jnp.pad(shards, missing, constant_values=-1)
+    return (
+        order.reshape(data, -1, steps, each)
+        .transpose(2, 0, 1, 3)
+        .reshape(steps, data, -1)
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("batch_size", "parts", "shuffle"))
+def _ordered(
+    key,
+    epoch,
+    data: Resident,
+    chunk,
+    batch_size: int,
+    parts: int,
+    shuffle: bool,
+):
+    """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
+    if data.contiguous:  # there are other chunks
+        key = jax.random.fold_in(key, chunk)
+    order = epoch_order(
+        key,
+        epoch,
+        data.num_rows,
+        batch_size,
+        parts,
+        contiguous=data.contiguous,
+        shuffle=shuffle,
+    )
+    return order, data.needed(order)
+
+
+def check_epochs(batch_size: int, num_epochs: int, seed: int) -> None:
+    """Raises ValueError if a number is out of range."""
+    if batch_size < 1 or num_epochs < 1:
+        raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
+    check_seed(seed)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that JAX would truncate."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
+
+
+def check_modules(model: Any, optimizer: Any) -> None:
+    """Raises TypeError if the two cannot be trained."""
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer)
+        raise TypeError(
+            "expected a sparsejax.Optimizer, as sparsejax.Optimizer(model, "
+            f"sparsejax.optimizers.adam(1e-3)), got {kind.__module__}.{kind.__name__}; "
+            "with an optax rule write the step yourself, with nnx.Optimizer and "
+            "nnx.value_and_grad"
+        )
+    if not hasattr(model, "train"):
+        raise TypeError(
+            f"expected a model that is an nnx.Module, got {type(model).__name__}"
+        )
+
+
+def _check_divided(model: Any) -> None:
+    """Raises ValueError if a kernel is whole on every device of a mesh."""
+    if not mesh_is_set() or axis_sizes()[1] == 1:
+        return
+    for path, kernel in row_params(model).items():
+        # Made for a mesh, it says how it lies there: a table may be whole on every device.
+        is_meant = kernel.get_metadata().get("out_sharding") is not None
+        if kernel[...].sharding.is_fully_replicated and not is_meant:
+            raise ValueError(
+                f"'{'.'.join(map(str, path))}' is not divided over the mesh's axis "
+                '"model"; make the model and the optimizer under the same '
+                "`with jax.set_mesh(mesh):`"
+            )

@@ -1,0 +1,341 @@
+"""The formula for the memory of a device in training; see docs/large_models.md."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import score_tiles, slopes_product
+from sparsejax.engine.train.resident import Task
+from sparsejax.mesh.layout import VIRTUAL_SHARDS
+from sparsejax.ops import chunked_loss, gather_sum, item_chunks, row_update
+from sparsejax.ops.precision import Precision
+from sparsejax.optimizers import optimizer
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.rules import Rule
+
+# Bytes per entry of a step, for each of the `hidden` numbers of the entry's row: the sums of
+# pieces of rows.
+_PIECES = 1 / 8
+# Bytes per row of the data while the order of an epoch is sorted, besides the order.
+ORDER_SORTED = 20
+
+
+# Makes something in place of an array of a shape and a dtype that lies so on a mesh.
+type Shape = Callable[[tuple[int, ...], Any, P], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a device makes and sends while it trains, in bytes; see `sparsejax.Plan`."""
+
+    steps: int
+    batches: int
+    hidden: int
+    operand: int
+    output_gradient: int
+    chunk: int
+    input_gradient: int
+    sorting: int
+    linear: int = 0
+    temporary: int
+    over_data: Mapping[str, int]
+    over_model: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint(Step):
+    """Bytes on one device; see `sparsejax.Plan`."""
+
+    data: int
+    model: int
+    entries: int
+    weights: int
+    state: int
+    dataset: int
+    order: int
+
+    @property
+    def kept(self) -> int:
+        """Weights, state, data set and order: what exists all the time."""
+        return self.weights + self.state + self.dataset + self.order
+
+    @property
+    def total(self) -> int:
+        """The peak: what is kept and the most that is temporary."""
+        return self.kept + self.temporary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload(abc.ABC):
+    """What is to be trained, on any mesh.
+
+    Attributes:
+      inputs: number of features; of a model of histories the items.
+      entries: of the inputs, over all rows.
+      values: whether entries have values.
+      batch: rows of a step.
+      fused: as `fit` takes it.
+    """
+
+    network: Any
+    rule: Rule
+    inputs: int
+    rows: int
+    entries: int
+    batch: int
+    values: bool = False
+    fused: bool = False
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return self.inputs
+
+    @abc.abstractmethod
+    def new(self) -> tuple[Any, Optimizer]:
+        """Model and optimizer."""
+
+    def modules(self) -> tuple[Any, Optimizer]:
+        """Model and optimizer, with shapes in place of arrays."""
+
+        def make():
+            model, optimizer = self.new()
+            model.train()
+            return model, optimizer
+
+        return nnx.eval_shape(make)
+
+    def rows_of(self, data: int, model: int) -> int:
+        """Rows of the data set that a device has."""
+        if data * model == 1:
+            return self.rows
+        return -(-self.rows // VIRTUAL_SHARDS) * VIRTUAL_SHARDS // data
+
+    def state_shapes(self, width: int) -> list[tuple[int, ...]]:
+        """Shapes of the state arrays of a kernel `[2, width]`."""
+        arrays = jax.eval_shape(lambda: self.rule.init((2, width)))
+        return [array.shape for array in arrays.values()]
+
+    def steps_by_elements(self, width: int) -> bool:
+        """Whether a GPU program can do the rule's step on rows of this width."""
+        alike = all(shape == (2, width) for shape in self.state_shapes(width))
+        return self.rule.elementwise and alike
+
+    @abc.abstractmethod
+    def entries_of(self, data: int, model: int) -> list[int]:
+        """Entries of each sparse matrix on the fullest device."""
+
+    @abc.abstractmethod
+    def capacities(self, data: int, model: int) -> list[int]:
+        """Room for a batch in the fullest device's block of each matrix."""
+
+    @property
+    @abc.abstractmethod
+    def roles(self) -> Task:
+        """What the matrices are."""
+
+    @abc.abstractmethod
+    def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
+        """The matrices on a mesh; `shape` makes what takes the place of arrays."""
+
+    @abc.abstractmethod
+    def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
+        """What a device makes and sends, if the variables lie so on the mesh."""
+
+
+class Laid(NamedTuple):
+    """A variable of the model or of the optimizer, and how it lies on a mesh.
+
+    Attributes:
+      path: where it is in `nnx.state((model, optimizer))`.
+      spec: which of its axes lie over which axis of the mesh.
+      size: bytes of the whole.
+      part: bytes on each device.
+    """
+
+    path: tuple[Any, ...]
+    spec: P
+    size: int
+    part: int
+
+
+def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
+    """How the variables of model and optimizer lie on a mesh of these axes.
+
+    The metadata of a variable says it. The optimizer's state of a hidden layer's parameter
+    has no such metadata: it lies as the parameter does, except for axes of another size.
+    """
+    mesh = AbstractMesh(
+        (data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        variables = nnx.to_flat_state(nnx.state(job.modules()))
+    parameters: dict[Any, nnx.Variable] = {}
+    found = []
+    for path, variable in variables:  # the model's come first
+        spec = variable.get_metadata().get("out_sharding", P())
+        if path[0] == 0:
+            parameters["/".join(map(str, path[1:]))] = variable
+        elif path[-1] in parameters:
+            spec = _as_parameter(variable.shape, parameters[path[-1]])
+        size = variable.size * variable.dtype.itemsize
+        found.append(Laid(path, spec, size, size // _parts(spec, data, model)))
+    return found
+
+
+def _parts(spec: P, data: int, model: int) -> int:
+    """The number of parts into which a mesh of these axes divides an array."""
+    sizes = {"data": data, "model": model}
+    return math.prod(
+        sizes[axis]
+        for axes in spec
+        if axes is not None
+        for axis in ((axes,) if isinstance(axes, str) else axes)
+    )
+
+
+def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
+    """The spec of state of this shape that belongs to the parameter."""
+    spec = parameter.get_metadata().get("out_sharding", P())
+    sizes = zip(shape, parameter.shape, spec, strict=False)
+    return P(*(axis if size == whole else None for size, whole, axis in sizes))
+
+
+def footprint(job: Workload, data: int, model: int) -> Footprint:
+    """What a device needs on a mesh with axes of these sizes."""
+
+    def part(size: tuple[int, ...], dtype: Any, spec: P) -> int:
+        whole = math.prod(size) * jnp.dtype(dtype).itemsize
+        return whole // _parts(spec, data, model)
+
+    laid = laid_out(job, data, model)
+    return Footprint(
+        **vars(job.step(data, model, laid)),
+        data=data,
+        model=model,
+        entries=max(job.entries_of(data, model)),
+        weights=sum(variable.part for variable in laid if variable.path[0] == 0),
+        state=sum(variable.part for variable in laid if variable.path[0] == 1),
+        dataset=sum(jax.tree.leaves(job.placed(data, model, part))),
+        order=4 * -(-job.rows // job.batch) * (job.batch // data),
+    )
+
+
+class Scored(NamedTuple):
+    """An output layer, and what it scores.
+
+    Attributes:
+      rows: of the whole batch.
+      items: rows of the kernel that the device has.
+      width: of the kernel.
+      stored: dtype of the kernel.
+      dtype: that of the operands of the products.
+    """
+
+    rows: int
+    items: int
+    width: int
+    stored: jnp.dtype
+    dtype: jnp.dtype
+    temperature: float | None
+    precision: Precision
+
+
+class Output(NamedTuple):
+    """Bytes of the output's temporary arrays, and whether one chunk has all items."""
+
+    operand: int
+    gradient: int
+    chunk: int
+    one: bool
+
+    def at_once(self, fused: bool) -> int:
+        if self.one and not fused:  # the gradient takes the operand's place
+            return max(self.operand, self.gradient) + self.chunk
+        return self.operand + self.gradient + self.chunk
+
+
+def output_bytes(job: Workload, scored: Scored) -> Output:
+    """Of the loss over all items, a chunk of items at a time, and its gradients."""
+    batch, items, width, stored, dtype, temperature, precision = scored
+    operand = items * width * dtype.itemsize if dtype != stored else 0
+    gradient = items * width * dtype.itemsize
+    if temperature is not None:  # factors of the scores
+        operand += 4 * items
+        gradient += 4 * items
+    if job.fused:
+        gradient = 0
+    product = chunked_loss.operand_dtype(precision, dtype, batch, items)
+    with_kernel = not job.values and not score_tiles.unsupported(width, items, product)
+    budget = chunked_loss.GPU_CHUNK_SCORES
+    if with_kernel:
+        batch = -(-batch // score_tiles.TILE_ROWS) * score_tiles.TILE_ROWS
+        budget = chunked_loss.mosaic_chunk_scores(batch)
+    size = item_chunks.chunk_size(batch, items, budget)
+    scores, rows = batch * size, size * width
+    # Slopes and the bits of labels. Or scores, and where labels are; or also their values.
+    made = 2 * scores + scores // 8 if with_kernel else 5 * scores
+    if job.values:
+        made = 17 * scores
+    if rounded := with_kernel and product != dtype:
+        made += product.itemsize * rows
+    in_product = with_kernel and temperature is None
+    if job.fused and in_product and job.steps_by_elements(width):
+        in_place = size >= items or width <= slopes_product.MAX_HIDDEN or rounded
+        copied = 0 if in_place else dtype.itemsize * rows
+        return Output(operand, gradient, made + copied, size >= items)
+    if size >= items:  # whole arrays are updated in place, without copies of rows
+        return Output(operand, gradient, made + job.fused * 4 * rows, True)
+    read = made + (8 if with_kernel else 12) * rows
+    arrays = job.state_shapes(width).count((2, width))
+    moved = (8 + 4 * arrays + 2 * with_kernel) * rows
+    return Output(operand, gradient, max(read, job.fused * moved), False)
+
+
+def input_gradient(
+    job: Workload, entries: int, rows: int, width: int, *, dense: bool
+) -> int:
+    """Bytes of the gradient of a kernel `[rows, width]` of which a batch reads rows.
+
+    Args:
+      job: what is trained.
+      entries: how many of them the batch reads.
+      rows: of the kernel, on a device.
+      width: of the kernel.
+      dense: whether a gradient of all rows is made, too.
+    """
+    rule = job.rule
+    touched = 4 * min(entries, rows) * width
+    if not gather_sum.mosaic_fits(rows, width, entries):
+        touched = 8 * entries * width  # XLA's gather, and what is summed
+    elif width < 128 and width % 8:
+        touched += 4 * 128 * rows  # a copy of the kernel with wider rows
+    if dense:
+        return touched + 4 * rows * width
+    if rule.drifts and optimizer.updates_whole(rows, entries):
+        return touched + 4 * rows * width
+    in_program = job.steps_by_elements(width) or rule.by_row
+    in_program &= row_update.takes_rows(width, by_row=rule.by_row)
+    if in_program and not rule.drifts:
+        return int(_PIECES * entries * width)  # one GPU program sums and moves
+    return touched
+
+
+def gathered(size: int, n: int) -> int:
+    """Bytes that each device of a ring of n sends to gather an array of this size."""
+    return round((n - 1) / n * size)
+
+
+def summed(size: int, n: int) -> int:
+    """Bytes that each device of a ring of n sends to sum arrays of this size."""
+    return 2 * gathered(size, n)

@@ -1,0 +1,324 @@
+"""A training step whose output kernel has no gradient array.
+
+The gradient of a chunk of items is applied to its weights and optimizer state where it
+is made. What remains to differentiate is the part of the model before the output::
+
+    h                      = encode(x)
+    loss, dh, output layer = losses and updates, a chunk of items at a time
+    gradients of encode    = those of  sum(h * dh)  with dh constant
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import weight_update
+from sparsejax.losses import LossRule
+from sparsejax.ops.chunked_loss import (
+    Batch,
+    Layer,
+    Method,
+    Updates,
+    over_items,
+    weighted_sum,
+)
+from sparsejax.ops.gram_loss import loss_and_updates
+from sparsejax.ops.item_chunks import accumulator, slice_rows, write_rows
+from sparsejax.ops.precision import check_precision
+from sparsejax.ops.row_update import (
+    State,
+    by_elements,
+    narrowed,
+    place_of,
+    step_of_arrays,
+)
+from sparsejax.ops.targets import Labels
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+class OutputLayer(Protocol):
+    """What a step needs of the layer that scores items, which `SparseOutput` has."""
+
+    kernel: Any
+    bias: Any
+    dtype: Any
+    temperature: Any
+    implementation: Any
+    precision: Any
+
+    @property
+    def kernel_spec(self) -> Any: ...
+
+    def score_scale(self, kernel: Any) -> Any: ...
+
+    def hidden_operand(self, h: Any) -> jax.Array: ...
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A model whose loss is that of a `SparseOutput` on what `encode` makes."""
+
+    loss_rule: LossRule
+
+    @property
+    def output(self) -> OutputLayer:
+        """The layer that scores items."""
+        ...
+
+    def encode(self, x: Any) -> jax.Array:
+        """`[batch, hidden]`."""
+        ...
+
+
+class Derived(NamedTuple):
+    """What scores are made of beside parameters, kept from step to step.
+
+    Attributes:
+      operand: the kernel in the dtype of the products, if that is another.
+      scale: factors of the scores, if they are cosines.
+    """
+
+    operand: jax.Array | None
+    scale: jax.Array | None
+
+
+class _Arrays(NamedTuple):
+    """All that an update of the output layer changes."""
+
+    kernel: jax.Array
+    kernel_state: State
+    bias: jax.Array | None
+    bias_state: State
+    derived: Derived
+
+
+def check(model: Any, optimizer: Optimizer) -> None:
+    """Raises NotImplementedError if the two cannot be trained so, and says why."""
+    if not isinstance(model, Fusable):
+        raise NotImplementedError(
+            "a fused update needs a model with encode, output (a SparseOutput) and "
+            f"loss_rule, as FeedForward has; {type(model).__name__} has not all of them"
+        )
+    bias = model.output.bias
+    elsewhere = [
+        ".".join(map(str, path))
+        for path, node in nnx.iter_graph(
+            {k: v for k, v in vars(model).items() if k != "output"}
+        )
+        if node is model.output.kernel or (node is bias and bias is not None)
+    ]
+    if elsewhere:
+        raise NotImplementedError(
+            f"the output's kernel is shared with {elsewhere[0]}, whose gradient has to "
+            "be added first: a tied kernel cannot have a fused update"
+        )
+    trained = nnx.filterlib.to_predicate(optimizer.wrt)
+    frozen = [
+        ".".join(path)
+        for path in _keys(model)
+        if not trained(path, getattr(model.output, path[-1]))
+    ]
+    if frozen:
+        raise NotImplementedError(
+            f"the optimizer does not train {' and '.join(frozen)} (wrt), which a fused "
+            "update would move: leave fused out"
+        )
+    optimizer.state_of(_keys(model))
+
+
+def derive(model: Fusable) -> Derived:
+    """From the parameters as they are now."""
+    return _derived(model.output, model.output.kernel[...])
+
+
+def train_step(
+    model: Fusable,
+    optimizer: Optimizer,
+    x: Any,
+    labels: Labels,
+    weights: Float[Array, "batch"],
+    derived: Derived,
+    *,
+    chunk_scores: int | None = None,
+) -> tuple[Float[Array, ""], Derived]:
+    """One step of all parameters, in place: as of `sum_b weights_b loss_b`.
+
+    Args:
+      model: with the parameters.
+      optimizer: of this model.
+      x: what the model encodes.
+      labels: of the output.
+      weights: of the examples.
+      derived: from the output layer as it is now, see `derive`.
+      chunk_scores: about how many scores of the output exist at a time; None is what is
+        fastest here.
+
+    Returns:
+      The loss, and what was derived from the output layer as it is now.
+    """
+    layer, rule = model.output, optimizer.rule
+    count = optimizer.step[...] + 1
+    numbers = rule.numbers(count)
+    keys = _keys(model)
+    states = optimizer.state_of(keys)
+    bias = None if layer.bias is None else layer.bias[...]
+    before = _Arrays(
+        layer.kernel[...],
+        states[keys[0]],
+        bias,
+        states[keys[1]] if bias is not None else {},
+        derived,
+    )
+    read = [before.kernel, *before.kernel_state.values()]
+    if derived.operand is not None:
+        read.append(derived.operand)
+    itemsize = sum(array.dtype.itemsize for array in read)
+    fits = by_elements(rule, before.kernel, before.kernel_state)
+    fits = fits and weight_update.fits(before.kernel.shape[1], itemsize)
+    noises = [optimizer.noise_of(key) for key in keys]
+
+    def operands(arrays: _Arrays) -> Layer:
+        kernel = arrays.derived.operand
+        bias = arrays.bias
+        bias = None if bias is None else bias.astype(accumulator(bias.dtype))
+        return Layer(
+            arrays.kernel if kernel is None else kernel, bias, arrays.derived.scale
+        )
+
+    def move(w, state, gradient, start, noise, derived=lambda new: ()):
+        """One step of a chunk of a parameter and of its state, in the whole arrays."""
+        size = len(gradient)
+        old = slice_rows(w, start, size)
+        parts = {name: slice_rows(array, start, size) for name, array in state.items()}
+        wide = accumulator(w.dtype)
+        new, parts = rule.step(old.astype(wide), parts, gradient.astype(wide), numbers)
+        if noise is not None:
+            noise = noise.after(start)
+        new = narrowed(new, w.dtype, noise, count)
+        # Else XLA works out the chunk once more for each array that is written, from
+        # old values of the others, and copies those to have them.
+        new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
+        state = {name: write_rows(state[name], parts[name], start) for name in state}
+        return write_rows(w, new, start), state, more
+
+    def update_kernel(
+        noises, start, slopes, h, arrays: _Arrays
+    ) -> tuple[_Arrays, jax.Array | None]:
+        """The same by the GPU program that makes the gradient."""
+        step, scalars = step_of_arrays(rule, arrays.kernel_state, count)
+        (kernel, *state), operand, sums = weight_update.weight_update(
+            step,
+            slopes,
+            h,
+            [arrays.kernel, *arrays.kernel_state.values()],
+            arrays.derived.operand,
+            start,
+            scalars,
+            place=place_of(noises[0], count),
+            with_sums=arrays.bias is not None,
+        )
+        arrays = arrays._replace(
+            kernel=kernel,
+            kernel_state=dict(zip(arrays.kernel_state, state, strict=True)),
+            derived=arrays.derived._replace(operand=operand),
+        )
+        return arrays, sums
+
+    def update(noises, start, gradient: Layer, arrays: _Arrays) -> _Arrays:
+        if len(gradient.kernel):
+            arrays = update_rows(noises[0], start, gradient, arrays)
+        if arrays.bias is None:
+            return arrays
+        bias, state, _ = move(
+            arrays.bias, arrays.bias_state, gradient.bias, start, noises[1]
+        )
+        return arrays._replace(bias=bias, bias_state=state)
+
+    def update_rows(noise, start, gradient: Layer, arrays: _Arrays) -> _Arrays:
+        slope = gradient.kernel
+        if gradient.scale is not None:
+            old = slice_rows(arrays.kernel, start, len(slope))
+            _, pull = jax.vjp(layer.score_scale, old)
+            slope = slope.astype(accumulator(slope.dtype)) + pull(gradient.scale)[0]
+        kernel, kernel_state, more = move(
+            arrays.kernel,
+            arrays.kernel_state,
+            slope,
+            start,
+            noise,
+            functools.partial(_derived, layer),
+        )
+        derived = jax.tree.map(
+            lambda whole, chunk: write_rows(whole, chunk, start), arrays.derived, more
+        )
+        return arrays._replace(
+            kernel=kernel, kernel_state=kernel_state, derived=derived
+        )
+
+    method = Method(
+        rule=model.loss_rule,
+        kernel_spec=layer.kernel_spec,
+        implementation=layer.implementation,
+        chunk_scores=chunk_scores,
+        precision=check_precision(layer.precision),
+    )
+
+    def step_output(shard, batch, arrays):
+        """Of a device's part of the batch and of the items."""
+        first = shard.first_item(len(arrays.kernel))
+        own = [None if noise is None else noise.after(first) for noise in noises]
+        updates = Updates(
+            layer=operands,
+            update=functools.partial(update, own),
+            update_kernel=functools.partial(update_kernel, own) if fits else None,
+        )
+        return loss_and_updates(method, batch, arrays, updates, shard)
+
+    def surrogate(model):
+        h = model.output.hidden_operand(model.encode(x))
+        constant = lax.stop_gradient(h)
+        # A program of its own, as what is written in place cannot be in one that is
+        # differentiated.
+        run = jax.jit(
+            functools.partial(over_items, kernel_spec=method.kernel_spec),
+            static_argnums=0,
+        )
+        per_example, dh, after = run(
+            step_output, Batch(constant, labels, weights), before
+        )
+        loss = weighted_sum(per_example, weights)
+        assert dh is not None  # as there is an update
+        wide = accumulator(h.dtype)
+        slopes = lax.stop_gradient(dh).astype(wide)
+        return jnp.sum(h.astype(wide) * slopes), (loss, after)
+
+    (_, (loss, after)), grads = optimizer.value_and_grad(surrogate, has_aux=True)(model)
+    optimizer.update(model, grads, updated=keys)
+    layer.kernel.set_value(after.kernel)
+    if layer.bias is not None:
+        layer.bias.set_value(after.bias)
+    done = dict(zip(keys, (after.kernel_state, after.bias_state), strict=False))
+    optimizer.set_state_of(done)
+    return loss, after.derived
+
+
+def _derived(layer: OutputLayer, kernel: jax.Array) -> Derived:
+    """From a kernel, or some of its rows."""
+    dtype = layer.dtype or kernel.dtype
+    return Derived(
+        None if dtype == kernel.dtype else kernel.astype(dtype),
+        None if layer.temperature is None else layer.score_scale(kernel),
+    )
+
+
+def _keys(model: Fusable) -> list[tuple]:
+    """Paths of the output's parameters: of the kernel, then of the bias if any."""
+    names = ["kernel"] if model.output.bias is None else ["kernel", "bias"]
+    return [("output", name) for name in names]

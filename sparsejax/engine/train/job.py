@@ -1,0 +1,62 @@
+"""What `fit` has to do, in a form that no longer tells kinds of models apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.resident import Examples
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+@runtime_checkable
+class Measure(Protocol):
+    """Measures a model on validation data."""
+
+    def __call__(
+        self, model: Any, *, optimizer: Optimizer, deterministic: bool
+    ) -> Mapping[str, float]: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """Examples to train on, and how the model is measured.
+
+    Attributes:
+      examples: what to train on.
+      metric: the validation metric that decides which epoch is the best; None without
+        validation.
+      prepare: makes the validation data ready for batches of some size; None without it.
+    """
+
+    examples: Examples | Stream
+    metric: str | None
+    prepare: Callable[[int], Measure] | None
+
+
+def metric_of(
+    stopping: EarlyStopping | None, default: str, known: Sequence[str], what: str
+) -> str:
+    """The metric that decides which epoch is the best.
+
+    Args:
+      stopping: may name it.
+      default: if it does not.
+      known: those that there are.
+      what: says of what, for the message.
+
+    Raises:
+      ValueError: there is no such metric.
+    """
+    metric = default
+    if stopping is not None and stopping.metric is not None:
+        metric = stopping.metric
+    if metric not in known:
+        raise ValueError(
+            f"early_stopping: {what} there is no validation metric {metric!r}; there are "
+            f"{', '.join(known)}"
+        )
+    return metric

@@ -1,0 +1,293 @@
+"""Trains to the end of a job, and knows no kind of model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from sparsejax.engine.train import dispatch as dispatching
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.dispatch import Epochs, Program
+from sparsejax.engine.train.job import Job, Measure
+from sparsejax.engine.train.progress import EarlyStopping, Progress, Saver
+from sparsejax.engine.train.resident import Trainable
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.mesh import interrupts, processes
+from sparsejax.mesh.layout import (
+    axes_are_explicit,
+    axis_sizes,
+    put_on_mesh,
+    using_auto_axes,
+)
+from sparsejax.optimizers import inplace
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class How:
+    """How to train; `fit` says what each choice means, and what is wrong with it."""
+
+    batch_size: int
+    num_epochs: int
+    seed: int
+    shuffle: bool
+    fused: bool
+    deterministic: bool
+    early_stopping: EarlyStopping | None
+    checkpoints: Checkpoints | None
+    checkpoint_seconds: float
+    resume: bool
+    log: Callable[[int, Mapping[str, float]], None] | None
+    after_epoch: Callable[[int], None] | None
+
+    def __post_init__(self) -> None:
+        dispatching.check_epochs(self.batch_size, self.num_epochs, self.seed)
+        if not self.checkpoint_seconds >= 0:
+            raise ValueError(
+                f"checkpoint_seconds={self.checkpoint_seconds} must not be negative"
+            )
+
+
+def train(
+    model: Any, optimizer: Optimizer, job: Job, how: How
+) -> list[dict[str, float]]:
+    """Trains a model in place. Returns an entry for each epoch, see `fit`."""
+    examples = job.examples
+    settings: dict[str, Any] = {
+        "batch_size": how.batch_size,
+        "seed": how.seed,
+        "shuffle": how.shuffle,
+        "fused": how.fused,
+        "deterministic": how.deterministic,
+    }
+    if job.metric is not None:  # it is the score of checkpoints
+        settings["metric"] = job.metric
+    if isinstance(examples, Stream):  # by default it depends on the devices' memory
+        settings["chunk_rows"] = examples.chunk_rows
+    epochs = Epochs(
+        examples,
+        batch_size=how.batch_size,
+        num_epochs=how.num_epochs,
+        seed=how.seed,
+        shuffle=how.shuffle,
+    )
+    # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
+    program = Program(
+        cast(Trainable, model),
+        optimizer,
+        fused=how.fused,
+        deterministic=how.deterministic,
+    )
+    measure = None if job.prepare is None else job.prepare(epochs.batch_size)
+    if how.checkpoints is not None or jax.process_count() > 1:
+        settings["data"] = examples.fingerprint()
+        _check_same_everywhere(settings)
+    saver = Saver(how.checkpoints, program.modules, how.checkpoint_seconds)
+    progress = _begun(Progress(settings), saver, how.resume)
+    training = _Training(epochs, program, progress, saver, how, measure)
+    with contextlib.closing(examples), training.bar, interrupts.deferred():
+        training.run_epochs()
+    if how.early_stopping is not None:
+        training.end_with_best(how.early_stopping)
+    optimizer.flush(model, deterministic=how.deterministic)
+    return training.progress.history
+
+
+def on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
+    """`fit` with Auto axes inside, also under a mesh with Explicit axes."""
+
+    @functools.wraps(fit)
+    def wrapped(model, optimizer, *args, **kwargs):
+        if not axes_are_explicit():
+            return fit(model, optimizer, *args, **kwargs)
+        axis_sizes()  # checks the mesh
+        try:
+            with using_auto_axes():
+                return fit(model, optimizer, *args, **kwargs)
+        finally:
+            nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
+
+    return cast(Fit, wrapped)
+
+
+def alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
+    """`fit`, during which no other process works in the directory of its checkpoints."""
+
+    @functools.wraps(fit)
+    def wrapped(*args, checkpoint_dir=None, **kwargs):
+        if checkpoint_dir is None:
+            return fit(*args, **kwargs)
+        if not isinstance(checkpoint_dir, Checkpoints):
+            checkpoint_dir = Checkpoints(checkpoint_dir)
+        with checkpoint_dir.held():
+            return fit(*args, checkpoint_dir=checkpoint_dir, **kwargs)
+
+    return cast(Fit, wrapped)
+
+
+def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if the processes have different data."""
+    if not processes.is_same_everywhere(settings["data"]):
+        raise ValueError("the processes were given different data")
+    if not processes.is_same_everywhere(str(settings.get("chunk_rows"))):
+        raise ValueError(
+            "the processes would train on chunks of different sizes, as their devices "
+            "differ in memory; name chunk_rows in scan_parquet"
+        )
+
+
+def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
+    """The progress from which training goes on."""
+    if saver.checkpoints is None:
+        if resume:
+            raise ValueError("resume=True needs checkpoint_dir=...")
+        return progress
+    if resume:
+        return saver.resume(progress)
+    if saver.checkpoints.steps():
+        raise FileExistsError(
+            f"{saver.checkpoints.directory} holds checkpoints; pass resume=True to "
+            "continue from them, or name another directory"
+        )
+    return progress
+
+
+class _Training:
+    """What one call of `fit` does after its arguments were checked."""
+
+    def __init__(
+        self,
+        epochs: Epochs,
+        program: Program,
+        progress: Progress,
+        saver: Saver,
+        how: How,
+        measure: Measure | None,
+    ):
+        self.epochs, self.program, self.how = epochs, program, how
+        self.measure = measure
+        self.progress, self.saver = progress, saver
+        # For each dispatch that may be running: its losses, and the examples of its steps.
+        self._waiting: list[tuple[jax.Array, np.ndarray]] = []
+        self._best: inplace.HostCopy | None = None
+        done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
+        self.bar = tqdm(
+            total=epochs.num_epochs * epochs.num_rows,
+            initial=done,
+            unit=" examples",
+            unit_scale=True,
+            disable=not (sys.stderr.isatty() and processes.is_first()),
+        )
+
+    def run_epochs(self) -> None:
+        """Trains to the end, or until it is stopped."""
+        progress = self.progress
+        while progress.epoch < self.epochs.num_epochs and not progress.stopped:
+            began, before = time.monotonic(), progress.examples
+            self._run_epoch()
+            seconds = time.monotonic() - began
+            entry = progress.end_epoch((progress.examples - before) / seconds)
+            self._end_epoch(entry)
+
+    def _run_epoch(self) -> None:
+        """Trains on an epoch; after a resume, on what is left of it."""
+        progress, ahead = self.progress, 1 if dispatching.launches_ahead() else 0
+        for dispatch in self.epochs.dispatches(
+            progress.epoch, position=progress.position
+        ):
+            self._waiting.append((self.program.launch(dispatch), dispatch.examples))
+            self._await_all_but(ahead)
+            self._save_or_end()
+            if dispatch.is_last:  # free its data, to make room for the next chunk
+                self._await_all_but(0)
+                del dispatch
+
+    def _await_all_but(self, ahead: int) -> None:
+        """Waits for all dispatches except the last `ahead`."""
+        progress = self.progress
+        while len(self._waiting) > ahead:
+            losses, examples = self._waiting.pop(0)
+            progress.add(self._checked(losses), examples)
+            self.bar.set_postfix(
+                epoch=f"{progress.epoch + 1}/{self.epochs.num_epochs}",
+                loss=f"{progress.loss_sum / progress.examples:.4g}",
+                refresh=False,
+            )
+            self.bar.update(int(examples.sum()))
+
+    def _checked(self, losses) -> np.ndarray:
+        """The losses of a dispatch, once it has ended."""
+        host = np.asarray(losses)
+        bad = np.flatnonzero(~np.isfinite(host))
+        if bad.size:
+            kept, checkpoints = "", self.saver.checkpoints
+            if checkpoints is not None and checkpoints.steps():
+                kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
+            raise FloatingPointError(
+                f"the loss is {host[bad[0]]} in epoch {self.progress.epoch + 1}, step "
+                f"{self.progress.position + bad[0] + 1} of it{kept}. Lower the learning "
+                "rate, or look for extreme values in the data"
+            )
+        return host
+
+    def _save_or_end(self) -> None:
+        """Within an epoch: saves if it is time to, and ends if a process has to."""
+        told, due = self._is_told_and_due()
+        if told or due:
+            self._await_all_but(0)
+            if told or self.progress.examples < self.epochs.num_rows:
+                self.saver.save(self.progress)
+        if told:
+            raise KeyboardInterrupt("a process was told to end")
+
+    def _is_told_and_due(self) -> list[bool]:
+        """Whether some process has to end, and whether it is time to save."""
+        told, due = interrupts.is_told_to_end(), self.saver.is_due()
+        return processes.true_anywhere(told, due)
+
+    def _end_epoch(self, entry: dict[str, float]) -> None:
+        """Measures, logs and saves."""
+        progress, score = self.progress, None
+        if self.measure is not None:
+            model, optimizer = self.program.modules
+            found = self.measure(
+                model, optimizer=optimizer, deterministic=self.how.deterministic
+            )
+            entry.update(found)
+            score = progress.judge(entry, self.how.early_stopping)
+        if self.how.log is not None and processes.is_first():
+            self.how.log(progress.step, entry)
+        if self.how.after_epoch is not None:
+            self.how.after_epoch(progress.epoch)
+        last = progress.epoch == self.epochs.num_epochs or progress.stopped
+        told, due = self._is_told_and_due()
+        if last or told or due or score is not None:
+            self.saver.save(progress, score)
+        if told and not last:
+            raise KeyboardInterrupt("a process was told to end")
+        stopping = self.how.early_stopping
+        keeps = stopping is not None and stopping.restore_best and not last
+        if keeps and score is not None and self.saver.checkpoints is None:
+            self._best = inplace.HostCopy(self.program.variables)
+
+    def end_with_best(self, stopping: EarlyStopping) -> None:
+        """Restores the best epoch, if that is wanted, and says which it was."""
+        progress, kept = self.progress, self.progress.epoch
+        if stopping.restore_best and progress.best_epoch not in (0, kept):
+            if self._best is not None:
+                self._best.restore()
+                kept = progress.best_epoch
+            else:
+                kept = self.saver.restore_best() or progress.best_epoch
+        if processes.is_first():
+            print(progress.outcome(stopping, kept), file=sys.stderr)

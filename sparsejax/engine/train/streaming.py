@@ -1,0 +1,221 @@
+"""Training data that stays on disk; one chunk at a time is on the devices.
+
+While one chunk is trained on, the next is read and copied to the devices. Within a chunk
+the order is that of `sparsejax.engine.train.resident`, except that the rows of a shard follow
+each other in the file. So a process reads only the rows that its devices train on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from sparsejax.data.batching import bucket, on_device
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.resident import Resident, Task, checked_weights, first_row
+from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
+from sparsejax.mesh.layout import VIRTUAL_SHARDS, device_memory, mesh_is_set, put_rows
+from sparsejax.sparse import CSR
+
+# Data that takes at most the first share of the devices' memory is read once. Otherwise a
+# chunk takes the second share, and two chunks are there at a time.
+_SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
+
+
+Matrix = CSR | np.ndarray
+
+
+@runtime_checkable
+class Scanned(Protocol):
+    """Rows on disk, and what is learned from them."""
+
+    @property
+    def roles(self) -> Task:
+        """What the matrices are."""
+        ...
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Number of rows that a chunk should have, if that is settled."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all rows would take; not asked for if `chunk_rows` is settled."""
+        ...
+
+    def ends(self, chunk_rows: int) -> Sequence[int]:
+        """Where each chunk ends."""
+        ...
+
+    def read(self, start: int, stop: int) -> Sequence[Matrix]:
+        """The rows `start .. stop - 1` of each matrix, in NumPy arrays, checked."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A hash of what the files say of themselves."""
+        ...
+
+
+class Stream:
+    """What `fit` trains on, from disk.
+
+    Attributes:
+      chunks: number of rows of each chunk.
+      chunk_rows: number of rows that a chunk should have.
+    """
+
+    def __init__(self, rows: Scanned, weights: ArrayLike | None):
+        self._rows, self.num_rows = rows, rows.num_rows
+        if self.num_rows == 0:
+            raise ValueError("inputs has no rows")
+        self._weights = checked_weights(weights, self.num_rows)
+        # Kept, because the thread that reads does not see what this one has set.
+        self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        self._device = jax.config.jax_default_device
+        self.chunk_rows = rows.chunk_rows or self._rows_that_fit()
+        self._ends = [0, *rows.ends(self.chunk_rows)]
+        self.chunks = np.diff(self._ends).tolist()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "sparsejax-reader")
+        self._ahead: dict[int, concurrent.futures.Future] = {}
+        self._here: tuple[int, Resident] | None = None
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """The chunks in the order of an epoch."""
+        rng = np.random.default_rng((seed, epoch))
+        return rng.permutation(len(self.chunks)).tolist()
+
+    def resident(self, chunk: int, following: int | None) -> Resident:
+        """The data of a chunk on the devices, once read; `following` comes next."""
+        if self._here is None or self._here[0] != chunk:
+            self._here = None  # frees its memory
+            ahead = self._ahead.pop(chunk, None)
+            done = self._prepare(chunk) if ahead is None else ahead.result()
+            placed = done if isinstance(done, Resident) else self._place(chunk, done)
+            self._here = chunk, placed
+        if following is not None and following not in (chunk, *self._ahead):
+            self._ahead[following] = self._thread.submit(self._prepare, following)
+        return self._here[1]
+
+    def close(self) -> None:
+        """Ends the thread that reads."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def fingerprint(self) -> str:
+        """A hash of what the files say of themselves."""
+        weights = [] if self._weights is None else [self._weights]
+        return f"{self._rows.fingerprint()}-{fingerprint(*weights)}"
+
+    def _prepare(self, chunk: int) -> Resident | list[dict[int, Matrix]]:
+        """Reads a chunk, and places it unless several processes must do that together."""
+        parts = self.read(chunk)
+        if jax.process_count() > 1:
+            return parts
+        with jax.default_device(self._device):
+            return self._place(chunk, parts)
+
+    def read(self, chunk: int) -> list[dict[int, Matrix]]:
+        """For each matrix, the parts of the chunk that this process trains on.
+
+        A sparse matrix that lies whole on every device of a mesh is the one part 0.
+        """
+        start, rows = self._ends[chunk], self.chunks[chunk]
+        ends, mine = [0, rows], [0]
+        if self._mesh is not None:
+            ends = _part_ends(rows, self._mesh.shape["data"])
+            mine = parts_of_process(self._mesh)
+            if self._rows.roles.whole:
+                return [
+                    {0: matrix}
+                    if isinstance(matrix, CSR)
+                    else {part: matrix[ends[part] : ends[part + 1]] for part in mine}
+                    for matrix in self._rows.read(start, start + rows)
+                ]
+        read = [
+            self._rows.read(start + ends[part], start + ends[part + 1]) for part in mine
+        ]
+        return [
+            dict(zip(mine, parts, strict=True)) for parts in zip(*read, strict=True)
+        ]
+
+    def _place(self, chunk: int, parts: list[dict[int, Matrix]]) -> Resident:
+        start, rows = self._ends[chunk], self.chunks[chunk]
+        roles, weights = self._rows.roles, self._weights
+        if weights is not None:
+            weights = weights[start : start + rows]
+        if self._mesh is None:
+            matrices = tuple(
+                on_device(x) if isinstance(x, CSR) else jnp.asarray(_with_one(x)[None])
+                for x in (mine[0] for mine in parts)
+            )
+            if weights is not None:
+                weights = jnp.asarray(weights)[None]
+            return Resident(matrices, weights, rows, contiguous=True, roles=roles)
+        ends = _part_ends(rows, self._mesh.shape["data"])
+        room = int(np.diff(ends).max())
+        placed = tuple(self._over_mesh(mine, room) for mine in parts)
+        if weights is not None:
+            each = [weights[a:b] for a, b in itertools.pairwise(ends)]
+            padded = np.stack([np.pad(w, (0, room - len(w))) for w in each])
+            weights = put_rows(padded, self._mesh)
+        return Resident(placed, weights, rows, contiguous=True, roles=roles)
+
+    def _over_mesh(
+        self, parts: Mapping[int, Matrix], room: int
+    ) -> ShardedCSR | CSR | jax.Array:
+        """A matrix of parts of at most `room` rows."""
+        assert self._mesh is not None
+        some = next(iter(parts.values()))
+        if isinstance(some, CSR):
+            matrices = {p: x for p, x in parts.items() if isinstance(x, CSR)}
+            if self._rows.roles.whole:
+                # The thread that reads sees no mesh.
+                everywhere = NamedSharding(self._mesh, P())
+                return jax.device_put(on_device(some), everywhere)
+            # Rounded, so that one program serves all chunks.
+            return ShardedCSR.from_parts(matrices, room, self._mesh, nse=bucket)
+        shape = (self._mesh.shape["data"], room + 1, *some.shape[1:])
+
+        def block(index):
+            mine = np.asarray(parts[index[0].start or 0])
+            padded = np.zeros(shape[1:], some.dtype)
+            padded[: len(mine)] = mine
+            return padded[None]
+
+        return jax.make_array_from_callback(
+            shape, NamedSharding(self._mesh, P("data")), block
+        )
+
+    def _rows_that_fit(self) -> int:
+        """Rows of a chunk, by the memory of the devices."""
+        limit = device_memory()
+        if limit is None:
+            return self.num_rows
+        needed = self._rows.num_bytes
+        room = limit * (1 if self._mesh is None else self._mesh.size)
+        if needed <= _SHARE * room:
+            return self.num_rows
+        return max(1, int(self.num_rows * _CHUNK_SHARE * room / needed))
+
+
+def _with_one(array: np.ndarray) -> np.ndarray:
+    """The array with one more row."""
+    return np.append(array, array[:1], axis=0)
+
+
+def _part_ends(rows: int, data: int) -> list[int]:
+    """Where each of `data` parts of the rows of a chunk ends; begins with 0."""
+    shards = np.arange(0, VIRTUAL_SHARDS + 1, VIRTUAL_SHARDS // data)
+    return first_row(shards, rows).tolist()

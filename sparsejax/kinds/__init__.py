@@ -1,0 +1,1 @@
+"""Items, histories and clicks: what makes them differ, see `kind.Kind`."""

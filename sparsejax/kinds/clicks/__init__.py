@@ -1,0 +1,94 @@
+"""Clicks: examples with a label, and models of how probable it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from sparsejax.data.sources import Inputs
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.kind import Defaults, Kind, kind_of
+
+
+class Clicks(Kind):
+    """The kind of a `ClickModelConfig` and of a `ClickDataset`."""
+
+    name = "clicks"
+    defaults = Defaults(
+        batch_size=4096, least_epochs=1, least_steps=1, optimizer="adam"
+    )
+    unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "fit": ("k",),
+        "export_predictor": ("k",),
+        "evaluate": (
+            "heldout",
+            "k",
+            "fold_in",
+            "features",
+            "seed",
+            "exclude",
+            "unknown",
+            "unknown_users",
+            "candidates",
+            "popularity",
+        ),
+    }
+
+    def sizes(self, data, targets):
+        _check_targets(targets)
+        if kind_of(data) is not self:
+            raise TypeError(
+                "a click model reads a ClickDataset or ScannedClicks, got "
+                f"{type(data).__name__}"
+            )
+        return {"num_dense": len(data.schema.dense), "features": data.num_ids}
+
+    def new(self, config, rule, *, seed, **sizes):
+        from sparsejax.kinds.clicks.modules import new_click_model
+
+        return new_click_model(config, rule, seed=seed, **sizes)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        from sparsejax.kinds.clicks.job import click_examples
+
+        _check_targets(targets)
+        return click_examples(inputs, weights)
+
+    def job(self, model, inputs, *, targets, **options) -> Job:
+        from sparsejax.kinds.clicks.job import click_job
+        from sparsejax.kinds.clicks.scores import check_click_model
+
+        check_click_model(model)
+        _check_targets(targets)
+        return click_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        raise TypeError(
+            "a click model says how probable a click is, not which items are best: call "
+            "predict_clicks"
+        )
+
+    def evaluate(self, model, inputs, *, groups, optimizer, batch_size):
+        from sparsejax.kinds.clicks.scores import evaluate_clicks
+
+        return evaluate_clicks(
+            model,
+            inputs,
+            groups=groups,
+            optimizer=optimizer,
+            batch_size=8192 if batch_size is None else batch_size,
+        )
+
+    def workload(self, network, **sizes) -> Workload:
+        raise TypeError("the memory of a click model is planned by plan_embeddings")
+
+
+def _check_targets(targets: Any) -> None:
+    if targets is not None:
+        raise ValueError("clicks have their labels; leave out targets")
+
+
+KIND = Clicks()

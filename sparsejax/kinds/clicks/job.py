@@ -1,0 +1,170 @@
+"""Click models in `fit`: labels, dense columns and ids, from memory or from disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.engine.train.job import Job, Measure, metric_of
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.resident import Examples, checked_weights
+from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.kinds.clicks.scores import (
+    METRICS,
+    Clicks,
+    check_click_model,
+    check_columns,
+    check_same_columns,
+    evaluate_clicks,
+)
+from sparsejax.sparse import CSR
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickTask:
+    """The `Task` of click models.
+
+    Matrices are labels `[n]`, dense columns `[n, d]`, the ids of all features with one id an
+    example `[n, f]`, and a CSR for each feature of lists.
+
+    Attributes:
+      single: names of the features with one id an example.
+      lists: names of the features of lists.
+    """
+
+    single: tuple[str, ...]
+    lists: tuple[str, ...]
+
+    @property
+    def inputs(self) -> list[str]:
+        return []
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.lists)
+
+    @classmethod
+    def of_data(cls, clicks: ClickDataset) -> ClickTask:
+        lists = [name for name, ids in clicks.ids.items() if isinstance(ids, CSR)]
+        single = [name for name in clicks.ids if name not in lists]
+        return cls(tuple(single), tuple(lists))
+
+    def matrices(self, clicks: ClickDataset) -> list[Matrix]:
+        """Those of some examples."""
+        ids = [np.asarray(clicks.ids[name]) for name in self.single]
+        empty = np.empty((clicks.num_rows, 0), np.int32)
+        rows = np.stack(ids, axis=1) if ids else empty
+        lists: list[Any] = [clicks.ids[name] for name in self.lists]
+        return [clicks.labels, clicks.dense, rows, *lists]
+
+    def of(self, matrices: Sequence) -> tuple[Any, Any]:
+        labels, dense, rows, *lists = matrices
+        ids = {name: rows[:, i] for i, name in enumerate(self.single)}
+        return (dense, ids | dict(zip(self.lists, lists, strict=True))), labels
+
+    def check(self, model: Any) -> None:
+        check_click_model(model)
+
+    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+        """The binary cross-entropy of `model(dense, ids)`."""
+        logits = model(*x).astype(jnp.float32)
+        return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
+
+
+def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Examples:
+    """What to train on.
+
+    Raises:
+      ValueError: there are no examples, or a weight is wrong.
+    """
+    _check_rows(clicks)
+    roles = ClickTask.of_data(clicks)
+    weights = checked_weights(weights, clicks.num_rows)
+    return Examples(roles, tuple(roles.matrices(clicks)), weights)
+
+
+def _check_rows(clicks: Clicks) -> None:
+    if clicks.num_rows == 0:
+        raise ValueError("the data have no examples")
+
+
+class ScanOfClicks:
+    """Clicks on disk, see `streaming.Scanned`."""
+
+    def __init__(self, clicks: ScannedClicks):
+        _check_rows(clicks)
+        self._clicks, self.num_rows = clicks, clicks.num_rows
+        self.chunk_rows: int | None = clicks.chunk_rows
+        # Only the values of a column say whether it has lists.
+        self.roles = ClickTask.of_data(clicks.read(0, 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Without lists, whose lengths the files do not say."""
+        schema = self._clicks.schema
+        return 4 * self.num_rows * (1 + len(schema.dense) + len(schema.ids))
+
+    def ends(self, chunk_rows: int) -> list[int]:
+        return [*range(chunk_rows, self.num_rows, chunk_rows), self.num_rows]
+
+    def read(self, start: int, stop: int) -> list[Matrix]:
+        return self.roles.matrices(self._clicks.read(start, stop))
+
+    def fingerprint(self) -> str:
+        return self._clicks.fingerprint()
+
+
+def click_job(
+    model: Any,
+    clicks: Clicks,
+    *,
+    weights: ArrayLike | None,
+    validation: Any,
+    stopping: EarlyStopping | None,
+) -> Job:
+    """The arguments of `fit`, checked."""
+    check_columns(model, clicks)
+    metric, prepare = None, None
+    if validation is not None:
+        metric = metric_of(stopping, METRICS[0], METRICS[:-1], "of clicks")
+        if not isinstance(validation, ClickDataset | ScannedClicks):
+            raise TypeError(
+                "clicks are validated on a ClickDataset or ScannedClicks, got "
+                f"{type(validation).__name__}"
+            )
+        check_same_columns(clicks, validation)
+        # All labels of files are not here yet.
+        if (
+            isinstance(validation, ClickDataset)
+            and len(np.unique(validation.labels)) < 2
+        ):
+            raise ValueError(
+                "validation needs examples with label 0 and with label 1, for its AUC"
+            )
+        prepare = functools.partial(_measure, validation)
+    if isinstance(clicks, ClickDataset):
+        return Job(click_examples(clicks, weights), metric, prepare)
+    return Job(Stream(ScanOfClicks(clicks), weights), metric, prepare)
+
+
+def _measure(validation: Clicks, batch_size: int) -> Measure:
+    def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
+        return evaluate_clicks(
+            model,
+            validation,
+            optimizer=optimizer,
+            batch_size=max(batch_size, 8192),
+            deterministic=deterministic,
+        )
+
+    return measured

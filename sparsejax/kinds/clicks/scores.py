@@ -1,0 +1,300 @@
+"""Probabilities of clicks, and how good they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+from jax.typing import ArrayLike
+from jaxtyping import Float
+
+from sparsejax import metrics
+from sparsejax.data.batching import bucket, largest_batch
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.names import quoted
+from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.engine.rank.loop import check_positive
+from sparsejax.engine.rank.recommender import Recommender, merged, split
+from sparsejax.mesh.layout import (
+    axis_sizes,
+    mesh_is_set,
+    put_on_mesh,
+    put_rows,
+    replicated,
+    using_auto_axes,
+)
+from sparsejax.mesh.promotion import promoting
+from sparsejax.mesh.xla_options import Programs
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
+
+Clicks = ClickDataset | ScannedClicks
+
+METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
+
+
+@runtime_checkable
+class ClickModel(Protocol):
+    """What predicts clicks: an `nnx.Module` that is called as `model(dense, ids)`.
+
+    `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
+    `[batch]`, or a `CSR` of lists. It returns logits, `[batch]`. `DLRM` and the other click
+    models are such modules, and `EmbeddingCollection` takes such ids.
+
+    If it has an attribute `num_dense`, the number of dense columns, or `num_ids`, the number of
+    ids by feature, then data are compared with these first.
+    """
+
+    def __call__(self, dense: Any, ids: Any) -> jax.Array: ...
+
+
+def predict_clicks(
+    model: ClickModel,
+    clicks: Clicks,
+    *,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 8192,
+) -> Float[np.ndarray, "examples"]:
+    """The probability of a click of each example, `sigmoid(model(dense, ids))`.
+
+    >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
+    >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
+    >>> config = WideDeepConfig(dim=4, hidden=(8,))
+    >>> model = WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
+    >>> predict_clicks(model, clicks).shape
+    (3,)
+
+    Labels are not read. On a mesh, batches are divided over it.
+
+    Args:
+      model: see `ClickModel`.
+      clicks: examples; scanned ones are read a chunk at a time.
+      optimizer: the optimizer of the model, if rows of its tables may be behind, as in `log`
+        of `fit`.
+      batch_size: examples scored at a time.
+
+    Raises:
+      FloatingPointError: a score is NaN, as of an id that a table does not have. The message
+        names the example.
+      TypeError: the model or the data are of another kind.
+      ValueError: the columns of the data are not those of the model.
+    """
+    found = _Scores(model, optimizer, batch_size).of_all(clicks)
+    return scipy.special.expit(found.logits).astype(np.float32)
+
+
+def evaluate_clicks(
+    model: ClickModel,
+    clicks: Clicks,
+    *,
+    groups: str | ArrayLike | None = None,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 8192,
+    deterministic: bool = False,
+) -> dict[str, float]:
+    """`sparsejax.evaluate` of clicks.
+
+    Args:
+      model: see `ClickModel`.
+      clicks: examples with labels.
+      groups: the name of a feature with one id an example, or `[examples]` numbers or text.
+      optimizer: see `predict_clicks`.
+      batch_size: examples scored at a time.
+      deterministic: give the same bits in every process on the same kind of GPU.
+    """
+    scores = _Scores(model, optimizer, batch_size, deterministic)
+    if isinstance(groups, str) and groups not in clicks.schema.ids:
+        raise ValueError(
+            f"groups names the feature {groups!r}, but there are "
+            f"{', '.join(clicks.schema.ids)}"
+        )
+    found = scores.of_all(clicks, groups if isinstance(groups, str) else None)
+    # In float64, so that a sure prediction is not rounded to 0 or 1.
+    p = scipy.special.expit(found.logits.astype(np.float64))
+    measured = {
+        "auc": metrics.auc(found.logits, found.labels),
+        "log_loss": metrics.log_loss(p, found.labels),
+        "normalized_entropy": metrics.normalized_entropy(p, found.labels),
+        "calibration": metrics.calibration(p, found.labels),
+    }
+    if groups is None:
+        return measured
+    by = found.groups if isinstance(groups, str) else np.asarray(groups)
+    grouped = metrics.group_auc(found.logits, found.labels, by)
+    return measured | {"group_auc": grouped.auc, "groups": grouped.groups}
+
+
+def check_click_model(model: Any) -> None:
+    """Raises TypeError if a model cannot predict clicks."""
+    if isinstance(model, Recommender) or not callable(model):
+        raise TypeError(
+            "clicks need a click model, such as sparsejax.DLRM, or a module that is called as "
+            f"model(dense, ids); got {type(model).__name__}, "
+            + ("which predicts items" if callable(model) else "which is not called")
+        )
+
+
+def check_columns(model: Any, clicks: Clicks) -> None:
+    """Raises ValueError if the columns of the data are not those of the model."""
+    columns = clicks.schema.dense
+    if getattr(model, "num_dense", len(columns)) != len(columns):
+        raise ValueError(
+            f"the model has num_dense={model.num_dense}, but the data have {len(columns)} "
+            f"dense columns ({quoted(columns)}); build it with "
+            "num_dense=len(data.schema.dense)"
+        )
+    wanted, given = getattr(model, "num_ids", None), clicks.num_ids
+    if not isinstance(wanted, Mapping) or wanted == given:
+        return
+    for name in [*wanted, *given]:
+        if name not in given:
+            raise ValueError(
+                f"the model has a feature {name!r}, which the data lack; they have "
+                f"{quoted(given)}"
+            )
+        if name not in wanted:
+            raise ValueError(
+                f"the data have a feature {name!r}, which the model lacks; it has "
+                f"{quoted(wanted)}"
+            )
+        if wanted[name] != given[name]:
+            raise ValueError(
+                f"feature {name!r} has {given[name]:,} ids in the data, but the model was "
+                f"built for {wanted[name]:,}; read all data with vocabulary=train and one "
+                "schema, and build the model with features=train.num_ids"
+            )
+
+
+def check_same_columns(train: Clicks, validation: Clicks) -> None:
+    """Raises ValueError if ids of the two mean something else."""
+
+    def facts(schema: ClickSchema):
+        return list(schema.dense.items()), list(schema.ids.items())
+
+    if facts(train.schema) != facts(validation.schema):
+        raise ValueError(
+            "validation has other columns than the training data; read both with one schema"
+        )
+    for name, known in train.vocabularies.items():
+        if not np.array_equal(known, validation.vocabularies[name]):
+            raise ValueError(
+                f"validation has another vocabulary of {name!r} than the training data; read "
+                "it with vocabulary=train"
+            )
+
+
+class _Found:
+    """What examples scored, `[examples]` each; groups only if they were asked for."""
+
+    def __init__(self, logits, labels, groups):
+        self.logits, self.labels, self.groups = logits, labels, groups
+
+
+class _Scores:
+    """Scores examples by a model."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer | None,
+        batch_size: int,
+        deterministic: bool = False,
+    ):
+        check_click_model(model)
+        check_positive(batch_size=batch_size)
+        self._model, self._optimizer = model, optimizer
+        self._most, self._program = batch_size, _logits[deterministic]
+
+    @promoting
+    @using_auto_axes()
+    def of_all(self, clicks: Clicks, feature: str | None = None) -> _Found:
+        """Args:
+        clicks: all examples.
+        feature: the one whose ids are groups.
+        """
+        if not isinstance(clicks, ClickDataset | ScannedClicks):
+            raise TypeError(
+                "a click model takes a ClickDataset, as read_clicks makes it, or "
+                f"ScannedClicks; got {type(clicks).__name__}"
+            )
+        check_columns(self._model, clicks)
+        parts = [clicks] if isinstance(clicks, ClickDataset) else clicks.chunks()
+        scored = split(self._model, self._optimizer)
+        logits, labels, groups, first = [], [], [], 0
+        for part in parts:
+            found = self._of_part(scored, part)
+            if np.isnan(found).any():
+                raise FloatingPointError(
+                    f"the model gives NaN for example {first + int(np.isnan(found).argmax()):,}"
+                    "; its weights are not finite, or an id is outside its table"
+                )
+            logits.append(found)
+            labels.append(part.labels)
+            if feature is not None:
+                if isinstance(ids := part.ids[feature], CSR):
+                    raise ValueError(
+                        f"groups={feature!r} is a feature of lists; name one with an id an "
+                        "example, or give an array"
+                    )
+                groups.append(ids)
+            first += part.num_rows
+        empty = [np.empty(0, np.float32)]
+        joined = (np.concatenate(x or empty) for x in (logits, labels, groups))
+        return _Found(*joined)
+
+    def _of_part(self, scored: tuple[Any, Any], clicks: ClickDataset) -> np.ndarray:
+        found = [
+            self._program(*scored, dense, ids)
+            for dense, ids in _batches(clicks, self._most)
+        ]
+        parts = [np.asarray(x) for x in found] or [np.empty(0, np.float32)]
+        return np.concatenate(parts)[: clicks.num_rows]
+
+
+@functools.partial(Programs, static_argnames="graphdef")
+def _logits(graphdef, state, dense, ids):
+    """`[batch]` logits of a model from `split`."""
+    with merged(graphdef, state) as model:
+        model.eval()
+        return replicated(model(dense, ids).astype(jnp.float32))
+
+
+def _batches(clicks: ClickDataset, most: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Examples in batches of one size, on the devices; the last ones may be no examples."""
+    mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+    parts = 1 if mesh is None else int(np.prod(axis_sizes()))
+    size = -(-min(most, bucket(clicks.num_rows)) // parts) * parts
+    starts = range(0, clicks.num_rows, size)
+    steps = np.arange(len(starts) * size).reshape(-1, size)
+    steps = np.where(steps < clicks.num_rows, steps, -1)
+    room = {
+        name: bucket(largest_batch(np.diff(ids.indptr), steps))
+        for name, ids in clicks.ids.items()
+        if isinstance(ids, CSR)
+    }
+
+    def put(array, fill=0):
+        more = [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1)
+        array = np.pad(array, more, constant_values=fill)
+        return jnp.asarray(array) if mesh is None else put_rows(array, mesh)
+
+    def lists(ids: CSR, nse: int) -> CSR:
+        indices = np.pad(np.asarray(ids.indices), (0, nse - len(ids.indices)))
+        more = (0, size + 1 - len(ids.indptr))
+        indptr = np.pad(np.asarray(ids.indptr), more, mode="edge")
+        leaves = (None, jnp.asarray(indices), jnp.asarray(indptr), None)
+        return put_on_mesh(CSR.tree_unflatten(ids.num_cols, leaves))
+
+    for start in starts:
+        part = clicks.rows(slice(start, start + size))
+        ids = {
+            name: lists(each, room[name]) if isinstance(each, CSR) else put(each, -1)
+            for name, each in part.ids.items()
+        }
+        yield put(part.dense), ids

@@ -1,0 +1,86 @@
+"""Histories: what users did in its order, and models that say what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from sparsejax.data.histories import unordered
+from sparsejax.data.sources import Inputs, num_columns
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.histories.next_items import NextItems, has_times, shown_of
+from sparsejax.kinds.kind import Defaults, Kind
+
+
+class Histories(Kind):
+    """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
+
+    name = "histories"
+    # On the validation of Amazon Beauty, steps also on that of MovieLens.
+    defaults = Defaults(
+        batch_size=256,
+        least_epochs=40,
+        least_steps=3500,
+        optimizer="adamw",
+        options={"b2": 0.98, "weight_decay": 0.1},
+    )
+    # `seed` and `features` go with `fold_in`; of groups there is no metric.
+    unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "evaluate": ("fold_in", "features", "seed", "candidates", "groups")
+    }
+
+    def sizes(self, data, targets):
+        _check_targets(targets)
+        return {"inputs": num_columns("data", data)}
+
+    def new(self, config, rule, *, seed, **sizes):
+        from sparsejax.kinds.histories.modules import new_sequence_model
+
+        return new_sequence_model(config, rule, seed=seed, **sizes)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        from sparsejax.kinds.histories.job import sequence_examples
+
+        _check_targets(targets)
+        return sequence_examples(model, inputs, weights)
+
+    def job(self, model, inputs, *, targets, **options) -> Job:
+        from sparsejax.kinds.histories.job import sequence_job
+
+        _check_targets(targets)
+        return sequence_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        shown = shown_of(model, inputs)
+        exclude = unordered("exclude", exclude, inputs)
+        return NextItems(model, times=has_times(model, inputs)), shown, exclude
+
+    def evaluate(self, model, inputs, *, heldout, optimizer, batch_size, **options):
+        from sparsejax.kinds.histories.evaluation import prepared_sequences
+
+        if heldout is None:
+            raise ValueError("give heldout, as split_last makes it")
+        rows = 512 if batch_size is None else batch_size
+        prepared = prepared_sequences(
+            model, inputs, heldout, batch_size=rows, **options
+        )
+        ranker = NextItems(model, times=has_times(model, inputs))
+        return prepared.run(ranker, optimizer=optimizer)
+
+    def workload(self, network, **sizes) -> Workload:
+        from sparsejax.kinds.histories.footprint import history_workload
+
+        return history_workload(network, **sizes)
+
+
+def _check_targets(targets: Any) -> None:
+    if targets is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out targets"
+        )
+
+
+KIND = Histories()

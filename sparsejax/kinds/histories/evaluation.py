@@ -1,0 +1,59 @@
+"""Held-out items of histories, made ready to measure models on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.histories import Unordered, unordered
+from sparsejax.data.names import find_names
+from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sources import Source
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepare
+from sparsejax.kinds.histories.next_items import shown_of
+
+
+def prepared_sequences(
+    model: Any,
+    inputs: SequenceDataset,
+    heldout: Source | SequenceDataset,
+    *,
+    exclude: Unordered = "inputs",
+    popularity: Unordered = "inputs",
+    **setup: Any,
+) -> Evaluation:
+    """What `evaluate` does with histories before it runs the model, a `NextItems`.
+
+    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
+    """
+    chosen = Setup(
+        exclude=unordered("exclude", exclude, inputs),
+        popularity=unordered("popularity", popularity, inputs),
+        **setup,
+    )
+    wanted = unordered("heldout", heldout, inputs)
+    assert wanted is not None
+    return prepare(shown_of(model, _with_new_rows(inputs, heldout)), wanted, chosen)
+
+
+def _with_new_rows(
+    inputs: SequenceDataset, heldout: Source | SequenceDataset
+) -> SequenceDataset:
+    """The inputs, with an empty history for each row that only `heldout` has."""
+    if not isinstance(heldout, SparseDataset | SequenceDataset):
+        return inputs
+    names = heldout.row_names
+    new = names[find_names(names, inputs.row_names) < 0]
+    if not len(new) or len(new) == len(names):
+        return inputs
+    more = (0, len(new))
+    left_out = inputs.left_out
+    return dataclasses.replace(
+        inputs,
+        indptr=np.pad(inputs.indptr, more, mode="edge"),
+        row_names=np.concatenate([inputs.row_names, new]),
+        left_out=None if left_out is None else np.pad(left_out, more),
+    )

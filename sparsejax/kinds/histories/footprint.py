@@ -1,0 +1,279 @@
+"""The formula for the memory of a model of histories; see docs/large_models.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import slopes_product
+from pallas_kernels.matmul_tiles import STEP
+from sparsejax.data.batching import bucket
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.footprint import (
+    ORDER_SORTED,
+    Laid,
+    Output,
+    Scored,
+    Shape,
+    Step,
+    Workload,
+    gathered,
+    input_gradient,
+    output_bytes,
+    summed,
+)
+from sparsejax.engine.train.resident import Task
+from sparsejax.kinds.histories.job import SequenceTask
+from sparsejax.kinds.histories.modules import new_sequence_model
+from sparsejax.mesh.layout import padded_rows
+from sparsejax.ops import chunked_loss, two_passes
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sequence.config import HSTUConfig, SequenceConfig
+from sparsejax.sequence.model import SequenceModel
+from sparsejax.sparse import CSR
+
+# Arrays of [batch, length, width] besides those that the blocks keep for the backward pass:
+# gradients, and the random bits of dropout.
+_GRADIENTS = 16
+# Arrays of [targets, width]: vectors with a target, and their gradients.
+_OF_TARGETS = 4
+# Arrays of [targets, negatives + 1]: scores, where they count, and their gradients.
+_OF_NEGATIVES = 4
+# Lengths are taken at so many quantiles.
+_QUANTILES = 1000
+
+
+def assumed_lengths(rows: int, entries: int) -> np.ndarray:
+    """Lengths of histories with this mean, one for each of equally many rows.
+
+    Above 2, the least that can be trained on, they are lognormal, with a standard deviation
+    of 1.3 times the mean.
+
+    >>> lengths = assumed_lengths(10, 200)
+    >>> float(lengths.min()) > 2, round(float(lengths.mean()))
+    (True, 20)
+
+    Raises:
+      ValueError: there are fewer than two entries for each row.
+    """
+    if entries < 2 * rows:
+        raise ValueError(
+            "rows must have two entries or more each, an item and the next, to be trained "
+            f"on: got entries={entries:,} for rows={rows:,}"
+        )
+    normal = statistics.NormalDist()
+    places = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    drawn = np.exp([normal.inv_cdf(place) for place in places])
+    return 2 + (entries / rows - 2) * drawn / drawn.mean()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HistoryWorkload(Workload):
+    """A model of histories that is to be trained.
+
+    Attributes:
+      times: whether it reads times.
+    """
+
+    network: SequenceConfig
+    times: bool
+
+    @property
+    def window(self) -> int:
+        """Places of a row: the model's, and one that is only a target."""
+        return self.network.max_length + 1
+
+    def _targets(self) -> np.ndarray:
+        """Places of rows that have a next item."""
+        lengths = assumed_lengths(self.rows, self.entries)
+        return np.minimum(lengths, self.window) - 1
+
+    def entries_of(self, data: int, model: int) -> list[int]:
+        return [math.ceil(self.rows * self._targets().mean())]
+
+    def capacities(self, data: int, model: int) -> list[int]:
+        windows = bucket(self.batch // data * self.window)
+        targets = self._targets()
+        # The fullest batch is 3 standard deviations above the mean.
+        fullest = self.batch * targets.mean()
+        fullest += 3 * math.sqrt(self.batch) * targets.std()
+        most = self.batch * self.network.max_length
+        return [windows] * (1 + self.times) + [bucket(min(math.ceil(fullest), most))]
+
+    @property
+    def roles(self) -> Task:
+        return SequenceTask(packs=True)
+
+    def new(self) -> tuple[SequenceModel, Optimizer]:
+        return new_sequence_model(self.network, self.rule, inputs=self.inputs, seed=0)
+
+    def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
+        size = data, self.rows_of(data, model) + 1, self.window
+        dtypes = [jnp.int32] + [jnp.float32] * self.times
+        windows = [shape(size, dtype, P("data")) for dtype in dtypes]
+        [entries] = self.entries_of(data, model)
+        ends = shape((self.rows + 1,), jnp.int32, P())
+        leaves = None, shape((entries,), jnp.int32, P()), ends, None
+        places = CSR.tree_unflatten(self.network.max_length, leaves)
+        return *windows, places
+
+    def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
+        network, batch = self.network, self.batch // data
+        width, read = network.width, batch * network.max_length
+        own = self.capacities(data, model)
+        targets = own[-1]
+        steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data, ()))
+        batches = 4 * steps * (sum(own) + self.batch + 1)
+        sorting = ORDER_SORTED * self.rows_of(data, model)
+        kept = batch * self._kept_of_row
+        of_targets = 4 * _OF_TARGETS * targets * width
+        gradients = 4 * _GRADIENTS * read * width
+        if data > 1:  # vectors of the items and their gradient, of the whole batch
+            gradients += 2 * 4 * data * read * width
+        output = self._output(targets, padded_rows(self.inputs) // (data * model))
+        touched = self._input_gradient(read, targets, data, model)
+        stages = (
+            of_targets + output.at_once(False),
+            gradients + output.gradient + touched,
+        )
+        over_data, over_model = self._sent(laid, data, model, targets)
+        return Step(
+            steps=steps,
+            batches=batches,
+            hidden=kept + of_targets + gradients,
+            operand=output.operand,
+            output_gradient=output.gradient,
+            chunk=output.chunk,
+            input_gradient=touched,
+            sorting=sorting,
+            temporary=max(sorting, batches + kept + max(stages)),
+            over_data=over_data,
+            over_model=over_model,
+        )
+
+    def _output(self, targets: int, items: int) -> Output:
+        """Of the softmax over all items, or those that are drawn."""
+        dtype, width = jnp.dtype(jnp.float32), self.network.width
+        temperature, drawn = self.network.temperature, self.network.negatives
+        if drawn is not None:
+            return Output(0, 0, 4 * _OF_NEGATIVES * targets * (drawn + 1), True)
+        scored = Scored(targets, items, width, dtype, dtype, temperature, None)
+        product = chunked_loss.operand_dtype(None, dtype, targets, items)
+        if product == dtype:
+            return output_bytes(self, scored)
+        wide = -(-width // STEP) * STEP  # with zeros, in a copy of the kernel
+        copied = 4 * items * wide if wide > width else 0
+        if temperature is None and wide <= slopes_product.MAX_HIDDEN:
+            # No scores are written. Rounded rows of a chunk, their gradient, and its sum.
+            rows = min(items, two_passes.CHUNK_ITEMS)
+            chunk = (product.itemsize + 2 * 4) * rows * wide
+            return Output(copied, 4 * items * wide, chunk, False)
+        made = output_bytes(self, scored._replace(width=wide))
+        return made._replace(operand=made.operand + copied)
+
+    def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
+        """Of the vectors of the items, of which `read` are those of histories."""
+        width, drawn = self.network.width, self.network.negatives
+        rows = padded_rows(self.inputs) // model
+        if drawn is None:
+            return input_gradient(self, read, rows // data, width, dense=True)
+        made = input_gradient(self, read + targets + drawn, rows, width, dense=False)
+        if data > 1:  # the kernel is gathered, and its gradients are summed
+            made += 3 * 4 * rows * width
+        return made
+
+    @functools.cached_property
+    def _kept_of_row(self) -> int:
+        """Bytes that the blocks keep of a row, from the forward to the backward pass."""
+        graphdef, parameters, others = nnx.split(self.modules()[0], nnx.Param, ...)
+
+        def kept(rows: int) -> int:
+            size = rows, self.network.max_length
+            ids = jax.ShapeDtypeStruct(size, jnp.int32)
+            times = jax.ShapeDtypeStruct(size, jnp.float32) if self.times else None
+
+            def backward(parameters, others, ids, times):
+                def forward(parameters):
+                    model: Any = nnx.merge(graphdef, parameters, others, copy=True)
+                    return model(ids, times)
+
+                return jax.vjp(forward, parameters)[1]
+
+            found = jax.eval_shape(backward, parameters, others, ids, times)
+            return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
+
+        # Parameters that the backward pass reads are in both.
+        return kept(3) - kept(2)
+
+    def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
+        """As of a network. What XLA's partitioner chooses is estimated."""
+        width, drawn = self.network.width, self.network.negatives
+        read = 4 * self.batch * self.network.max_length * width
+        hidden, whole = 4 * targets * width, data * model
+        over_data: dict[str, int] = {}
+        over_model: dict[str, int] = {}
+        over = over_data if data > 1 else over_model  # a ring through all devices
+        if whole > 1 and drawn is None:
+            over["vectors of the items"] = summed(read, whole)
+            over["normalisers"] = gathered(4 * 4 * targets * whole, whole)
+        if model > 1:
+            if drawn is None:
+                over_model["gradient of the last hidden layer"] = summed(
+                    hidden // data, model
+                )
+            else:
+                vectors = (read + hidden) // data + 4 * drawn * width
+                over_model["vectors of the items"] = summed(vectors, model)
+        if data > 1:
+            over_data["hidden vectors of the batch"] = summed(
+                hidden // model, data
+            ) + gathered(hidden, data)
+            over_data["gradient of the last hidden layer"] = gathered(hidden, data)
+            if drawn is None:
+                over_data["gradient of the vectors"] = gathered(read, data)
+            else:
+                kernel = 4 * padded_rows(self.inputs) // model * width
+                over_data["vectors of the items and their gradients"] = gathered(
+                    kernel, data
+                ) + 2 * summed(kernel, data)
+            between = sum(v.part for v in laid if v.path[0] == 0)
+            between -= 4 * padded_rows(self.inputs) // whole * width
+            over_data["sums of hidden gradients"] = summed(between, data)
+        return over_data, over_model
+
+
+def history_workload(
+    network: SequenceConfig,
+    *,
+    outputs: int | None,
+    target_entries: int | None,
+    values: bool,
+    times: bool,
+    fused: bool,
+    **shared: Any,
+) -> HistoryWorkload:
+    """The arguments of `plan`, checked."""
+    if outputs is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out outputs"
+        )
+    if values:
+        raise ValueError("histories have no values; leave out values")
+    if fused:
+        raise NotImplementedError(
+            "a fused update needs a kernel that only the output reads, and histories are "
+            "read with it, too; leave out fused"
+        )
+    # Only this model reads times.
+    reads = times and isinstance(network, HSTUConfig)
+    return HistoryWorkload(network=network, times=reads, **shared)

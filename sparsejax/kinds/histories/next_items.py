@@ -1,0 +1,118 @@
+"""Models of histories in the form in which other models recommend: rows in, items out."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparsejax.data.histories import HISTORIES, TIMES, inputs_of
+from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sources import Inputs, check_columns
+from sparsejax.mesh.blocks import SparseRows
+
+
+@runtime_checkable
+class HistoryModel(Protocol):
+    """What `fit`, `recommend` and `evaluate` need of a model of histories.
+
+    It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are
+    `[batch, length]` int32, the oldest item first, then -1. If the model has an attribute
+    `uses_times` that is true and the data have times, both methods are also given `times=`,
+    `[batch, length]` float32, see `Histories.padded_times`.
+    """
+
+    @property
+    def config(self) -> Any:
+        """Has an attribute `max_length`, the most items that the model can read."""
+        ...
+
+    @property
+    def num_items(self) -> int:
+        """Number of items that are read and scored."""
+        ...
+
+    def loss(self, *histories: Any, **times: Any) -> jax.Array:
+        """`loss(histories)`: the mean of a loss of the next item, over all places that have
+        one. Histories have up to `max_length + 1` places.
+        """
+        ...
+
+    def top_k(self, *histories: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        """`top_k(histories, k, exclude=None)`: ids and scores of the items that are most
+        likely next, `[batch, k]`. Histories have up to `max_length` places.
+        """
+        ...
+
+
+def check_history_model(model: Any) -> None:
+    """Raises TypeError if a model cannot learn from histories."""
+    lacks = [
+        name
+        for name in ("loss", "top_k", "num_items", "config")
+        if not hasattr(model, name)
+    ]
+    if not lacks and not hasattr(model.config, "max_length"):
+        lacks = ["config.max_length"]
+    if lacks:
+        raise TypeError(
+            "a SequenceDataset needs a model of histories, such as sparsejax.SASRec; "
+            f"{type(model).__name__} has no {' and no '.join(lacks)} (other models take "
+            "data.to_sparse())"
+        )
+
+
+def has_times(model: Any, data: Any) -> bool:
+    """Whether a model is given the times of the data."""
+    return data.times is not None and bool(getattr(model, "uses_times", False))
+
+
+class NextItems(nnx.Module):
+    """A model of histories as a `Recommender`, whose inputs are arrays by name.
+
+    It is made for compiled programs, in which it switches noise off.
+
+    Args:
+      model: the model.
+      times: whether it is given times.
+    """
+
+    def __init__(self, model: Any, *, times: bool):
+        self.model, self.times = model, times
+
+    @property
+    def trained(self) -> Any:
+        """What an optimizer has the state of."""
+        return self.model
+
+    @property
+    def num_features(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.model.config.max_length,)
+        rows = {HISTORIES: jax.ShapeDtypeStruct(shape, jnp.int32)}
+        if self.times:
+            rows[TIMES] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return rows
+
+    @property
+    def num_items(self) -> int:
+        return self.model.num_items
+
+    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
+        self.model.eval()
+        times = {"times": x[TIMES]} if self.times else {}
+        return self.model.top_k(x[HISTORIES], k, exclude=exclude, **times)
+
+
+def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
+    """The last entries of each row, as many as a model reads.
+
+    Raises:
+      TypeError: the model is no model of histories.
+      ValueError: it has another number of items than the data.
+    """
+    check_history_model(model)
+    check_columns("inputs", sequences.num_features, model.num_items, "items")
+    times = has_times(model, sequences)
+    return inputs_of(sequences, model.config.max_length, times=times)

@@ -1,0 +1,72 @@
+"""Items: rows of what was bought or seen, and networks that say what else would be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+from sparsejax.data.sources import Inputs, num_columns
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.items.job import item_job
+from sparsejax.kinds.kind import Defaults, Kind
+
+
+class Items(Kind):
+    """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
+
+    name = "items"
+    defaults = Defaults(
+        batch_size=512, least_epochs=30, least_steps=200, optimizer="adam"
+    )
+    unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "evaluate": ("groups",),
+        "export_predictor": ("table_dtype",),
+    }
+
+    def sizes(self, data, targets):
+        if getattr(data, "kind", "items") == "histories":
+            raise ValueError(
+                "a network does not read histories: pass data.to_sparse(), or the "
+                "configuration of a model of histories, such as SASRecConfig()"
+            )
+        inputs = num_columns("data", data)
+        outputs = inputs if targets is None else num_columns("targets", targets)
+        return {"inputs": inputs, "outputs": outputs}
+
+    def new(self, config, rule, *, seed, **sizes):
+        from sparsejax.kinds.items.modules import new_network
+
+        return new_network(config, rule, seed=seed, **sizes)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        return Examples.of(inputs, targets, weights)
+
+    def job(self, model, inputs, **options) -> Job:
+        return item_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        return model, Inputs.of(inputs), exclude
+
+    def evaluate(self, model, inputs, *, optimizer, batch_size, **options):
+        from sparsejax.kinds.items.evaluation import prepared_for
+
+        if not isinstance(model, Recommender):
+            raise TypeError(
+                "items are ranked by a FeedForward, or a module with num_features, "
+                f"num_items and top_k; got {type(model).__name__}. A click model takes a "
+                "ClickDataset, a model of histories a SequenceDataset"
+            )
+        rows = 512 if batch_size is None else batch_size
+        prepared = prepared_for(inputs, batch_size=rows, **options)
+        return prepared.run(model, optimizer=optimizer)
+
+    def workload(self, network, **sizes) -> Workload:
+        from sparsejax.kinds.items.footprint import network_workload
+
+        return network_workload(network, **sizes)
+
+
+KIND = Items()

@@ -1,0 +1,72 @@
+"""Held-out items of rows, made ready to measure models on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.sources import Inputs, Source, Sources
+from sparsejax.engine.rank.evaluation import INSIDE, Evaluation, Setup, prepare
+
+
+def prepared_for(
+    inputs: Sources,
+    heldout: Source | None = None,
+    *,
+    fold_in: float | None = None,
+    features: SparseDataset | Iterable[object] | None = None,
+    seed: int | None = None,
+    **setup: Any,
+) -> Evaluation:
+    """What `evaluate` does before it runs the model, so that several can be measured.
+
+    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
+    """
+    chosen = Setup(**setup, trained_on_inputs=fold_in is None)
+    if fold_in is not None:
+        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed or 0, features)
+    elif seed is not None:
+        raise ValueError("seed is used only with fold_in: leave it out")
+    elif features is not None:
+        raise ValueError(
+            "features is used only with fold_in; for other data call align_features"
+        )
+    elif heldout is None:
+        raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
+    return prepare(inputs, heldout, chosen)
+
+
+def _folded_in(
+    inputs: Sources | Inputs,
+    heldout: Source | None,
+    fold_in: float,
+    seed: int,
+    features: SparseDataset | Iterable[object] | None,
+) -> tuple[SparseDataset, SparseDataset]:
+    if heldout is not None:
+        raise ValueError("give heldout or fold_in, not both: fold_in splits the inputs")
+    if isinstance(inputs, Mapping):
+        raise ValueError(
+            "fold_in splits a single input; with several inputs, split one of them by "
+            "shown, heldout = data.split(...)"
+        )
+    if not isinstance(inputs, SparseDataset):
+        raise TypeError(
+            "fold_in chooses entries by their names, so inputs must be a SparseDataset, "
+            f"got {type(inputs).__name__}"
+        )
+    if inputs.left_out is not None:
+        warnings.warn(
+            f"{inputs.left_out.sum():,} entries of inputs were left out before the split "
+            "and are in neither part; read inputs without features=..., and pass "
+            "features=... to evaluate",
+            skip_file_prefixes=INSIDE,
+        )
+    shown, rest = inputs.split(fold_in, seed=seed)
+    if features is None:
+        return shown, rest
+    if not isinstance(features, SparseDataset):
+        features = list(features)
+    return shown.align_features(features), rest.align_features(features)

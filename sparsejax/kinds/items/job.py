@@ -1,0 +1,128 @@
+"""Item models in `fit`: inputs and targets, held-out items as validation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from jax.typing import ArrayLike
+
+from sparsejax.data import ScannedDataset
+from sparsejax.data.scan_tables import chunk_ends
+from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
+from sparsejax.engine.rank.evaluation import Setup, metric_names, prepare
+from sparsejax.engine.train.job import Job, Measure, metric_of
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.sparse import CSR
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScannedItems:
+    """Inputs, and perhaps targets, on disk, see `streaming.Scanned`."""
+
+    inputs: ScannedDataset
+    targets: ScannedDataset | None = None
+    check: Callable[[CSR], None] = lambda labels: None
+    roles = Roles()
+
+    def __post_init__(self) -> None:
+        targets, inputs = self.targets, self.inputs
+        if targets is not None and targets.num_rows != inputs.num_rows:
+            raise ValueError(
+                f"targets has {targets.num_rows:,} rows but inputs has "
+                f"{inputs.num_rows:,}; scanned rows are matched by position"
+            )
+
+    @property
+    def sources(self) -> list[ScannedDataset]:
+        return [self.inputs] if self.targets is None else [self.inputs, self.targets]
+
+    @property
+    def num_rows(self) -> int:
+        return self.inputs.num_rows
+
+    @property
+    def chunk_rows(self) -> int | None:
+        return self.inputs.chunk_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.num_entries * (4 if s.indicator else 8) for s in self.sources)
+
+    def ends(self, chunk_rows: int) -> list[int]:
+        """Chunks end where a group of rows does."""
+        return chunk_ends(self.inputs.groups, chunk_rows)
+
+    def read(self, start: int, stop: int) -> list[CSR]:
+        matrices = [source.read(start, stop) for source in self.sources]
+        self.check(matrices[-1])
+        return matrices
+
+    def fingerprint(self) -> str:
+        return "-".join(source.fingerprint() for source in self.sources)
+
+
+def item_job(
+    model: Any,
+    inputs: Sources | ScannedDataset,
+    *,
+    targets: Targets | ScannedDataset,
+    weights: ArrayLike | None,
+    validation: Source | None,
+    stopping: EarlyStopping | None,
+    k: int,
+) -> Job:
+    """The arguments of `fit`, checked."""
+    metric = None
+    if validation is not None:
+        metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
+    Roles().check(model)
+    check = functools.partial(check_labels, getattr(model, "loss_rule", None))
+    if isinstance(inputs, ScannedDataset):
+        if targets is not None and not isinstance(targets, ScannedDataset):
+            raise TypeError("inputs is scanned, so targets must be scanned too")
+        if validation is not None:
+            raise ValueError(
+                "validation needs the inputs in host memory, and these are scanned; call "
+                "evaluate with some rows of them, for example in log=..."
+            )
+        rows = ScannedItems(inputs, targets, functools.partial(check, whole=False))
+        return Job(Stream(rows, weights), None, None)
+    if isinstance(targets, ScannedDataset):
+        raise TypeError("targets is scanned, so inputs must be scanned too")
+    shown = Inputs.of(inputs)
+    check_inputs(shown, features_of(model))
+    examples = Examples.of(shown, targets, weights)
+    if not isinstance(targets, Mapping):  # else the model knows the loss of each
+        roles = cast(Roles, examples.roles)
+        check(examples.matrices[roles.labels[0]], whole=True)
+    elif validation is not None:
+        raise ValueError(
+            "validation ranks the items of a single target, and there are several; call "
+            "evaluate in after_epoch=..."
+        )
+    if validation is None:
+        return Job(examples, None, None)
+
+    def measure(batch_size: int) -> Measure:
+        setup = Setup(
+            k=k,
+            exclude="inputs" if targets is None else cast(Source | str, targets),
+            popularity=None,
+            batch_size=batch_size,
+        )
+        evaluation = prepare(shown, validation, setup)
+
+        def measured(model, *, optimizer, deterministic):
+            found = evaluation.run(
+                model, optimizer=optimizer, deterministic=deterministic
+            )
+            return {name: value for name, value in found.items() if "@" in name}
+
+        return measured
+
+    return Job(examples, metric, measure)

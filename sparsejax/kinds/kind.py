@@ -1,0 +1,162 @@
+"""What differs between items, histories and clicks, and nothing else does."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar, cast
+
+from jax.typing import ArrayLike
+
+from sparsejax.data.sources import Inputs
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.optimizers.rules import Rule
+
+# Lest little data be learned by heart.
+_MOST_EPOCHS = 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a kind of model is trained with, unless something else is asked for.
+
+    Attributes:
+      batch_size: examples of a step.
+      least_epochs: passes over the data.
+      least_steps: few rows take more epochs, until there are this many steps, but at most
+        300 epochs.
+      optimizer: name of the rule.
+      options: of this rule.
+    """
+
+    batch_size: int
+    least_epochs: int
+    least_steps: int
+    optimizer: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def num_epochs(self, steps: int) -> int:
+        """Epochs, if one has so many steps."""
+        wanted = max(self.least_epochs, math.ceil(self.least_steps / steps))
+        return min(wanted, _MOST_EPOCHS)
+
+
+class Kind(abc.ABC):
+    """A kind of model and of its data, as verbs see it.
+
+    Arguments of the methods are those of the verbs.
+
+    Attributes:
+      name: what the rows are: "items", "histories" or "clicks".
+      defaults: of training.
+      unused: by verb the names of the arguments that the kind has no use for, see `refused`.
+        They are not passed on, see `used`.
+    """
+
+    name: ClassVar[str]
+    defaults: ClassVar[Defaults]
+    unused: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    @abc.abstractmethod
+    def sizes(self, data: Any, targets: Any) -> dict[str, Any]:
+        """The sizes of a model that fits the data, for `new`. Of `build`."""
+
+    @abc.abstractmethod
+    def new(self, config: Any, rule: Rule, *, seed: int, **sizes: Any) -> Any:
+        """A new model and its optimizer, not placed on a mesh. Of `build`."""
+
+    @abc.abstractmethod
+    def examples(
+        self, model: Any, inputs: Any, targets: Any, weights: ArrayLike | None
+    ) -> Examples:
+        """What to train on, from data in memory. Of `place`."""
+
+    @abc.abstractmethod
+    def job(self, *args: Any, **options: Any) -> Job:
+        """What to train on, and how the model is measured. Of `fit`."""
+
+    @abc.abstractmethod
+    def shown(
+        self, model: Any, inputs: Any, exclude: Any
+    ) -> tuple[Recommender, Inputs, Any]:
+        """A model that ranks items, what it is shown, and what to exclude. Of `recommend`."""
+
+    @abc.abstractmethod
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Metrics of what was held out. Of `evaluate`."""
+
+    @abc.abstractmethod
+    def workload(self, network: Any, **sizes: Any) -> Workload:
+        """What the memory of training depends on. Of `plan`."""
+
+
+# A kind is imported when it is first used.
+_KINDS = ("items", "histories", "clicks")
+
+
+def kind_of(described: object) -> Kind:
+    """The kind of data or of a configuration.
+
+    Their class says it by an attribute `kind`; what says nothing is of items.
+
+    >>> kind_of(train).name
+    'items'
+    """
+    name = getattr(type(described), "kind", None)
+    return kind_called(name if name in _KINDS else "items")
+
+
+@functools.cache
+def kind_called(name: str) -> Kind:
+    """The kind of this name."""
+    return importlib.import_module(f"sparsejax.kinds.{name}").KIND
+
+
+def used(kind: Kind, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a verb's options that a kind has a use for."""
+    unused = kind.unused.get(verb, ())
+    return {name: value for name, value in options.items() if name not in unused}
+
+
+def refused[Verb: Callable[..., Any]](
+    of: str, find: Callable[[Any], Kind] = kind_of
+) -> Callable[[Verb], Verb]:
+    """A decorator: what a kind has no use for is an error, instead of being ignored.
+
+    It sees which arguments a caller gives, so that one that equals its default is an error,
+    too. None in place of a default of None is no argument.
+
+    Args:
+      of: the name of the argument that has the kind.
+      find: tells its kind.
+    """
+
+    def decorate(verb: Verb) -> Verb:
+        signature = inspect.signature(verb)
+
+        @functools.wraps(verb)
+        def wrapped(*args, **kwargs):
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                return verb(*args, **kwargs)  # which says the same of its arguments
+            kind = find(given[of])
+            for name in kind.unused.get(verb.__name__, ()):
+                default = signature.parameters[name].default
+                if name in given and not (given[name] is None and default is None):
+                    raise ValueError(
+                        f"{name} is of no use for {kind.name}: leave it out"
+                    )
+            return verb(*args, **kwargs)
+
+        return cast(Verb, wrapped)
+
+    return decorate

@@ -1,0 +1,1 @@
+"""What a user does with a model: build, fit, evaluate, recommend and so on."""

@@ -1,0 +1,123 @@
+"""A model and its optimizer from a network's description and data."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, overload
+
+import jax
+import scipy.sparse
+from flax import nnx
+
+from sparsejax import optimizers
+from sparsejax.data import ScannedDataset
+from sparsejax.kinds.kind import kind_of
+from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
+from sparsejax.mesh.promotion import promoting
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.models import FeedForward
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.rules import Rule
+from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.model import SequenceModel
+
+
+@overload
+def build(
+    config: NetworkConfig,
+    data: Any,
+    rule: Rule | None = None,
+    *,
+    targets: Any = None,
+    seed: int = 0,
+) -> tuple[FeedForward, Optimizer]: ...
+
+
+@overload
+def build(
+    config: SequenceConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+) -> tuple[SequenceModel, Optimizer]: ...
+
+
+def build(
+    config: NetworkConfig | SequenceConfig,
+    data: Any,
+    rule: Rule | None = None,
+    *,
+    targets: Any = None,
+    seed: int = 0,
+) -> tuple[FeedForward | SequenceModel, Optimizer]:
+    """A `FeedForward` or a `SequenceModel` that fits the data, and its optimizer.
+
+    >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
+    >>> model.num_features == train.num_features
+    True
+
+    It is short for::
+
+        model = FeedForward(
+            config, inputs=data.num_features, outputs=targets.num_features,
+            rngs=nnx.Rngs(seed),
+        )
+        optimizer = Optimizer(model, rule, seed=seed)
+
+    Under `jax.set_mesh(...)` the parameters lie on the mesh.
+
+    Args:
+      config: the layers and the loss; or that of a model of histories.
+      data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
+        SciPy matrix; or histories, also of `scan_sequences`. Only its number of columns
+        counts, unless the network has a linear part, which is computed from it.
+      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default. That of
+        `sparsejax.verbs.recipe` suits a training with a known end better.
+      targets: `[rows, items]`, of the same types; `data` itself by default. A model of
+        histories has none.
+      seed: seed of the random initial parameters, of the noise in training, and of the
+        rounding of parameters in bfloat16.
+
+    Returns:
+      The model and the optimizer.
+
+    Raises:
+      TypeError: `data` or `targets` has another type. (A click model is made by
+        `sparsejax.build_click_model`.)
+      ValueError: the network cannot be made. For example, a tied output has another
+        number of items than features. A network is given histories, or a model of
+        histories is given targets.
+      NotImplementedError: the data of a linear part is scanned.
+    """
+    rule = optimizers.adam(1e-3) if rule is None else rule
+    sizes = kind_of(config).sizes(data, targets)
+    modules = new_modules(config, rule, seed=seed, **sizes)
+    set_linear_part(modules[0], data)
+    return modules
+
+
+def set_linear_part(model: Any, data: Any) -> None:
+    """Computes the linear part of a model from the data, if it has one.
+
+    Raises:
+      NotImplementedError: the data is scanned, so that it is not in memory.
+    """
+    linear = getattr(getattr(model, "output", None), "linear", None)
+    if linear is None:
+        return
+    if isinstance(data, ScannedDataset):
+        raise NotImplementedError(
+            "the linear part of a network is computed from data in memory, and this is "
+            "scanned; leave linear out of the network"
+        )
+    linear.set_from(data if scipy.sparse.issparse(data) else data.to_scipy())
+
+
+@promoting
+def new_modules(config: Any, rule: Rule, *, seed: int, **sizes: Any) -> Any:
+    """A new model and its optimizer, on the mesh if one is set. See `build`."""
+    make = functools.partial(kind_of(config).new, config, rule, seed=seed, **sizes)
+    if not mesh_is_set():
+        modules = nnx.jit(make)()  # one program in place of a dozen small ones
+        jax.block_until_ready(nnx.state(modules))  # if memory is short, it fails here
+        return modules
+    modules = make()
+    nnx.update(modules, put_on_mesh(nnx.state(modules)))
+    return modules

@@ -1,0 +1,206 @@
+"""Training on data that lives on the device."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast, runtime_checkable
+
+from jax.typing import ArrayLike
+
+from sparsejax.data import ScannedDataset
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.scan_sequences import ScannedSequences
+from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sources import Source, Sources
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train import loop
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.dispatch import check_modules
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.resident import Targets, Trainable
+from sparsejax.kinds.clicks.scores import ClickModel
+from sparsejax.kinds.histories.next_items import HistoryModel
+from sparsejax.kinds.kind import kind_of, refused, used
+from sparsejax.mesh.promotion import promoting
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+@runtime_checkable
+class Fittable(Trainable, Recommender, Protocol):
+    """What `fit` needs of an item model: an `nnx.Module` with the methods of both.
+
+    `FeedForward` has them.
+    """
+
+
+@promoting
+@loop.on_auto_axes
+@refused("inputs")
+@loop.alone
+def fit(
+    model: Fittable | HistoryModel | ClickModel,
+    optimizer: Optimizer,
+    inputs: Sources
+    | ScannedDataset
+    | SequenceDataset
+    | ScannedSequences
+    | ClickDataset
+    | ScannedClicks,
+    targets: Targets | ScannedDataset = None,
+    *,
+    weights: ArrayLike | None = None,
+    batch_size: int = 512,
+    num_epochs: int = 20,
+    seed: int = 0,
+    shuffle: bool = True,
+    validation: Source | SequenceDataset | ClickDataset | ScannedClicks | None = None,
+    k: int | None = None,
+    early_stopping: EarlyStopping | None = None,
+    checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
+    checkpoint_seconds: float = 30.0,
+    resume: bool = False,
+    fused: bool = False,
+    deterministic: bool = False,
+    log: Callable[[int, Mapping[str, float]], None] | None = None,
+    after_epoch: Callable[[int], None] | None = None,
+) -> list[dict[str, float]]:
+    """Trains a model, in place, to predict `targets` from `inputs`.
+
+    >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
+    >>> sorted(history[0])[:3]
+    ['coverage@20', 'epoch', 'examples_per_second']
+
+    The loss of a step is the mean of `weights_b loss_b` over the examples of the batch.
+    The data is copied to the device once. Several steps at a time then run as one compiled
+    program, which picks its rows there. The order of examples depends on `seed`, the epoch
+    and the batch size only. At the end rows are brought up to date (`Optimizer.flush`).
+
+    Parameters and state are overwritten in place. Anything else that holds them, such as
+    a copy by `nnx.clone`, keeps its values. After any exception, including Ctrl-C, the
+    model is as the last dispatch left it.
+
+    Under `jax.set_mesh(make_mesh(...))` the data is divided over the devices, and the
+    batches are the same. Make the model and the optimizer there, too::
+
+        with jax.set_mesh(make_mesh(data=2, model=4)):
+            model = FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
+            optimizer = Optimizer(model, optimizers.adam(1e-3))
+            fit(model, optimizer, train)
+
+    A model of histories is trained on a `SequenceDataset`, or what `scan_sequences` gives,
+    to predict each item from those before it. Of each row it learns from the last
+    `max_length + 1` items::
+
+        train, heldout = histories.split_last()
+        model = SASRec(SASRecConfig(), items=train.num_features, rngs=nnx.Rngs(0))
+        optimizer = Optimizer(model, optimizers.adam(1e-3))
+        fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
+
+    A click model is trained on a `ClickDataset` or `ScannedClicks`. Its loss is the binary
+    cross-entropy of the logits `model(dense, ids)`::
+
+        model = DLRM(DLRMConfig(), num_dense=13, features=train.num_ids, rngs=nnx.Rngs(0))
+        optimizer = Optimizer(model, optimizers.adam(5e-4))
+        fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
+
+    While it runs on a terminal, a bar shows loss, examples per second and time left.
+
+    Args:
+      model: a `FeedForward`, or a module with the methods of `Fittable`; for histories a
+        `SASRec`, or a module with the methods of `HistoryModel`; for clicks a `DLRM` or
+        another click model, or a module that is called as `model(dense, ids)`.
+      optimizer: the optimizer of this model.
+      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
+        `scan_parquet` gives, which is read from disk a chunk at a time; or histories, also
+        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by
+        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
+        rows are those of the first source with row names. The other sources are matched
+        by row name, or by position if they have no names.
+      targets: `[rows, items]`, matched by row name if both have names; or the name of a
+        sparse input. By default the single input itself (an autoencoder). Or several
+        by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.
+      weights: `[rows]`, weight of each example; 1 by default.
+      batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
+        last batch of an epoch may be smaller.
+      num_epochs: passes over the data, those before a resume included.
+      seed: seed of the order of examples.
+      shuffle: False trains on the rows in the order of the data, the same in each epoch.
+      validation: held-out entries of the rows of `inputs`. After each epoch they are
+        ranked among all items that the row does not have in the targets. Of histories: a
+        `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
+        twice, items that a row has are ranked, too. Of clicks: examples of the same
+        columns, read with the same vocabularies.
+      k: cut-off of the validation metrics of items; 20 by default.
+      early_stopping: stop on a validation metric, and end with the best epoch's weights.
+      checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
+      checkpoint_seconds: save when this much time has passed since the last checkpoint,
+        when an epoch is the best so far, and at the end. 0 saves as often as possible.
+      resume: continue from the newest sound checkpoint in `checkpoint_dir`, if there is
+        one. The result has the same bits as without the interruption; on a GPU this needs
+        `deterministic=True`.
+      fused: apply the gradient of each chunk of the output's items where it is made, so
+        that no array of the size of its kernel exists beside the kernel and its state.
+        The result is the same, up to rounding.
+      deterministic: give the same bits in every process on the same kind of GPU, which
+        can make steps slower. Without it XLA chooses programs by their time, and adds
+        some terms in any order. A resume must keep it.
+      log: called after each epoch with the step number and that epoch's history entry,
+        by the first process if there are several. It can use model and optimizer. Rows
+        may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
+      after_epoch: called after each epoch with its number, from 1, by every process. It
+        can use model and optimizer as `log` can, also for what all processes have to do
+        together, such as to measure or to export. It may change the parameters.
+
+    Returns:
+      One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
+      validation metrics.
+
+    Raises:
+      FloatingPointError: the loss is not finite. The message names epoch and step. The
+        last good checkpoint stays.
+      TypeError: the model or the optimizer has another type.
+      ValueError: shapes, names, values or settings do not fit; this kind of data has no
+        use for an argument; a checkpoint is of other data.
+      NotImplementedError: `fused` with a tied output, with several targets, or with a
+        model that has no `SparseOutput` of its own; one of several inputs is scanned;
+        scanned clicks are text; histories have `weights`.
+      FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
+      BlockingIOError: another process trains into `checkpoint_dir`. The message says
+        which one.
+      KeyboardInterrupt: Ctrl-C. The steps that were running have ended, and a checkpoint
+        was saved. A second Ctrl-C does not wait for these steps. With several processes,
+        one of them was told to end by Ctrl-C or SIGTERM, and all have saved.
+    """
+    check_modules(model, optimizer)
+    how = loop.How(
+        batch_size=batch_size,
+        num_epochs=num_epochs,
+        seed=seed,
+        shuffle=shuffle,
+        fused=fused,
+        deterministic=deterministic,
+        early_stopping=early_stopping,
+        checkpoints=cast(Checkpoints | None, checkpoint_dir),
+        checkpoint_seconds=checkpoint_seconds,
+        resume=resume,
+        log=log,
+        after_epoch=after_epoch,
+    )
+    if validation is None and early_stopping is not None:
+        raise ValueError("early_stopping needs validation=... to measure its metric on")
+    if validation is None and k is not None:
+        raise ValueError("k is the cut-off of validation metrics: give validation, too")
+    if fused and isinstance(targets, Mapping):
+        raise NotImplementedError("several targets cannot have a fused update")
+    kind = kind_of(inputs)
+    options = {
+        "targets": targets,
+        "weights": weights,
+        "validation": validation,
+        "stopping": early_stopping,
+        "k": 20 if k is None else k,
+    }
+    job = kind.job(model, inputs, **used(kind, "fit", options))
+    return loop.train(model, optimizer, job, how)

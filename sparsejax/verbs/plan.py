@@ -1,0 +1,354 @@
+"""The memory that training will need on each device, found without such a device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.engine.train import dispatch
+from sparsejax.engine.train.footprint import (
+    Footprint,
+    Workload,
+    footprint,
+    laid_out,
+)
+from sparsejax.engine.train.resident import Resident
+from sparsejax.kinds.kind import kind_of
+from sparsejax.mesh.layout import (
+    ROW_MULTIPLE,
+    check_axis_sizes,
+    device_memory,
+    make_mesh,
+    readable_bytes,
+)
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.optimizers.rules import Rule
+from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sparse import MAX_ENTRIES
+
+
+class Compiled(NamedTuple):
+    """What the compiler needs for the program on devices of the kind here, in bytes.
+
+    A CPU has another program than a GPU: with other operations, smaller chunks, and 16
+    steps that are not sorted ahead. Only `kept` can be compared.
+
+    Attributes:
+      platform: "cpu" or "gpu".
+      kept: weights, state, data set and order: the arguments of the program. Of histories
+        it does not read the places that have a next item, which are not counted.
+      temporary: all other arrays that the program makes.
+    """
+
+    platform: str
+    kept: int
+    temporary: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Footprint):
+    """What a GPU of a mesh holds while `fit` trains, and what it sends in a step.
+
+    >>> config = NetworkConfig.autoencoder((1024,))
+    >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
+    >>> planned = plan(config, optimizers.rmsprop(1e-3), model=4, **sizes)
+    >>> planned.total == planned.kept + planned.temporary
+    True
+
+    Sizes are in bytes, on one device.
+
+    Attributes:
+      data: devices over which batches are divided.
+      model: devices over which the first kernel is divided. The last kernel is divided
+        over all devices.
+      steps: steps of a dispatch.
+      entries: number of entries of the inputs or of the targets, whichever is larger, on
+        the fullest device; of histories the places that have a next item.
+      weights: parameters.
+      state: state of the optimizer.
+      dataset: inputs and targets; of histories their last items, and where targets are.
+      order: order of the rows in an epoch.
+      batches: batches of all steps of a dispatch, and what a step makes of its entries.
+      hidden: activations of the hidden layers, or of the blocks, and their gradients.
+      operand: a copy of the last kernel in bfloat16, and factors of cosines.
+      output_gradient: gradient of the last kernel, if it is not applied where it is made.
+      chunk: scores of a part of the items, and the gradient of their rows.
+      input_gradient: gradient of the rows of the first kernel that a batch touches; or of
+        the vectors of the items, as histories read them.
+      sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
+      linear: what it takes to compute the linear part of the network, before training,
+        on the first device.
+      temporary: the most of these eight that exists at once: before training, while
+        sorting, in the output layer, or in the input layer.
+      over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
+      over_model: the same along "model".
+      memory: memory of a device; None if it is not known.
+      least_model: the smallest `model` that fits, with this `data`; None if no `model`
+        fits, or the memory is not known.
+      compiled: the compiler's figures, if they were asked for.
+    """
+
+    memory: int | None = None
+    least_model: int | None = None
+    compiled: Compiled | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory and 32-bit numbers of entries suffice; None if not known."""
+        if self.memory is None:
+            return None
+        return self.total <= self.memory and self.entries <= MAX_ENTRIES
+
+    def table(self) -> str:
+        """All figures as text, and whether they fit."""
+        devices = self.data * self.model
+        where = "on one device" if devices == 1 else f"on each of {devices:,} devices"
+        lines = [
+            ("kept", self.kept),
+            ("  weights", self.weights),
+            ("  optimizer state", self.state),
+            ("  data set", self.dataset),
+            ("  order of the rows", self.order),
+            ("temporary, at most at once", self.temporary),
+            (f"  batches, {self.steps} steps at a time", self.batches),
+            ("  hidden layers", self.hidden),
+            ("  operand of the output's products", self.operand),
+            ("  gradient of the output", self.output_gradient),
+            ("  scores, and gradients of a chunk of items", self.chunk),
+            ("  gradient of the input", self.input_gradient),
+            ("  sorting", self.sorting),
+            *[("  computing the linear part", self.linear)] * bool(self.linear),
+            ("peak", self.total),
+        ]
+        for axis, sent in (("data", self.over_data), ("model", self.over_model)):
+            if sent:
+                lines.append((f'sent in a step over "{axis}"', sum(sent.values())))
+                lines += [(f"  {what}", size) for what, size in sent.items()]
+        head, beside = f"{where}, data={self.data}, model={self.model}", {}
+        if (other := self.compiled) is not None:
+            head = f"{head:<53}compiler ({other.platform})"
+            beside["kept"] = other.kept
+            beside["temporary, at most at once"] = other.temporary
+            beside["peak"] = other.kept + other.temporary
+        text = [head]
+        for name, size in lines:
+            line = f"{name:<44}{readable_bytes(size):>8}"
+            more = f"{readable_bytes(beside[name]):>15}" if name in beside else ""
+            text.append(line + more)
+        return "\n".join([*text, *self._verdict()])
+
+    def _verdict(self) -> list[str]:
+        if self.memory is None:
+            return []
+        into = readable_bytes(self.memory)
+        if self.fits:
+            return [f"fits in {into}"]
+        if self.total <= self.memory:
+            into = f"32-bit offsets: {self.entries:,} entries on a device"
+        more = f"with data={self.data} no model is large enough"
+        if self.least_model is not None:
+            more = f"needs model={self.least_model} at least"
+        return [f"does not fit in {into}; {more}"]
+
+
+def plan(
+    network: NetworkConfig | SequenceConfig,
+    rule: Rule,
+    *,
+    inputs: int,
+    outputs: int | None = None,
+    rows: int,
+    entries: int,
+    target_entries: int | None = None,
+    values: bool = False,
+    times: bool = False,
+    batch_size: int = 512,
+    fused: bool = False,
+    data: int = 1,
+    model: int = 1,
+    memory: int | None = None,
+    compile: bool = False,
+) -> Plan:
+    """The memory that `fit` needs on each GPU of a mesh. No arrays of that size are made.
+
+    >>> config = NetworkConfig.autoencoder((1024,))
+    >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}
+    >>> planned = plan(config, optimizers.rmsprop(1e-3), memory=134 * 10**9, **sizes)
+    >>> planned.fits, planned.least_model
+    (False, 2)
+    >>> planned.weights // 10**9  # two kernels of 8 million x 1,024 x 4, and biases
+    66
+
+    Weights, state and data are exact, except that a mesh is assumed to divide the data
+    evenly to 5 %. Temporary arrays are those of our GPU programs on an H200. Validation,
+    the host's memory, and what the compiler tries out are not counted.
+
+    Of a model of histories, `inputs` is the number of items:
+
+    >>> sizes = {"inputs": 1_000_000, "rows": 2_000_000, "entries": 100_000_000}
+    >>> planned = plan(HSTUConfig(), optimizers.adamw(1e-3), times=True, **sizes)
+    >>> planned.dataset // 10**6  # items and times of 51 places a row, and where targets are
+    1071
+
+    Its activations are those that JAX keeps for the backward pass. What a mesh sends is
+    estimated, as XLA's partitioner chooses it.
+
+    Args:
+      network: layers and loss, or the configuration of a model of histories.
+      rule: rule of the optimizer.
+      inputs: number of features.
+      outputs: number of items; by default the features, which are then the targets too.
+        Histories have none.
+      rows: number of rows of the data set; of histories those with two entries or more.
+      entries: number of entries of the inputs, over all rows. The lengths of rows are
+        assumed to have a standard deviation of 1.3 times their mean, as those of purchase
+        histories have.
+      target_entries: number of entries of the targets; `entries` by default.
+      values: whether entries have values.
+      times: whether histories have times. Only `HSTU` reads them.
+      batch_size: examples a step.
+      fused: as `fit` takes it.
+      data: devices over which batches are divided.
+      model: devices over which the first kernel is divided. The last kernel is divided
+        over all devices.
+      memory: memory of a device; by default what JAX may take of the first device here, if
+        that is known.
+      compile: also compile the program, for such a mesh of devices of the kind here. The
+        mesh may have more GPUs than there are. For more CPU devices than there are, call
+        `jax.config.update("jax_num_cpu_devices", 64)` before JAX is used.
+
+    Raises:
+      ValueError: a size is not positive, the mesh cannot be made or does not divide the
+        batch, there are too few devices to compile for, or histories have fewer than two
+        entries a row, targets or values.
+      NotImplementedError: `fused` with a tied output, or with a model of histories.
+    """
+    if outputs is None and target_entries is not None:
+        raise ValueError(
+            "target_entries needs outputs, the number of items: without it, the targets "
+            "are the inputs"
+        )
+    counts = {
+        "inputs": inputs,
+        "outputs": outputs,
+        "rows": rows,
+        "entries": entries,
+        "target_entries": target_entries,
+        "batch_size": batch_size,
+    }
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be positive, got {count}")
+    check_axis_sizes(data, model)
+    job = kind_of(network).workload(
+        network,
+        rule=rule,
+        inputs=inputs,
+        outputs=outputs,
+        rows=rows,
+        entries=entries,
+        target_entries=target_entries,
+        values=values,
+        times=times,
+        batch=dispatch.step_size(batch_size, rows, data),
+        fused=fused,
+    )
+    memory = device_memory() if memory is None else memory
+
+    def plan_on(model: int) -> Plan:
+        return Plan(**vars(footprint(job, data, model)), memory=memory)
+
+    larger = (plan_on(2**i) for i in range((ROW_MULTIPLE // data).bit_length()))
+    return dataclasses.replace(
+        plan_on(model),
+        least_model=next((each.model for each in larger if each.fits), None),
+        compiled=_compiled(job, data, model) if compile else None,
+    )
+
+
+def _compiled(job: Workload, data: int, model: int) -> Compiled:
+    found: Any = program(job, data, model).memory_analysis()
+    result = found.output_size_in_bytes - found.alias_size_in_bytes
+    return Compiled(
+        jax.default_backend(),
+        found.argument_size_in_bytes,
+        found.temp_size_in_bytes + result,
+    )
+
+
+def program(job: Workload, data: int, model: int) -> jax.stages.Compiled:
+    """Compiles a dispatch for a mesh of devices of the kind here, from shapes alone."""
+    mesh = None
+    if data * model > 1:
+        devices = _devices(data * model)
+        mesh = make_mesh(data=data, model=model, devices=devices)
+
+    def shape(size, dtype, spec):
+        place = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        graphdef, state = nnx.split(job.modules())
+        specs = {laid.path: laid.spec for laid in laid_out(job, data, model)}
+
+        def placed(path, variable):
+            made = shape(variable.shape, variable.dtype, specs[path])
+            return variable.replace(made)
+
+        state = nnx.map_state(placed, state)
+        placed = job.placed(data, model, shape)
+        resident = Resident(placed, None, job.rows, roles=job.roles)
+        capacities = tuple(job.capacities(data, model))
+        steps = -(-job.rows // job.batch)
+        order = shape((steps, data, job.batch // data), jnp.int32, P(None, "data"))
+        number = shape((), jnp.int32, P())
+        layout = None
+        if mesh is not None:
+            layout = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+        sparse_inputs = resident.sparse_inputs
+        entries = dispatch.entries_of_step(capacities, data, sparse_inputs)
+        return (
+            dispatch.run_steps[False]
+            .lower(
+                dispatch.How(graphdef, layout, job.fused),
+                state,
+                resident,
+                order,
+                number,
+                number,
+                dispatch.Sizes(
+                    capacities,
+                    dispatch.steps_per_dispatch(entries),
+                    dispatch.sorts_ahead(),
+                ),
+            )
+            .compile()
+        )
+
+
+def _devices(count: int) -> list[jax.Device]:
+    """At least this many devices of the kind here. GPUs among them need not exist."""
+    devices = jax.devices()
+    if len(devices) >= count or devices[0].platform != "gpu":
+        return devices
+    hosts = f"1x{-(-count // 8)}x{min(count, 8)}"
+    return topologies.get_topology_desc("", "cuda", topology=hosts).devices
+
+
+def read_bytes(text: str) -> int:
+    """The number of bytes that a size such as "141GB", "1.5 TB" or "139 GiB" means."""
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([kKMGT]?)(i?)B", text.strip())
+    if found is None:
+        raise ValueError(f'expected a size such as "141GB" or "139GiB", got {text!r}')
+    number, prefix, binary = found.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))

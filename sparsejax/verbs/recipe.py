@@ -1,0 +1,102 @@
+"""The training that suits most data: batch size, epochs, optimizer and learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from sparsejax import optimizers
+from sparsejax.data import SequenceDataset, SparseDataset
+from sparsejax.kinds.kind import kind_of
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.optimizers.rules import Rule
+from sparsejax.optimizers.schedules import Schedule, schedule
+from sparsejax.sequence.config import SequenceConfig
+
+# Chosen on held-out training entries of six data sets: docs/choosing.md.
+LEARNING_RATE = 2e-3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train: arguments of `build` and of `fit`. `recipe` makes it.
+
+    >>> recipe(NetworkConfig.autoencoder((64,)), 1_000).num_epochs  # of two steps
+    100
+
+    Attributes:
+      batch_size: examples of a step.
+      num_epochs: passes over the data.
+      rule: the optimizer's rule. Its learning rate falls to 0 at the last step.
+    """
+
+    batch_size: int
+    num_epochs: int
+    rule: Rule
+
+
+def steps_of_epoch(chunks: Sequence[int], batch_size: int) -> int:
+    """The steps of an epoch over chunks of so many rows."""
+    # `fit` says what is wrong with the rows or the size; a schedule cannot have 0 steps.
+    return max(sum(math.ceil(rows / max(batch_size, 1)) for rows in chunks), 1)
+
+
+def learning_rate(
+    peak: float, steps: int, *, warmup: int = 0, decay: bool = True
+) -> float | Schedule:
+    """A learning rate that rises from 0 over `warmup` steps, and falls to 0 by the last.
+
+    It falls along a cosine, unless `decay` is False.
+    """
+    steps = max(steps, 1)  # `fit` says what is wrong with the number of epochs
+    if not decay and not warmup:
+        return peak
+    if not warmup:
+        return schedule("cosine_decay_schedule", init_value=peak, decay_steps=steps)
+    rise = {"init_value": 0.0, "peak_value": peak, "warmup_steps": warmup}
+    if not decay:
+        return schedule("warmup_constant_schedule", **rise)
+    return schedule("warmup_cosine_decay_schedule", **rise, decay_steps=steps)
+
+
+def recipe(
+    config: NetworkConfig | SequenceConfig,
+    data: SparseDataset | SequenceDataset | int,
+    *,
+    batch_size: int | None = None,
+    num_epochs: int | None = None,
+    peak: float = LEARNING_RATE,
+) -> Recipe:
+    """The training of `sparsejax train` without flags.
+
+    >>> config = NetworkConfig.autoencoder((64,))
+    >>> how = recipe(config, 100_000)
+    >>> how.batch_size, how.num_epochs, how.rule.name
+    (512, 30, 'adam')
+
+    ::
+
+        model, optimizer = build(config, train, how.rule)
+        sizes = {"batch_size": how.batch_size, "num_epochs": how.num_epochs}
+        fit(model, optimizer, train, **sizes)
+
+    Args:
+      config: the network, or the model of histories.
+      data: what is trained on; or its number of rows, of histories those with two entries
+        or more.
+      batch_size: instead of 512, of histories 256.
+      num_epochs: instead of as many as 200 steps take, but at least 30; of histories as
+        many as 3,500 steps take, but 40 to 300.
+      peak: the learning rate of the first step.
+    """
+    defaults = kind_of(config).defaults
+    if batch_size is None:
+        batch_size = defaults.batch_size
+    rows = data if isinstance(data, int) else data.num_examples
+    steps = steps_of_epoch([rows], batch_size)
+    if num_epochs is None:
+        num_epochs = defaults.num_epochs(steps)
+    rate = learning_rate(peak, steps * num_epochs)
+    rule = optimizers.get(defaults.optimizer, learning_rate=rate, **defaults.options)
+    return Recipe(batch_size=batch_size, num_epochs=num_epochs, rule=rule)

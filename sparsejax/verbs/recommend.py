@@ -1,0 +1,102 @@
+"""Recommendations by a trained model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from sparsejax.data.batching import rows_in_a_batch
+from sparsejax.data.histories import Unordered
+from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sources import (
+    NamedCSR,
+    Source,
+    Sources,
+    check_columns,
+    check_inputs,
+    check_same_features,
+    features_of,
+)
+from sparsejax.engine.rank.loop import check_positive, collect, each, exclusion
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.engine.rank.recommender import Recommender, recommended, split
+from sparsejax.kinds.histories.next_items import (
+    HistoryModel,
+)
+from sparsejax.kinds.kind import kind_of
+from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.mesh.promotion import promoting
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+@promoting
+@using_auto_axes()
+def recommend(
+    model: Recommender | HistoryModel,
+    inputs: Sources | SequenceDataset,
+    k: int = 10,
+    *,
+    exclude: Unordered = None,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 512,
+) -> Recommendations:
+    """The `k` best of all items for each row of `inputs`.
+
+    A row without entries gets the recommendations that the model makes for an empty row.
+    One program is compiled for all batches. It also serves later calls with data of
+    similar size. Under `jax.set_mesh`, with a model made there, batches and kernels are
+    divided over the mesh.
+
+    >>> found = recommend(model, train, k=10, exclude=train)
+    >>> found.names(train)[0]
+    ['/...', '/...', ...]
+
+    Of histories, a `SequenceDataset`, these are the items that are most likely next. Users
+    that the model was not trained on need nothing else. Items that a history has may come
+    again, unless it is passed as `exclude`::
+
+        recommend(model, histories, k=10, exclude=histories)
+
+    Args:
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        histories a `SASRec`, or another `HistoryModel`.
+      inputs: `[rows, features]`; or several by name, see `fit`; or histories.
+      k: items per row. Where there are fewer candidates, ids end with -1.
+      exclude: `[rows, items]`, what not to recommend. Pass `inputs` itself for what a
+        row already has, or the name of one of several inputs. Two data sets are matched
+        by row name, and a row that `exclude` lacks has nothing excluded. Otherwise row
+        `i` belongs to row `i`.
+      optimizer: the model's optimizer. Pass it while rows of the weights may be behind
+        (see `Optimizer.flush`): they are then read as if they were up to date.
+      batch_size: rows scored at a time.
+
+    Raises:
+      FloatingPointError: a score is NaN; the message names the row.
+      TypeError: `inputs` or `exclude` has a type that is not supported.
+      ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
+        other.
+    """
+    check_positive(k=k, batch_size=batch_size)
+    ranker, shown, exclude = kind_of(inputs).shown(model, inputs, exclude)
+    check_inputs(shown, features_of(ranker))
+    x = shown.rows
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
+    held = shown.for_batches()
+    rows = np.arange(x.num_rows)
+    batches = shown.batches(held, rows, batch_size)
+    unwanted = None
+    if exclude is not None:
+        seen = shown.named("exclude", cast(Source | str, exclude))
+        check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
+        if shown.alone and isinstance(x, NamedCSR):
+            check_same_features(x, seen)
+        unwanted = exclusion(shown, rows, held, seen, batch_size)
+    graphdef, state = split(ranker, optimizer)
+    results = (
+        recommended[False](graphdef, state, *step, k)
+        for step in zip(batches, each(unwanted), strict=False)
+    )
+    starts = range(0, x.num_rows, batch_size)
+    counts = [min(batch_size, x.num_rows - start) for start in starts]
+    return collect(x, k, counts, results)
