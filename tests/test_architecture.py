@@ -42,9 +42,10 @@ def test_every_wing_is_drawn_and_is_there():
 def test_arrows_are_what_the_contract_allows():
     boxes, arrows = drawn()
     floor = {wing: i for i, wings in enumerate(floors()) for wing in wings}
-    needless = CONTRACTS["Data needs no operations"]
+    names = ("Data needs no operations", "The engine knows no kind of model")
     forbidden = {
         (source.split(".")[1], target.split(".")[1])
+        for needless in (CONTRACTS[name] for name in names)
         for source in needless["source_modules"]
         for target in needless["forbidden_modules"]
     }
@@ -61,7 +62,7 @@ def test_arrows_are_what_the_contract_allows():
 
 
 def test_the_page_counts_the_floors():
-    numbers = ["six", "seven", "eight", "nine", "ten"]
+    numbers = ["six", "seven", "eight", "nine", "ten", "eleven"]
     assert f"There are {numbers[len(floors()) - 6]} floors" in PAGE.replace("\n", " ")
 
 
