@@ -260,20 +260,36 @@ def _without_headers(
 ) -> tuple[Lines, list[int]]:
     """The lines with blank ones in place of each record that is the header again.
 
+    Another writer may have quoted its cells, or written them with other capitals.
+
     Returns:
       `(lines, places)`: the numbers of these lines in the file.
     """
-    if header.encode() not in lines.data:
-        return lines, []
     alone = Lines(f"{header}\n".encode(), lines.path, 1)
     [(_, _, wanted)] = read_records(alone, delimiter)
+    wanted = _bare(wanted)
+    # A search for a cell first, which most blocks do not have, takes the least time.
+    lower = lines.data.lower()
+    if max(wanted, key=len).encode() not in lower:
+        return lines, []
+    cells = (rb'[ "]*%b[ "]*' % re.escape(cell.encode()) for cell in wanted)
+    again = rb"\n(?:\xef\xbb\xbf)?%b\n" % re.escape(delimiter.encode()).join(cells)
+    if not re.search(again, b"\n" + lower):
+        return lines, []
     found, data = [], lines.data.split(b"\n")
     for line, end, cells in read_records(lines, delimiter):
-        if [cells[0].removeprefix("\ufeff"), *cells[1:]] == wanted:
+        if _bare(cells) == wanted:
             found.append(line)
             first, last = line - lines.first, end - lines.first
             data[first:last] = [b""] * (last - first)
     return dataclasses.replace(lines, data=b"\n".join(data)), found
+
+
+def _bare(cells: list[str]) -> list[str]:
+    """The cells of a header without what writers do differently."""
+    plain = [cell.removeprefix("\ufeff").strip(' "') for cell in cells]
+    # ASCII alone, as bytes have it.
+    return [cell.encode().lower().decode() for cell in plain]
 
 
 def split_lists(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -147,7 +147,8 @@ def test_lists(tmp_path):
         3,
         4,
     ]
-    sj.prepare(path, tmp_path / "out", split_last=1, **CHOSEN)
+    with pytest.warns(UserWarning, match="1 of 1 held-out entries also have earlier"):
+        sj.prepare(path, tmp_path / "out", split_last=1, **CHOSEN)
     assert items_of(sj.read(tmp_path / "out" / "test")) == ["ia", "ib", "ic"]
     path.write_text("\n".join(LISTS[:1] + LISTS[2:3]) + "\n")
     with pytest.raises(sj.DataError, match="none of the rows has a feature"):
@@ -236,6 +237,21 @@ def test_a_repeated_header(way, kind, packed, tmp_path, capsys):
         assert len(told) == 1
     assert sorted(found.row_names.tolist()) == ["a", "b"]
     assert items_of(found) == ["c", "d"]
+
+
+@pytest.mark.parametrize("first", ["user,item", '"user","item"', "\ufeffUser,Item"])
+@pytest.mark.parametrize(
+    "again", ['"user","item"', '\ufeff"User", "Item"', "user,item", "USER, item "]
+)
+def test_a_header_that_is_repeated_in_another_form(first, again, tmp_path):
+    """As where the files of two programs were joined."""
+    path = tmp_path / "joined.csv"
+    path.write_text(f"{first}\na,x\n{again}\nb,item\nuser,y\n")
+    for way in ("read", "read_sequences", "prepare"):
+        with pytest.warns(UserWarning, match=":3: the header stands here again"):
+            found = WAYS[way](path)
+        assert sorted(found.row_names.tolist()) == ["a", "b", "user"]
+        assert sorted(items_of(found)) == ["item", "x", "y"]
 
 
 def test_a_repeated_header_of_clicks(tmp_path):
