@@ -3,8 +3,8 @@
 ##
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          the tests that are quick
-##   make test-slow     the others
-##   make test-all      all tests, each annotation checked, new random examples
+##   make test-slow     slower ones, which CI runs too
+##   make test-all      all tests, for a release: each annotation checked, new random examples
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
 ##   make docs          the pages, in docs/_build/index.html
@@ -32,7 +32,7 @@ demo: $(VENV)/.installed
 PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
   --numprocesses 2 --dist worksteal --durations 20 $(OPTIONS)
 test: $(VENV)/.installed
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not release"
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow
@@ -40,11 +40,12 @@ test-slow: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST) --check-annotations --random-examples
 
-# Of losses over all items and of ranking the tests choose their own types.
+# Of losses over all items and of ranking the tests choose their own types. Annotations are
+# checked here, as types differ most, and a check of all tests would take a fifth of their time.
 X64 := $(addprefix tests/,ops/test_gather_matmul.py ops/test_scatter_gradient.py ops/test_row_update.py test_losses.py)
 test-x64: $(VENV)/.installed
 	JAX_ENABLE_X64=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
-	  --numprocesses 2 --dist worksteal $(OPTIONS) $(X64)
+	  --numprocesses 2 --dist worksteal --check-annotations -m "not release" $(OPTIONS) $(X64)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check
@@ -61,8 +62,8 @@ docs: $(VENV)/.installed
 OLD := $(addprefix tests/,test_sparse.py ops/test_gather_matmul.py ops/test_output_on_mesh.py optimizers/test_gradients.py)
 OLD += $(addprefix tests/training/,test_dispatch.py test_progress.py)
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OPTIONS) $(OLD)
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal $(OPTIONS) -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not release" $(OPTIONS) $(OLD)
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not release" $(OPTIONS) -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
 	  tests/ops tests/pallas_kernels
 
 # Without Java the tests are skipped, and say so.

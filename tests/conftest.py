@@ -102,6 +102,14 @@ def symbolic_sizes() -> Iterator[None]:
 
 
 @pytest.fixture
+def wrong_types() -> Iterator[None]:
+    """For tests that pass what an annotation forbids, to read what our own error says."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def no_kept_programs(monkeypatch) -> Iterator[None]:
     """For tests that count compilations, or keep programs themselves: nothing is kept."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
@@ -187,15 +195,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Marks what `slow_tests.txt` names, and skips tests of a GPU where there is none."""
-    slow = set((TESTS / "slow_tests.txt").read_text().splitlines())
-    found = set()
-    for item in items:
-        name = item.nodeid.partition("/")[2]
-        if named := slow & {name, name.partition("[")[0]}:
-            item.add_marker(pytest.mark.slow)
-            found |= named
-    config.stash[RENAMED] = slow - found
+    """Marks what two lists name, and skips tests of a GPU where there is none."""
+    config.stash[RENAMED] = set()
+    for mark in ("slow", "release"):
+        names = set((TESTS / f"{mark}_tests.txt").read_text().splitlines())
+        found = set()
+        for item in items:
+            name = item.nodeid.partition("/")[2]
+            if named := names & {name, name.partition("[")[0]}:
+                item.add_marker(mark)
+                found |= named
+        config.stash[RENAMED] |= names - found
     if jax.default_backend() != "gpu":
         for item in items:
             if "gpu" in item.keywords:
@@ -203,8 +213,8 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture
-def renamed_slow_tests(pytestconfig) -> set[str]:
-    """What `slow_tests.txt` names, and no test that was collected is called."""
+def renamed_tests(pytestconfig) -> set[str]:
+    """What the two lists name, and no test that was collected is called."""
     return pytestconfig.stash[RENAMED]
 
 

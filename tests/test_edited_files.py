@@ -262,6 +262,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+@pytest.mark.usefixtures("wrong_types")
 def test_each_edited_value_is_refused_by_its_key(make, tmp_path):
     kind = make(tmp_path)
     kind.write(json.dumps(kind.document))

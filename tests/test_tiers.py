@@ -1,4 +1,4 @@
-"""What `make test` runs of everything there is; `make test-slow` runs the rest."""
+"""What `make test` runs of everything there is; `make test-all` runs the rest, too."""
 
 import pathlib
 import typing
@@ -96,7 +96,9 @@ def quick(request) -> set[str]:
         pytest.skip("only a part of the tests was collected")
     names = set()
     for item in request.session.items:
-        skipped = any(mark.name in ("skip", "slow") for mark in item.iter_markers())
+        skipped = any(
+            m.name in ("skip", "slow", "release") for m in item.iter_markers()
+        )
         if not skipped:
             name = item.nodeid.removeprefix("tests/")
             names |= {name, name.partition("[")[0], name.partition("::")[0]}
@@ -109,8 +111,8 @@ def test_each_operation_program_command_and_kind_of_process_has_a_quick_test(qui
     assert not tests - quick
 
 
-def test_slow_tests_have_the_names_of_the_list(quick, renamed_slow_tests):
-    assert not renamed_slow_tests
+def test_the_lists_of_slow_tests_have_their_names(quick, renamed_tests):
+    assert not renamed_tests
 
 
 def test_nothing_is_missing_here():

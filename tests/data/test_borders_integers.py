@@ -35,6 +35,7 @@ def test_indices(big):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 @pytest.mark.parametrize("big", [2**32 + 1, 2**31])
+@pytest.mark.usefixtures("wrong_types")
 def test_indptr(big, dtype):
     one = np.zeros(1, np.int32)
     for wrong in ([0, big], [0, big, 1], [big - 1, 1]):

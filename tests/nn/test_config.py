@@ -192,6 +192,7 @@ def test_for_data():
         (lambda: sj.SparseOutput(3, 2, precision="tf32", rngs=RNGS), "got 'tf32'"),  # pyrefly: ignore
     ],
 )
+@pytest.mark.usefixtures("wrong_types")
 def test_a_name_that_does_not_exist_is_refused_where_it_is_written(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -106,6 +106,7 @@ def test_a_seed_and_features_need_a_choice(of_kind):
 
 
 @pytest.mark.parametrize("kind", ["items", "histories", "clicks"])
+@pytest.mark.usefixtures("wrong_types")
 def test_fit_refuses_a_cut_off_of_no_use(kind, of_kind):
     model, data, _ = of_kind[kind]
     optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))

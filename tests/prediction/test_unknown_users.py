@@ -77,6 +77,7 @@ def test_histories():
     assert same == pytest.approx(measured(model, train, heldout))
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_when_nobody_is_known():
     (train, heldout), _ = parts(sj.from_arrow)
     model = sj.baselines.popularity(train)

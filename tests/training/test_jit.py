@@ -242,6 +242,7 @@ def test_what_a_step_cannot_do():
     np.testing.assert_array_equal(layer.table, np.ones(2))  # pyrefly: ignore
 
 
+@pytest.mark.usefixtures("wrong_types")
 def test_arguments_of_jit():
     f = lambda x, y: x
     wrong: list[dict[str, Any]] = [
