@@ -200,7 +200,10 @@ def events_of(
     """
     if hasattr(source, "__arrow_c_stream__"):
         path: Path = "the table"
-        reader = pa.RecordBatchReader.from_stream(source)
+        try:
+            reader = pa.RecordBatchReader.from_stream(source)
+        except (pa.ArrowException, OverflowError) as error:
+            raise DataError.at(path, f"cannot be read: {error}") from error
         find = tables.find_table_layout
         layout = find(
             path, reader.schema, chosen, indicator=indicator, with_time=with_time

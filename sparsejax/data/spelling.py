@@ -112,6 +112,11 @@ def are_missing(names: pa.Array) -> np.ndarray:
 
 def without_views(names: pa.Array) -> pa.Array:
     """The same names in a type that all functions of Arrow take."""
+    if pt.is_dictionary(names.type):
+        plain = without_views(names.dictionary)
+        if plain is names.dictionary:
+            return names
+        return pa.DictionaryArray.from_arrays(names.indices, plain)
     is_view = pt.is_string_view(names.type) or pt.is_binary_view(names.type)
     return names.cast(pa.large_binary()) if is_view else names
 

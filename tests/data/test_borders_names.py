@@ -204,6 +204,18 @@ def test_what_is_no_name(way, kind, tmp_path):
         (pd.DataFrame({"user": ["a", "b"], "item": [1.0, 2.0]}), ["1", "2"]),
         (pl.DataFrame({"user": ["a", "b"], "item": [1.0, 2.0]}), ["1", "2"]),
         (pl.DataFrame({"user": ["a"], "item": [D("2.50")]}), ["2.5"]),
+        (
+            pl.DataFrame({"user": ["a", "b"], "item": ["1.0", "x"]}).cast(
+                pl.Categorical
+            ),
+            ["1.0", "x"],
+        ),
+        (
+            pl.DataFrame({"user": ["a"], "item": [["x", "y"]]}).cast(
+                {"item": pl.List(pl.Enum(["y", "z", "x"]))}
+            ),
+            ["x", "y"],
+        ),
         (pa.table({"user": ["a"], "items": [["1.0", "x"]]}), ["1.0", "x"]),
         (pa.table({"user": ["a"], "items": [[D("1.0"), D("2.5")]]}), ["1", "2.5"]),
     ],
@@ -216,6 +228,13 @@ def test_names_of_frames(frame, expected, tmp_path):
         prepared(frame, tmp_path),
     ):
         assert sorted(data.feature_names.tolist()) == expected
+
+
+def test_frames_that_arrow_does_not_hold(tmp_path):
+    frame = pd.DataFrame({"user": ["a", "b"], "item": [7, "x"]})
+    for way in (sj.from_arrow, sj.read_sequences, lambda f: prepared(f, tmp_path)):
+        with pytest.raises(sj.DataError, match="the table: cannot be read: .*'x'"):
+            way(frame)
 
 
 # What Python and NumPy have.
