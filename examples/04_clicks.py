@@ -138,14 +138,12 @@ def main(
     stopping = sj.EarlyStopping(metric="auc", patience=3)
 
     config = sj.ClickModelConfig.from_json({"version": 1, "model": kind})
-    sizes = {"num_dense": train.dense.shape[1], "features": train.num_ids}
     on = contextlib.nullcontext()
     if mesh is not None:
         axes = [int(size) for size in mesh.split(",")]
         on = jax.set_mesh(sj.make_mesh(data=axes[0], model=axes[1]))
     with on:
-        model = sj.build_click_model(config, **sizes, rngs=nnx.Rngs(0))
-        optimizer = sj.Optimizer(model, sj.optimizers.adam(5e-4))
+        model, optimizer = sj.build(config, train, sj.optimizers.adam(5e-4))
         given = model, optimizer, train, validation, settings, stopping
         history = by_loop(*given) if loop else by_fit(*given, checkpoints)
         for epoch, (loss, auc) in enumerate(history, 1):

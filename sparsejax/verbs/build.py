@@ -11,6 +11,7 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.data import ScannedDataset
+from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.mesh.promotion import promoting
@@ -39,15 +40,21 @@ def build(
 ) -> tuple[SequenceModel, Optimizer]: ...
 
 
+@overload
 def build(
-    config: NetworkConfig | SequenceConfig,
+    config: ClickModelConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+) -> tuple[Any, Optimizer]: ...
+
+
+def build(
+    config: NetworkConfig | SequenceConfig | ClickModelConfig,
     data: Any,
     rule: Rule | None = None,
     *,
     targets: Any = None,
     seed: int = 0,
-) -> tuple[FeedForward | SequenceModel, Optimizer]:
-    """A `FeedForward` or a `SequenceModel` that fits the data, and its optimizer.
+) -> tuple[Any, Optimizer]:
+    """A model of a configuration that fits the data, and its optimizer.
 
     >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
     >>> model.num_features == train.num_features
@@ -64,14 +71,15 @@ def build(
     Under `jax.set_mesh(...)` the parameters lie on the mesh.
 
     Args:
-      config: the layers and the loss; or that of a model of histories.
+      config: the layers and the loss; or that of a model of histories, or of clicks.
       data: `[rows, features]`: a `SparseDataset`, what `scan_parquet` gives, a `CSR` or a
-        SciPy matrix; or histories, also of `scan_sequences`. Only its number of columns
-        counts, unless the network has a linear part, which is computed from it.
+        SciPy matrix; or histories, also of `scan_sequences`; or clicks, also of
+        `scan_clicks`. Only its number of columns counts, or of the ids of each feature,
+        unless the network has a linear part, which is computed from it.
       rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default. That of
-        `sparsejax.verbs.recipe` suits a training with a known end better.
-      targets: `[rows, items]`, of the same types; `data` itself by default. A model of
-        histories has none.
+        `sparsejax.training.recipe` suits a training with a known end better.
+      targets: `[rows, items]`, of the same types; `data` itself by default. Models of
+        histories and of clicks have none.
       seed: seed of the random initial parameters, of the noise in training, and of the
         rounding of parameters in bfloat16.
 
@@ -79,11 +87,11 @@ def build(
       The model and the optimizer.
 
     Raises:
-      TypeError: `data` or `targets` has another type. (A click model is made by
-        `sparsejax.build_click_model`.)
+      TypeError: `data` or `targets` has another type. (A click model whose tables are
+        placed by a plan of yours is made by `sparsejax.build_click_model`.)
       ValueError: the network cannot be made. For example, a tied output has another
         number of items than features. A network is given histories, or a model of
-        histories is given targets.
+        histories or of clicks is given targets.
       NotImplementedError: the data of a linear part is scanned.
     """
     rule = optimizers.adam(1e-3) if rule is None else rule

@@ -46,6 +46,27 @@ def build(*, placement="replicated", rule=None):
     return model, sj.Optimizer(model, rule or sj.optimizers.adagrad(0.05))
 
 
+@pytest.mark.parametrize("shape", [None, (2, 4)], ids=["one", "mesh"])
+def test_build_is_the_same_as_the_long_form(shape):
+    config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
+    with on(shape):
+        model, optimizer = sj.build(config, made(), sj.optimizers.adagrad(0.05))
+        written, _ = build()
+        pairs = zip(*map(parameters, (model, written)), strict=True)
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        assert np.isfinite(sj.fit(model, optimizer, made(), num_epochs=1)[0]["loss"])
+    with pytest.raises(TypeError, match="reads a ClickDataset.*csr_array"):
+        sj.build(config, scipy.sparse.csr_array((3, 4)))
+    targets: Any = {"targets": made()}
+    with pytest.raises(ValueError, match="leave out targets"):
+        sj.build(config, made(), **targets)
+
+
+def parameters(model):
+    return jax.tree.leaves(nnx.state(model, nnx.Param))
+
+
 def trained(clicks, **options):
     model, optimizer = build()
     history = sj.fit(model, optimizer, clicks, batch_size=64, **options)

@@ -43,6 +43,7 @@ from sparsejax.ops.targets import Labels
 from sparsejax.optimizers.optimizer import Optimizer
 
 
+@runtime_checkable
 class OutputLayer(Protocol):
     """What a step needs of the layer that scores items, which `SparseOutput` has."""
 
