@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 _TREE = pathlib.Path(__file__).resolve().parent.parent
 # A file, what stands there once, and what takes its place.
@@ -343,7 +344,13 @@ def _tried(
         return other, path.parent.name != target.parent.name, reached[path], path
 
     tests = [str(p.relative_to(_TREE)) for p in sorted(reached, key=order)]
-    result = {"file": name, "old": old, "new": new, "seen_by": None, "tier": None}
+    result: dict[str, Any] = {
+        "file": name,
+        "old": old,
+        "new": new,
+        "seen_by": None,
+        "tier": None,
+    }
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "tree")
