@@ -100,12 +100,10 @@ from .optimizers.row_gradient import RowSums as RowSums
 from .optimizers.row_gradient import accumulate as accumulate
 from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm
-from .prediction.click_predictor import ClickPredictor as ClickPredictor
-from .prediction.click_predictor_files import (
-    load_click_predictor as load_click_predictor,
-)
 from .prediction.export import export_predictor as export_predictor
+from .prediction.predictor import ClickPredictor as ClickPredictor
 from .prediction.predictor import Predictor as Predictor
+from .prediction.predictor_files import load_click_predictor as load_click_predictor
 from .prediction.predictor_files import load_predictor as load_predictor
 from .sequence.build import build_sequence_model as build_sequence_model
 from .sequence.config import GRUConfig as GRUConfig

@@ -7,6 +7,7 @@ and by deep nesting; each key is left out, and others are added.
 import copy
 import json
 import math
+import zipfile
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ import pytest
 import sparsejax as sj
 from sparsejax import codec, optimizers
 from sparsejax.cli import run, train
-from sparsejax.prediction.click_predictor_files import ClickSettings
+from sparsejax.prediction import predictor_files
 from sparsejax.spark.run_copies import fetch_run
 
 HUGE = 10**400
@@ -234,7 +235,7 @@ def plan(folder):
 def click_settings(folder):
     feature = {"name": "user", "num_ids": 9, "first": 0, "bag": 0, "length": 0}
     schema = sj.ClickSchema("y", ids={"user": sj.HashedColumn(9)})
-    path = folder / "clicks.json"
+    path = folder / "clicks.predictor"
     document = {
         "version": 1,
         "num_dense": 0,
@@ -244,9 +245,33 @@ def click_settings(folder):
         "programs": [1],
         "weights": [{"dtype": "float32", "shape": [9, 2]}],
     }
-    return Kind(
-        document, path.write_text, lambda: ClickSettings.of(codec.load(path)).check({})
-    )
+    return predictor(path, document, "clicks.json", "vocabularies.json")
+
+
+def click_signature(folder):
+    """The same as this release writes it."""
+    path = folder / "clicks.predictor"
+    earlier = click_settings(folder)
+    earlier.write(json.dumps(earlier.document))
+    with zipfile.ZipFile(path) as parts:
+        signature, _ = predictor_files.read_signature(parts, 99)
+    document = json.loads(json.dumps(signature.to_json()))
+    return predictor(path, document, "predictor.json", "names.json")
+
+
+def predictor(path, document, settings, names):
+    """A predictor without programs."""
+
+    def write(text):
+        with zipfile.ZipFile(path, "w") as parts:
+            parts.writestr(settings, text)
+            parts.writestr(names, "{}")
+
+    def read():
+        with zipfile.ZipFile(path) as parts:
+            return predictor_files.model_of(*predictor_files.read_signature(parts, 99))
+
+    return Kind(document, write, read, free=("jax",))
 
 
 KINDS = [
@@ -258,6 +283,7 @@ KINDS = [
     saved_clicks,
     plan,
     click_settings,
+    click_signature,
 ]
 
 

@@ -1,18 +1,17 @@
-"""What files of predictors have in common: a zip archive of programs and weights.
+"""The file of a predictor: a zip archive of programs, weights and JSON.
 
 ::
 
-    SETTINGS            JSON: version, sizes, lists of the programs and weights
-    ...                 more JSON
     programs/1          for one row: StableHLO, see `programs`
     programs/8          for batches of 8 rows
     ...
     weights/0           the numbers of an array, little-endian
     ...
+    NAME.json           documents
 
 Weights are arguments of the programs. As constants they would be in each program, would
 be compiled, and could not exceed 2 GiB. The archive has a checksum of each part. Only the
-programs are compressed.
+programs are compressed. No part has a time, so that the same model is the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +30,6 @@ from typing import Any, NamedTuple
 
 import filelock
 import jax
-import jax.numpy as jnp
 import numpy as np
 import platformdirs
 from jax import export
@@ -41,23 +38,12 @@ from sparsejax import codec
 from sparsejax.data.files import is_address, shown
 from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
-from sparsejax.mesh.xla_options import gpu_options
-from sparsejax.prediction.programs import ClickSignature, Signature
+from sparsejax.prediction.signature import Array
 from sparsejax.whole_files import check_writable, whole_file
 
 # Limits on what a file may state, far above what `save` writes.
-_MOST_SETTINGS, _MOST_PROGRAM, _MOST_PROGRAMS = 2**20, 2**24, 64
+MOST_SETTINGS, _MOST_PROGRAM = 2**20, 2**24
 _PIECE = 2**24  # bytes that are read at a time
-_DTYPES = {
-    name
-    for name in (
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        *(f"float{bits}" for bits in (16, 32, 64)),
-        "bfloat16",
-        "bool",
-        "float8_e4m3fn",
-    )
-}
 
 
 class Stored(NamedTuple):
@@ -74,12 +60,10 @@ class Stored(NamedTuple):
 
 def save(
     path: str | os.PathLike[str],
-    name: str,
-    settings: dict[str, Any],
+    documents: Mapping[str, Any],
     *,
-    more: Mapping[str, Any],
     programs: Iterable[tuple[int, export.Exported]],
-    weights: Sequence[Stored],
+    weights: Iterable[Stored],
 ) -> None:
     """Writes a predictor, whole or not at all.
 
@@ -88,23 +72,15 @@ def save(
 
     Args:
       path: the file.
-      name: of the part with the settings.
-      settings: JSON. Programs and weights are added.
-      more: further parts, JSON by their names.
+      documents: JSON by the names of parts.
       programs: with their numbers of rows.
       weights: the first argument of each program.
     """
     parts = [weight.pieces for weight in weights]
-    settings = {
-        **settings,
-        "jax": jax.__version__,
-        "programs": [],
-        "weights": [stated_array(weight.like) for weight in weights],
-    }
 
     def write() -> None:
         try:
-            _write(path, name, settings, more, programs, parts)
+            _write(path, documents, programs, parts)
         except Exception:
             _take_all(parts)  # the other processes do so, and wait for this one
             raise
@@ -119,30 +95,23 @@ def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
         pass
 
 
-def _write(path, name, settings, more, programs, parts) -> None:
+def _write(path, documents, programs, parts) -> None:
     check_writable(path)
     with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for size, program in programs:
-            settings["programs"].append(size)
-            settings["calling_convention"] = program.calling_convention_version
+        for rows, program in programs:
             # Programs are mostly text, so they shrink.
             archive.writestr(
-                _part(f"programs/{size}"),
+                zipfile.ZipInfo(f"programs/{rows}"),
                 bytes(program.mlir_module_serialized),
                 compress_type=zipfile.ZIP_DEFLATED,
             )
-        for i, weight_parts in enumerate(parts):
-            with archive.open(_part(f"weights/{i}"), "w", force_zip64=True) as entry:
-                for part in weight_parts:
-                    entry.write(_bytes_of(part))
-        for other, document in more.items():
-            archive.writestr(_part(other), json.dumps(document))
-        archive.writestr(_part(name), json.dumps(settings, indent=2))
-
-
-def _part(name: str) -> zipfile.ZipInfo:
-    """An entry without the time, so that the same model is the same bytes."""
-    return zipfile.ZipInfo(name)
+        for i, pieces in enumerate(parts):
+            part = zipfile.ZipInfo(f"weights/{i}")
+            with archive.open(part, "w", force_zip64=True) as entry:
+                for piece in pieces:
+                    entry.write(_bytes_of(piece))
+        for name, document in documents.items():
+            archive.writestr(zipfile.ZipInfo(name), json.dumps(document))
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -199,29 +168,12 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
         ) from error
 
 
-def read_settings(archive: zipfile.ZipFile, name: str) -> Any:
-    """The JSON of the settings."""
-    return read_json(archive, name, _MOST_SETTINGS)
-
-
 def read_json(archive: zipfile.ZipFile, name: str, most: int) -> Any:
     """What a part of the archive says; see `read_part`."""
     try:
         return codec.parse(read_part(archive, name, most))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def ready(
-    programs: Mapping[int, export.Exported], weights: Iterable[np.ndarray]
-) -> tuple[dict[int, Callable[..., Any]], list[jax.Array]]:
-    """Programs that are compiled when they are first called, and weights on the device."""
-    options = dict(gpu_options()) or None
-    compiled: dict[int, Callable[..., Any]] = {
-        size: jax.jit(program.call, compiler_options=options)
-        for size, program in programs.items()
-    }
-    return compiled, jax.device_put(list(weights))
 
 
 def identity(path: str | os.PathLike[str], file: io.BufferedReader) -> str:
@@ -298,64 +250,34 @@ def check_process() -> None:
         )
 
 
-def check_version(settings: Any, version: int) -> None:
-    """Raises ValueError if settings have another version."""
-    found = entry(settings, "version", int)
-    if found != version:
-        raise ValueError(
-            f"predictor of version {found}; this release reads version {version}"
-        )
-
-
-def sizes_of_programs(settings: Any) -> tuple[int, ...]:
-    """The numbers of rows for which a file has programs."""
-    sizes = entry(settings, "programs", list)
-    if not 1 <= len(sizes) <= _MOST_PROGRAMS:
-        raise ValueError(f"the predictor states {len(sizes)} programs")
-    return tuple(map(size, sizes))
-
-
-def read_programs(
-    archive: zipfile.ZipFile,
-    signatures: Mapping[int, Signature | ClickSignature],
-    convention: int,
-) -> dict[int, export.Exported]:
-    """The programs, for each number of rows."""
-    return {
-        rows: signature.load(
-            read_part(archive, f"programs/{rows}", _MOST_PROGRAM), convention
-        )
-        for rows, signature in signatures.items()
-    }
-
-
-def check_sizes(shapes: Sequence[jax.ShapeDtypeStruct], length: int) -> None:
-    """Raises ValueError if arrays are larger than the file, before memory is taken."""
-    total = sum(map(_num_bytes, shapes))
-    if total > length:
-        raise ValueError(
-            f"the settings state weights of {total:,} bytes, in a file of {length:,}"
-        )
+def read_program(archive: zipfile.ZipFile, rows: int) -> bytes:
+    """The program for a number of rows."""
+    return read_part(archive, f"programs/{rows}", _MOST_PROGRAM)
 
 
 def read_weights(
-    archive: zipfile.ZipFile, shapes: Sequence[jax.ShapeDtypeStruct]
+    archive: zipfile.ZipFile, arrays: Sequence[Array], length: int
 ) -> list[np.ndarray]:
-    """The weights, after `check_sizes`."""
+    """The weights, which are together no larger than `length` bytes.
+
+    Raises:
+      ValueError: they are larger, before memory is taken; or have another size than they
+        should.
+    """
+    total = sum(array.num_bytes for array in arrays)
+    if total > length:
+        raise ValueError(
+            f"the signature states weights of {total:,} bytes, in a file of {length:,}"
+        )
     weights = []
-    for i, shape in enumerate(shapes):
-        expected = _num_bytes(shape)
-        content = read_part(archive, f"weights/{i}", expected)
-        if len(content) != expected:
+    for i, array in enumerate(arrays):
+        content = read_part(archive, f"weights/{i}", array.num_bytes)
+        if len(content) != array.num_bytes:
             raise ValueError(
-                f"weights/{i} has {len(content):,} bytes, expected {expected:,}"
+                f"weights/{i} has {len(content):,} bytes, expected {array.num_bytes:,}"
             )
-        weights.append(np.frombuffer(content, shape.dtype).reshape(shape.shape))
+        weights.append(np.frombuffer(content, array.like.dtype).reshape(array.shape))
     return weights
-
-
-def _num_bytes(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
@@ -387,35 +309,3 @@ def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
     if left:
         raise ValueError(f"{name} has {left:,} bytes fewer than it states")
     return b"".join(pieces)
-
-
-def entry[T](stated: Any, name: str, kind: type[T]) -> T:
-    """An entry of a JSON object of the settings."""
-    value = stated.get(name) if isinstance(stated, dict) else None
-    if type(value) is not kind:  # True is an int
-        raise ValueError(f"the settings do not have {name!r} of type {kind.__name__}")
-    if kind is int:
-        codec.value(int, value, "the settings", name)
-    return value
-
-
-def size(value: object) -> int:
-    """A positive int32 of the settings."""
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ValueError(f"the settings state a size of {value!r}")
-    return value
-
-
-def stated_array(array: jax.ShapeDtypeStruct | jax.Array) -> dict[str, Any]:
-    """The JSON for the shape and dtype of an array."""
-    return {"dtype": jnp.dtype(array.dtype).name, "shape": array.shape}
-
-
-def array_of(stated: Any) -> jax.ShapeDtypeStruct:
-    """Reads what `stated_array` returned."""
-    dtype, shape = entry(stated, "dtype", str), entry(stated, "shape", list)
-    if dtype not in _DTYPES:
-        raise ValueError(f"the settings state an array of dtype {dtype!r}")
-    if not all(type(size) is int and 0 <= size < 2**31 for size in shape):
-        raise ValueError(f"the settings state an array of shape {shape}")
-    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import export
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import features_of, rows_of_inputs
+from sparsejax.data.sources import features_of
 from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.engine.rank.loop import check_positive
-from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.kinds.clicks.scores import ClickModel, Clicks
-from sparsejax.kinds.histories.next_items import (
+from sparsejax.mesh.layout import replicated, to_host_in_pieces
+from sparsejax.mesh.promotion import promoting
+from sparsejax.nn.layers import SparseOutput
+from sparsejax.prediction.archive import Stored
+from sparsejax.prediction.arguments import Kind, refused
+from sparsejax.prediction.click_scores import ClickModel, Clicks
+from sparsejax.prediction.export_clicks import is_click_model, portable_clicks
+from sparsejax.prediction.loop import check_positive
+from sparsejax.prediction.next_items import (
     HistoryModel,
     NextItems,
     check_history_model,
     has_times,
 )
-from sparsejax.kinds.kind import Kind, kind_called, refused
-from sparsejax.mesh.layout import replicated, without_mesh
-from sparsejax.mesh.promotion import promoting
-from sparsejax.nn.layers import SparseLinear, SparseOutput
-from sparsejax.nn.linear_part import LinearPart
-from sparsejax.prediction.export_clicks import export_clicks, is_click_model
-from sparsejax.prediction.predictor import sizes_of_programs, unflattened
+from sparsejax.prediction.portable import Portable, copied, split
 from sparsejax.prediction.predictor_files import save_predictor
-from sparsejax.prediction.programs import Signature, on_this_process
+from sparsejax.prediction.programs import program
+from sparsejax.prediction.ranking import ITEMS, unflattened
+from sparsejax.prediction.recommender import Recommender
+from sparsejax.prediction.runtime import sizes_of_programs
+from sparsejax.prediction.signature import PLATFORMS, Array, Signature, of_ranking
 from sparsejax.sparse import CSR
 
 
 def _kind(model: Any) -> Kind:
     if is_click_model(model):
-        return kind_called("clicks")
-    return kind_called("items" if hasattr(model, "num_features") else "histories")
+        return "clicks"
+    return "items" if hasattr(model, "num_features") else "histories"
+
+
+_tables = ("table_dtype",)  # of a click model
 
 
 @promoting
-@refused("model", _kind)
+@refused("model", _kind, {"clicks": ("k",), "items": _tables, "histories": _tables})
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
@@ -71,7 +76,7 @@ def export_predictor(
     first, or a `SequenceDataset`. If the model uses times and the data in `names` have them,
     the predictor reads the times of a `SequenceDataset`.
 
-    A click model is written with its tables, and `sparsejax.load_click_predictor` reads it.
+    A click model is written with its tables, and `sparsejax.load_predictor` reads it, too.
     With the clicks that it was trained on as `names`, the file also has their schema and
     vocabularies, and the predictor takes records as they are. The model may use the ids only
     by passing them on to its collections. Tables take a quarter of the room with
@@ -107,20 +112,25 @@ def export_predictor(
     """
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)
-    if is_click_model(model):
-        if not isinstance(names, Clicks | None):
-            raise TypeError(
-                "names of a click model are the clicks that it was trained on, got "
-                f"{type(names).__name__}"
-            )
-        options = {"table_dtype": table_dtype, "batch_size": batch_size}
-        export_clicks(model, path, clicks=names, **options)
-        return
-    if not hasattr(model, "num_features"):
-        check_history_model(model)
-        timed = isinstance(names, SequenceDataset) and has_times(model, names)
-        model = NextItems(model, times=timed)
-    _export_recommender(model, path, k, names, batch_size)
+    kind = _kind(model)
+    portable = _PORTABLE[kind](model, names, k=k, table_dtype=table_dtype)
+    signature = Signature(
+        kind=kind,
+        **portable.stated,
+        weights=tuple(Array.of(weight.like) for weight in portable.weights),
+        rows=sizes_of_programs(batch_size),
+        platforms=PLATFORMS,
+        calling_convention=jax.config.jax_export_calling_convention_version,
+        jax=jax.__version__,
+    )
+    made = ((n, program(signature, n, portable.function)) for n in signature.rows)
+    save_predictor(
+        path,
+        signature,
+        portable.vocabularies,
+        programs=made,
+        weights=portable.weights,
+    )
 
 
 def _check_weights(model: Any) -> None:
@@ -138,56 +148,43 @@ def _has_nan(weights: jax.Array) -> jax.Array:
     return replicated(jnp.isnan(weights).any())
 
 
-def _export_recommender(
-    model: Any, path: str | os.PathLike[str], k: int, names: Any, batch_size: int
-) -> None:
+def _items(model: Any, names: Any, *, k: int, **_unused: Any) -> Portable:
     features = features_of(model)
-    items = None
+    vocabularies: dict[str, list[str]] = {}
     if names is not None:
         has_them = isinstance(names, SparseDataset | SequenceDataset)
-        items = as_names(names.feature_names if has_them else names).tolist()
+        items = as_names(names.feature_names if has_them else names)
         if len(items) != model.num_items:
             raise ValueError(
                 f"{len(items):,} names were given but the model has "
                 f"{model.num_items:,} items"
             )
-    # A copy, whose weights are the same arrays.
-    model = nnx.merge(*nnx.split(model), copy=True)
+        vocabularies[ITEMS] = items.tolist()
+    model = copied(model)
     for _, node in list(nnx.iter_graph(model)):
         if isinstance(node, SparseOutput):
             node.fold()
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, SparseLinear | SparseOutput | LinearPart):
-            # A GPU program is for one platform; this program is for two.
-            node.implementation = "xla"
-        elif isinstance(node, nnx.Variable):
-            node.set_metadata(out_sharding=None)  # the program is for one device
-    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
-    with without_mesh():
-        keys = jax.tree.map(on_this_process, keys)
+    merged, state = split(model)
     weights, structure = jax.tree.flatten(state)
 
-    def top_k(weights, inputs, exclude):
-        state = jax.tree.unflatten(structure, weights)
-        model = nnx.merge(graphdef, keys, state)
-        x = unflattened(features, inputs)
+    def top_k(weights, inputs):
+        model = merged(jax.tree.unflatten(structure, weights))
+        *given, exclude = inputs
         seen = CSR(None, *exclude, num_cols=model.num_items)
-        return model.top_k(x, k, exclude=seen)
+        return model.top_k(unflattened(features, given), k, exclude=seen)
 
-    def programs() -> Iterator[tuple[int, export.Exported]]:
-        abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
-        for rows in sizes_of_programs(batch_size):
-            signature = Signature(
-                rows=rows, k=k, weights=abstract, inputs=rows_of_inputs(features)
-            )
-            yield rows, signature.program(top_k)
-
-    save_predictor(
-        path,
-        k=k,
-        num_features=features,
-        num_items=model.num_items,
-        items=items,
-        programs=programs(),
-        weights=weights,
+    return Portable(
+        stated=of_ranking(features, model.num_items, k),
+        function=top_k,
+        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
+        vocabularies=vocabularies,
     )
+
+
+def _histories(model: Any, names: Any, *, k: int, **_unused: Any) -> Portable:
+    check_history_model(model)
+    timed = isinstance(names, SequenceDataset) and has_times(model, names)
+    return _items(NextItems(model, times=timed), names, k=k)
+
+
+_PORTABLE = {"items": _items, "histories": _histories, "clicks": portable_clicks}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jax import export
 
 from sparsejax.embeddings import row_codes
 from sparsejax.embeddings.collection import EmbeddingCollection
@@ -19,16 +17,13 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.embeddings.table_files import table_rows
-from sparsejax.kinds.clicks.scores import Clicks, check_columns
-from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
-from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.click_predictor import ClickFeature, ClickStack
-from sparsejax.prediction.click_predictor_files import save_click_predictor
-from sparsejax.prediction.predictor import sizes_of_programs
-from sparsejax.prediction.programs import ClickSignature, on_this_process
+from sparsejax.prediction.click_scores import Clicks, check_columns
+from sparsejax.prediction.portable import Portable, copied, split
+from sparsejax.prediction.signature import ClickFeature, ClickStack, of_clicks
 from sparsejax.sparse import CSR
 
 
@@ -37,19 +32,24 @@ def is_click_model(model: Any) -> bool:
     return bool(_collections(model))
 
 
-def export_clicks(
-    model: Any,
-    path: str | os.PathLike[str],
-    *,
-    clicks: Clicks | None,
-    table_dtype: TableDtype | None,
-    batch_size: int,
-) -> None:
-    """`export_predictor` of a click model."""
+def portable_clicks(
+    model: Any, clicks: Any, *, table_dtype: TableDtype | None, **_unused: Any
+) -> Portable:
+    """A click model with its tables.
+
+    Args:
+      model: has an `EmbeddingCollection`.
+      clicks: what it was trained on, or None.
+      table_dtype: see `export_predictor`.
+    """
+    if not isinstance(clicks, Clicks | None):
+        raise TypeError(
+            "names of a click model are the clicks that it was trained on, got "
+            f"{type(clicks).__name__}"
+        )
     row_codes.check_table_dtype(table_dtype)
     num_dense = _num_dense(model, clicks)
-    # A copy, whose weights are the same arrays.
-    model = nnx.merge(*nnx.split(model), copy=True)
+    model = copied(model)
     model.eval()
     tables = [
         (path_of, table)
@@ -59,15 +59,7 @@ def export_clicks(
     stacks = [table.stack for _, table in tables]
     if clicks is not None:
         _check_ids(stacks, clicks)
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, EmbeddingCollection | SparseLinear | SparseOutput):
-            # A GPU program is for one platform; this program is for two.
-            node.implementation = "xla"
-        elif isinstance(node, nnx.Variable):
-            node.set_metadata(out_sharding=None)  # the program is for one device
-    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
-    with without_mesh():
-        keys = jax.tree.map(on_this_process, keys)
+    merged, state = split(model)
     # Numbers of rows come behind codes, see `_arrays`.
     numbers = {
         (*path_of, "kernels", table.stack.name): table.numbers
@@ -76,9 +68,10 @@ def export_clicks(
     }
     weights, structure = jax.tree.flatten((state, list(numbers.values())))
 
-    def logits(weights, dense, ids):
+    def logits(weights, inputs):
         state, scales = jax.tree.unflatten(structure, weights)
-        model = nnx.merge(graphdef, keys, state)
+        model = merged(state)
+        dense, *ids = inputs
         batch = FeatureBatch(
             {
                 stack.name: CSR(None, *pair, num_cols=stack.num_rows)
@@ -93,28 +86,19 @@ def export_clicks(
                 "a click model returns a logit for each example, [batch]; this one returns "
                 f"the shape {found.shape} for {dense.shape[0]} examples"
             )
-        return found
+        return [found]
 
-    def programs() -> Iterator[tuple[int, export.Exported]]:
-        abstract = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
-        bags = tuple(stack.bags for stack in stacks)
-        for rows in sizes_of_programs(batch_size):
-            signature = ClickSignature(
-                rows=rows, num_dense=num_dense, bags=bags, weights=abstract
-            )
-            yield rows, signature.program(logits)
-
-    save_click_predictor(
-        path,
-        num_dense=num_dense,
-        stacks=[_stated(stack) for stack in stacks],
-        schema=None if clicks is None else clicks.schema,
-        vocabularies={} if clicks is None else clicks.vocabularies,
-        programs=programs(),
+    stated = tuple(map(_stated, stacks))
+    schema = None if clicks is None else clicks.schema
+    vocabularies = {} if clicks is None else clicks.vocabularies
+    return Portable(
+        stated={"stacks": stated, "schema": schema, **of_clicks(num_dense, stated)},
+        function=logits,
         weights=[
             Stored(w, w.pieces() if isinstance(w, _Table) else to_host_in_pieces(w))
             for w in weights
         ],
+        vocabularies={name: names.tolist() for name, names in vocabularies.items()},
     )
 
 

@@ -1,66 +1,63 @@
-"""A predictor as one file.
+"""A predictor as one file, see `archive`.
 
 ::
 
-    predictor.json      version, sizes, lists of the programs and weights
-    items.json          names of the items, or null
-    programs/..., weights/...    see `archive`
+    predictor.json      the signature
+    names.json          names of items, or the categories of each vocabulary of clicks
+
+Earlier releases wrote items.json beside predictor.json, and of clicks clicks.json and
+vocabularies.json.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import export
 
 from sparsejax.data.names import Names, as_names
-from sparsejax.data.sources import Features, dense_row, rows_of_inputs
-from sparsejax.mesh.layout import to_host_in_pieces
-from sparsejax.prediction import archive
+from sparsejax.prediction import archive, earlier, programs
 from sparsejax.prediction.archive import Stored
 from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.programs import Signature
+from sparsejax.prediction.runtime import Programs
+from sparsejax.prediction.signature import Signature
 
-VERSION = 2
-_SETTINGS, _ITEMS = "predictor.json", "items.json"
+_SETTINGS, _CLICKS = "predictor.json", "clicks.json"
+# For each form what reads its settings, and the part with its names.
+_FORMS = {
+    (_SETTINGS, 3): (Signature.from_json, "names.json"),
+    (_SETTINGS, 2): (earlier.items_2, "items.json"),
+    (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
+}
+# What a predictor of a kind does. Imported when it is first needed.
+_KINDS = {
+    "items": ("ranking", "Items"),
+    "histories": ("ranking", "Ordered"),
+    "clicks": ("click_rows", "Clicks"),
+}
 
 
 def save_predictor(
     path: str | os.PathLike[str],
+    signature: Signature,
+    vocabularies: Mapping[str, Sequence[str]],
     *,
-    k: int,
-    num_features: Features,
-    num_items: int,
-    items: Sequence[str] | None,
     programs: Iterable[tuple[int, export.Exported]],
-    weights: Sequence[jax.Array],
+    weights: Iterable[Stored],
 ) -> None:
     """Writes a predictor; see `sparsejax.export_predictor` and `archive.save`."""
-    settings = {
-        "version": VERSION,
-        "k": k,
-        "num_items": num_items,
-        "inputs": _stated_inputs(num_features),
-    }
-    archive.save(
-        path,
-        _SETTINGS,
-        settings,
-        more={_ITEMS: items},
-        programs=programs,
-        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
-    )
+    documents = {_SETTINGS: signature.to_json(), "names.json": vocabularies}
+    archive.save(path, documents, programs=programs, weights=weights)
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
-    """Reads what `sparsejax.export_predictor` wrote.
+    """Reads what `sparsejax.export_predictor` wrote, in this release or an earlier one.
 
     This needs neither Flax nor the model's code. It runs nothing that the file names:
     programs consist of arithmetic alone. JAX reads the programs of releases that are up
@@ -83,6 +80,10 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
     """
     with archive.opened(path) as file:
         return _ready(path, file)
+
+
+# Predictors of clicks had a function of their own.
+load_click_predictor = load_predictor
 
 
 def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predictor:
@@ -113,22 +114,6 @@ class Kept:
         return self._predictor
 
 
-def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
-    with archive.reading(path):
-        settings, items, programs, weights = _read(file)
-        again = archive.again(load_same_predictor, path, file)
-    compiled, on_device = archive.ready(programs, weights)
-    return Predictor(
-        k=settings.k,
-        num_features=settings.num_features,
-        num_items=settings.num_items,
-        items=items,
-        programs=compiled,
-        weights=on_device,
-        again=again,
-    )
-
-
 def predictor_identity(path: str | os.PathLike[str]) -> str:
     """A hash of a predictor's content, by the checksums of its parts.
 
@@ -140,103 +125,74 @@ def predictor_identity(path: str | os.PathLike[str]) -> str:
         return archive.identity(path, file)
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What predictor.json says, checked.
-
-    Attributes:
-      k: most items for a row.
-      num_features: number of input features; with several inputs a dict, as the model
-        has it.
-      num_items: number of items.
-      programs: numbers of rows for which there are programs.
-      convention: calling convention of the programs.
-      weights: shape and dtype of each array of weights.
-    """
-
-    k: int
-    num_features: Features
-    num_items: int
-    programs: tuple[int, ...]
-    convention: int
-    weights: tuple[jax.ShapeDtypeStruct, ...]
-
-    @classmethod
-    def of(cls, stated: Any) -> Settings:
-        """Reads the JSON object of a file.
-
-        Raises:
-          ValueError: it has another version, or `save_predictor` did not write it.
-        """
-        archive.check_version(stated, VERSION)
-        inputs = archive.entry(stated, "inputs", list)
-        return cls(
-            k=archive.size(archive.entry(stated, "k", int)),
-            num_features=_features(inputs),
-            num_items=archive.size(archive.entry(stated, "num_items", int)),
-            programs=archive.sizes_of_programs(stated),
-            convention=archive.entry(stated, "calling_convention", int),
-            weights=tuple(
-                map(archive.array_of, archive.entry(stated, "weights", list))
-            ),
-        )
-
-
-def _stated_inputs(features: Features) -> list[dict[str, Any]]:
-    """The JSON for the inputs of a model."""
-    if isinstance(features, int):
-        return [{"num_features": features}]
-    return [
-        {"name": name, "num_features": size}
-        if isinstance(size, int)
-        else {"name": name, **archive.stated_array(dense_row(size))}
-        for name, size in features.items()
-    ]
-
-
-def _features(stated: list[Any]) -> Features:
-    """Reads what `_stated_inputs` returned."""
-    if len(stated) == 1 and isinstance(stated[0], dict) and "name" not in stated[0]:
-        return archive.size(archive.entry(stated[0], "num_features", int))
-    features: dict[str, int | jax.ShapeDtypeStruct] = {}
-    for one in stated:
-        name = archive.entry(one, "name", str)
-        if "num_features" in one:
-            features[name] = archive.size(archive.entry(one, "num_features", int))
-        else:
-            features[name] = archive.array_of(one)
-    if not stated or len(features) != len(stated):
-        raise ValueError(
-            f"{_SETTINGS} states {len(stated)} inputs, but not a name of its own for each"
-        )
-    return features
+def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
+    with archive.reading(path):
+        signature, model, code, weights = _read(file)
+        again = archive.again(load_same_predictor, path, file)
+    return Predictor(
+        signature=signature,
+        model=model,
+        programs=Programs.of(signature.inputs, code, weights),
+        again=again,
+    )
 
 
 def _read(
     file: io.BufferedReader,
-) -> tuple[Settings, Names | None, dict[int, export.Exported], Sequence[np.ndarray]]:
+) -> tuple[Signature, Any, dict[int, export.Exported], list[np.ndarray]]:
     length = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as parts:
-        if "clicks.json" in parts.namelist():
-            raise ValueError("it predicts clicks: use sparsejax.load_click_predictor")
-        settings = Settings.of(archive.read_settings(parts, _SETTINGS))
-        archive.check_sizes(settings.weights, length)
-        items = archive.read_json(parts, _ITEMS, length)
-        if items is not None and (
-            not isinstance(items, list)
-            or len(items) != settings.num_items
-            or not all(type(name) is str for name in items)
-        ):
-            raise ValueError(f"{_ITEMS} does not have {settings.num_items:,} names")
-        signatures = {
-            rows: Signature(
-                rows=rows,
-                k=settings.k,
-                weights=settings.weights,
-                inputs=rows_of_inputs(settings.num_features),
-            )
-            for rows in settings.programs
+        signature, vocabularies = read_signature(parts, length)
+        model = model_of(signature, vocabularies)
+        code = {
+            rows: programs.load(signature, rows, archive.read_program(parts, rows))
+            for rows in signature.rows
         }
-        programs = archive.read_programs(parts, signatures, settings.convention)
-        weights = archive.read_weights(parts, settings.weights)
-    return settings, None if items is None else as_names(items), programs, weights
+        weights = archive.read_weights(parts, signature.weights, length)
+    return signature, model, code, weights
+
+
+def model_of(signature: Signature, vocabularies: Mapping[str, Names]) -> Any:
+    """What a predictor of this kind does.
+
+    Raises:
+      ValueError: no model of the kind has this signature, or these names.
+    """
+    module, name = _KINDS[signature.kind]
+    kind = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    return kind.of(signature, vocabularies)
+
+
+def read_signature(
+    parts: zipfile.ZipFile, length: int
+) -> tuple[Signature, dict[str, Names]]:
+    """What a file says of its programs, and its names.
+
+    Args:
+      parts: the archive.
+      length: bytes of the file, which bounds that of the names.
+
+    Raises:
+      ValueError: it is not what a release wrote that this one knows.
+    """
+    name = _CLICKS if _CLICKS in parts.namelist() else _SETTINGS
+    document = archive.read_json(parts, name, archive.MOST_SETTINGS)
+    version = document.get("version") if isinstance(document, dict) else None
+    # True is 1, and 3.0 is 3.
+    form = _FORMS.get((name, version)) if type(version) is int else None
+    if form is None:
+        known = " and ".join(str(v) for n, v in _FORMS if n == name)
+        raise ValueError(
+            f"{name} is of version {version!r}; this release reads version {known}"
+        )
+    read, part = form
+    signature = read(document)
+    names = archive.read_json(parts, part, length)
+    if part == "items.json":
+        names = {} if names is None else {"items": names}
+    if not isinstance(names, dict) or not all(
+        isinstance(some, list) and all(type(each) is str for each in some)
+        for some in names.values()
+    ):
+        raise ValueError(f"{part} has no lists of names")
+    return signature, {key: as_names(some) for key, some in names.items()}

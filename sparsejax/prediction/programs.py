@@ -1,22 +1,16 @@
 """Programs that predict: functions of arrays as StableHLO, for CPUs and CUDA.
 
-A program that recommends is called as ``program(weights, inputs, exclude)`` and returns ids
-and scores::
+A program is called as ``program(weights, inputs)`` and returns its outputs, as the signature
+of the predictor says::
 
     weights    arrays
-    inputs     for each sparse input of the model (data, indices, indptr), as in a CSR;
-               for each dense input its rows, an array
-    exclude    (indices, indptr)
-
-A program of a click model is called as ``program(weights, dense, ids)`` and returns logits::
-
-    dense      [rows, columns] float32
-    ids        for each stack of tables (indices, indptr), as in a CSR with a row for each bag
+    inputs     for each sparse input (data, indices, indptr), as in a CSR, or without values
+               (indices, indptr); for each dense input its rows, an array
 
 The number of rows is fixed. The caller chooses the room for entries, the same for all
 matrices. A file keeps only the StableHLO of a program. JAX's own form of an exported
 function says more, and a file from elsewhere could say anything there. Here everything
-else follows from the sizes, which the file states in JSON.
+else follows from the signature, which the file states in JSON.
 """
 
 from __future__ import annotations
@@ -36,8 +30,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters.mlir import lower_fun, make_ir_context
 
 from sparsejax.mesh.layout import without_mesh
-
-PLATFORMS = ("cpu", "cuda")
+from sparsejax.prediction.signature import Input, Signature
 
 _BYTECODE = b"ML\xefR"  # first bytes; MLIR would also read text
 
@@ -64,149 +57,91 @@ _EXCHANGES = {
 }
 
 
-class _Signature:
-    """The types of a program's arguments and results."""
+def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
+    """Weights and inputs of a program as shapes and dtypes; the number of entries is dynamic."""
+    (entries,) = export.symbolic_shape("entries")
+    indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The arguments as shapes and dtypes; the number of entries is dynamic."""
-        raise NotImplementedError
+    def argument(given: Input) -> Any:
+        if not given.sparse:
+            return jax.ShapeDtypeStruct((rows, *given.shape), jnp.dtype(given.dtype))
+        indptr = jax.ShapeDtypeStruct((rows * given.bags + 1,), jnp.int32)
+        if given.dtype is None:
+            return indices, indptr
+        data = jax.ShapeDtypeStruct((entries,), jnp.dtype(given.dtype))
+        return data, indices, indptr
 
-    @property
-    def results(self) -> Any:
-        """The results as shapes and dtypes."""
-        raise NotImplementedError
+    weights = [weight.like for weight in signature.weights]
+    return weights, [argument(given) for given in signature.inputs]
 
-    def program(self, function: Callable[..., Any]) -> export.Exported:
-        """Makes a program from a function of these arguments that JAX can trace.
 
-        Raises:
-          ValueError: the function does something that a program may not do.
-        """
-        jitted = self._jitted(function)
-        with without_mesh():  # the program is for one device
-            traced = jitted.trace(*self.arguments)  # errors of the function itself
-            with _failures_named(traced.jaxpr):
-                exported = self._exported(jitted)
-                _checked_type(exported.mlir_module_serialized)
-                code = _without_locations(exported.mlir_module_serialized)
-        return dataclasses.replace(exported, mlir_module_serialized=code)
+def program(
+    signature: Signature, rows: int, function: Callable[..., Any]
+) -> export.Exported:
+    """Makes a program from a function of `arguments` that JAX can trace.
 
-    def _jitted(self, function: Callable[..., Any]) -> Any:
-        def typed(*arguments):
-            found = function(*arguments)
-            leaves, structure = jax.tree.flatten(self.results)
-            arrays = [found] if len(leaves) == 1 else [*found]
-            pairs = zip(arrays, leaves, strict=True)
-            return structure.unflatten([x.astype(like.dtype) for x, like in pairs])
+    Args:
+      signature: what the function takes and gives.
+      rows: of a request.
+      function: returns as many arrays as there are outputs.
 
-        return jax.jit(typed, keep_unused=True)
+    Raises:
+      ValueError: the function does something that a program may not do.
+    """
+    jitted = _jitted(signature, function)
+    with without_mesh():  # the program is for one device
+        traced = jitted.trace(*arguments(signature, rows))  # errors of the function
+        with _failures_named(traced.jaxpr):
+            exported = _exported(signature, rows, jitted)
+            _checked_type(exported.mlir_module_serialized)
+            code = _without_locations(exported.mlir_module_serialized)
+    return dataclasses.replace(exported, mlir_module_serialized=code)
 
-    def _exported(self, jitted: Any) -> export.Exported:
-        make = export.export(
-            jitted, platforms=PLATFORMS, _override_lowering_rules=_DECOMPOSED
-        )
-        return make(*self.arguments)
 
-    def load(self, code: bytes, convention: int) -> export.Exported:
-        """Restores a program that `program` made, from its StableHLO.
+def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
+    """Restores a program that `program` made, from its `mlir_module_serialized`.
 
-        Args:
-          code: the program's `mlir_module_serialized`.
-          convention: the program's `calling_convention_version`.
-
-        Raises:
-          ValueError: the code is not a program of this signature, or does something that
-            a program may not do, or JAX is too old or too new for it.
-        """
-        oldest = export.minimum_supported_calling_convention_version
-        newest = export.maximum_supported_calling_convention_version
-        if not oldest <= convention <= newest:
-            raise ValueError(
-                f"its programs have calling convention {convention}; JAX "
-                f"{jax.__version__} knows {oldest} to {newest}: export it again, or use "
-                "a newer JAX"
-            )
-        with without_mesh():
-            like = self._exported(self._jitted(self._nothing))
-        expected = _checked_type(like.mlir_module_serialized)
-        found = _checked_type(code)
-        if found != expected:
-            raise ValueError(f"a program has the type {found}, expected {expected}")
-        return dataclasses.replace(
-            like, mlir_module_serialized=code, calling_convention_version=convention
+    Raises:
+      ValueError: the code is not a program of this signature, or does something that a
+        program may not do, or JAX is too old or too new for it.
+    """
+    convention = signature.calling_convention
+    oldest = export.minimum_supported_calling_convention_version
+    newest = export.maximum_supported_calling_convention_version
+    if not oldest <= convention <= newest:
+        raise ValueError(
+            f"its programs have calling convention {convention}; JAX {jax.__version__} "
+            f"knows {oldest} to {newest}: export it again, or use a newer JAX"
         )
 
-    def _nothing(self, *arguments: Any) -> Any:
-        return jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), self.results)
+    def nothing(*_: Any) -> list[jax.Array]:
+        shapes = [((rows, *o.shape), o.like.dtype) for o in signature.outputs]
+        return [jnp.zeros(*each) for each in shapes]
+
+    with without_mesh():
+        like = _exported(signature, rows, _jitted(signature, nothing))
+    expected = _checked_type(like.mlir_module_serialized)
+    found = _checked_type(code)
+    if found != expected:
+        raise ValueError(f"a program has the type {found}, expected {expected}")
+    return dataclasses.replace(
+        like, mlir_module_serialized=code, calling_convention_version=convention
+    )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Signature(_Signature):
-    """The types of the arguments and results of a program that recommends.
+def _jitted(signature: Signature, function: Callable[..., Any]) -> Any:
+    def typed(*given):
+        pairs = zip(function(*given), signature.outputs, strict=True)
+        return [found.astype(output.like.dtype) for found, output in pairs]
 
-    Attributes:
-      rows: number of rows.
-      k: number of items for each row.
-      weights: shape and dtype of each array of weights.
-      inputs: for each input None if it is sparse, else shape and dtype of a dense row.
-    """
-
-    rows: int
-    k: int
-    weights: tuple[jax.ShapeDtypeStruct, ...]
-    inputs: tuple[jax.ShapeDtypeStruct | None, ...] = (None,)
-
-    @property
-    def arguments(self) -> tuple[Any, Any, Any]:
-        (entries,) = export.symbolic_shape("entries")
-        data = jax.ShapeDtypeStruct((entries,), jnp.float32)
-        indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
-        indptr = jax.ShapeDtypeStruct((self.rows + 1,), jnp.int32)
-        inputs = [
-            (data, indices, indptr)
-            if row is None
-            else jax.ShapeDtypeStruct((self.rows, *row.shape), row.dtype)
-            for row in self.inputs
-        ]
-        return list(self.weights), inputs, (indices, indptr)
-
-    @property
-    def results(self) -> Any:
-        shape = (self.rows, self.k)
-        return tuple(jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.float32))
+    return jax.jit(typed, keep_unused=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClickSignature(_Signature):
-    """The types of the arguments and results of a program of a click model.
-
-    Attributes:
-      rows: number of examples.
-      num_dense: number of dense columns.
-      bags: of an example, in each stack of tables.
-      weights: shape and dtype of each array of weights.
-    """
-
-    rows: int
-    num_dense: int
-    bags: tuple[int, ...]
-    weights: tuple[jax.ShapeDtypeStruct, ...]
-
-    @property
-    def arguments(self) -> tuple[Any, Any, Any]:
-        (entries,) = export.symbolic_shape("entries")
-        dense = jax.ShapeDtypeStruct((self.rows, self.num_dense), jnp.float32)
-        indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
-        ids = [
-            (indices, jax.ShapeDtypeStruct((self.rows * bags + 1,), jnp.int32))
-            for bags in self.bags
-        ]
-        return list(self.weights), dense, ids
-
-    @property
-    def results(self) -> Any:
-        return jax.ShapeDtypeStruct((self.rows,), jnp.float32)
+def _exported(signature: Signature, rows: int, jitted: Any) -> export.Exported:
+    make = export.export(
+        jitted, platforms=signature.platforms, _override_lowering_rules=_DECOMPOSED
+    )
+    return make(*arguments(signature, rows))
 
 
 def _decomposed(combine: Callable[..., jax.Array], identity: Callable[[Any], Any]):
@@ -338,11 +273,3 @@ def _made_by(operation: ir.Operation) -> str:
 
 def _name(function) -> str:
     return ir.StringAttr(function.attributes["sym_name"]).value
-
-
-def on_this_process(state: jax.Array) -> jax.Array:
-    """A key or a count that all processes have, on this process's devices alone."""
-    if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
-        return jnp.asarray(np.asarray(state))
-    words = jnp.asarray(np.asarray(jax.random.key_data(state)))
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))

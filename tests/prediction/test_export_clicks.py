@@ -1,9 +1,11 @@
 """Predictors of clicks: files that score as the model did."""
 
+import json
 import pathlib
 import subprocess
 import sys
 import typing
+import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.prediction.click_predictor_files import ClickSettings
+from sparsejax.prediction import predictor_files
+from sparsejax.prediction.signature import Signature
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 
@@ -46,7 +49,7 @@ import numpy
 import pyarrow.parquet
 import sparsejax as sj
 
-predictor = sj.load_click_predictor(sys.argv[1])
+predictor = sj.load_predictor(sys.argv[1])
 found = predictor.predict_records(pyarrow.parquet.read_table(sys.argv[2]))
 numpy.save(sys.argv[3], found)
 """
@@ -140,8 +143,8 @@ def path(model, train, folder, symbolic_sizes) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def predictor(path) -> sj.ClickPredictor:
-    return sj.load_click_predictor(path)
+def predictor(path) -> sj.Predictor:
+    return sj.load_predictor(path)
 
 
 def test_same_bits_in_another_process_without_flax(path, folder, train, expected):
@@ -184,7 +187,7 @@ def test_records_as_in_training(model, train, predictor, folder):
 def test_tables_in_fewer_bits(model, train, expected, folder, kind, limit):
     path = folder / kind
     sj.export_predictor(model, path, names=train, table_dtype=kind, batch_size=BATCH)
-    predictor = sj.load_click_predictor(path)
+    predictor = sj.load_predictor(path)
     found = predictor.predict(train)
     assert 0 < np.abs(found - expected).max() < 0.1
     clicks = (np.random.default_rng(2).random(ROWS) < expected).astype(np.float32)
@@ -204,7 +207,7 @@ def test_a_model_on_a_mesh_gives_the_same_file(train, folder):
             model = Clicks(train.num_ids, nnx.Rngs(0))
             path = folder / f"mesh {devices}"
             sj.export_predictor(model, path, names=train, batch_size=1)
-        return sj.load_click_predictor(path).weights
+        return sj.load_predictor(path).weights
 
     for one, eight in zip(weights(1), weights(8), strict=True):
         np.testing.assert_array_equal(one, eight)
@@ -250,7 +253,7 @@ def test_requests_that_do_not_fit(train, predictor):
         predictor.predict_records(columns(2) | {"price": [1.0, float("nan")]})
 
 
-def test_exports_that_do_not_fit(model, train, predictor, path, tmp_path):
+def test_exports_that_do_not_fit(model, train, tmp_path):
     other = sj.WideDeep(
         sj.WideDeepConfig(), num_dense=1, features={"user": 9}, rngs=nnx.Rngs(0)
     )
@@ -273,45 +276,43 @@ def test_exports_that_do_not_fit(model, train, predictor, path, tmp_path):
     with pytest.raises(TypeError, match="names of a click model are the clicks"):
         sj.export_predictor(model, out, names=["a"])
     assert not list(tmp_path.iterdir())
-    with pytest.raises(
-        ValueError, match="predicts clicks: use sparsejax.load_click_pred"
-    ):
-        sj.load_predictor(path)
 
 
-def test_settings_that_are_not_ours():
-    feature = {
-        "name": "a",
-        "num_ids": 3,
-        "first": 0,
-        "bag": 0,
-        "length": 0,
-        "drop": False,
-    }
-    weights = [{"dtype": "float8_e4m3fn", "shape": [3, 2]}]
-    good = {
-        "version": 1,
-        "num_dense": 0,
-        "schema": None,
-        "calling_convention": 9,
-        "stacks": [{"bags": 1, "features": [feature]}],
-        "programs": [1],
-        "weights": weights,
-    }
-    assert ClickSettings.of(good).stacks[0].features[0].num_ids == 3
+def test_settings_that_are_not_ours(path):
+    with zipfile.ZipFile(path) as parts:
+        good = json.loads(parts.read("predictor.json"))
+        names = {
+            n: np.array(v) for n, v in json.loads(parts.read("names.json")).items()
+        }
+
+    def read(document):
+        return predictor_files.model_of(Signature.from_json(document), names)
+
+    stack, *others = good["stacks"]
+    feature, *rest = stack["features"]
+    assert read(good).num_dense == 2
+    dense, *tables = good["inputs"]
     for changed in (
-        *({"version": 2}, {"num_dense": -1}, {"stacks": []}, {"schema": {}}),
+        *({"version": 2}, {"stacks": []}, {"schema": {}}, {"kind": "items"}),
+        *({"inputs": []}, {"inputs": tables}, {"inputs": [dense]}, {"outputs": []}),
+        {"inputs": [dense | {"shape": [3]}, *tables]},
+        {"inputs": [dense | {"shape": [1, 1]}, *tables]},
+        {"inputs": [dense | {"sparse": True}, *tables]},
         {"stacks": [{"bags": 1, "features": []}]},
+        {"stacks": [stack | {"bags": stack["bags"] + 1}, *others]},
         *(
-            {"stacks": [{"bags": 1, "features": [feature | f]}]}
+            {"stacks": [stack | {"features": [feature | f, *rest]}, *others]}
             for f in (
-                {"bag": 1},
-                {"length": 2},
+                {"bag": 100},
+                {"bag": -1},
+                {"length": 100},
                 {"drop": 0},
                 {"num_ids": 0},
+                {"num_ids": 2**31},
                 {"name": 1},
+                {"name": "other"},
             )
         ),
     ):
         with pytest.raises(ValueError):
-            ClickSettings.of(good | changed)
+            read(good | changed)

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def of_items(folder):
     path = export(folder / "items.predictor")
-    return path, sj.load_predictor, lambda p: p.recommend(ROWS).scores
+    return path, lambda p: p.recommend(ROWS).scores
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def of_clicks(folder):
     model = sj.WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
     sj.export_predictor(model, path, names=clicks, batch_size=1)
     records = {"city": CATEGORIES[:2]}
-    return path, sj.load_click_predictor, lambda p: p.predict_records(records)
+    return path, lambda p: p.predict_records(records)
 
 
 @pytest.fixture(params=["items", "clicks"])
@@ -68,8 +68,8 @@ def loading(request):
 
 
 def test_it_is_printed_in_a_line(loading):
-    path, load, _ = loading
-    text = repr(load(path))
+    path, _ = loading
+    text = repr(sj.load_predictor(path))
     assert len(text) < 150 and "\n" not in text
     assert "rows=[1]" in text
     assert "with names" in text or "with schema" in text
@@ -77,9 +77,9 @@ def test_it_is_printed_in_a_line(loading):
 
 @pytest.mark.parametrize("copied", [lambda p: pickle.loads(pickle.dumps(p)), copy.copy])
 def test_it_is_pickled_as_its_path(loading, copied, monkeypatch):
-    path, load, answer = loading
+    path, answer = loading
     monkeypatch.chdir(path.parent)
-    predictor = load(path.name)
+    predictor = sj.load_predictor(path.name)
     assert len(pickle.dumps(predictor)) < 1000
     monkeypatch.chdir("/")  # the other process may be anywhere
     again = copied(predictor)
@@ -105,8 +105,8 @@ def test_without_a_file_it_is_not_pickled():
 
 
 def test_a_forked_process_says_so(loading):
-    path, load, answer = loading
-    predictor = load(path)
+    path, answer = loading
+    predictor = sj.load_predictor(path)
     answer(predictor)
 
     def fails(call):
@@ -117,7 +117,7 @@ def test_a_forked_process_says_so(loading):
         sys.stderr = None
         fails(lambda: answer(predictor))
         fails(lambda: predictor.warm_up())
-        fails(lambda: load(path))
+        fails(lambda: sj.load_predictor(path))
         os._exit(7)
 
     with warnings.catch_warnings():

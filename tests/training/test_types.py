@@ -150,7 +150,7 @@ def test_clicks(config, flagged, tmp_path):
     sj.evaluate(model, data, groups="user")
     sj.predict_clicks(model, data)
     sj.export_predictor(model, tmp_path / "p", names=data, batch_size=1)
-    sj.load_click_predictor(tmp_path / "p").predict(data)
+    sj.load_predictor(tmp_path / "p").predict(data)
 
 
 def test_a_loop_of_ones_own(flagged):

@@ -1,0 +1,235 @@
+"""What predictors of clicks do: the probability of a click of each example."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.special
+
+from sparsejax.data.click_records import examples_of
+from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.names import Names
+from sparsejax.prediction.loop import check_positive
+from sparsejax.prediction.runtime import Entries, Programs, room_for
+from sparsejax.prediction.signature import LABEL, ClickStack, Signature, of_clicks
+from sparsejax.sparse import CSR, as_int32, host_rows
+
+Ids = np.ndarray | CSR
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Clicks:
+    """Predicts clicks; see `Predictor` for its methods.
+
+    Attributes:
+      num_dense: number of dense columns.
+      stacks: how the ids of features become rows of the tables.
+      schema: what the columns of records are; None if the file does not say.
+      vocabularies: for each `VocabularyColumn` its categories.
+    """
+
+    num_dense: int
+    stacks: tuple[ClickStack, ...]
+    schema: ClickSchema | None
+    vocabularies: Mapping[str, Names]
+
+    @classmethod
+    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Clicks:
+        """Reads what `of_clicks` made.
+
+        Raises:
+          ValueError: this is something else, or the schema's ids are not those of the
+            tables.
+        """
+        stacks, schema = signature.stacks, signature.schema
+        num_dense = sum(signature.inputs[0].shape) if signature.inputs else 0
+        wanted = of_clicks(num_dense, stacks)
+        if not stacks or wanted != {name: getattr(signature, name) for name in wanted}:
+            raise ValueError(f"{LABEL} is not that of a click model")
+        if schema is not None:
+            _check_schema(schema, num_dense, stacks, vocabularies)
+        return cls(num_dense, stacks, schema, vocabularies)
+
+    def __str__(self) -> str:
+        schema = "without schema" if self.schema is None else "with schema"
+        features = sum(len(stack.features) for stack in self.stacks)
+        return f"num_dense={self.num_dense}, features={features}, {schema}"
+
+    def predict(
+        self,
+        programs: Programs,
+        clicks: ClickDataset | np.ndarray,
+        ids: Mapping[str, Ids] | None,
+    ) -> np.ndarray:
+        """The probability of a click of each example."""
+        if isinstance(clicks, ClickDataset):
+            if ids is not None:
+                raise ValueError("a data set has ids: leave out ids")
+            dense, ids = clicks.dense, clicks.ids
+        elif ids is None:
+            raise ValueError("dense columns need ids: predict(dense, ids)")
+        else:
+            dense = np.asarray(clicks, np.float32)
+        if dense.ndim != 2 or dense.shape[1] != self.num_dense:
+            raise ValueError(
+                f"dense must be [n, {self.num_dense}], got the shape {dense.shape}"
+            )
+        self._check(ids, len(dense))
+        found = np.empty(len(dense), np.float32)
+        batches = programs.batches(len(dense))
+        results = [
+            self._logits(
+                programs,
+                size,
+                dense[part],
+                {name: _rows(each, part) for name, each in ids.items()},
+                part.start,
+            )
+            for size, part in batches
+        ]
+        for (_, part), result in zip(batches, results, strict=True):
+            found[part] = np.asarray(result)[: part.stop - part.start]
+        if np.isnan(found).any():
+            raise FloatingPointError(
+                f"the model gives NaN for example {int(np.isnan(found).argmax()):,}; its "
+                "weights or the numbers of the example are not finite"
+            )
+        return scipy.special.expit(found)
+
+    def predict_records(self, programs: Programs, records: Any) -> np.ndarray:
+        """The probability of a click of each record."""
+        if self.schema is None:
+            raise ValueError(
+                "this predictor has no schema; export it with names=train, or use predict"
+            )
+        dense, ids = examples_of(records, self.schema, self.vocabularies)
+        return self.predict(programs, dense, ids)
+
+    def warm_up(self, programs: Programs, *, rows: int) -> None:
+        """Compiles and runs what requests of so many rows need."""
+        check_positive(rows=rows)
+        for size in programs.sizes_up_to(rows):
+            dense = np.zeros((size, self.num_dense), np.float32)
+            none = dict.fromkeys(self._names, np.full(size, -1, np.int32))
+            jax.block_until_ready(self._logits(programs, size, dense, none))
+
+    @property
+    def _names(self) -> set[str]:
+        return {f.name for stack in self.stacks for f in stack.features}
+
+    def _check(self, ids: Mapping[str, Ids], rows: int) -> None:
+        """Raises unless there are ids of each feature, of the right types and shapes."""
+        names = self._names
+        if ids.keys() != names:
+            missing, unknown = names - ids.keys(), ids.keys() - names
+            what = f"lack {sorted(missing)}" if missing else f"have {sorted(unknown)}"
+            raise ValueError(f"the features are {sorted(names)}, but the ids {what}")
+        for name, each in ids.items():
+            flat = each.indices if isinstance(each, CSR) else each
+            if getattr(flat, "dtype", None) != np.int32:
+                raise TypeError(
+                    f"ids of feature {name!r} must be arrays of int32 or a CSR"
+                )
+            if isinstance(each, CSR) and each.data is not None:
+                raise ValueError(
+                    f"ids of feature {name!r} have weights; predictors take none"
+                )
+            if not isinstance(each, CSR) and flat.ndim not in (1, 2):
+                raise ValueError(
+                    f"ids of feature {name!r} must be [n] or [n, m], got the shape "
+                    f"{flat.shape}"
+                )
+            if each.shape[0] != rows:
+                raise ValueError(
+                    f"feature {name!r} has {each.shape[0]:,} examples, but dense has {rows:,}"
+                )
+
+    def _logits(
+        self,
+        programs: Programs,
+        size: int,
+        dense: np.ndarray,
+        ids: Mapping[str, Ids],
+        first: int = 0,
+    ) -> jax.Array:
+        """Logits of a batch, whose first example has this number. Does not wait for them."""
+        packed = [_packed(stack, size, ids, first) for stack in self.stacks]
+        least = max(size * stack.bags for stack in self.stacks)
+        room = room_for(max(len(entries.indices) for entries in packed), least)
+        (found,) = programs.run(size, [dense, *packed], room)
+        return found
+
+
+def _check_schema(
+    schema: ClickSchema,
+    num_dense: int,
+    stacks: Sequence[ClickStack],
+    vocabularies: Mapping[str, Names],
+) -> None:
+    """Raises ValueError unless the schema's ids are those of the tables."""
+    columns = schema.ids.items()
+    known = {name for name, c in columns if isinstance(c, VocabularyColumn)}
+    if known != vocabularies.keys() or len(schema.dense) != num_dense:
+        raise ValueError("the schema does not fit the vocabularies or num_dense")
+    sizes = num_ids(schema, vocabularies)
+    for feature in (f for stack in stacks for f in stack.features):
+        if sizes.get(feature.name) != feature.num_ids:
+            raise ValueError(
+                f"the schema has {sizes.get(feature.name)} ids of {feature.name!r}, but "
+                f"its table {feature.num_ids:,} rows"
+            )
+
+
+def _rows(ids: Ids, part: slice) -> Ids:
+    if isinstance(ids, CSR):
+        return host_rows(ids, np.arange(part.start, part.stop))
+    return np.asarray(ids[part])
+
+
+def _packed(
+    stack: ClickStack, rows: int, ids: Mapping[str, Ids], first: int
+) -> Entries:
+    """Rows of the stack for each bag, as a matrix."""
+    bags, places = [], []
+    for feature in stack.features:
+        example, position, found = _entries(ids[feature.name])
+        if feature.length and (position >= feature.length).any():
+            wrong = first + int(example[np.argmax(position >= feature.length)])
+            raise ValueError(
+                f"feature {feature.name!r}, example {wrong:,}: a list of more than "
+                f"{feature.length} ids; cut it"
+            )
+        outside = (found < 0) | (found >= feature.num_ids)
+        if outside.any():
+            if not feature.drop:
+                at = int(np.argmax(outside))
+                raise ValueError(
+                    f"feature {feature.name!r}, example {first + example[at]:,}: there is no id "
+                    f"{found[at]}; ids are below {feature.num_ids:,}"
+                )
+            example, position, found = (a[~outside] for a in (example, position, found))
+        bag = feature.bag + (position if feature.length else 0)
+        bags.append(example * stack.bags + bag)
+        places.append(found + feature.first)
+    bag, place = np.concatenate(bags), np.concatenate(places)
+    order = np.argsort(bag, kind="stable")
+    counts = np.bincount(bag, minlength=rows * stack.bags)
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    return Entries(None, as_int32("ids", place[order]), as_int32("indptr", indptr))
+
+
+def _entries(ids: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Example, place in its list, and id of each id that is one."""
+    if isinstance(ids, CSR):
+        indptr = np.asarray(ids.indptr)
+        example = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
+        position = np.arange(len(example)) - indptr[example]
+        return example, position, np.asarray(ids.indices)[: len(example)]
+    lists = ids.reshape(len(ids), ids.shape[1] if ids.ndim == 2 else 1)
+    example, position = np.nonzero(lists != -1)
+    return example, position, lists[example, position]

@@ -1,0 +1,65 @@
+"""A model as a function of arrays, which a predictor's file can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.mesh.layout import without_mesh
+from sparsejax.nn.layers import SparseLinear, SparseOutput
+from sparsejax.nn.linear_part import LinearPart
+from sparsejax.prediction.archive import Stored
+
+
+class Portable(NamedTuple):
+    """What a kind of model gives to a predictor.
+
+    Attributes:
+      stated: what the signature says of inputs and outputs, by the names of its fields.
+      function: `(weights, inputs) -> outputs`, see `programs`.
+      weights: the function's first argument.
+      vocabularies: names, by what they are names of.
+    """
+
+    stated: dict[str, Any]
+    function: Callable[[Any, Any], Sequence[jax.Array]]
+    weights: Sequence[Stored]
+    vocabularies: Mapping[str, Sequence[str]]
+
+
+def copied(model: Any) -> Any:
+    """A copy, whose weights are the same arrays."""
+    return nnx.merge(*nnx.split(model), copy=True)
+
+
+def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
+    """What makes a model of its state, for programs of one device; and the state.
+
+    The model is changed: give a copy.
+    """
+    for _, node in nnx.iter_graph(model):
+        if isinstance(
+            node, EmbeddingCollection | LinearPart | SparseLinear | SparseOutput
+        ):
+            # A GPU program is for one platform; this program is for two.
+            node.implementation = "xla"
+        elif isinstance(node, nnx.Variable):
+            node.set_metadata(out_sharding=None)  # the program is for one device
+    graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
+    with without_mesh():
+        keys = jax.tree.map(_on_this_process, keys)
+    return lambda state: nnx.merge(graphdef, keys, state), state
+
+
+def _on_this_process(state: jax.Array) -> jax.Array:
+    """A key or a count that all processes have, on this process's devices alone."""
+    if not jax.dtypes.issubdtype(state.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(np.asarray(state))
+    words = jnp.asarray(np.asarray(jax.random.key_data(state)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))

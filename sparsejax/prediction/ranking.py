@@ -1,0 +1,362 @@
+"""What predictors of items and of histories do: the best items of each row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Self, cast
+
+import jax
+import numpy as np
+
+from sparsejax.data.names import Names, quoted
+from sparsejax.data.sequences import Histories, SequenceDataset
+from sparsejax.data.sources import (
+    Features,
+    Inputs,
+    NamedArray,
+    NamedCSR,
+    check_columns,
+    check_inputs,
+    check_same_features,
+    rows_of_inputs,
+)
+from sparsejax.prediction.histories import HISTORIES, TIMES, inputs_of, unordered
+from sparsejax.prediction.loop import check_positive, collect, rows_of
+from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.prediction.runtime import Programs, room_for
+from sparsejax.prediction.signature import (
+    LABEL,
+    Signature,
+    features_of,
+    of_ranking,
+    reads_histories,
+)
+from sparsejax.sparse import CSR, host_rows
+
+ITEMS = "items"  # the vocabulary of a file that has names
+# Room for this many entries a row, but at least so many in all.
+_ENTRIES, _LEAST_ENTRIES = 64, 256
+_NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
+
+
+def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
+    """The inputs of a program in the form that a model takes."""
+    if isinstance(features, int):
+        return CSR(*inputs[0], num_cols=features)
+    return {
+        name: CSR(*given, num_cols=size) if isinstance(size, int) else given
+        for (name, size), given in zip(features.items(), inputs, strict=True)
+    }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Items:
+    """Recommends to rows of matrices and arrays; see `Predictor` for its methods.
+
+    Attributes:
+      k: most items for a row.
+      num_features: number of input features; with several inputs a dict.
+      num_items: number of items.
+      items: their names, or None.
+    """
+
+    k: int
+    num_features: Features
+    num_items: int
+    items: Names | None
+
+    @classmethod
+    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Self:
+        """Reads what `of_ranking` made.
+
+        Raises:
+          ValueError: this is something else.
+        """
+        if not signature.inputs or not signature.outputs or signature.stacks:
+            raise ValueError(f"{LABEL} is not that of a recommender")
+        *inputs, exclude = signature.inputs
+        k, num_items = (
+            max(s.shape, default=0) for s in (signature.outputs[0], exclude)
+        )
+        features, items = features_of(inputs), vocabularies.get(ITEMS)
+        wanted = of_ranking(features, num_items, k)
+        if wanted != {name: getattr(signature, name) for name in wanted}:
+            raise ValueError(f"{LABEL} is not that of a recommender")
+        if vocabularies.keys() - {ITEMS}:
+            raise ValueError(f"there are names of {sorted(vocabularies)}, not of items")
+        if items is not None and len(items) != num_items:
+            raise ValueError(f"there are {len(items):,} names of {num_items:,} items")
+        return cls(k=k, num_features=features, num_items=num_items, items=items)
+
+    def __str__(self) -> str:
+        names = "without names" if self.items is None else "with names"
+        return (
+            f"k={self.k}, num_features={self.num_features}, num_items={self.num_items}, "
+            f"{names}"
+        )
+
+    def recommend(
+        self, programs: Programs, inputs: Any, *, k: int | None, exclude: Any
+    ) -> Recommendations:
+        """The best items for each row."""
+        if exclude is inputs:
+            exclude = "inputs"  # its name where it is the only one
+        exclude = self._excluded(exclude, inputs)
+        shown = _on_host(self._inputs(inputs))
+        x = shown.rows
+        if isinstance(x, NamedCSR) and self.num_items == self.num_features:
+            check_same_features(
+                x, NamedCSR("the predictor", x.matrix, None, self.items)
+            )
+        check_inputs(shown, self.num_features)
+        if exclude is None:
+            return self._recommend(programs, shown, k, None, None)
+        seen = _part_on_host(shown.named("exclude", exclude))
+        check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
+        if shown.alone and isinstance(x, NamedCSR):
+            check_same_features(x, seen)
+        return self._recommend(programs, shown, k, seen.matrix, rows_of(seen, x))
+
+    def recommend_names(
+        self,
+        programs: Programs,
+        histories: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        k: int | None,
+        exclude_seen: bool,
+        unknown: Literal["skip", "error"],
+    ) -> list[str] | list[list[str]]:
+        """The names of the best items for histories of names."""
+        if unknown not in ("skip", "error"):
+            raise ValueError(f'unknown is "skip" or "error", got {unknown!r}')
+        if isinstance(histories, str):
+            raise TypeError(
+                f"a history is a list of names, got the string {histories!r}"
+            )
+        one = all(isinstance(part, str) for part in histories)
+        several = cast(Sequence[Sequence[str]], [histories] if one else histories)
+        self._check_names_suffice()
+        known = self._numbers_of(several, unknown)
+        matrix = self._matrix_of(known)
+        rows = np.arange(matrix.num_rows)
+        shown = self._shown(known, matrix)
+        seen = matrix if exclude_seen else None
+        found = self._recommend(programs, shown, k, seen, rows)
+        names = self.names(found)
+        return names[0] if one else names
+
+    def names(self, found: Recommendations) -> list[list[str]]:
+        """The names of recommended items."""
+        return found.names(self._item_names())
+
+    def warm_up(self, programs: Programs, *, rows: int, max_items: int = 256) -> None:
+        """Compiles and runs what requests of so many rows and entries need."""
+        check_positive(max_items=max_items, rows=rows)
+        empty = [
+            _NOTHING if row is None else np.zeros((0, *row.shape), row.dtype)
+            for row in rows_of_inputs(self.num_features)
+        ]
+        for size in programs.sizes_up_to(rows):
+            room = 0
+            while room < max_items * size:
+                room = _room(size, room + 1)
+                jax.block_until_ready(programs.run(size, [*empty, _NOTHING], room))
+        if self.items is not None:
+            _ = self._columns
+
+    def _item_names(self) -> Names:
+        if self.items is None:
+            raise ValueError(
+                "this predictor has no names; export it with names=..., or use "
+                "found.names(...)"
+            )
+        return self.items
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self._item_names().tolist())}
+
+    def _excluded(self, exclude: Any, inputs: Any) -> Any:
+        """The argument `exclude`, where `inputs` are of this kind."""
+        return exclude
+
+    def _inputs(self, inputs: Any) -> Inputs:
+        """The argument `inputs`."""
+        if isinstance(inputs, SequenceDataset):
+            raise ValueError(
+                "this predictor is not of a model of histories; pass data.to_sparse()"
+            )
+        return Inputs.of(inputs)
+
+    def _shown(self, known: list[list[int]], matrix: CSR) -> Inputs:
+        """Histories of known items as inputs."""
+        return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
+
+    def _check_names_suffice(self) -> None:
+        """Raises ValueError unless names of items are all that the model reads."""
+        if isinstance(self.num_features, Mapping):
+            raise ValueError(
+                "the predictor has several inputs; use recommend({name: source})"
+            )
+        self._item_names()
+        if self.num_features != self.num_items:
+            raise ValueError(
+                f"the predictor knows the names of its {self.num_items:,} items, not "
+                f"of its {self.num_features:,} features; use recommend with a matrix"
+            )
+
+    def _numbers_of(
+        self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
+    ) -> list[list[int]]:
+        """The numbers of the known items of each history, in its order."""
+        columns = self._columns
+        rows: list[list[int]] = []
+        missing: list[str] = []
+        for history in histories:
+            if isinstance(history, str) or not isinstance(history, Iterable):
+                raise TypeError(
+                    "expected one list of names, or a list of such lists, but one of the "
+                    f"lists is {history!r}"
+                )
+            for name in history:
+                if not isinstance(name, str):
+                    raise TypeError(f"a name is a str, got {name!r}")
+            rows.append([columns[name] for name in history if name in columns])
+            missing += [name for name in history if name not in columns]
+        if missing and unknown == "error":
+            raise ValueError(
+                f"{len(missing):,} of {sum(map(len, histories)):,} names are not items of "
+                f"the predictor: {quoted(missing)}"
+            )
+        return rows
+
+    def _matrix_of(self, histories: list[list[int]]) -> CSR:
+        """`[histories, num_items]`: which items each history has."""
+        rows = [sorted(set(history)) for history in histories]
+        indices = np.fromiter(itertools.chain(*rows), np.int32)
+        indptr = np.cumsum([0, *map(len, rows)])
+        return CSR(None, indices, indptr, num_cols=self.num_items)
+
+    def _recommend(
+        self,
+        programs: Programs,
+        shown: Inputs,
+        k: int | None,
+        seen: CSR | None,
+        seen_rows: np.ndarray | None,
+    ) -> Recommendations:
+        k = self.k if k is None else k
+        check_positive(k=k)
+        if k > self.k:
+            raise ValueError(
+                f"k is {k} but the predictor was exported for k={self.k}; export it "
+                "again with a larger k"
+            )
+        x, matrices = shown.rows, self._in_order(shown)
+        batches = programs.batches(x.num_rows)
+
+        def results() -> Iterator[Any]:
+            for size, part in batches:
+                rows = np.arange(part.start, part.stop)
+                given = [
+                    host_rows(matrix, rows) if isinstance(matrix, CSR) else matrix[rows]
+                    for matrix in matrices
+                ]
+                unwanted = _NOTHING
+                if seen is not None and seen_rows is not None:
+                    unwanted = host_rows(seen, seen_rows[rows])
+                given.append(unwanted)
+                entries = max(each.nse for each in given if isinstance(each, CSR))
+                yield programs.run(size, given, _room(size, entries))
+
+        counts = [part.stop - part.start for _, part in batches]
+        return collect(x, k, counts, results())
+
+    def _in_order(self, shown: Inputs) -> list[CSR | np.ndarray]:
+        """The inputs' matrices and arrays, in the order in which programs take them."""
+        if not isinstance(self.num_features, Mapping):
+            return [shown.matrix]
+        return [shown.parts[name].matrix for name in self.num_features]
+
+
+class Ordered(Items):
+    """Recommends to histories, whose last items a model reads in order."""
+
+    @classmethod
+    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Self:
+        found = super().of(signature, vocabularies)
+        if not reads_histories(found.num_features):
+            raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
+        return found
+
+    @property
+    def _length(self) -> int:
+        """How many items are read."""
+        assert isinstance(self.num_features, Mapping)
+        return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
+
+    @property
+    def _times(self) -> bool:
+        assert isinstance(self.num_features, Mapping)
+        return TIMES in self.num_features
+
+    def _excluded(self, exclude: Any, inputs: Any) -> Any:
+        if isinstance(inputs, SequenceDataset):
+            return unordered("exclude", exclude, inputs)
+        return exclude
+
+    def _inputs(self, inputs: Any) -> Inputs:
+        if isinstance(inputs, Mapping):
+            return Inputs.of(inputs)
+        if not isinstance(inputs, SequenceDataset):
+            raise ValueError(
+                "this predictor is of a model of histories; pass a SequenceDataset, as "
+                f"read_sequences makes it, not a {type(inputs).__name__}"
+            )
+        check_columns("inputs", inputs.num_features, self.num_items, "items")
+        if self.items is not None:
+            names = inputs.feature_names, self.items
+            both = zip(("inputs", "the predictor"), names, strict=True)
+            check_same_features(*(NamedCSR(w, _NOTHING, None, n) for w, n in both))
+        return inputs_of(inputs, self._length, times=self._times)
+
+    def _shown(self, known: list[list[int]], matrix: CSR) -> Inputs:
+        indptr = np.cumsum([0, *map(len, known)])
+        ordered = Histories(indptr, np.fromiter(itertools.chain(*known), np.int32))
+        array = NamedArray(HISTORIES, ordered.padded(self._length))
+        return Inputs({HISTORIES: array}, alone=False)
+
+    def _check_names_suffice(self) -> None:
+        self._item_names()
+        if self._times:
+            raise ValueError(
+                "the predictor also reads times; use recommend with a SequenceDataset"
+            )
+
+
+def _room(rows: int, entries: int) -> int:
+    return room_for(entries, max(_LEAST_ENTRIES, _ENTRIES * rows))
+
+
+def _on_host(inputs: Inputs) -> Inputs:
+    """The same inputs in NumPy."""
+    parts = {
+        name: _part_on_host(part) if isinstance(part, NamedCSR) else part
+        for name, part in inputs.parts.items()
+    }
+    return dataclasses.replace(inputs, parts=parts)
+
+
+def _part_on_host(part: NamedCSR) -> NamedCSR:
+    """The same input in NumPy. A matrix that was on the device is checked."""
+    matrix = part.matrix
+    if isinstance(matrix.indices, np.ndarray):
+        return part
+    data = None if matrix.data is None else np.asarray(matrix.data)
+    leaves = np.asarray(matrix.indices), np.asarray(matrix.indptr)
+    return dataclasses.replace(
+        part, matrix=CSR(data, *leaves, num_cols=matrix.num_cols)
+    )

@@ -1,0 +1,144 @@
+"""Programs on the device: which of them answer a request, and its rows as their arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import export
+
+from sparsejax.mesh.layout import without_mesh
+from sparsejax.mesh.xla_options import gpu_options
+from sparsejax.prediction.signature import Input
+from sparsejax.sparse import CSR
+
+# There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that
+# fill less than half of a program use smaller ones.
+_ROWS_STEP = 8
+# Larger rooms for entries are 4, 16, 64, ... times as large. An entry of room costs some
+# nanoseconds.
+_ROOM_STEP = 4
+
+
+def sizes_of_programs(largest: int) -> tuple[int, ...]:
+    """The numbers of rows for which a predictor has programs."""
+    sizes = [1]
+    while sizes[-1] * _ROWS_STEP < largest:
+        sizes.append(sizes[-1] * _ROWS_STEP)
+    return (*sizes, largest) if largest > 1 else (1,)
+
+
+def sizes_for(rows: int, programs: Collection[int]) -> list[int]:
+    """The sizes of the programs for a number of rows.
+
+    All but the last are full; the last is at least half full.
+    """
+    sizes = []
+    while rows > 0:
+        fits = min((s for s in programs if rows <= s <= 2 * rows), default=None)
+        size = fits or max(s for s in programs if s <= rows)
+        sizes.append(size)
+        rows -= size
+    return sizes
+
+
+def room_for(entries: int, least: int) -> int:
+    """The smallest room for these entries. There are few sizes of rooms."""
+    room = least
+    while room < entries:
+        room *= _ROOM_STEP
+    return room
+
+
+class Entries(NamedTuple):
+    """A matrix as a `CSR` has it, whose entries are in any order within a row."""
+
+    data: np.ndarray | None
+    indices: np.ndarray
+    indptr: np.ndarray
+
+
+Rows = CSR | Entries | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a predictor, each compiled when it is first needed.
+
+    Attributes:
+      inputs: their second argument.
+      by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
+        `prediction.programs`. Each is compiled for some numbers of entries.
+      weights: their first argument, on the device.
+    """
+
+    inputs: tuple[Input, ...]
+    by_rows: dict[int, Callable[..., Any]]
+    weights: list[jax.Array]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: tuple[Input, ...],
+        programs: Mapping[int, export.Exported],
+        weights: Iterable[np.ndarray],
+    ) -> Programs:
+        """Puts weights on the device."""
+        options = dict(gpu_options()) or None
+        compiled: dict[int, Callable[..., Any]] = {
+            rows: jax.jit(program.call, compiler_options=options)
+            for rows, program in programs.items()
+        }
+        return cls(inputs, compiled, jax.device_put(list(weights)))
+
+    def batches(self, rows: int) -> list[tuple[int, slice]]:
+        """The sizes of the programs for a number of rows, and the rows of each."""
+        sizes = sizes_for(rows, self.by_rows)
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            (size, slice(start, min(start + size, rows)))
+            for size, start in zip(sizes, starts, strict=False)
+        ]
+
+    def sizes_up_to(self, rows: int) -> list[int]:
+        """The sizes of all programs that requests of at most so many rows use."""
+        most = min(rows, max(self.by_rows))
+        sizes = (sizes_for(n, self.by_rows) for n in range(1, most + 1))
+        return sorted({*itertools.chain(*sizes)})
+
+    def run(self, size: int, given: Sequence[Rows], room: int) -> Any:
+        """The outputs for a batch. Does not wait for them.
+
+        Args:
+          size: of the program.
+          given: for each input at most so many rows of it, on the host.
+          room: for entries, at least those of each matrix.
+        """
+        pairs = zip(self.inputs, given, strict=True)
+        arguments = [_argument(like, each, size, room) for like, each in pairs]
+        with without_mesh():  # programs are for one device
+            return self.by_rows[size](self.weights, arguments)
+
+
+def _argument(like: Input, given: Rows, rows: int, room: int) -> Any:
+    """Rows of an input, filled up with empty ones, in the dtype of the program."""
+    if isinstance(given, np.ndarray):
+        return _padded(given.astype(like.dtype, copy=False), rows, like.dtype)
+    indptr = np.asarray(given.indptr)
+    more = (0, rows * like.bags + 1 - len(indptr))
+    indptr = np.pad(indptr, more, mode="edge").astype(np.int32)
+    indices = _padded(np.asarray(given.indices), room, np.int32)
+    if like.dtype is None:
+        return indices, indptr
+    data = np.ones(len(given.indices)) if given.data is None else given.data
+    return _padded(data, room, like.dtype), indices, indptr
+
+
+def _padded(array, room: int, dtype) -> np.ndarray:
+    padded = np.zeros((room, *np.shape(array)[1:]), dtype)
+    padded[: len(array)] = array
+    return padded

@@ -1,0 +1,265 @@
+"""What the file of a predictor says of its programs, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import codec
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.sources import Features, dense_row
+from sparsejax.prediction.histories import HISTORIES
+
+VERSION = 3
+LABEL = "the signature"  # what messages call it
+Kind = Literal["items", "histories", "clicks"]
+Platform = Literal["cpu", "cuda"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for
+
+_MOST_PROGRAMS = 64  # far above what `sizes_of_programs` gives
+_DTYPES = {
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+    *(f"float{bits}" for bits in (16, 32, 64)),
+    *("bfloat16", "bool", "float8_e4m3fn"),
+}
+
+
+def _check_sizes(sizes: Sequence[int], least: int) -> None:
+    """Raises ValueError unless sizes are an int32 and not too small."""
+    if not all(least <= size < 2**31 for size in sizes):
+        raise ValueError(f"a size of {[*sizes]}; expected {least} or more, below 2^31")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Array:
+    """An array of weights.
+
+    Attributes:
+      dtype: its name.
+      shape: of the array.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"an array of dtype {self.dtype!r}")
+        _check_sizes(self.shape, 0)
+
+    @classmethod
+    def of(cls, array: jax.ShapeDtypeStruct | jax.Array) -> Array:
+        """What describes an array."""
+        return cls(dtype=jnp.dtype(array.dtype).name, shape=array.shape)
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """The same as JAX has it."""
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output(Array):
+    """A result of the programs; dtype and shape are those of a row of it."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Input:
+    """An argument of the programs.
+
+    Attributes:
+      name: None for the only input of a model that has no names for them.
+      shape: of a row. Of a sparse one the number of columns, after the number of bags if
+        there are several rows of a matrix for each row of a request.
+      dtype: of the values; None if a sparse one has no values.
+      sparse: whether it comes as a CSR.
+    """
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: str | None
+    sparse: bool
+
+    def __post_init__(self) -> None:
+        if self.sparse:
+            _check_sizes(self.shape, 1)
+            if self.dtype not in ("float32", None) or not 1 <= len(self.shape) <= 2:
+                raise ValueError(f"a sparse input of {self.dtype} and {self.shape}")
+        else:
+            Array(dtype=str(self.dtype), shape=self.shape)
+
+    @property
+    def bags(self) -> int:
+        """Rows of the matrix for each row of a request."""
+        return self.shape[0] if self.sparse and len(self.shape) == 2 else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickFeature:
+    """Ids that a stack of tables is read by.
+
+    Attributes:
+      name: of the feature.
+      num_ids: of its table.
+      first: the row of its id 0 in the stack.
+      bag: its first bag among the bags of an example.
+      length: number of its bags if it stays in order; 0 if it is one bag.
+      drop: whether ids outside the table are left out; else they are an error.
+    """
+
+    name: str
+    num_ids: int
+    first: int
+    bag: int
+    length: int
+    drop: bool
+
+    def __post_init__(self) -> None:
+        _check_sizes([self.num_ids], 1)
+        _check_sizes([self.first, self.bag, self.length, self.first + self.num_ids], 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickStack:
+    """Tables that lie below each other.
+
+    Attributes:
+      bags: of an example.
+      features: that read them.
+    """
+
+    bags: int
+    features: tuple[ClickFeature, ...]
+
+    def __post_init__(self) -> None:
+        last = [f.bag + max(f.length, 1) for f in self.features]
+        if not last or max(last) > self.bags:
+            raise ValueError("a stack whose features do not fit in it")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its tables that ids can name."""
+        return max(f.first + f.num_ids for f in self.features)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a predictor takes and gives, and the arguments of its programs.
+
+    Attributes:
+      kind: what a row of a request is.
+      inputs: the programs' second argument.
+      outputs: their results.
+      weights: their first argument.
+      rows: for each program how many rows it takes.
+      platforms: that the programs run on.
+      calling_convention: of the programs, see `jax.export`.
+      jax: the version that wrote them.
+      stacks: of clicks, how the ids of features become rows of tables.
+      schema: of clicks, what the columns of records are; None if the file does not say.
+    """
+
+    kind: Kind
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    weights: tuple[Array, ...]
+    rows: tuple[int, ...]
+    platforms: tuple[Platform, ...]
+    calling_convention: int
+    jax: str
+    stacks: tuple[ClickStack, ...] = ()
+    schema: ClickSchema | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.rows, 1)
+        if not 1 <= len(self.rows) <= _MOST_PROGRAMS:
+            raise ValueError(f"{len(self.rows)} programs")
+        if not self.platforms or len({*self.platforms}) < len(self.platforms):
+            raise ValueError(f"the platforms {self.platforms}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The signature as a JSON object, for `from_json`."""
+        document = dataclasses.asdict(dataclasses.replace(self, schema=None))
+        if self.schema is not None:
+            document["schema"] = self.schema.to_json()
+        return {"version": VERSION} | document
+
+    @classmethod
+    def from_json(cls, document: object) -> Signature:
+        """Reads what `to_json` made.
+
+        Raises:
+          ValueError: it is not such an object.
+        """
+        stated = codec.without_version(document, VERSION, LABEL)
+        if stated.get("schema") is not None:
+            stated["schema"] = ClickSchema.from_json(stated["schema"])
+        return codec.read(cls, stated, LABEL)
+
+
+def of_ranking(features: Features, num_items: int, k: int) -> dict[str, Any]:
+    """Inputs and outputs of a signature: ids and scores of `k` items for each row."""
+    sizes = {None: features} if isinstance(features, int) else features
+    exclude = Input(name="exclude", shape=(num_items,), dtype=None, sparse=True)
+    outputs = (("ids", "int32"), ("scores", "float32"))
+    return {
+        "inputs": (*itertools.starmap(_input, sizes.items()), exclude),
+        "outputs": tuple(Output(name=n, dtype=d, shape=(k,)) for n, d in outputs),
+    }
+
+
+def _input(name: str | None, size: Any) -> Input:
+    if isinstance(size, int):
+        return Input(name=name, shape=(size,), dtype="float32", sparse=True)
+    row = dense_row(size)
+    dtype = jnp.dtype(row.dtype).name
+    return Input(name=name, shape=row.shape, dtype=dtype, sparse=False)
+
+
+def features_of(inputs: Sequence[Input]) -> Features:
+    """`num_features` of the model that has these inputs, besides what it excludes.
+
+    Raises:
+      ValueError: no model has them.
+    """
+    sizes = {
+        i.name: i.shape[0] if i.sparse else jax.ShapeDtypeStruct(i.shape, i.dtype)
+        for i in inputs
+    }
+    if None not in sizes and sizes:
+        return cast(Features, sizes)
+    if len(inputs) != 1 or not inputs[0].sparse:
+        raise ValueError("expected an input, or several with names")
+    return cast(int, sizes[None])
+
+
+def reads_histories(features: Features) -> bool:
+    """Whether a model with these features reads the last items of a history."""
+    row = features.get(HISTORIES) if isinstance(features, Mapping) else None
+    return isinstance(row, jax.ShapeDtypeStruct) and len(row.shape) == 1
+
+
+def of_clicks(num_dense: int, stacks: Sequence[ClickStack]) -> dict[str, Any]:
+    """Inputs and outputs of a signature: a logit for each example."""
+    dense = Input(name="dense", shape=(num_dense,), dtype="float32", sparse=False)
+    tables = (
+        Input(name=f"ids {i}", shape=(s.bags, s.num_rows), dtype=None, sparse=True)
+        for i, s in enumerate(stacks)
+    )
+    return {
+        "inputs": (dense, *tables),
+        "outputs": (Output(name="logits", dtype="float32", shape=()),),
+    }
