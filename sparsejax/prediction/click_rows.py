@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,23 +28,27 @@ class Clicks:
     """Predicts clicks; see `Predictor` for its methods.
 
     Attributes:
+      programs: of the predictor.
       num_dense: number of dense columns.
       stacks: how the ids of features become rows of the tables.
       schema: what the columns of records are; None if the file does not say.
       vocabularies: for each `VocabularyColumn` its categories.
     """
 
+    programs: Programs
     num_dense: int
     stacks: tuple[ClickStack, ...]
     schema: ClickSchema | None
     vocabularies: Mapping[str, Names]
 
     @classmethod
-    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Clicks:
-        """Reads what `of_clicks` made.
+    def of(
+        cls, signature: Signature, vocabularies: Mapping[str, Names]
+    ) -> Callable[[Programs], Clicks]:
+        """What makes one of its programs, if the signature is as `of_clicks` makes it.
 
         Raises:
-          ValueError: this is something else, or the schema's ids are not those of the
+          ValueError: it is another one, or the schema's ids are not those of the
             tables.
         """
         stacks, schema = signature.stacks, signature.schema
@@ -53,7 +58,8 @@ class Clicks:
             raise ValueError(f"{LABEL} is not that of a click model")
         if schema is not None:
             _check_schema(schema, num_dense, stacks, vocabularies)
-        return cls(num_dense, stacks, schema, vocabularies)
+        facts = {"num_dense": num_dense, "stacks": stacks, "schema": schema}
+        return functools.partial(cls, vocabularies=vocabularies, **facts)
 
     def __str__(self) -> str:
         schema = "without schema" if self.schema is None else "with schema"
@@ -62,7 +68,6 @@ class Clicks:
 
     def predict(
         self,
-        programs: Programs,
         clicks: ClickDataset | np.ndarray,
         ids: Mapping[str, Ids] | None,
     ) -> np.ndarray:
@@ -81,10 +86,9 @@ class Clicks:
             )
         self._check(ids, len(dense))
         found = np.empty(len(dense), np.float32)
-        batches = programs.batches(len(dense))
+        batches = self.programs.batches(len(dense))
         results = [
             self._logits(
-                programs,
                 size,
                 dense[part],
                 {name: _rows(each, part) for name, each in ids.items()},
@@ -101,22 +105,22 @@ class Clicks:
             )
         return scipy.special.expit(found)
 
-    def predict_records(self, programs: Programs, records: Any) -> np.ndarray:
+    def predict_records(self, records: Any) -> np.ndarray:
         """The probability of a click of each record."""
         if self.schema is None:
             raise ValueError(
                 "this predictor has no schema; export it with names=train, or use predict"
             )
         dense, ids = examples_of(records, self.schema, self.vocabularies)
-        return self.predict(programs, dense, ids)
+        return self.predict(dense, ids)
 
-    def warm_up(self, programs: Programs, *, rows: int) -> None:
+    def warm_up(self, *, rows: int) -> None:
         """Compiles and runs what requests of so many rows need."""
         check_positive(rows=rows)
-        for size in programs.sizes_up_to(rows):
+        for size in self.programs.sizes_up_to(rows):
             dense = np.zeros((size, self.num_dense), np.float32)
             none = dict.fromkeys(self._names, np.full(size, -1, np.int32))
-            jax.block_until_ready(self._logits(programs, size, dense, none))
+            jax.block_until_ready(self._logits(size, dense, none))
 
     @property
     def _names(self) -> set[str]:
@@ -150,18 +154,13 @@ class Clicks:
                 )
 
     def _logits(
-        self,
-        programs: Programs,
-        size: int,
-        dense: np.ndarray,
-        ids: Mapping[str, Ids],
-        first: int = 0,
+        self, size: int, dense: np.ndarray, ids: Mapping[str, Ids], first: int = 0
     ) -> jax.Array:
         """Logits of a batch, whose first example has this number. Does not wait for them."""
         packed = [_packed(stack, size, ids, first) for stack in self.stacks]
         least = max(size * stack.bags for stack in self.stacks)
         room = room_for(max(len(entries.indices) for entries in packed), least)
-        (found,) = programs.run(size, [dense, *packed], room)
+        (found,) = self.programs.run(size, [dense, *packed], room)
         return found
 
 

@@ -10,17 +10,20 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.names import Names
 from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import Features, Sources
+from sparsejax.data.sources import Sources
 from sparsejax.prediction import archive
 from sparsejax.prediction.histories import Unordered
 from sparsejax.prediction.recommendations import Recommendations
-from sparsejax.prediction.runtime import Programs
 from sparsejax.prediction.signature import Signature
 from sparsejax.sparse import CSR
+
+# Attributes that predictors of some kinds have.
+_FACTS = {
+    *("k", "num_features", "num_items", "items"),
+    *("num_dense", "schema", "vocabularies"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -64,62 +67,41 @@ class Predictor:
     Attributes:
       signature: its `kind` ("items", "histories" or "clicks"), and the names, dtypes and
         shapes of what its programs take and give.
+      k: of items and histories, the most items that can be recommended to a row.
+      num_features: of items and histories, number of input features; with several inputs a
+        dict, as the model has it.
+      num_items: of items and histories, number of items that are scored.
+      items: of items and histories, names of the items, or None.
+      num_dense: of clicks, number of dense columns.
+      schema: of clicks, what the columns of records are; None if the file has none.
+      vocabularies: of clicks, for each `VocabularyColumn` its categories.
       model: what a predictor of this kind does.
-      programs: run on the device.
       again: loads the same file again, see `archive.again`; or None.
     """
 
     signature: Signature
     model: Any
-    programs: Programs
     again: Callable[[], Predictor] | None = None
 
     def __repr__(self) -> str:
-        rows = sorted(self.programs.by_rows)
+        rows = sorted(self.signature.rows)
         return f"Predictor({self.signature.kind}, {self.model}, rows={rows})"
 
     def __reduce__(self):
         return archive.pickled(self.again)
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FACTS:
+            text = f"'Predictor' object has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=self)
+        if name not in vars(self.model):
+            raise AttributeError(self._lacks(name), name=name, obj=self)
+        return vars(self.model)[name]
+
     @property
     def weights(self) -> list[jax.Array]:
-        """The weights, on the device."""
-        return self.programs.weights
-
-    @property
-    def k(self) -> int:
-        """Most items that can be recommended to a row."""
-        return self._fact("k")
-
-    @property
-    def num_features(self) -> Features:
-        """Number of input features; with several inputs a dict, as the model has it."""
-        return self._fact("num_features")
-
-    @property
-    def num_items(self) -> int:
-        """Number of items that are scored."""
-        return self._fact("num_items")
-
-    @property
-    def items(self) -> Names | None:
-        """Names of the items, or None."""
-        return self._fact("items")
-
-    @property
-    def num_dense(self) -> int:
-        """Number of dense columns of clicks."""
-        return self._fact("num_dense")
-
-    @property
-    def schema(self) -> ClickSchema | None:
-        """What the columns of records of clicks are; None if the file has none."""
-        return self._fact("schema")
-
-    @property
-    def vocabularies(self) -> Mapping[str, Names]:
-        """For each `VocabularyColumn` of clicks its categories."""
-        return self._fact("vocabularies")
+        """The first argument of the programs, on the device."""
+        return self.model.programs.weights
 
     def recommend(
         self,
@@ -149,7 +131,7 @@ class Predictor:
           ValueError: `inputs` or `exclude` does not fit the model, or they do not fit
             each other; `k` is too large; the predictor is of clicks.
         """
-        return self._do("recommend")(inputs, k=k, exclude=exclude)
+        return self._method("recommend")(inputs, k=k, exclude=exclude)
 
     @overload
     def recommend_names(
@@ -213,7 +195,7 @@ class Predictor:
             is too large.
         """
         options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen}
-        return self._do("recommend_names")(histories, unknown=unknown, **options)
+        return self._method("recommend_names")(histories, unknown=unknown, **options)
 
     def names(self, found: Recommendations) -> list[list[str]]:
         """The names of the recommended items of each row.
@@ -246,7 +228,7 @@ class Predictor:
           ValueError: features are missing or unknown, shapes do not fit, an id is outside
             its table, or the predictor is not of clicks.
         """
-        return self._do("predict")(clicks, ids)
+        return self._method("predict")(clicks, ids)
 
     def predict_records(self, records: Any) -> Float[np.ndarray, "examples"]:
         """The probability of a click of each record, from what its columns hold.
@@ -265,7 +247,7 @@ class Predictor:
           ValueError: a column is missing or has a value that it may not have, or the
             predictor has no schema or is not of clicks.
         """
-        return self._do("predict_records")(records)
+        return self._method("predict_records")(records)
 
     def warm_up(self, *, max_items: int | None = None, rows: int = 1) -> None:
         """Compiles and runs all programs that small requests need, before the first one.
@@ -280,30 +262,18 @@ class Predictor:
         Raises:
           ValueError: an argument is not positive, or of no use.
         """
-        if max_items is None:
-            self._do("warm_up")(rows=rows)
-            return
-        if self.signature.kind == "clicks":
+        options = {} if max_items is None else {"max_items": max_items}
+        if options and self.signature.kind == "clicks":
             raise ValueError("max_items is of no use for clicks: leave it out")
-        self._do("warm_up")(rows=rows, max_items=max_items)
-
-    def _do(self, name: str) -> Callable[..., Any]:
-        """A method of this kind that runs programs."""
-        archive.check_process()
-        method = self._method(name)
-        return lambda *given, **options: method(self.programs, *given, **options)
+        self._method("warm_up")(rows=rows, **options)
 
     def _method(self, name: str) -> Callable[..., Any]:
+        """What the kind does for a method."""
+        archive.check_process()
         found = getattr(self.model, name, None)
         if found is None:
             raise ValueError(self._lacks(name))
         return found
-
-    def _fact(self, name: str) -> Any:
-        try:
-            return getattr(self.model, name)
-        except AttributeError as error:
-            raise AttributeError(self._lacks(name), name=name, obj=self) from error
 
     def _lacks(self, name: str) -> str:
         kind = self.signature.kind

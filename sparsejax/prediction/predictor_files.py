@@ -15,10 +15,9 @@ import importlib
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import export
 
 from sparsejax.data.names import Names, as_names
@@ -126,34 +125,24 @@ def predictor_identity(path: str | os.PathLike[str]) -> str:
 
 
 def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
-    with archive.reading(path):
-        signature, model, code, weights = _read(file)
-        again = archive.again(load_same_predictor, path, file)
-    return Predictor(
-        signature=signature,
-        model=model,
-        programs=Programs.of(signature.inputs, code, weights),
-        again=again,
-    )
-
-
-def _read(
-    file: io.BufferedReader,
-) -> tuple[Signature, Any, dict[int, export.Exported], list[np.ndarray]]:
     length = os.fstat(file.fileno()).st_size
-    with zipfile.ZipFile(file) as parts:
-        signature, vocabularies = read_signature(parts, length)
-        model = model_of(signature, vocabularies)
+    with archive.reading(path), zipfile.ZipFile(file) as parts:
+        signature, names = read_signature(parts, length)
+        model = model_of(signature, names)
         code = {
             rows: programs.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
         }
         weights = archive.read_weights(parts, signature.weights, length)
-    return signature, model, code, weights
+        again = archive.again(load_same_predictor, path, file)
+    runtime = Programs.of(signature.inputs, code, weights)
+    return Predictor(signature=signature, model=model(runtime), again=again)
 
 
-def model_of(signature: Signature, vocabularies: Mapping[str, Names]) -> Any:
-    """What a predictor of this kind does.
+def model_of(
+    signature: Signature, vocabularies: Mapping[str, Names]
+) -> Callable[[Programs], Any]:
+    """What makes a `Predictor.model` of its programs.
 
     Raises:
       ValueError: no model of the kind has this signature, or these names.

@@ -30,7 +30,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters.mlir import lower_fun, make_ir_context
 
 from sparsejax.mesh.layout import without_mesh
-from sparsejax.prediction.signature import Input, Signature
+from sparsejax.prediction.signature import Array, Signature
 
 _BYTECODE = b"ML\xefR"  # first bytes; MLIR would also read text
 
@@ -62,7 +62,7 @@ def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
     (entries,) = export.symbolic_shape("entries")
     indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
 
-    def argument(given: Input) -> Any:
+    def argument(given: Array) -> Any:
         if not given.sparse:
             return jax.ShapeDtypeStruct((rows, *given.shape), jnp.dtype(given.dtype))
         indptr = jax.ShapeDtypeStruct((rows * given.bags + 1,), jnp.int32)

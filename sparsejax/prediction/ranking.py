@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
 import jax
@@ -21,7 +21,6 @@ from sparsejax.data.sources import (
     check_columns,
     check_inputs,
     check_same_features,
-    rows_of_inputs,
 )
 from sparsejax.prediction.histories import HISTORIES, TIMES, inputs_of, unordered
 from sparsejax.prediction.loop import check_positive, collect, rows_of
@@ -57,23 +56,27 @@ class Items:
     """Recommends to rows of matrices and arrays; see `Predictor` for its methods.
 
     Attributes:
+      programs: of the predictor.
       k: most items for a row.
       num_features: number of input features; with several inputs a dict.
       num_items: number of items.
       items: their names, or None.
     """
 
+    programs: Programs
     k: int
     num_features: Features
     num_items: int
     items: Names | None
 
     @classmethod
-    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Self:
-        """Reads what `of_ranking` made.
+    def of(
+        cls, signature: Signature, vocabularies: Mapping[str, Names]
+    ) -> Callable[[Programs], Self]:
+        """What makes one of its programs, if the signature is as `of_ranking` makes it.
 
         Raises:
-          ValueError: this is something else.
+          ValueError: it is another one, or there are other names.
         """
         if not signature.inputs or not signature.outputs or signature.stacks:
             raise ValueError(f"{LABEL} is not that of a recommender")
@@ -89,7 +92,8 @@ class Items:
             raise ValueError(f"there are names of {sorted(vocabularies)}, not of items")
         if items is not None and len(items) != num_items:
             raise ValueError(f"there are {len(items):,} names of {num_items:,} items")
-        return cls(k=k, num_features=features, num_items=num_items, items=items)
+        facts = {"k": k, "num_items": num_items, "items": items}
+        return functools.partial(cls, num_features=features, **facts)
 
     def __str__(self) -> str:
         names = "without names" if self.items is None else "with names"
@@ -98,9 +102,7 @@ class Items:
             f"{names}"
         )
 
-    def recommend(
-        self, programs: Programs, inputs: Any, *, k: int | None, exclude: Any
-    ) -> Recommendations:
+    def recommend(self, inputs: Any, *, k: int | None, exclude: Any) -> Recommendations:
         """The best items for each row."""
         if exclude is inputs:
             exclude = "inputs"  # its name where it is the only one
@@ -113,16 +115,15 @@ class Items:
             )
         check_inputs(shown, self.num_features)
         if exclude is None:
-            return self._recommend(programs, shown, k, None, None)
+            return self._recommend(shown, k, None, None)
         seen = _part_on_host(shown.named("exclude", exclude))
         check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-        return self._recommend(programs, shown, k, seen.matrix, rows_of(seen, x))
+        return self._recommend(shown, k, seen.matrix, rows_of(seen, x))
 
     def recommend_names(
         self,
-        programs: Programs,
         histories: Sequence[str] | Sequence[Sequence[str]],
         *,
         k: int | None,
@@ -144,7 +145,7 @@ class Items:
         rows = np.arange(matrix.num_rows)
         shown = self._shown(known, matrix)
         seen = matrix if exclude_seen else None
-        found = self._recommend(programs, shown, k, seen, rows)
+        found = self._recommend(shown, k, seen, rows)
         names = self.names(found)
         return names[0] if one else names
 
@@ -152,18 +153,18 @@ class Items:
         """The names of recommended items."""
         return found.names(self._item_names())
 
-    def warm_up(self, programs: Programs, *, rows: int, max_items: int = 256) -> None:
+    def warm_up(self, *, rows: int, max_items: int = 256) -> None:
         """Compiles and runs what requests of so many rows and entries need."""
         check_positive(max_items=max_items, rows=rows)
         empty = [
-            _NOTHING if row is None else np.zeros((0, *row.shape), row.dtype)
-            for row in rows_of_inputs(self.num_features)
+            _NOTHING if each.sparse else np.zeros((0, *each.shape), each.dtype)
+            for each in self.programs.inputs
         ]
-        for size in programs.sizes_up_to(rows):
+        for size in self.programs.sizes_up_to(rows):
             room = 0
             while room < max_items * size:
                 room = _room(size, room + 1)
-                jax.block_until_ready(programs.run(size, [*empty, _NOTHING], room))
+                jax.block_until_ready(self.programs.run(size, empty, room))
         if self.items is not None:
             _ = self._columns
 
@@ -242,7 +243,6 @@ class Items:
 
     def _recommend(
         self,
-        programs: Programs,
         shown: Inputs,
         k: int | None,
         seen: CSR | None,
@@ -255,8 +255,10 @@ class Items:
                 f"k is {k} but the predictor was exported for k={self.k}; export it "
                 "again with a larger k"
             )
-        x, matrices = shown.rows, self._in_order(shown)
-        batches = programs.batches(x.num_rows)
+        x = shown.rows
+        *inputs, _ = self.programs.inputs
+        matrices = [shown.parts[each.name or "inputs"].matrix for each in inputs]
+        batches = self.programs.batches(x.num_rows)
 
         def results() -> Iterator[Any]:
             for size, part in batches:
@@ -270,27 +272,22 @@ class Items:
                     unwanted = host_rows(seen, seen_rows[rows])
                 given.append(unwanted)
                 entries = max(each.nse for each in given if isinstance(each, CSR))
-                yield programs.run(size, given, _room(size, entries))
+                yield self.programs.run(size, given, _room(size, entries))
 
         counts = [part.stop - part.start for _, part in batches]
         return collect(x, k, counts, results())
-
-    def _in_order(self, shown: Inputs) -> list[CSR | np.ndarray]:
-        """The inputs' matrices and arrays, in the order in which programs take them."""
-        if not isinstance(self.num_features, Mapping):
-            return [shown.matrix]
-        return [shown.parts[name].matrix for name in self.num_features]
 
 
 class Ordered(Items):
     """Recommends to histories, whose last items a model reads in order."""
 
     @classmethod
-    def of(cls, signature: Signature, vocabularies: Mapping[str, Names]) -> Self:
-        found = super().of(signature, vocabularies)
-        if not reads_histories(found.num_features):
+    def of(
+        cls, signature: Signature, vocabularies: Mapping[str, Names]
+    ) -> Callable[[Programs], Self]:
+        if not reads_histories(features_of(signature.inputs[:-1])):
             raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
-        return found
+        return super().of(signature, vocabularies)
 
     @property
     def _length(self) -> int:

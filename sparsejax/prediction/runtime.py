@@ -13,7 +13,7 @@ from jax import export
 
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.mesh.xla_options import gpu_options
-from sparsejax.prediction.signature import Input
+from sparsejax.prediction.signature import Array
 from sparsejax.sparse import CSR
 
 # There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that
@@ -76,14 +76,14 @@ class Programs:
       weights: their first argument, on the device.
     """
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[Array, ...]
     by_rows: dict[int, Callable[..., Any]]
     weights: list[jax.Array]
 
     @classmethod
     def of(
         cls,
-        inputs: tuple[Input, ...],
+        inputs: tuple[Array, ...],
         programs: Mapping[int, export.Exported],
         weights: Iterable[np.ndarray],
     ) -> Programs:
@@ -124,7 +124,7 @@ class Programs:
             return self.by_rows[size](self.weights, arguments)
 
 
-def _argument(like: Input, given: Rows, rows: int, room: int) -> Any:
+def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:
     """Rows of an input, filled up with empty ones, in the dtype of the program."""
     if isinstance(given, np.ndarray):
         return _padded(given.astype(like.dtype, copy=False), rows, like.dtype)

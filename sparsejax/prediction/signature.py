@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
@@ -38,29 +37,35 @@ def _check_sizes(sizes: Sequence[int], least: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """An array of weights.
+    """What programs take or give.
 
     Attributes:
-      dtype: its name.
-      shape: of the array.
+      name: None of weights, and of the only input of a model that has no names for them.
+      dtype: of the values; None if a sparse one has no values.
+      shape: of weights; of others that of a row. Of a sparse one the number of columns,
+        after the number of bags if a row of a request is several rows of the matrix.
+      sparse: whether it is a CSR.
     """
 
-    dtype: str
+    dtype: str | None
     shape: tuple[int, ...]
+    name: str | None = None
+    sparse: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"an array of dtype {self.dtype!r}")
-        _check_sizes(self.shape, 0)
+        _check_sizes(self.shape, int(self.sparse))
+        is_known = self.dtype in (("float32", None) if self.sparse else _DTYPES)
+        if not is_known or (self.sparse and not 1 <= len(self.shape) <= 2):
+            raise ValueError(f"an array of {self.dtype!r} and the shape {self.shape}")
 
     @classmethod
-    def of(cls, array: jax.ShapeDtypeStruct | jax.Array) -> Array:
-        """What describes an array."""
-        return cls(dtype=jnp.dtype(array.dtype).name, shape=array.shape)
+    def of(cls, array: jax.ShapeDtypeStruct | jax.Array, name: str | None) -> Array:
+        """What describes an array that is not sparse."""
+        return cls(dtype=jnp.dtype(array.dtype).name, shape=array.shape, name=name)
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
-        """The same as JAX has it."""
+        """One that is not sparse, as JAX has it."""
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
 
     @property
@@ -68,43 +73,10 @@ class Array:
         """What it takes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Output(Array):
-    """A result of the programs; dtype and shape are those of a row of it."""
-
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Input:
-    """An argument of the programs.
-
-    Attributes:
-      name: None for the only input of a model that has no names for them.
-      shape: of a row. Of a sparse one the number of columns, after the number of bags if
-        there are several rows of a matrix for each row of a request.
-      dtype: of the values; None if a sparse one has no values.
-      sparse: whether it comes as a CSR.
-    """
-
-    name: str | None
-    shape: tuple[int, ...]
-    dtype: str | None
-    sparse: bool
-
-    def __post_init__(self) -> None:
-        if self.sparse:
-            _check_sizes(self.shape, 1)
-            if self.dtype not in ("float32", None) or not 1 <= len(self.shape) <= 2:
-                raise ValueError(f"a sparse input of {self.dtype} and {self.shape}")
-        else:
-            Array(dtype=str(self.dtype), shape=self.shape)
-
     @property
     def bags(self) -> int:
         """Rows of the matrix for each row of a request."""
-        return self.shape[0] if self.sparse and len(self.shape) == 2 else 1
+        return self.shape[0] if len(self.shape) == 2 else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +145,8 @@ class Signature:
     """
 
     kind: Kind
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
     weights: tuple[Array, ...]
     rows: tuple[int, ...]
     platforms: tuple[Platform, ...]
@@ -213,32 +185,27 @@ class Signature:
 def of_ranking(features: Features, num_items: int, k: int) -> dict[str, Any]:
     """Inputs and outputs of a signature: ids and scores of `k` items for each row."""
     sizes = {None: features} if isinstance(features, int) else features
-    exclude = Input(name="exclude", shape=(num_items,), dtype=None, sparse=True)
+    inputs = [
+        Array(name=name, shape=(size,), dtype="float32", sparse=True)
+        if isinstance(size, int)
+        else Array.of(dense_row(size), name)
+        for name, size in sizes.items()
+    ]
+    exclude = Array(name="exclude", shape=(num_items,), dtype=None, sparse=True)
     outputs = (("ids", "int32"), ("scores", "float32"))
     return {
-        "inputs": (*itertools.starmap(_input, sizes.items()), exclude),
-        "outputs": tuple(Output(name=n, dtype=d, shape=(k,)) for n, d in outputs),
+        "inputs": (*inputs, exclude),
+        "outputs": tuple(Array(name=n, dtype=d, shape=(k,)) for n, d in outputs),
     }
 
 
-def _input(name: str | None, size: Any) -> Input:
-    if isinstance(size, int):
-        return Input(name=name, shape=(size,), dtype="float32", sparse=True)
-    row = dense_row(size)
-    dtype = jnp.dtype(row.dtype).name
-    return Input(name=name, shape=row.shape, dtype=dtype, sparse=False)
-
-
-def features_of(inputs: Sequence[Input]) -> Features:
+def features_of(inputs: Sequence[Array]) -> Features:
     """`num_features` of the model that has these inputs, besides what it excludes.
 
     Raises:
       ValueError: no model has them.
     """
-    sizes = {
-        i.name: i.shape[0] if i.sparse else jax.ShapeDtypeStruct(i.shape, i.dtype)
-        for i in inputs
-    }
+    sizes = {each.name: each.shape[0] if each.sparse else each.like for each in inputs}
     if None not in sizes and sizes:
         return cast(Features, sizes)
     if len(inputs) != 1 or not inputs[0].sparse:
@@ -254,12 +221,12 @@ def reads_histories(features: Features) -> bool:
 
 def of_clicks(num_dense: int, stacks: Sequence[ClickStack]) -> dict[str, Any]:
     """Inputs and outputs of a signature: a logit for each example."""
-    dense = Input(name="dense", shape=(num_dense,), dtype="float32", sparse=False)
+    dense = Array(name="dense", shape=(num_dense,), dtype="float32")
     tables = (
-        Input(name=f"ids {i}", shape=(s.bags, s.num_rows), dtype=None, sparse=True)
+        Array(name=f"ids {i}", shape=(s.bags, s.num_rows), dtype=None, sparse=True)
         for i, s in enumerate(stacks)
     )
     return {
         "inputs": (dense, *tables),
-        "outputs": (Output(name="logits", dtype="float32", shape=()),),
+        "outputs": (Array(name="logits", dtype="float32", shape=()),),
     }
