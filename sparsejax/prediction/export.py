@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +15,25 @@ from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import features_of
 from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.mesh.layout import replicated, to_host_in_pieces
-from sparsejax.mesh.promotion import promoting
-from sparsejax.nn.layers import SparseOutput
-from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.arguments import Kind, refused
-from sparsejax.prediction.click_scores import ClickModel, Clicks
-from sparsejax.prediction.export_clicks import is_click_model, portable_clicks
-from sparsejax.prediction.loop import check_positive
-from sparsejax.prediction.next_items import (
+from sparsejax.engine.rank.loop import check_positive
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.kinds.clicks.scores import ClickModel, Clicks
+from sparsejax.kinds.histories.next_items import (
     HistoryModel,
     NextItems,
     check_history_model,
     has_times,
 )
+from sparsejax.kinds.kind import Kind, kind_called, refused, used
+from sparsejax.mesh.layout import replicated, to_host_in_pieces
+from sparsejax.mesh.promotion import promoting
+from sparsejax.nn.layers import SparseOutput
+from sparsejax.prediction.archive import Stored
+from sparsejax.prediction.export_clicks import is_click_model, portable_clicks
 from sparsejax.prediction.portable import Portable, copied, split
 from sparsejax.prediction.predictor_files import save_predictor
 from sparsejax.prediction.programs import program
 from sparsejax.prediction.ranking import ITEMS, unflattened
-from sparsejax.prediction.recommender import Recommender
 from sparsejax.prediction.runtime import sizes_of_programs
 from sparsejax.prediction.signature import PLATFORMS, Array, Signature, of_ranking
 from sparsejax.sparse import CSR
@@ -41,15 +41,12 @@ from sparsejax.sparse import CSR
 
 def _kind(model: Any) -> Kind:
     if is_click_model(model):
-        return "clicks"
-    return "items" if hasattr(model, "num_features") else "histories"
-
-
-_tables = ("table_dtype",)  # of a click model
+        return kind_called("clicks")
+    return kind_called("items" if hasattr(model, "num_features") else "histories")
 
 
 @promoting
-@refused("model", _kind, {"clicks": ("k",), "items": _tables, "histories": _tables})
+@refused("model", _kind)
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
@@ -113,9 +110,10 @@ def export_predictor(
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)
     kind = _kind(model)
-    portable = _PORTABLE[kind](model, names, k=k, table_dtype=table_dtype)
+    options = used(kind, "export_predictor", {"k": k, "table_dtype": table_dtype})
+    portable = _PORTABLE[kind.name](model, names, **options)
     signature = Signature(
-        kind=kind,
+        kind=cast(Any, kind.name),
         **portable.stated,
         weights=tuple(Array.of(weight.like, None) for weight in portable.weights),
         rows=sizes_of_programs(batch_size),
@@ -148,7 +146,7 @@ def _has_nan(weights: jax.Array) -> jax.Array:
     return replicated(jnp.isnan(weights).any())
 
 
-def _items(model: Any, names: Any, *, k: int, **_unused: Any) -> Portable:
+def _items(model: Any, names: Any, *, k: int) -> Portable:
     features = features_of(model)
     vocabularies: dict[str, list[str]] = {}
     if names is not None:
@@ -181,7 +179,7 @@ def _items(model: Any, names: Any, *, k: int, **_unused: Any) -> Portable:
     )
 
 
-def _histories(model: Any, names: Any, *, k: int, **_unused: Any) -> Portable:
+def _histories(model: Any, names: Any, *, k: int) -> Portable:
     check_history_model(model)
     timed = isinstance(names, SequenceDataset) and has_times(model, names)
     return _items(NextItems(model, times=timed), names, k=k)

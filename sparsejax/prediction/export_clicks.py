@@ -17,11 +17,11 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.embeddings.table_files import table_rows
+from sparsejax.kinds.clicks.scores import Clicks, check_columns
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.click_scores import Clicks, check_columns
 from sparsejax.prediction.portable import Portable, copied, split
 from sparsejax.prediction.signature import ClickFeature, ClickStack, of_clicks
 from sparsejax.sparse import CSR
@@ -33,7 +33,7 @@ def is_click_model(model: Any) -> bool:
 
 
 def portable_clicks(
-    model: Any, clicks: Any, *, table_dtype: TableDtype | None, **_unused: Any
+    model: Any, clicks: Any, *, table_dtype: TableDtype | None
 ) -> Portable:
     """A click model with its tables.
 

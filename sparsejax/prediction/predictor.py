@@ -11,11 +11,11 @@ import numpy as np
 from jaxtyping import Float
 
 from sparsejax.data.clicks import ClickDataset
+from sparsejax.data.histories import Unordered
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Sources
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.prediction import archive
-from sparsejax.prediction.histories import Unordered
-from sparsejax.prediction.recommendations import Recommendations
 from sparsejax.prediction.signature import Signature
 from sparsejax.sparse import CSR
 

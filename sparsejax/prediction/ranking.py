@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, cast
 import jax
 import numpy as np
 
+from sparsejax.data.histories import HISTORIES, TIMES, inputs_of, unordered
 from sparsejax.data.names import Names, quoted
 from sparsejax.data.sequences import Histories, SequenceDataset
 from sparsejax.data.sources import (
@@ -22,9 +23,8 @@ from sparsejax.data.sources import (
     check_inputs,
     check_same_features,
 )
-from sparsejax.prediction.histories import HISTORIES, TIMES, inputs_of, unordered
-from sparsejax.prediction.loop import check_positive, collect, rows_of
-from sparsejax.prediction.recommendations import Recommendations
+from sparsejax.engine.rank.loop import check_positive, collect, rows_of
+from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.prediction.runtime import Programs, room_for
 from sparsejax.prediction.signature import (
     LABEL,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from sparsejax import codec
 from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.histories import HISTORIES
 from sparsejax.data.sources import Features, dense_row
-from sparsejax.prediction.histories import HISTORIES
 
 VERSION = 3
 LABEL = "the signature"  # what messages call it

@@ -259,6 +259,8 @@ def test_exports_that_do_not_fit(model, train, tmp_path):
     )
     config = sj.NetworkConfig.autoencoder((4,))
     items = sj.FeedForward(config, inputs=9, outputs=9, rngs=nnx.Rngs(0))
+    config = sj.SASRecConfig(max_length=2, width=2, blocks=1, heads=1)
+    histories = sj.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
     out = tmp_path / "p"
     cases: list[tuple[typing.Any, dict[str, typing.Any], str]] = [
         (
@@ -269,6 +271,7 @@ def test_exports_that_do_not_fit(model, train, tmp_path):
         (model, {}, "has no attribute num_dense"),
         (model, {"names": train, "table_dtype": "int4"}, "table_dtype is one of"),
         (items, {"table_dtype": "int8"}, "table_dtype is of no use for items"),
+        (histories, {"table_dtype": "int8"}, "table_dtype is of no use for histories"),
     ]
     for given, options, message in cases:
         with pytest.raises(ValueError, match=message):
