@@ -1,0 +1,352 @@
+"""Counts what a reader of the package meets: branches on kinds, imports, ways through rooms.
+
+python benchmarks/structure.py run [--root FOLDER] [--out NAME]    counts a checkout
+python benchmarks/structure.py table BEFORE AFTER                  results beside each other
+
+A *kind* is items, histories or clicks. A *branch on kinds* tests the class of a model, a
+configuration or a data set of one of them, or compares with a kind's name, or asks a
+predicate such as `of_histories`. A *room* is a module, a *wing* a package, and the import
+contract of the checkout says on which floor it stands.
+
+A *way* is what a call enters until the first operation of a step is traced. A *stop* is
+another room than before, in the order of calls. A *return* is a stop on a higher floor than
+the one before, and a *climb* is a call that leads to a higher floor than its caller's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import dataclasses
+import importlib
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_HERE = pathlib.Path(__file__).resolve().parent
+_MODELS = "FeedForward SASRec HSTU GRU SequenceModel HistoryModel Recommender NextItems"
+_MODELS += " DLRM DCN DeepFM WideDeep ClickModel"
+_CONFIGS = (
+    "NetworkConfig SequenceConfig SASRecConfig HSTUConfig GRUConfig ClickModelConfig"
+)
+_CONFIGS += " DLRMConfig DCNConfig DeepFMConfig WideDeepConfig"
+_DATA = "SparseDataset SequenceDataset ClickDataset ScannedDataset ScannedSequences"
+_DATA += " ScannedClicks Clicks"
+KINDS = {*_MODELS.split(), *_CONFIGS.split(), *_DATA.split()}
+WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
+PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
+MOST_PARAMETERS = 8
+_JSON = {"json.loads", "json.dumps", "json.load", "json.dump"}
+_FIRST_OPERATIONS = {"gather_matmul", "history_attention"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A branch on kinds: where it stands, and what it asks."""
+
+    where: str
+    asks: str
+
+
+def branches(path: str, tree: ast.AST) -> Iterator[Branch]:
+    """The branches on kinds of a module."""
+    for node in ast.walk(tree):
+        asked = _asked(node)
+        if asked:
+            yield Branch(f"{path}:{getattr(node, 'lineno', 0)}", asked)
+
+
+def _asked(node: ast.AST) -> str:
+    """What a node asks about a kind; nothing if it is no such question."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id in ("isinstance", "issubclass") and len(node.args) == 2:
+            return " ".join(sorted(_names(node.args[1]) & KINDS))
+        if node.func.id in PREDICATES:
+            return node.func.id
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        is_type = any(
+            isinstance(side, ast.Call) and _names(side.func) == {"type"}
+            for side in sides
+        )
+        if is_type and (found := set[str]().union(*map(_names, sides)) & KINDS):
+            return " ".join(sorted(found))
+        words = {
+            leaf.value
+            for side in sides
+            for leaf in ast.walk(side)
+            if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)
+        }
+        return " ".join(sorted(words & WORDS))
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return " ".join(sorted(_attributes(node.test) & PREDICATES))
+    if isinstance(node, ast.MatchClass):
+        return " ".join(_names(node.cls) & KINDS)
+    return ""
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {
+        leaf.id if isinstance(leaf, ast.Name) else leaf.attr
+        for leaf in ast.walk(node)
+        if isinstance(leaf, ast.Name | ast.Attribute)
+    }
+
+
+def _attributes(node: ast.AST) -> set[str]:
+    """Names of attributes and variables that a test reads, but not of functions it calls."""
+    called = {id(leaf.func) for leaf in ast.walk(node) if isinstance(leaf, ast.Call)}
+    return {
+        leaf.attr if isinstance(leaf, ast.Attribute) else leaf.id
+        for leaf in ast.walk(node)
+        if isinstance(leaf, ast.Attribute | ast.Name) and id(leaf) not in called
+    }
+
+
+def long_signatures(path: str, tree: ast.AST) -> Iterator[str]:
+    """Functions with more parameters than a reader keeps in mind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+            count = len([a for a in every if a.arg not in ("self", "cls")])
+            if count > MOST_PARAMETERS:
+                yield f"{path}:{node.lineno} {node.name} {count}"
+
+
+def codecs(tree: ast.AST) -> set[str]:
+    """How a module reads or writes JSON: by calls of `json`, or by its own functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in _JSON:
+            found.add("json")
+        if isinstance(node, ast.FunctionDef) and node.name == "from_json":
+            found.add("from_json")
+        if isinstance(node, ast.FunctionDef) and node.name == "to_json":
+            found.add("to_json")
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if name in ("VERSION", "_VERSION"):
+                found.add("version")
+    return found
+
+
+def floors(root: pathlib.Path) -> dict[str, int]:
+    """The floor of each wing, from the ground up."""
+    tool = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
+    for contract in tool["importlinter"]["contracts"]:
+        if contract.get("containers") == ["sparsejax"]:
+            layers = reversed(contract["layers"])
+            return {
+                wing: floor
+                for floor, layer in enumerate(layers)
+                for wing in re.findall(r"\w+", layer)
+            }
+    raise ValueError(f"{root}: pyproject.toml has no contract of wings")
+
+
+def imports(root: pathlib.Path) -> tuple[int, dict[str, int]]:
+    """The number of imports between modules, and of the wings that each wing imports."""
+    import grimp
+
+    graph = grimp.build_graph("sparsejax", cache_dir=None)
+    arrows, wings = 0, collections.defaultdict(set)
+    for module in graph.modules:
+        for other in graph.find_modules_directly_imported_by(module):
+            arrows += 1
+            if _wing(module) != _wing(other):
+                wings[_wing(module)].add(_wing(other))
+    return arrows, {wing: len(others) for wing, others in sorted(wings.items())}
+
+
+def _wing(module: str) -> str:
+    return module.split(".")[1] if "." in module else "sparsejax"
+
+
+class _Arrived(Exception):
+    """The first operation of a step is reached."""
+
+
+def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
+    """The rooms that a call enters before the first operation of a step."""
+    entered: list[str] = []
+    climbs = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event != "call" or not name.startswith("sparsejax."):
+            return
+        code = frame.f_code.co_name
+        if code == "<module>":
+            return
+        caller = frame.f_back
+        while caller and not caller.f_globals.get("__name__", "").startswith(
+            "sparsejax."
+        ):
+            caller = caller.f_back
+        if caller is not None:
+            above = caller.f_globals["__name__"]
+            if floor[_wing(name)] > floor[_wing(above)]:
+                climbs.append(f"{above} -> {name}.{code}")
+        entered.append(name)
+        if name.startswith("sparsejax.ops.") and code in _FIRST_OPERATIONS:
+            sys.setprofile(None)
+            raise _Arrived
+
+    sys.setprofile(note)
+    try:
+        call()
+    except _Arrived:
+        pass
+    finally:
+        sys.setprofile(None)
+    stops = [
+        n for n, before in zip(entered, ["", *entered], strict=False) if n != before
+    ]
+    heights = [floor[_wing(stop)] for stop in stops]
+    returns = sum(b > a for a, b in itertools.pairwise(heights))
+    rooms = sorted(set(entered))
+    return {
+        "rooms": len(rooms),
+        "stops": len(stops),
+        "returns": returns,
+        "climbs": len(climbs),
+        "names": rooms,
+        "climbed": sorted(set(climbs)),
+    }
+
+
+def ways(floor: dict[str, int]) -> dict[str, Any]:
+    """The ways of `fit`, `evaluate` and `recommend` of items, on a small data set."""
+    import numpy as np
+    import scipy.sparse
+    from flax import nnx
+
+    import sparsejax as sj
+
+    def data(rows: int) -> sj.SparseDataset:
+        held = np.random.default_rng(rows).random((rows, 30)) < 0.3
+        return sj.SparseDataset.from_scipy(scipy.sparse.csr_array(held))
+
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=30, outputs=30, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    calls = {
+        "fit": lambda d, n: sj.fit(model, optimizer, d, batch_size=n, num_epochs=1),
+        "evaluate": lambda d, n: sj.evaluate(
+            model, d, d, k=3, exclude=None, batch_size=n
+        ),
+        "recommend": lambda d, n: sj.recommend(model, d, k=3, batch_size=n),
+    }
+    found = {}
+    for name, call in calls.items():
+        call(data(20), 8)  # imports what it uses
+        # Of another size, so that its program is traced.
+        found[name] = way(lambda call=call: call(data(52), 16), floor)
+    return found
+
+
+def count(root: pathlib.Path) -> dict[str, Any]:
+    """All numbers of a checkout, which is the one that is imported."""
+    package = importlib.import_module("sparsejax")
+    if pathlib.Path(str(package.__file__)).resolve().parent.parent != root:
+        raise ValueError(f"{package.__file__} is imported: set PYTHONPATH={root}")
+    wings: dict[str, collections.Counter[str]] = collections.defaultdict(
+        collections.Counter
+    )
+    found: dict[str, Any] = {"branches": [], "long_signatures": []}
+    json_users: dict[str, list[str]] = {}
+    for path in sorted((root / "sparsejax").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        text = path.read_text()
+        tree = ast.parse(text)
+        wing = name.split("/")[1].removesuffix(".py")
+        asked = [dataclasses.asdict(branch) for branch in branches(name, tree)]
+        long = list(long_signatures(name, tree))
+        found["branches"] += asked
+        found["long_signatures"] += long
+        if uses := codecs(tree) - {"to_json"}:
+            json_users[name] = sorted(uses)
+        wings[wing] += collections.Counter(
+            modules=1,
+            lines=text.count("\n"),
+            branches=len(asked),
+            long_signatures=len(long),
+        )
+    arrows, above = imports(root)
+    for wing, others in above.items():
+        wings[wing]["wings_imported"] = others
+    stub = (root / "sparsejax" / "__init__.pyi").read_text()
+    users = [set(uses) for uses in json_users.values()]
+    found["totals"] = {
+        "modules": sum(wing["modules"] for wing in wings.values()),
+        "lines": sum(wing["lines"] for wing in wings.values()),
+        "branches on kinds": len(found["branches"]),
+        "imports between modules": arrows,
+        "imports between wings": sum(above.values()),
+        f"functions with more than {MOST_PARAMETERS} parameters": len(
+            found["long_signatures"]
+        ),
+        "modules that call json": sum("json" in uses for uses in users),
+        "modules with a from_json": sum("from_json" in uses for uses in users),
+        "modules that handle a version": sum("version" in uses for uses in users),
+        "public names at the top": len(set(re.findall(r" as (\w+)", stub))),
+    }
+    found["json"] = json_users
+    found["wings"] = {wing: dict(numbers) for wing, numbers in sorted(wings.items())}
+    found["ways"] = ways(floors(root))
+    for verb, numbers in found["ways"].items():
+        for what in ("rooms", "stops", "returns", "climbs"):
+            found["totals"][f"{verb}: {what}"] = numbers[what]
+    return found
+
+
+def shown(*results: dict[str, Any]) -> str:
+    """The totals beside each other, as Markdown."""
+    heads = ["", *(f"{r['date']}, {r['commit']}" for r in results)]
+    rows = [heads, ["---"] * len(heads)]
+    for name in results[-1]["totals"]:
+        numbers = [f"{r['totals'][name]:,}" for r in results]
+        rows.append([name, *numbers])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str:
+    return subprocess.check_output(["git", "-C", root, *arguments], text=True).strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--root", type=pathlib.Path, default=_HERE.parent)
+    run.add_argument("--out", default="structure")
+    table = commands.add_parser("table")
+    table.add_argument("results", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        paths = [_HERE / "results" / f"{name}.json" for name in arguments.results]
+        print(shown(*(json.loads(path.read_text()) for path in paths)))
+        return
+    root = arguments.root.resolve()
+    result = {
+        "date": _git(root, "log", "-1", "--format=%cs"),
+        "commit": _git(root, "rev-parse", "--short", "HEAD"),
+        "command": f"python benchmarks/structure.py run --out {arguments.out}",
+        **count(root),
+    }
+    path = _HERE / "results" / f"{arguments.out}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(shown(result))
+
+
+if __name__ == "__main__":
+    main()
