@@ -47,8 +47,8 @@ from sparsejax.data.folder import (
     vocabulary_hash,
 )
 from sparsejax.data.stores import Place
-from sparsejax.prediction import workers
-from sparsejax.prediction.parts import Parts
+from sparsejax.predictors import workers
+from sparsejax.predictors.parts import Parts
 
 _RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "predict_parts.json"
 _HIDDEN, _K, _ROW_ENTRIES = 64, 10, 20

@@ -100,11 +100,10 @@ from .optimizers.row_gradient import RowSums as RowSums
 from .optimizers.row_gradient import accumulate as accumulate
 from .optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
 from .optimizers.row_gradient import global_norm as global_norm
-from .prediction.export import export_predictor as export_predictor
-from .prediction.predictor import ClickPredictor as ClickPredictor
-from .prediction.predictor import Predictor as Predictor
-from .prediction.predictor_files import load_click_predictor as load_click_predictor
-from .prediction.predictor_files import load_predictor as load_predictor
+from .predictors.files import load_click_predictor as load_click_predictor
+from .predictors.files import load_predictor as load_predictor
+from .predictors.predictor import ClickPredictor as ClickPredictor
+from .predictors.predictor import Predictor as Predictor
 from .sequence.build import build_sequence_model as build_sequence_model
 from .sequence.config import GRUConfig as GRUConfig
 from .sequence.config import HSTUConfig as HSTUConfig
@@ -117,6 +116,7 @@ from .sequence.sasrec import SASRec as SASRec
 from .sparse import CSR as CSR
 from .verbs.build import build as build
 from .verbs.evaluate import evaluate as evaluate
+from .verbs.export import export_predictor as export_predictor
 from .verbs.fit import fit as fit
 from .verbs.plan import Plan as Plan
 from .verbs.plan import plan as plan

@@ -17,7 +17,7 @@ import pytest
 import sparsejax as sj
 from sparsejax import codec, optimizers
 from sparsejax.cli import run, train
-from sparsejax.prediction import predictor_files
+from sparsejax.predictors import files as predictor_files
 from sparsejax.spark.run_copies import fetch_run
 
 HUGE = 10**400

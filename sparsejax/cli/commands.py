@@ -34,10 +34,10 @@ from sparsejax.engine.rank import recommendation_files
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.mesh import processes
-from sparsejax.prediction.export import export_predictor
 from sparsejax.verbs import evaluate as evaluation
 from sparsejax.verbs import recommend as recommendation
 from sparsejax.verbs import vectors as vector_files
+from sparsejax.verbs.export import export_predictor
 
 
 def evaluate(command: flags.Evaluate) -> None:

@@ -6,8 +6,8 @@ import sys
 
 from sparsejax.cli import flags
 from sparsejax.data.files import shown
-from sparsejax.prediction.parts import Parts
-from sparsejax.prediction.workers import write_parts
+from sparsejax.predictors.parts import Parts
+from sparsejax.predictors.workers import write_parts
 
 
 def predict(command: flags.Predict) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from sparsejax.data.files import Path, shown
 from sparsejax.data.folder import DataFolder
-from sparsejax.prediction.parts import Parts
+from sparsejax.predictors.parts import Parts
 from sparsejax.spark import jobs, scoring, workers
 
 _RESULT = pa.schema({"part": pa.int64(), "written": pa.bool_(), "problem": pa.string()})

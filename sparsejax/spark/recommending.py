@@ -15,8 +15,8 @@ from sparsejax.data.dataset import offsets
 from sparsejax.data.files import Path
 from sparsejax.data.names import to_arrow
 from sparsejax.engine.rank.name_lists import matrix_of_histories
-from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import predictor_identity
+from sparsejax.predictors.files import predictor_identity
+from sparsejax.predictors.predictor import Predictor
 from sparsejax.spark import jobs, scoring, workers
 from sparsejax.sparse import CSR
 

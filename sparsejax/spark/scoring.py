@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pyarrow as pa
 
-from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import Kept
+from sparsejax.predictors.files import Kept
+from sparsejax.predictors.predictor import Predictor
 
 # For each address of a GPU (None for JAX's own choice) the last predictor that a task has
 # asked for.

@@ -24,9 +24,9 @@ from jax.interpreters.mlir import make_ir_context
 import sparsejax as sj
 from sparsejax import CSR
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
-from sparsejax.prediction import programs
-from sparsejax.prediction.runtime import sizes_of_programs
-from sparsejax.prediction.signature import Array, Signature, of_ranking
+from sparsejax.predictors import programs
+from sparsejax.predictors.runtime import sizes_of_programs
+from sparsejax.predictors.signature import Array, Signature, of_ranking
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 

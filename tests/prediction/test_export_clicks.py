@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.prediction import predictor_files
-from sparsejax.prediction.signature import Signature
+from sparsejax.predictors import files as predictor_files
+from sparsejax.predictors.signature import Signature
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from sparsejax.prediction import archive
+from sparsejax.predictors import archive
 
 SETTINGS = ["predictor.json", "clicks.json"]
 METHODS = [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]

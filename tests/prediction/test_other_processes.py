@@ -16,8 +16,9 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.prediction import archive, parts, predictor_files, workers
-from sparsejax.prediction.predictor_files import Kept, predictor_identity
+from sparsejax.predictors import archive, parts, workers
+from sparsejax.predictors import files as predictor_files
+from sparsejax.predictors.files import Kept, predictor_identity
 from sparsejax.spark import scoring
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")

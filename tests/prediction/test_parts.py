@@ -19,9 +19,9 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import folder_files
-from sparsejax.prediction import parts as module
-from sparsejax.prediction import workers
-from sparsejax.prediction.parts import Parts
+from sparsejax.predictors import parts as module
+from sparsejax.predictors import workers
+from sparsejax.predictors.parts import Parts
 
 pytest.importorskip("duckdb")
 
@@ -256,7 +256,7 @@ def test_processes_that_die(count, shop, tmp_path, monkeypatch):
 
 def test_no_process_outlives_the_one_that_asks():
     start = (
-        "import os, signal; from sparsejax.prediction.workers import Scorer; "
+        "import os, signal; from sparsejax.predictors.workers import Scorer; "
         "print(Scorer(cores=[min(os.sched_getaffinity(0))]).pid, flush=True); signal.pause()"
     )
     with subprocess.Popen(

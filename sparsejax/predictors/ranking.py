@@ -25,8 +25,8 @@ from sparsejax.data.sources import (
 )
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.prediction.runtime import Programs, room_for
-from sparsejax.prediction.signature import (
+from sparsejax.predictors.runtime import Programs, room_for
+from sparsejax.predictors.signature import (
     LABEL,
     Signature,
     features_of,

@@ -28,15 +28,15 @@ from sparsejax.kinds.kind import Kind, kind_called, refused, used
 from sparsejax.mesh.layout import replicated, to_host_in_pieces
 from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.layers import SparseOutput
-from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.export_clicks import is_click_model, portable_clicks
-from sparsejax.prediction.portable import Portable, copied, split
-from sparsejax.prediction.predictor_files import save_predictor
-from sparsejax.prediction.programs import program
-from sparsejax.prediction.ranking import ITEMS, unflattened
-from sparsejax.prediction.runtime import sizes_of_programs
-from sparsejax.prediction.signature import PLATFORMS, Array, Signature, of_ranking
+from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.files import save_predictor
+from sparsejax.predictors.programs import program
+from sparsejax.predictors.ranking import ITEMS, unflattened
+from sparsejax.predictors.runtime import sizes_of_programs
+from sparsejax.predictors.signature import PLATFORMS, Array, Signature, of_ranking
 from sparsejax.sparse import CSR
+from sparsejax.verbs.export_clicks import is_click_model, portable_clicks
+from sparsejax.verbs.portable import Portable, copied, split
 
 
 def _kind(model: Any) -> Kind:

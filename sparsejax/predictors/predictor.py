@@ -15,8 +15,8 @@ from sparsejax.data.histories import Unordered
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Sources
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.prediction import archive
-from sparsejax.prediction.signature import Signature
+from sparsejax.predictors import archive
+from sparsejax.predictors.signature import Signature
 from sparsejax.sparse import CSR
 
 # Attributes that predictors of some kinds have.

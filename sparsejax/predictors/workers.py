@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 
-from sparsejax.prediction.parts import Parts
-from sparsejax.prediction.predictor_files import Kept
+from sparsejax.predictors.files import Kept
+from sparsejax.predictors.parts import Parts
 
 # How often a part is begun, if the processes that make it die.
 _TRIES = 3

@@ -14,7 +14,7 @@ from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
-from sparsejax.prediction.archive import Stored
+from sparsejax.predictors.archive import Stored
 
 
 class Portable(NamedTuple):

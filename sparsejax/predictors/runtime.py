@@ -13,7 +13,7 @@ from jax import export
 
 from sparsejax.mesh.layout import without_mesh
 from sparsejax.mesh.xla_options import gpu_options
-from sparsejax.prediction.signature import Array
+from sparsejax.predictors.signature import Array
 from sparsejax.sparse import CSR
 
 # There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that
@@ -72,7 +72,7 @@ class Programs:
     Attributes:
       inputs: their second argument.
       by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
-        `prediction.programs`. Each is compiled for some numbers of entries.
+        `programs`. Each is compiled for some numbers of entries.
       weights: their first argument, on the device.
     """
 

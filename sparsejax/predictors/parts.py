@@ -40,11 +40,11 @@ from sparsejax.data.scan_tables import Group
 from sparsejax.data.stores import Place
 from sparsejax.engine.rank.loop import one_late
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.predictor_files import (
+from sparsejax.predictors.files import (
     load_same_predictor,
     predictor_identity,
 )
+from sparsejax.predictors.predictor import Predictor
 from sparsejax.sparse import CSR
 
 _VERSION = 1

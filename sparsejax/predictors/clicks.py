@@ -16,8 +16,8 @@ from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.names import Names
 from sparsejax.engine.rank.loop import check_positive
-from sparsejax.prediction.runtime import Entries, Programs, room_for
-from sparsejax.prediction.signature import LABEL, ClickStack, Signature, of_clicks
+from sparsejax.predictors.runtime import Entries, Programs, room_for
+from sparsejax.predictors.signature import LABEL, ClickStack, Signature, of_clicks
 from sparsejax.sparse import CSR, as_int32, host_rows
 
 Ids = np.ndarray | CSR

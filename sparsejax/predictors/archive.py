@@ -38,7 +38,7 @@ from sparsejax import codec
 from sparsejax.data.files import is_address, shown
 from sparsejax.data.stores import Place
 from sparsejax.mesh import processes
-from sparsejax.prediction.signature import Array
+from sparsejax.predictors.signature import Array
 from sparsejax.whole_files import check_writable, whole_file
 
 # Limits on what a file may state, far above what `save` writes.

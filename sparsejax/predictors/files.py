@@ -21,11 +21,11 @@ from typing import Any
 from jax import export
 
 from sparsejax.data.names import Names, as_names
-from sparsejax.prediction import archive, earlier, programs
-from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.predictor import Predictor
-from sparsejax.prediction.runtime import Programs
-from sparsejax.prediction.signature import Signature
+from sparsejax.predictors import archive, earlier, programs
+from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.signature import Signature
 
 _SETTINGS, _CLICKS = "predictor.json", "clicks.json"
 # For each form what reads its settings, and the part with its names.
@@ -38,7 +38,7 @@ _FORMS = {
 _KINDS = {
     "items": ("ranking", "Items"),
     "histories": ("ranking", "Ordered"),
-    "clicks": ("click_rows", "Clicks"),
+    "clicks": ("clicks", "Clicks"),
 }
 
 

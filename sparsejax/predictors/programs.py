@@ -30,7 +30,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters.mlir import lower_fun, make_ir_context
 
 from sparsejax.mesh.layout import without_mesh
-from sparsejax.prediction.signature import Array, Signature
+from sparsejax.predictors.signature import Array, Signature
 
 _BYTECODE = b"ML\xefR"  # first bytes; MLIR would also read text
 

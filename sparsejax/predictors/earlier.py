@@ -10,7 +10,7 @@ import jax
 from sparsejax import codec
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.sources import Features
-from sparsejax.prediction.signature import (
+from sparsejax.predictors.signature import (
     LABEL,
     PLATFORMS,
     Array,

@@ -21,10 +21,10 @@ from sparsejax.kinds.clicks.scores import Clicks, check_columns
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
-from sparsejax.prediction.archive import Stored
-from sparsejax.prediction.portable import Portable, copied, split
-from sparsejax.prediction.signature import ClickFeature, ClickStack, of_clicks
+from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.signature import ClickFeature, ClickStack, of_clicks
 from sparsejax.sparse import CSR
+from sparsejax.verbs.portable import Portable, copied, split
 
 
 def is_click_model(model: Any) -> bool:
