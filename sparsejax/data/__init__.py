@@ -1,6 +1,6 @@
 """From files to a `SparseDataset`, and from there to batches on the devices.
 
-This wing stands beside `nn`, above `mesh` and below `prediction`. The names below are
+This wing stands beside `nn`, above `mesh` and below `engine`. The names below are
 public. Other wings may also import `batching`, `files`, `folder`, `lines`, `names`,
 `preparation`, `sources`, `stores`, `values` and `writers`.
 """
