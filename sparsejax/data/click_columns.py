@@ -22,7 +22,7 @@ from sparsejax.data.click_schema import (
 )
 from sparsejax.data.files import DataError
 from sparsejax.data.names import NameEncoder, Names, as_names, find_texts, to_arrow
-from sparsejax.data.values import lengths, trim, value_problem
+from sparsejax.data.values import lengths, plain_text, trim, value_problem
 from sparsejax.data.xxh64 import xxh64
 
 # Counts that wait until they are added up.
@@ -81,11 +81,8 @@ def dense_of(block: ClickBlock, columns: Mapping[str, DenseColumn]) -> np.ndarra
 
 def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
     """`[examples]` float64, 0 where missing, and bool: whether a value is missing."""
-    column = block.columns[name]
+    column = plain_text(block.columns[name])
     type_ = column.type
-    if pt.is_dictionary(type_):
-        column = column.dictionary_decode()
-        type_ = column.type
     if spelling.is_text(type_):
         texts = trim(column.cast(pa.large_string()).fill_null(""))
         missing = lengths(texts) == 0
@@ -132,7 +129,7 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
             f"column {name!r} must hold text, integers, or lists of these, but it is "
             f"{block.columns[name].type}",
         )
-    column = _with_nulls(column)
+    column = spelling.without_views(_with_nulls(column))
     present = column.is_valid().to_numpy(zero_copy_only=False)
     if pt.is_null(column.type):
         column = column.cast(pa.large_string())

@@ -182,6 +182,38 @@ def test_integers_beyond_int64_and_minus_zero(tmp_path):
         examples_of({"member": [0], "city": [2**64]}, schema, {})
 
 
+@pytest.mark.parametrize(
+    "type_",
+    [
+        pa.string_view(),
+        pa.binary_view(),
+        pa.large_binary(),
+        pa.dictionary(pa.uint32(), pa.string_view()),
+    ],
+    ids=str,
+)
+def test_text_of_any_type_with_nulls(type_, files):
+    """As polars gives it."""
+    train = sj.read_clicks(files / "pandas.csv", schema_of(KINDS[0]))
+    texts = [[None if x is None else str(x) for x in c] for c in COLUMNS.values()]
+    if pa.types.is_dictionary(type_):
+        codes = [pa.array(c).dictionary_encode() for c in texts]
+        arrays = [
+            pa.DictionaryArray.from_arrays(
+                c.indices.cast(pa.uint32()), c.dictionary.cast(pa.string_view())
+            )
+            for c in codes
+        ]
+    else:
+        arrays = [pa.array(c).cast(pa.binary()).cast(type_) for c in texts]
+    given = pa.table(dict(zip(COLUMNS, arrays, strict=True)))
+    _, found = examples_of(given, train.schema, train.vocabularies)
+    assert {n: flat(ids) for n, ids in found.items()} == ids_of(train)
+    schema = sj.ClickSchema("click", dense={"city": sj.DenseColumn(missing=9.0)})
+    numbers, _ = examples_of(given, schema, {})
+    assert numbers[:, 0].tolist() == [9 if c is None else c for c in CITY]
+
+
 def test_other_text_stays(tmp_path):
     path = tmp_path / "clicks.csv"
     cells = ["007", "007.0", "1e3", "2.5", "Nan", "truE", "+1", "v1.0", "1.0.0"]
