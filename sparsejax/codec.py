@@ -1,4 +1,4 @@
-"""JSON that is read strictly: a dataclass says which keys an object has, and their types.
+"""Dataclasses as JSON, which is read strictly: they say which keys there are, and their types.
 
 A wrong value raises ValueError with its key, whatever it is: of another type, NaN, an integer
 beyond 64 bits, an object where a list is expected, or nested so deeply that Python gives up.
@@ -14,11 +14,36 @@ import pathlib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+MODEL_VERSION = 1  # of the JSON of a `ModelConfig`
 _SHOWN = 60  # letters of a wrong value that a message has
 _NUMBERS = 2**63  # integers are below; sizes have narrower bounds of their own
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
+
+
+def document(instance: Any, *, skip_defaults: bool = False) -> dict[str, Any]:
+    """The JSON object of a dataclass, and of those in it; `read` reads it.
+
+    Args:
+      instance: of a dataclass.
+      skip_defaults: leave out its fields that have their default.
+    """
+    return {
+        field.name: _plain_json(getattr(instance, field.name))
+        for field in dataclasses.fields(instance)
+        if not (skip_defaults and getattr(instance, field.name) == field.default)
+    }
+
+
+def _plain_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return document(value)
+    if isinstance(value, Mapping):
+        return {key: _plain_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_json(entry) for entry in value]
+    return value
 
 
 def parse(text: str | bytes) -> Any:
@@ -73,6 +98,29 @@ def read[T](kind: type[T], document: object, label: str) -> T:
         raise ValueError(f"{label}: {error}") from error
 
 
+def read_tagged[T](
+    kinds: Mapping[str, type[T]], tag: str, document: object, label: str
+) -> T:
+    """As `read`, of the one of several dataclasses that a key of the object names.
+
+    Args:
+      kinds: the dataclasses, by the values of the key.
+      tag: the key, which is no field.
+      document: the object.
+      label: what it is, for messages.
+
+    Raises:
+      ValueError: the key is missing or names none of them; see `read`.
+    """
+    given = value(dict[str, Any], document, label)
+    name = given.pop(tag, None)
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(
+            f'{label}: "{tag}" is {_short(name)}, not one of {", ".join(kinds)}'
+        )
+    return read(kinds[name], given, label)
+
+
 def fields(kind: type, document: object, label: str) -> dict[str, Any]:
     """As `read`, but the values alone, by the names of fields."""
     given = value(dict[str, Any], document, label)
@@ -109,11 +157,48 @@ def without_version(document: object, version: int, label: str) -> dict[str, Any
     rest = value(dict[str, Any], document, label)
     found = rest.pop("version", None)
     if type(found) is not int or found != version:  # True is 1
+        is_newer = type(found) is int and found > version
         raise ValueError(
             f'{label}: "version" is {_short(found)}; this release reads version '
-            f"{version}"
+            f"{version}{'; install a newer release' if is_newer else ''}"
         )
     return rest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The JSON of a family of models, each of which is a subclass of the family's class.
+
+    Attributes:
+      model: the name of the model, "model" in JSON.
+    """
+
+    model: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object; defaults are left out."""
+        values = document(self, skip_defaults=True)
+        return {"version": MODEL_VERSION, "model": self.model, **values}
+
+    # Tests check annotations by beartype, which takes Self only in classes it decorates.
+    @classmethod
+    def from_json[Config: ModelConfig](  # noqa: PYI019
+        cls: type[Config], document: object
+    ) -> Config:
+        """The configuration of a JSON object, which `to_json` or a person has made.
+
+        "model" chooses the class.
+
+        Raises:
+          ValueError: not an object, an unknown version, model or key, or a wrong value.
+        """
+        given = without_version(document, MODEL_VERSION, "the model")
+        kinds = {
+            kind.model: kind
+            for kind in (cls, *cls.__subclasses__())
+            if hasattr(kind, "model")
+        }
+        return read_tagged(kinds, "model", given, "the model")
 
 
 def value(hint: Any, given: object, label: str, key: str = "") -> Any:

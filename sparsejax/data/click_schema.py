@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from sparsejax import codec
 from sparsejax.data.names import Names
@@ -180,9 +180,9 @@ class ClickSchema:
         kind_of = {kind: name for name, kind in _KINDS.items()}
         return {
             "label": self.label,
-            "dense": {n: dataclasses.asdict(c) for n, c in self.dense.items()},
+            "dense": {n: codec.document(c) for n, c in self.dense.items()},
             "ids": {
-                name: {"kind": kind_of[type(column)], **dataclasses.asdict(column)}
+                name: {"kind": kind_of[type(column)], **codec.document(column)}
                 for name, column in self.ids.items()
             },
             "columns": None if self.columns is None else list(self.columns),
@@ -210,12 +210,9 @@ def _id_column(name: str, document: object) -> IdColumn:
     """The column of a JSON object with its "kind"."""
     label = f'not a schema of clicks: column "{name}"'
     options = codec.value(dict[str, Any], document, label)
-    kind = codec.value(
-        Literal["hashed", "vocabulary"], options.pop("kind", None), label, "kind"
-    )
-    if kind == "hashed":  # saved before there was one spelling
+    if options.get("kind") == "hashed":  # saved before there was one spelling
         options = {"as_written": True} | options
-    return codec.read(_KINDS[kind], options, label)
+    return codec.read_tagged(_KINDS, "kind", options, label)
 
 
 def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:

@@ -140,12 +140,6 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
         )
     try:
         facts = codec.parse(schema.metadata[_KEY])
-        found = facts.get("version") if isinstance(facts, dict) else None
-        if type(found) is int and found > _VERSION:
-            raise ValueError(
-                f"is of version {found}, but this release reads version {_VERSION}; "
-                "install a newer release"
-            )
         facts = codec.without_version(facts, _VERSION, "its metadata")
         read = codec.read(_Stated, facts, "its metadata")
         click_schema = ClickSchema.from_json(read.schema)

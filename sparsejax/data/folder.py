@@ -152,7 +152,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
+        return json.dumps({"version": VERSION, **codec.document(self)}, indent=1)
 
     @classmethod
     def from_json(cls, path: Path, text: bytes) -> Manifest:
@@ -169,13 +169,10 @@ class Manifest:
             raise DataError.at(
                 path, f"is not the manifest of a prepared data set: {error}"
             ) from error
-        version = document.pop("version")
-        if type(version) is not int or version != VERSION:
-            raise DataError.at(
-                path,
-                f"is of version {str(version)[:60]}, but this release reads version "
-                f"{VERSION}; install a newer release, or prepare the data again",
-            )
+        try:
+            document = codec.without_version(document, VERSION, "the manifest")
+        except ValueError as error:
+            raise DataError.at(path, f"cannot be read: {error}") from error
         try:
             return codec.read(cls, document, "the manifest")
         except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Literal, get_args
 
-from sparsejax.model_json import ModelConfig
+from sparsejax.codec import ModelConfig
 from sparsejax.ops.gather_matmul import Combiner
 
 Dtype = Literal["float32", "bfloat16"]

@@ -117,7 +117,7 @@ class EmbeddingPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object."""
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        return {"version": VERSION, **codec.document(self)}
 
     @classmethod
     def from_json(cls, document: object) -> EmbeddingPlan:

@@ -355,7 +355,7 @@ class NetworkConfig:
             "loss": {"name": self.loss, **dict(self.loss_options)},
             **({} if self.precision is None else {"precision": self.precision}),
             **(stored if self.param_dtype != type(self).param_dtype else {}),
-            **({} if self.linear is None else {"linear": vars(self.linear)}),
+            **({} if self.linear is None else {"linear": codec.document(self.linear)}),
             "layers": [_layer_to_dict(layer) for layer in self.layers],
         }
 
@@ -410,28 +410,19 @@ class NetworkConfig:
 
 
 def _layer_to_dict(layer: LayerConfig) -> dict[str, Any]:
-    fields = dataclasses.fields(layer)
-    chosen = {f.name: getattr(layer, f.name) for f in fields}
-    kept = {f.name: chosen[f.name] for f in fields if chosen[f.name] != f.default}
-    return {"kind": layer.kind, "name": layer.name, **kept}
+    chosen = codec.document(layer, skip_defaults=True)
+    return {"kind": layer.kind, "name": layer.name, **chosen}
 
 
 def _layer_from_dict(index: int, layer: Any) -> LayerConfig:
     if not isinstance(layer, dict):
         raise ValueError(f"layer {index} must be an object, got {layer!r}")
     label = f"layer {index} ({layer.get('name', 'unnamed')!r})"
-    if not isinstance(layer.get("kind"), str) or layer["kind"] not in _KINDS:
-        kinds = ", ".join(_KINDS)
-        raise ValueError(
-            f'{label}: "kind" is {layer.get("kind")!r}, not one of {kinds}'
-        )
-    kind = _KINDS[layer["kind"]]
     if isinstance(layer.get("source"), list):
         raise ValueError(
             f"{label}: several sources {layer['source']}; only a chain is supported"
         )
-    values = {key: value for key, value in layer.items() if key != "kind"}
-    return codec.read(kind, values, label)
+    return codec.read_tagged(_KINDS, "kind", layer, label)
 
 
 def _check_chain(layers: tuple[LayerConfig, ...]) -> None:

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from sparsejax.codec import ModelConfig
 from sparsejax.data.sequences import SequenceDataset
-from sparsejax.model_json import ModelConfig
 
 # `suited_to`: lengths of histories to choose from, and the share of entries to cut off.
 # Found on the validation of Amazon Beauty and of MovieLens.

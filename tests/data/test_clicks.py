@@ -292,7 +292,7 @@ def test_saved(tmp_path):
         with pytest.raises(sj.DataError, match=message):
             sj.ClickDataset.load(tmp_path / "saved")
 
-    damaged("is of version 7, but this release reads version 1", version=7)
+    damaged('"version" is 7; this release reads version 1; install a newer', version=7)
     damaged("its checksum does not fit", crc32=1)
     damaged("is damaged: 3 examples, not 2,000", rows=2000)
     damaged("is damaged: .*ids/C2", table.drop_columns(["ids/C2"]))

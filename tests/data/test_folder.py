@@ -103,7 +103,7 @@ def test_what_is_no_finished_folder(tmp_path):
     with pytest.raises(sj.DataError, match="is not the vocabulary of the manifest"):
         sj.read(out)
     path.write_text(json.dumps(manifest | {"version": 9}))
-    with pytest.raises(sj.DataError, match="is of version 9, but this release reads"):
+    with pytest.raises(sj.DataError, match='"version" is 9; this release reads'):
         sj.read(out)
     for text in ("{}", "nonsense", json.dumps(manifest | {"train": [{}]})):
         path.write_text(text)
