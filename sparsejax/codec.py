@@ -121,6 +121,22 @@ def read_tagged[T](
     return read(kinds[name], given, label)
 
 
+def read_named(
+    document: object, tag: str, label: str
+) -> tuple[str, dict[str, int | float | bool]]:
+    """The name that a key of a JSON object has, and its other keys, which are numbers.
+
+    Raises:
+      ValueError: it is no object, the key has no name, or another key no number.
+    """
+    options = value(dict[str, Any], document, label)
+    if not isinstance(name := options.pop(tag, None), str):
+        raise ValueError(
+            f'{label}: expected an object with a "{tag}", got {_short(document)}'
+        )
+    return name, {k: value(int | float | bool, v, label, k) for k, v in options.items()}
+
+
 def fields(kind: type, document: object, label: str) -> dict[str, Any]:
     """As `read`, but the values alone, by the names of fields."""
     given = value(dict[str, Any], document, label)

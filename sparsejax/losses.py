@@ -355,11 +355,7 @@ def from_json(document: dict[str, Any]) -> LossRule:
     Raises:
       ValueError: no "name", or see `get`.
     """
-    options = codec.value(dict[str, Any], document, "the loss")
-    if not isinstance(name := options.pop("name", None), str):
-        raise ValueError(f'a loss needs a "name": one of {sorted(_RULES)}')
-    for key, value in options.items():
-        codec.value(int | float | bool, value, "the loss", key)
+    name, options = codec.read_named(document, "name", "the loss")
     return get(name, **options)
 
 

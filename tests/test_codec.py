@@ -58,3 +58,18 @@ def test_only_one_version_is_read():
     for wrong in ({"version": 1}, {"version": True}, {"version": "2"}, {}):
         with pytest.raises(ValueError, match="this release reads version 2$"):
             codec.without_version(wrong, 2, "it")
+
+
+def test_a_name_with_numbers():
+    assert codec.read_named({"name": "a", "b": 1, "c": True}, "name", "it") == (
+        "a",
+        {"b": 1, "c": True},
+    )
+    for wrong, problem in [
+        ({"b": 1}, 'it: expected an object with a "name"'),
+        ({"name": 3}, 'it: expected an object with a "name"'),
+        ({"name": "a", "b": "1"}, 'it: "b" must be int or float or bool'),
+        (["a"], "it must be an object"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            codec.read_named(wrong, "name", "it")

@@ -373,17 +373,10 @@ class NetworkConfig:
         if not isinstance(layers, list) or not layers:
             raise ValueError('"layers" must be a list of layers, from input to output')
         loss = document.get("loss", cls.loss)
-        options = dict(loss) if isinstance(loss, dict) else {"name": loss}
-        name = options.pop("name", None)
-        if not isinstance(name, str):
+        if not isinstance(loss, str | dict):
             raise ValueError('"loss" must be a name, or an object with a "name"')
-        for key, value in options.items():
-            try:
-                codec.value(int | float | bool, value, "the loss", key)
-            except ValueError:
-                raise ValueError(
-                    f'loss option "{key}" must be a number, got {str(value)[:60]!r}'
-                ) from None
+        stated = {"name": loss} if isinstance(loss, str) else loss
+        name, options = codec.read_named(stated, "name", "the loss")
         named = codec.value(str | None, document.get("precision"), "precision")
         precision = None if named is None else check_precision(named)
         linear = document.get("linear")

@@ -80,11 +80,5 @@ def from_json(document: Mapping[str, Any]) -> Schedule:
     Raises:
       ValueError: it has no name, or an unknown name or option; or an option is not a number.
     """
-    options = codec.value(dict[str, Any], document, "the schedule")
-    if not isinstance(name := options.pop("schedule", None), str):
-        raise ValueError(
-            f'expected an object with a "schedule", got {str(document)[:60]}'
-        )
-    for key, value in options.items():
-        codec.value(int | float | bool, value, "the schedule", key)
+    name, options = codec.read_named(document, "schedule", "the schedule")
     return Schedule(name, tuple(sorted(options.items())))

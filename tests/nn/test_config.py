@@ -102,7 +102,7 @@ def test_flags_of_a_loss_survive_json():
         ({"layers": []}, '"layers" must be a list'),
         ({"layers": [{"kind": "input"}, {"kind": "output"}]}, "got input, output"),
         ({"loss": 3}, '"loss" must be a name'),
-        ({"loss": {"name": "l2_loss", "x": "y"}}, 'loss option "x" must be a number'),
+        ({"loss": {"name": "l2_loss", "x": "y"}}, 'the loss: "x" must be int or float'),
         ({"loss": "l3_loss"}, "there is no loss 'l3_loss'"),
         ({"loss": {"name": "l2_loss", "margin": 1}}, "l2_loss has no option 'margin'"),
         (
