@@ -145,6 +145,13 @@ def test_out_of_range_index_is_nan_not_wrong():
     assert not nan[1].any()
 
 
+def test_columns_that_do_not_count():
+    """The first beyond the last, a negative one, and padding."""
+    indices, indptr = jnp.array([0, 3, 4, -1, 2]), jnp.array([0, 2, 4])
+    matrix = CSR(None, indices, indptr, num_cols=4)
+    assert matrix.columns(padding=9).tolist() == [0, 3, 9, 9, 9]
+
+
 def check_transposed(matrix: CSR) -> None:
     by_column = jax.tree.map(np.asarray, matrix.transposed)
     used = by_column.indptr[-1]
