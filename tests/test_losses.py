@@ -212,7 +212,7 @@ def test_unknown_names_list_what_there_is():
         losses.get("scaled_marginal_cross_entropy", one_target=True)
     with pytest.raises(TypeError, match="has its options already"):
         losses.get(losses.L2Loss(), margin=1.0)
-    with pytest.raises(ValueError, match='needs a "name"'):
+    with pytest.raises(ValueError, match='the loss: expected an object with a "name"'):
         losses.from_json({"one_target": 0.9})
 
 
