@@ -67,8 +67,8 @@ class Clicks(Kind):
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         raise TypeError(
-            "a click model says how probable a click is, not which items are best: call "
-            "predict_clicks"
+            f"a {type(inputs).__name__} has no items to rank: predict_clicks says how "
+            "probable its clicks are"
         )
 
     def evaluate(self, model, inputs, *, groups, optimizer, batch_size):
