@@ -14,8 +14,8 @@ from sparsejax.data.names import Names
 
 Time = float | str | datetime.date | np.datetime64 | np.number
 
-# A warning names the line that called the library.
-_INSIDE = (os.path.dirname(os.path.dirname(__file__)),)
+# A warning names the line that called the library: the first outside these files.
+INSIDE = (os.path.dirname(os.path.dirname(__file__)),)
 
 
 def heldout_entries(
@@ -275,7 +275,7 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
             "are held out as if they were new. To split the events themselves, use "
             "read_sequences(...).split_at(...), of whose parts to_sparse() makes sets "
             "(on the command line: split --histories)",
-            skip_file_prefixes=_INSIDE,
+            skip_file_prefixes=INSIDE,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -28,6 +27,7 @@ from sparsejax.data.sources import (
     features_of,
     find_rows,
 )
+from sparsejax.data.split import INSIDE
 from sparsejax.engine.rank.loop import (
     check_positive,
     check_scores,
@@ -41,9 +41,6 @@ from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
-
-# A warning names the first line outside these files: the caller's.
-INSIDE = (str(pathlib.Path(__file__).parents[2]),)
 
 
 def metric_names(k: int) -> list[str]:

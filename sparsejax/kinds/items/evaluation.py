@@ -8,7 +8,8 @@ from typing import Any
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.sources import Inputs, Source, Sources
-from sparsejax.engine.rank.evaluation import INSIDE, Evaluation, Setup, prepare
+from sparsejax.data.split import INSIDE
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepare
 
 
 def prepared_for(
