@@ -29,7 +29,7 @@ from sparsejax.data.names import Names
 from sparsejax.engine.train.checkpoint import Checkpoints, fingerprint
 from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
-from sparsejax.mesh.layout import sharding_of
+from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
@@ -106,6 +106,7 @@ class Run:
         modules = new_modules(self.network, self.optimizer, **self._sizes())
         if with_linear_part:
             set_linear_part(modules[0], data)
+        _put_where_restored(modules)
         return modules
 
     def shapes(self) -> tuple[Any, Optimizer]:
@@ -355,7 +356,19 @@ def continued(
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
     if not run.of_histories:
         set_linear_part(model, data)
+    _put_where_restored((model, optimizer))
     return model, optimizer, kept
+
+
+def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
+    """Puts arrays, in place, on the device by name, as those of a checkpoint are.
+
+    A program is compiled anew for arrays that are on the device by default, and once more
+    for what it returns if some are and others are not. So training, a resume of it, and the
+    commands after it find the same programs. On a mesh all arrays are put by name already.
+    """
+    if not mesh_is_set():
+        nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
 
 
 def restored_model(directory: str | pathlib.Path, run: Run) -> Any:

@@ -96,7 +96,11 @@ class LinearPart(nnx.Module):
             (self.kernel, kernel),
             (self.scale, np.pad(scale, (0, extra))),
         ):
-            variable.set_value(jax.device_put(value, variable[...].sharding))
+            # An array that is put on a named device makes programs of their own, for it
+            # and for all that they return: the training program would be compiled twice.
+            before = variable[...]
+            place = before.sharding if before.committed else None
+            variable.set_value(jax.device_put(value, place))
 
 
 def _zeros(shape):

@@ -64,6 +64,22 @@ def test_programs_are_found_again(similar, programs, folder):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_what_training_compiles_is_once_and_for_all(small, folder, tmp_path):
+    path, run = small[1], small[3]
+    small[small.index("--linear") + 1] = "3"
+    small[small.index("--optimizer") + 1] = "adam"
+    for argv in (
+        small,
+        ["evaluate", run, path, path, "--k", "2", "--keep-seen"],
+        [*small, "--resume", "--epochs", "2"],
+    ):
+        jax.clear_caches()
+        assert main(argv) == 0
+    kept = Counter(file.name.partition("-")[0] for file in folder.glob("*-cache"))
+    names = ("jit_run_steps", "jit_settle", "jit__checksums")
+    assert {name: kept[name] for name in names} == dict.fromkeys(names, 1)
+
+
 def test_a_folder_of_the_user_stays(similar, folder, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     try:
