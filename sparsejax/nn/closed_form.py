@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -235,56 +234,65 @@ def on_device(
     rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
     """The decomposition by JAX, on the first device."""
-    blocks = _blocks(rows)
-    basis = jax.random.normal(jax.random.key(0), (blocks[0][0].num_cols, width))
-    for _ in range(_PRODUCTS):
-        basis = _applied(blocks, _orthonormal[True](basis))
-    basis = _orthonormal[True](basis)
-    found = _turned[True](basis, _applied(blocks, basis))
-    squares, q = (np.asarray(a) for a in found)
+    squares, q = (np.asarray(a) for a in _decompose[True](_blocks(rows), width))
     return squares, q[: rows.shape[1]]
 
 
-def _blocks(data: _Rows) -> list[tuple[CSR, CSR]]:
-    """Blocks of rows with their transposes, all square, so that one program is compiled.
+def _blocks(data: _Rows) -> CSR:
+    """Blocks of rows and their transposes, `[blocks, 2, ...]`, all square.
 
-    Columns beyond the items are empty, as are rows.
+    So one program serves them all. Columns beyond the items are empty, as are rows.
     """
     rows, items = data.shape
     size = min(BLOCK_ROWS, rows)
     side = max(size, items)
     starts = range(0, rows, size)
-    counts = [int(data.indptr[min(s + size, rows)] - data.indptr[s]) for s in starts]
-    blocks = []
+    room = max(int(data.indptr[min(s + size, rows)] - data.indptr[s]) for s in starts)
+    pairs = []
     for start in starts:
         block = scipy.sparse.csr_array(data[start : start + size])
         block.resize((side, side))
-        pair = (block, scipy.sparse.csr_array(block.transpose()))
-        first, second = (CSR.from_scipy(part, nse=max(counts)) for part in pair)
-        blocks.append((jax.device_put(first), jax.device_put(second)))
-    return blocks
+        both = block, scipy.sparse.csr_array(block.transpose())
+        parts = (CSR.from_scipy(part, nse=room) for part in both)
+        pairs.append(_stacked(*parts))
+    return jax.device_put(_stacked(*pairs))
 
 
-def _applied(
-    blocks: Sequence[tuple[CSR, CSR]], basis: Float[Array, "items width"]
-) -> Float[Array, "items width"]:
-    """`A^T A basis`."""
-    total = jnp.zeros_like(basis)
-    for block in blocks:
-        product = basis
-        for part in block:
-            product = _multiplied[True](part, product)
-        total += product
-    return total
+def _stacked(*parts: CSR) -> CSR:
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *parts)
 
 
-@Programs
-def _multiplied(part: CSR, basis):
-    return gather_matmul(part, basis)
+@functools.partial(Programs, static_argnames="width")
+def _decompose(blocks: CSR, width: int):
+    """The largest eigenvalues of `A^T A` and their vectors, from `_blocks`.
+
+    One program, whose loops hold each product and decomposition once: most of the time of
+    a first training is its compiler's.
+    """
+
+    def applied(basis):
+        """`A^T A basis`."""
+
+        def multiply(product, part):
+            return gather_matmul(part, product), None
+
+        def add(total, block):
+            return total + jax.lax.scan(multiply, basis, block)[0], None
+
+        return jax.lax.scan(add, jnp.zeros_like(basis), blocks)[0]
+
+    def once(_, found):
+        basis = _orthonormal(found[1])
+        return basis, applied(basis)
+
+    start = jax.random.normal(jax.random.key(0), (blocks.num_cols, width))
+    # The last product is that of the eigenvalues.
+    basis, product = jax.lax.fori_loop(0, _PRODUCTS + 1, once, (start, start))
+    squares, turn = jnp.linalg.eigh(_product(basis.T, product))
+    return jnp.maximum(squares[::-1], 0), _product(basis, turn[:, ::-1])
 
 
-@Programs
-def _orthonormal(basis):
+def _orthonormal(basis: Float[Array, "items width"]) -> Float[Array, "items width"]:
     """The same space, by Cholesky decompositions."""
 
     def once(_, basis):
@@ -294,12 +302,6 @@ def _orthonormal(basis):
         return jax.scipy.linalg.solve_triangular(factor, basis.T, lower=True).T
 
     return jax.lax.fori_loop(0, _PASSES, once, basis)
-
-
-@Programs
-def _turned(basis, applied):
-    squares, turn = jnp.linalg.eigh(_product(basis.T, applied))
-    return jnp.maximum(squares[::-1], 0), _product(basis, turn[:, ::-1])
 
 
 def _product(a, b):
