@@ -40,7 +40,7 @@ def kept_programs() -> Iterator[None]:
         yield
         return
     try:
-        _check_writable(folder())
+        check_writable(folder())
     except OSError as error:
         warnings.warn(
             f"compiled programs are not kept: {error.filename}: {error.strerror}",
@@ -90,7 +90,7 @@ def _set(settings: dict[str, object]) -> None:
     compilation_cache.reset_cache()
 
 
-def _check_writable(path: pathlib.Path) -> None:
+def check_writable(path: pathlib.Path) -> None:
     """Makes a folder that only the user can read, if it does not exist.
 
     Raises:

@@ -122,8 +122,8 @@ class Compilation:
     """How programs for the device are compiled.
 
     Attributes:
-      compilation_cache: Keep compiled programs in the user's cache folder, and use those
-        that are there. Several processes that work together do not.
+      compilation_cache: Keep compiled programs and linear parts in the user's cache
+        folder, and use those that are there. Several processes that work together do not.
     """
 
     compilation_cache: bool = True

@@ -15,7 +15,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -90,22 +90,20 @@ class Run:
         return isinstance(self.network, SequenceConfig)
 
     def build(
-        self, data: Any, *, with_linear_part: bool = True
+        self, linear_part: Callable[[], Sequence[np.ndarray]] | None = None
     ) -> tuple[Any, Optimizer]:
-        """A new model and its optimizer for the data, placed on the mesh if one is set.
+        """A new model and its optimizer, placed on the mesh if one is set.
 
         Args:
-          data: the rows.
-          with_linear_part: compute the linear part of the network, if it has one. False
-            leaves its arrays 0, for a caller who has them, or restores a checkpoint.
+          linear_part: what `closed_form` computes from the data, if the network has a
+            linear part. None leaves its arrays 0, for a caller who restores a checkpoint.
 
         Raises:
           ValueError: no such network can be built.
-          NotImplementedError: the network has a linear part, and the data is scanned.
         """
         modules = new_modules(self.network, self.optimizer, **self._sizes())
-        if with_linear_part:
-            set_linear_part(modules[0], data)
+        if linear_part is not None:
+            modules[0].output.linear.set_to(*linear_part())
         _put_where_restored(modules)
         return modules
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 
 from sparsejax import codec, optimizers
-from sparsejax.cli import flags, printing, run
+from sparsejax.cli import flags, linear_parts, printing, run
 from sparsejax.cli.reading import (
+    meanwhile,
     read_file,
     read_heldout,
     read_histories,
@@ -78,7 +79,11 @@ def train(command: flags.Train) -> None:
     settings = settings_of(command, network, source)
     restored = command.resume and run.has_checkpoints(command.run)
     if command.origin is None or restored:
-        model, optimizer = settings.build(source.data, with_linear_part=not restored)
+        keeps = command.compilation.compilation_cache
+        linear_part = None if restored else linear_part_of(settings, source, keep=keeps)
+        if linear_part is not None:  # computed while the first program is compiled
+            linear_part = meanwhile(linear_part)
+        model, optimizer = settings.build(linear_part)
     else:
         model, optimizer = _continued(command, settings, source)
     features = source.data.feature_names
@@ -448,6 +453,22 @@ def settings_of(
         k=command.k,
         patience=command.patience,
         origin=None if command.origin is None else str(command.origin),
+    )
+
+
+def linear_part_of(
+    settings: run.Run, source: Source, *, keep: bool
+) -> Callable[[], linear_parts.Arrays] | None:
+    """What finds or computes the linear part; None if the network has none."""
+    network = settings.network
+    if isinstance(network, SequenceConfig) or network.linear is None:
+        return None
+    return functools.partial(
+        linear_parts.linear_part,
+        source.data,
+        network.linear,
+        fingerprint=settings.data_fingerprint,
+        keep=keep,
     )
 
 

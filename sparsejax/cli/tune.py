@@ -29,10 +29,8 @@ import numpy as np
 
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
-from sparsejax.data import SparseDataset
 from sparsejax.data.files import shown
 from sparsejax.mesh import processes
-from sparsejax.nn.closed_form import closed_form
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.verbs.fit import fit
@@ -79,13 +77,10 @@ def tune(command: flags.Tune) -> None:
         command = dataclasses.replace(command, network=flag)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
-
-    @functools.cache
-    def linear_part() -> Sequence[np.ndarray]:
-        """It does not depend on what is tuned."""
-        assert isinstance(network, NetworkConfig) and network.linear is not None
-        assert isinstance(source.data, SparseDataset)
-        return closed_form(source.data.to_scipy(), network.linear)
+    keeps = command.compilation.compilation_cache
+    linear_part = training.linear_part_of(settings, source, keep=keeps)
+    if linear_part is not None:  # it does not depend on what is tuned
+        linear_part = functools.cache(linear_part)
 
     with processes.alone_in(command.run):
         study = _opened(optuna, command, settings)
@@ -290,7 +285,7 @@ def _trained(
     chosen: Mapping[str, Any],
     source: training.Source,
     deadline: float,
-    linear_part: Callable[[], Sequence[np.ndarray]],
+    linear_part: Callable[[], Sequence[np.ndarray]] | None,
 ) -> tuple[Any, float, str]:
     """Trains with the settings of a trial.
 
@@ -318,9 +313,7 @@ def _trained(
 
     pruned = optuna.trial.TrialState.PRUNED
     try:
-        model, optimizer = settings.build(source.data, with_linear_part=False)
-        if model.output.linear is not None:
-            model.output.linear.set_to(*linear_part())
+        model, optimizer = settings.build(linear_part)
         fit(
             model,
             optimizer,

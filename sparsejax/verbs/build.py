@@ -108,14 +108,22 @@ def set_linear_part(model: Any, data: Any) -> None:
       NotImplementedError: the data is scanned, so that it is not in memory.
     """
     linear = getattr(getattr(model, "output", None), "linear", None)
-    if linear is None:
-        return
+    if linear is not None:
+        linear.set_from(matrix_of(data))
+
+
+def matrix_of(data: Any) -> Any:
+    """The SciPy matrix of data from which a linear part is computed.
+
+    Raises:
+      NotImplementedError: the data is scanned, so that it is not in memory.
+    """
     if isinstance(data, ScannedDataset):
         raise NotImplementedError(
             "the linear part of a network is computed from data in memory, and this is "
             "scanned; leave linear out of the network"
         )
-    linear.set_from(data if scipy.sparse.issparse(data) else data.to_scipy())
+    return data if scipy.sparse.issparse(data) else data.to_scipy()
 
 
 @promoting

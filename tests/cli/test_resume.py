@@ -11,12 +11,11 @@ import time
 import pytest
 from run_folders import FIT, NETWORK, parameters, write_lines
 
-from sparsejax.cli import commands, printing, run
+from sparsejax.cli import commands, linear_parts, printing, run
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import locks
-from sparsejax.nn.linear_part import LinearPart
 
 
 def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
@@ -37,7 +36,8 @@ def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
 def test_resume_does_not_compute_the_linear_part_again(small, tmp_path, monkeypatch):
     small[small.index("--linear") + 1] = "3"
     assert main(small) == 0
-    monkeypatch.setattr(LinearPart, "set_from", lambda *_: pytest.fail("again"))
+    again = lambda *_, **__: pytest.fail("again")
+    monkeypatch.setattr(linear_parts, "linear_part", again)
     assert main([*small, "--resume", "--epochs", "2"]) == 0
     model, _ = run.load_model(tmp_path / "run")
     assert model.output.linear is not None

@@ -1,0 +1,115 @@
+"""Linear parts of networks, which a command keeps for the commands after it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import warnings
+import zipfile
+from typing import Any
+
+import jax
+import numpy as np
+import platformdirs
+import scipy
+from jaxtyping import Float
+
+import sparsejax
+from sparsejax.cli.compilation_cache import check_writable
+from sparsejax.nn import closed_form
+from sparsejax.nn.config import LinearConfig
+from sparsejax.verbs.build import matrix_of
+from sparsejax.whole_files import whole_file
+
+# The least recently used parts are removed beyond this.
+MAX_BYTES = 2**29
+
+Arrays = tuple[Float[np.ndarray, "items rank"], Float[np.ndarray, "items"]]
+
+
+def folder() -> pathlib.Path:
+    """Where linear parts are kept, such as `~/.cache/sparsejax/linear_parts`."""
+    cache = platformdirs.user_cache_path("sparsejax", appauthor=False)
+    return cache / "linear_parts"
+
+
+def linear_part(
+    data: Any, config: LinearConfig, *, fingerprint: str, keep: bool
+) -> Arrays:
+    """What `closed_form` computes, or the same bits from a command before.
+
+    They are kept on a best effort: a damaged file is computed anew, and a warning says why
+    one cannot be written. Several processes that train together compute for themselves:
+    those that find other bits would train another model.
+
+    Args:
+      data: the rows.
+      config: what is computed of them.
+      fingerprint: of the data.
+      keep: whether to look for it in `folder()`, and to keep it there.
+
+    Raises:
+      NotImplementedError: the data is scanned.
+    """
+    matrix = matrix_of(data)
+    if not keep or jax.process_count() > 1:
+        return closed_form.closed_form(matrix, config)
+    path = folder() / f"{_key(fingerprint, matrix.shape, config)}.npz"
+    if (found := _read(path)) is not None:
+        return found
+    computed = closed_form.closed_form(matrix, config)
+    if sum(array.nbytes for array in computed) <= MAX_BYTES:
+        try:
+            _write(path, computed)
+        except OSError as error:
+            warnings.warn(
+                f"the linear part is not kept: {error.filename}: {error.strerror}",
+                stacklevel=2,
+            )
+    return computed
+
+
+def _key(fingerprint: str, shape: tuple[int, ...], config: LinearConfig) -> str:
+    """The name of all that decides the bits."""
+    modules = sparsejax, jax, np, scipy
+    parts = [
+        fingerprint,
+        shape,
+        config,
+        jax.devices()[0].device_kind,
+        [module.__version__ for module in modules],
+    ]
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
+    digest.update(pathlib.Path(closed_form.__file__).read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: pathlib.Path) -> Arrays | None:
+    """The arrays of a file; None if it is not there, or damaged."""
+    try:
+        with open(path, "rb") as content, np.load(content, allow_pickle=False) as file:
+            found = file["kernel"], file["scale"]
+        os.utime(path)  # it was used
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return found
+
+
+def _write(path: pathlib.Path, arrays: Arrays) -> None:
+    check_writable(path.parent)
+    with whole_file(path) as file:
+        np.savez(file, kernel=arrays[0], scale=arrays[1])
+    size = 0
+    for other in sorted(path.parent.glob("*.npz"), key=_last_used, reverse=True):
+        with contextlib.suppress(OSError):  # another command has removed it
+            size += other.stat().st_size
+            if size > MAX_BYTES:
+                other.unlink()
+
+
+def _last_used(path: pathlib.Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
