@@ -20,6 +20,7 @@ from pallas_kernels.row_sums import (
     Config,
     columns_of,
     compiler_params,
+    entries_for,
     grid,
     reduce_body,
     reducing_team,
@@ -30,6 +31,7 @@ from pallas_kernels.row_sums import (
 from pallas_kernels.teams import Team, on_teams, team_for
 
 _THREADS = 128  # of a warpgroup; narrower rows are for teams of lanes, or padded
+_PROGRAMS = 8_192  # that a batch is cut into, if rows catch up and it is large enough
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
 
 
@@ -113,7 +115,11 @@ def gather_matmul(
     if config is None:
         config = default_config(w.shape[1], w.dtype.itemsize)
         if missed is not None:  # a row has more registers, and more code
-            config = dataclasses.replace(config, unroll=min(config.unroll, 4))
+            config = dataclasses.replace(
+                config,
+                entries=entries_for(nse, _PROGRAMS, config.entries),
+                unroll=min(config.unroll, 4),
+            )
     padding = _THREADS - w.shape[1]
     if padding > 0 and config.threads == _THREADS:
         w_padded = jnp.pad(w, ((0, 0), (0, padding)))

@@ -32,6 +32,7 @@ from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.teams import Team, team_for
 
 _THREADS = 128  # of a warpgroup: rows are cut into multiples of it
+_FEWEST = 8  # entries of a program
 _WAYS = 8  # each step of a search splits the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
 # at once take 6.6 us; 256 columns with 16 pieces take 10 us.
@@ -56,6 +57,18 @@ class Config:
     unroll: int
     chunk: int
     threads: int = _THREADS
+
+
+def entries_for(nse: int, programs: int, most: int = 64) -> int:
+    """Entries of a program: `most`, or fewer, so that a small input has `programs` too.
+
+    A program works on its entries one after the other, and a row that catches up or moves
+    takes longer than its gradient. So a batch of few entries needs many short programs.
+    """
+    entries = most
+    while entries > _FEWEST and nse < programs * entries:
+        entries //= 2
+    return entries
 
 
 def takes_narrow(hidden: int) -> bool:

@@ -21,6 +21,7 @@ from pallas_kernels.matmul_tiles import numbers, store
 from pallas_kernels.row_sums import (
     Config,
     compiler_params,
+    entries_for,
     grid,
     reduce_body,
     reducing_team,
@@ -44,16 +45,21 @@ Update = Callable[
     Sequence[jax.Array],
 ]
 
+# Programs that a batch is cut into, if it is large enough. Twice as many make a batch of
+# 100,000 entries slower: more pieces of popular rows remain to be added.
+_PROGRAMS = 4_096
 
-def default_config(hidden: int, by_row: bool = False) -> Config:
+
+def default_config(hidden: int, nse: int, by_row: bool = False) -> Config:
     """None that was tried is faster, on an H200 with jax 0.11.2 (benchmarks/README.md)."""
     chunk = 256 if hidden <= 256 else 512
+    entries = entries_for(nse, _PROGRAMS)
     if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):
         unroll, threads = 8 if hidden <= 16 else 4, team.threads
         if hidden == 128:  # 3 % faster than a whole warp
             threads = 16
-        return Config(entries=64, unroll=unroll, chunk=chunk, threads=threads)
-    return Config(entries=64, unroll=4, chunk=chunk)
+        return Config(entries=entries, unroll=unroll, chunk=chunk, threads=threads)
+    return Config(entries=entries, unroll=4, chunk=chunk)
 
 
 def takes(hidden: int, by_row: bool = False) -> bool:
@@ -130,7 +136,7 @@ def row_update(
             )
     if nse == 0 or dy.shape[0] == 0:
         return list(arrays)
-    config = config or default_config(hidden, by_row)
+    config = config or default_config(hidden, nse, by_row)
 
     noise = [] if place is None else numbers(*place)
 

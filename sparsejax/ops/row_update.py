@@ -46,7 +46,6 @@ _REPEATED = 128
 # A program of many steps brings rows up to date before they leave the table; a shorter table
 # is not worth that.
 LEAST_LAGS = 128
-_WIDEST_IN_PROGRAMS = 64
 NEVER = -1
 
 
@@ -252,8 +251,7 @@ def step_terms(
             out_specs=rows,
         )
     fits = _by_rows(rule, trained.w, trained.state)
-    drifts_well = in_programs(rule, trained.w, noise) and is_narrow(trained.w)
-    fits &= not rule.drifts or drifts_well
+    fits &= not rule.drifts or in_programs(rule, noise)
     column, dy = terms.by_column.columns, terms.dy
     fits &= takes_rows(dy.shape[1], by_row=rule.by_row)
     fits &= mosaic_is_fastest(dy, column.shape[0])
@@ -310,21 +308,12 @@ def step_terms(
     return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
 
 
-def in_programs(rule: RowRule, w: jax.Array, noise: Noise | None) -> bool:
-    """Whether GPU programs bring rows of such a kernel up to date where they read them.
+def in_programs(rule: RowRule, noise: Noise | None) -> bool:
+    """Whether GPU programs bring rows up to date where they read them.
 
     Not if missed steps are rounded at random, since that is a rounding more.
     """
     return rule.elementwise and rule.table_lags >= LEAST_LAGS and noise is None
-
-
-def is_narrow(w: jax.Array) -> bool:
-    """Whether the programs of `in_programs` are chosen where nothing else is asked for.
-
-    They ran on an H100 with rows of 16 numbers. Wider rows than these are interpreted and
-    compiled by the tests only, so XLA's operations bring them up to date.
-    """
-    return w.shape[1] <= _WIDEST_IN_PROGRAMS
 
 
 def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
@@ -597,12 +586,11 @@ def _gathered(rule, young, implementation, x, trained, count, noise):
             *_copied(rule, young, x, trained, count, noise), implementation
         )
 
-    fits = in_programs(rule, trained.w, noise) and trained.last is not None
+    fits = in_programs(rule, noise) and trained.last is not None
     fits &= takes_rows(trained.w.shape[1]) and by_elements(
         rule, trained.w, trained.state
     )
-    quick = mosaic_is_fastest(trained.w, x.nse) and is_narrow(trained.w)
-    if implementation is None and fits and quick:
+    if implementation is None and fits and mosaic_is_fastest(trained.w, x.nse):
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu" or not fits:
         return by_copies(trained, x, count)

@@ -460,10 +460,9 @@ class Optimizer(nnx.Pytree):
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
         rows, hidden = kernel.shape
         w = kernel[...]
-        in_programs = row_update.is_narrow(w) and row_update.takes_rows(hidden)
-        in_programs &= row_update.in_programs(
-            self.rule_of(kernel), w, self.noise_of(path)
-        )
+        rule, noise = self.rule_of(kernel), self.noise_of(path)
+        in_programs = row_update.in_programs(rule, noise)
+        in_programs &= row_update.takes_rows(hidden)
         in_programs &= mosaic_is_fastest(
             w, entries, divided=gradients.is_divided(kernel)
         )

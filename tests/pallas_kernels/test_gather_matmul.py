@@ -9,7 +9,7 @@ import pytest
 from tolerances import tolerance
 
 from pallas_kernels.gather_matmul import default_config, gather_matmul
-from pallas_kernels.row_sums import Config
+from pallas_kernels.row_sums import Config, entries_for
 
 SMALL = Config(entries=8, unroll=4, chunk=128)  # many programs from few entries
 
@@ -208,3 +208,13 @@ def test_more_than_2_31_elements():
     exact = oracle(None, place, x[2], w[jnp.asarray(used)])
     close(y, exact, np.float32, 700)
     assert default_config(hidden, 4).entries < 700  # so a row was cut
+
+
+def test_a_small_batch_has_short_programs():
+    assert [entries_for(nse, 4096) for nse in (1, 4096 * 16, 4096 * 63, 4096 * 64)] == [
+        8,
+        16,
+        32,
+        64,
+    ]
+    assert entries_for(4096, 8192, most=4) == 4

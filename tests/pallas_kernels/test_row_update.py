@@ -42,8 +42,8 @@ def small_programs(monkeypatch):
     """Many programs from few entries."""
     default = mosaic.default_config
 
-    def small(hidden, by_row=False):
-        threads = default(hidden, by_row).threads
+    def small(hidden, nse, by_row=False):
+        threads = default(hidden, nse, by_row).threads
         return Config(entries=8, unroll=4, chunk=128, threads=threads)
 
     monkeypatch.setattr(mosaic, "default_config", small)
