@@ -132,6 +132,37 @@ def test_an_epoch_goes_on_where_it_was_left():
         next(epochs.dispatches(2))
 
 
+def test_even_steps():
+    found = [
+        dispatch.even_steps(total, 64) for total in (1, 59, 64, 65, 96, 1024, 127, 131)
+    ]
+    assert found == [1, 59, 64, 13, 48, 64, 64, 64]
+    assert dispatch.even_steps(32, 3) == 2 and dispatch.even_steps(31, 3) == 1
+
+
+@pytest.mark.parametrize("position", [0, 10, 4])
+def test_full_dispatches_train_the_same(position, monkeypatch):
+    """Also what is left of an epoch, which may not fill them."""
+    train, _ = checkerboard(100, 20)
+
+    def trained(full):
+        monkeypatch.setattr(dispatch, "fills_dispatches", lambda: full)
+        monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 6)
+        model, optimizer = build(20, corruption=0.3)
+        epochs = training.Epochs(training.place(train), batch_size=4, num_epochs=1)
+        program = training.Program(model, optimizer)
+        found = list(epochs.dispatches(0, position=position))
+        losses = np.concatenate([program.launch(each) for each in found])
+        return losses, found[0].sizes, np.asarray(model.first.kernel[...])
+
+    losses, sizes, weights = trained(True)
+    assert sizes.steps == 5 and sizes.full == (position % 5 == 0)
+    expected, sizes, expected_weights = trained(False)
+    assert sizes.steps == 6 and not sizes.full
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(weights, expected_weights, rtol=1e-4, atol=1e-6)
+
+
 def test_explicit_axes_are_refused():
     mesh = jax.make_mesh(
         (2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2

@@ -71,11 +71,14 @@ class Sizes(NamedTuple):
       steps: largest number of steps of a dispatch.
       sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
         once, for the gradients of their rows.
+      full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
+        before each step that there is one more, and the host launches far ahead.
     """
 
     capacities: tuple[int, ...]
     steps: int
     sorted_ahead: bool
+    full: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,7 +214,12 @@ class Epochs:
         capacities = self._capacities(data, chunk, epoch)
         rows, _ = self._order(data, chunk, epoch)
         entries = entries_of_step(capacities, self._parts, data.sparse_inputs)
-        sizes = Sizes(capacities, steps_per_dispatch(entries), sorts_ahead())
+        steps, full = steps_per_dispatch(entries), False
+        # Chunks have different numbers of steps, and one program for all.
+        if fills_dispatches() and len(self._examples.chunks) == 1:
+            steps = even_steps(len(rows), steps)
+            full = (len(rows) - position) % steps == 0
+        sizes = Sizes(capacities, steps, sorts_ahead(), full)
         for first in range(position, len(rows), sizes.steps):
             steps = np.arange(first, min(first + sizes.steps, len(rows)))
             left = data.num_rows - steps * self.batch_size
@@ -348,7 +356,8 @@ class Program[Model: nnx.Module | Trainable]:
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
 
-class How(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class How:
     """The static part of a `Program`.
 
     Attributes:
@@ -360,6 +369,14 @@ class How(NamedTuple):
     graphdef: nnx.GraphDef
     layout: tuple[jax.sharding.Sharding, ...] | None
     fused: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Each launch asks for it, and a graph of a hundred variables takes a millisecond.
+        return hash((self.graphdef, self.layout, self.fused))
 
 
 @functools.partial(
@@ -382,13 +399,14 @@ def run_steps(
     `run_steps[deterministic]` is it, in one of the two forms of `Programs`.
 
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
-    an epoch. On a mesh the state keeps its layout, and every device has the losses.
+    an epoch. If dispatches are full, it is not read. On a mesh the state keeps its layout,
+    and every device has the losses.
 
     Returns:
       The state, and the losses `[sizes.steps]`, 0 from `count` on.
     """
-    steps = first + jnp.arange(sizes.steps)
-    rows = rows.at[steps].get(mode="fill", fill_value=-1)
+    numbers = first + jnp.arange(sizes.steps)
+    rows = rows.at[numbers].get(mode="fill", fill_value=-1)
     batches = data.take(rows, sizes.capacities)
     if sizes.sorted_ahead:
         for i in data.sparse_inputs:
@@ -421,7 +439,8 @@ def run_steps(
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
         derived = fused_output.derive(model) if how.fused else None
         losses = jnp.zeros(sizes.steps, jnp.float32)
-        state, losses, _ = lax.fori_loop(0, count, step, (state, losses, derived))
+        steps = sizes.steps if sizes.full else count
+        state, losses, _ = lax.fori_loop(0, steps, step, (state, losses, derived))
     if how.layout is not None:
         losses = lax.with_sharding_constraint(losses, jax.P())
     return with_shardings(state, how.layout), losses
@@ -440,6 +459,23 @@ def steps_per_dispatch(entries: int) -> int:
 def steps_on_gpu(entries: int) -> int:
     """Steps of a dispatch on a GPU, if each batch has this many entries."""
     return max(1, min(64, _DISPATCH_ENTRIES // max(1, entries)))
+
+
+def fills_dispatches() -> bool:
+    """Whether dispatches are full where they can be, see `Sizes`. A CPU gains nothing."""
+    return jax.default_backend() != "cpu"
+
+
+def even_steps(total: int, most: int) -> int:
+    """Steps of a dispatch, at most `most`, so that `total` steps make full ones.
+
+    `most` if that would take more than eight times as many dispatches.
+    """
+    fewest = min(total, max(1, most // 8))
+    for steps in range(min(most, total), fewest - 1, -1):
+        if total % steps == 0:
+            return steps
+    return most
 
 
 def entries_of_step(
