@@ -22,6 +22,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -181,7 +182,7 @@ def _dense_adam(problem, rate, decay, b1=0.9, b2=0.999, eps=1e-8):
     return np.array(losses), w
 
 
-def _sparse_steps(rule, problem, form: str):
+def _sparse_steps(rule, problem, form: Any):
     """The same, as a table that an optimizer keeps: only rows that are touched move."""
     import jax
     import jax.numpy as jnp

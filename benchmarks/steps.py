@@ -435,36 +435,32 @@ def _fits(kind: str, batch: int, make: Callable) -> list[dict]:
         settings = {"batch_size": batch, "num_epochs": 4}
         history = sj.fit(model, optimizer, data, **settings)
         speed = statistics.median(entry["examples_per_second"] for entry in history[1:])
-        result = {"form": f"fit, {rule(_RATE).name}"}
+        milliseconds = 1e3 * batch / speed
+        result: dict[str, Any] = {"form": f"fit, {rule(_RATE).name}"}
         result |= {"examples_per_second": round(speed)}
-        result |= {"milliseconds": round(1e3 * batch / speed, 4)}
+        result |= {"milliseconds": round(milliseconds, 4)}
         if jax.default_backend() == "gpu":
-            result |= _share(model, optimizer, data, settings)
+            kernels = _kernels_of_fit(model, optimizer, data, settings)
+            result["kernels"] = round(kernels, 4)
+            result["share_of_gpu"] = round(kernels / milliseconds, 3)
         found.append(result)
         print(json.dumps(result), file=sys.stderr, flush=True)
     return found
 
 
-def _share(model, optimizer, data, settings) -> dict[str, float]:
-    """From a profile of a second `fit`: which part of an epoch's time the GPU works."""
+def _kernels_of_fit(model, optimizer, data, settings) -> float:
+    """Milliseconds of kernels in a step, from a profile of a further `fit`."""
     import jax
     from timing import kernels_of_trace
 
     import sparsejax as sj
 
-    marks: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            sj.fit(
-                model,
-                optimizer,
-                data,
-                **settings,
-                log=lambda step, entry: marks.append(time.perf_counter()),
-            )
-        total = sum(time for _, time in kernels_of_trace(folder)) / 1e9
-    each = (marks[-1] - marks[0]) / (len(marks) - 1)
-    return {"share_of_gpu": round(total / len(marks) / each, 3)}
+            sj.fit(model, optimizer, data, **settings)
+        total = sum(time for _, time in kernels_of_trace(folder)) / 1e6
+    steps = -(-data.num_rows // settings["batch_size"]) * settings["num_epochs"]
+    return total / steps
 
 
 # PyTorch

@@ -273,7 +273,9 @@ def step_terms(
         trained = _without_old(rule, trained, touched, count, noise)
     lags, last = None, trained.last
     if last is not None:
-        lags = _lag(_read(last, column), count)
+        # XLA would put the reading into the program that counts the entries, which has few
+        # threads: 26 us of a step in place of 5.
+        lags = _lag(_read(last, lax.optimization_barrier(column)), count)
         done = jnp.where(targets >= 0, targets, trained.num_rows)
         # Not `unique_indices`: entries that are not the last of a row have the same index.
         last = last.at[done].set(count + 1, mode="drop")
