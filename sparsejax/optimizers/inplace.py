@@ -139,14 +139,19 @@ def _holders(variable: nnx.Variable) -> int:
 @functools.cache
 def _holders_of_own() -> int:
     """`_holders` of an array that only its variable holds; depends on Python's version."""
-    return _holders(nnx.Variable(jnp.zeros(())))
+    return _holders(nnx.Variable(_new()))
 
 
 @functools.cache
 def _holders_in_list() -> int:
     """The same of an array that a list holds, too."""
-    value = nnx.Variable(jnp.zeros(()))
+    value = nnx.Variable(_new())
     return max(map(sys.getrefcount, [value.get_raw_value()]))
+
+
+def _new() -> jax.Array:
+    """An array for which nothing is compiled."""
+    return jax.device_put(np.zeros((), np.float32))
 
 
 def _copied(array: jax.Array) -> jax.Array:

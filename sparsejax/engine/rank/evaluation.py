@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 
@@ -207,7 +206,7 @@ class Evaluation:
                 f"{type(model).__name__} does not have it"
             )
         graphdef, state = split(model, optimizer)
-        counts = beside(state, jnp.zeros((len(self.ks), items), jnp.int32))
+        counts = beside(state, np.zeros((len(self.ks), items), np.int32))
         parts = []
         for task in self.tasks:
             found = ranked(

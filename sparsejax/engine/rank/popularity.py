@@ -37,7 +37,7 @@ class Popularity(nnx.Module):
         # Ranks in place of counts, because float32 does not hold all counts above 2^24.
         _, ranks = np.unique(counts, return_inverse=True)
         ranks = np.where(counts > 0, ranks, -1)
-        self.ranks = nnx.Variable(jnp.asarray(ranks, jnp.float32))
+        self.ranks = nnx.Variable(jax.device_put(ranks.astype(np.float32)))
         self.num_items = len(counts)
         # A dict could not be part of a compiled program.
         self.features = features if isinstance(features, int) else (*features.items(),)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -78,14 +79,14 @@ def _committed(state: Any) -> Any:
     return jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, state))
 
 
-def beside(state: Any, array: jax.Array) -> jax.Array:
+def beside(state: Any, array: np.ndarray) -> jax.Array:
     """The array, whole on each device of a state from `split`, as programs return it."""
     for leaf in jax.tree.leaves(state):
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, P())
         return jax.device_put(array, sharding)
-    return put_on_mesh(array)
+    return put_on_mesh(jax.device_put(array))
 
 
 @contextlib.contextmanager
