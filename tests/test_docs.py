@@ -194,6 +194,13 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     assert 0.9 < given["found"].auc < 0.95
     assert given["probabilities"].shape == (300,) and "group_auc" in given["measured"]
 
+    pathlib.Path("schema.json").write_text(json.dumps(given["schema"].to_json()))
+    page = (DOCS / "clicks.md").read_text().split("\n")
+    for line in page:
+        if line.startswith("sparsejax "):
+            assert cli.main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+    assert np.load("probabilities.npy").shape == (300,)
+
 
 def test_sequences(trained, symbolic_sizes):
     """Of ten users, one has a single purchase."""

@@ -17,6 +17,7 @@ import pytest
 import sparsejax as sj
 from sparsejax import codec, optimizers
 from sparsejax.cli import run, train
+from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.predictors import files as predictor_files
 from sparsejax.spark.run_copies import fetch_run
 
@@ -144,7 +145,7 @@ def run_folder(folder):
         indicator=True,
         data="a.csv",
         data_fingerprint="x",
-        vocabulary_fingerprint=run.fingerprint(names),
+        vocabulary_fingerprint=fingerprint(names),
         validation="x",
         validation_split="last",
         k=5,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
-import os
 import pathlib
 import sys
 from typing import Any
@@ -13,139 +11,29 @@ from typing import Any
 import numpy as np
 
 from sparsejax import whole_files
-from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, run
-from sparsejax.cli import report as reports
-from sparsejax.cli.flags import Reading
+from sparsejax.cli.kind import Commands
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import (
-    meanwhile,
     read_features,
     read_file,
-    read_heldout,
     read_histories,
     with_times,
 )
 from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
-from sparsejax.data.files import lines_of, shown
-from sparsejax.data.names import Names, as_names, find_names, quoted
-from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.data.files import shown
+from sparsejax.data.names import as_names
 from sparsejax.engine.rank import recommendation_files
-from sparsejax.engine.rank.evaluation import Evaluation
-from sparsejax.kinds.items.evaluation import prepared_for
-from sparsejax.mesh import processes
-from sparsejax.verbs import evaluate as evaluation
-from sparsejax.verbs import recommend as recommendation
+from sparsejax.kinds.kind import used
 from sparsejax.verbs import vectors as vector_files
-from sparsejax.verbs.export import export_predictor
 
 
 def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    if (command.test is None) == (command.fold_in is None):
-        raise ValueError("name the TEST file, or hold out a part of TRAIN by --fold-in")
-    if command.test is None and command.history:
-        raise ValueError("--history goes with TEST; leave it out with --fold-in")
-    if command.baselines and command.test is None and command.popularity is None:
-        raise ValueError(
-            "--baselines with --fold-in needs --popularity, the file of the interactions "
-            "that the model was trained on"
-        )
-    settings, names = run.load_run(command.run)
-    if settings.of_histories:
-        _evaluate_histories(command, settings, names)
-        return
-    data = meanwhile(lambda: _data_to_evaluate(command, settings, names))
-    model = run.restored_model(command.run, settings)
-    given = data()
-    prepared = prepared_for(
-        **given,
-        k=command.k,
-        fold_in=command.fold_in,
-        features=None if command.fold_in is None else names,
-        seed=command.seed,
-        exclude=None if command.counting.keep_seen else "inputs",
-        unknown=command.counting.unknown,
-        unknown_users=command.counting.unknown_users,
-    )
-    measured = prepared.run(model)
-    if command.baselines:
-        measured = _of_baselines(prepared, given["popularity"]) | measured
+    opened = run.Folder.of(command.run)
+    measured = _commands(command, opened).evaluate(command, opened)
     print_metrics(measured)
     print(json.dumps(measured))
-
-
-def _evaluate_histories(
-    command: flags.Evaluate, settings: run.Run, names: Names
-) -> None:
-    """`sparsejax evaluate` of a model of histories."""
-    unused = {
-        "--fold-in": command.fold_in is not None,
-        "--seed": command.seed is not None,
-        "--history": bool(command.history),
-        "--candidates": command.candidates is not None,
-        "--baselines": command.baselines,
-        "--popularity": command.popularity is not None,
-    }
-    for flag, given in unused.items():
-        if given:
-            raise ValueError(f"{flag} is of no use for a model of histories")
-    model = run.restored_model(command.run, settings)
-    train = read_histories(command.train, command, features=names)
-    assert command.test is not None  # as was checked
-    measured = evaluation.evaluate(
-        model,
-        train,
-        read_heldout(command.test, command, train, command.train),
-        k=command.k,
-        exclude=None if command.counting.keep_seen else "inputs",
-        unknown=command.counting.unknown,
-        unknown_users=command.counting.unknown_users,
-    )
-    print_metrics(measured)
-    print(json.dumps(measured))
-
-
-def _of_baselines(prepared: Evaluation, train: SparseDataset) -> dict[str, float]:
-    """The metrics of each baseline, with its name before that of the metric."""
-    measured = {}
-    for name, baseline in BASELINES.items():
-        try:
-            model = baseline(train)
-        except MemoryError as error:
-            print(f"left out: {error}", file=sys.stderr)
-            continue
-        found = prepared.run(model)
-        measured |= {
-            f"{name}_{n}": found[n] for n in found if f"popularity_{n}" in found
-        }
-    return measured
-
-
-def _data_to_evaluate(
-    command: flags.Evaluate, settings: run.Run, names: Names
-) -> dict[str, Any]:
-    """What is read from files, as arguments of `evaluate`."""
-    read_ = functools.partial(read_file, command=command)
-    valued = functools.partial(read_, indicator=settings.indicator)
-    given: dict[str, Any] = {}
-    if command.test is None:
-        # With its own features until it is split.
-        given["inputs"] = valued(command.train)
-    else:
-        train = valued(command.train, features=names)
-        more = (valued(path, features=names) for path in command.history)
-        files = " or ".join([command.train, *command.history])
-        given["inputs"] = shown = train.merge(*more)
-        given["heldout"] = read_heldout(command.test, command, shown, files)
-        given["popularity"] = train
-    for name, path in (
-        ("candidates", command.candidates),
-        ("popularity", command.popularity),
-    ):
-        if path is not None:
-            given[name] = read_(path, features=names, indicator=True)
-    return given
 
 
 def predict(command: flags.Predict) -> None:
@@ -154,47 +42,27 @@ def predict(command: flags.Predict) -> None:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
     if command.workers is not None:
         raise ValueError("--workers goes with --parts, the number of all parts")
-    settings, names = run.load_run(command.run)
+    opened = run.Folder.of(command.run)
+    commands = _commands(command, opened)
     whole_files.check_writable(command.out)
-    reading = meanwhile(lambda: _read_shown(command.data, command, settings, names))
-    model = run.restored_model(command.run, settings)
-    data = reading()
-    if command.users is not None:
-        data = _some_rows(data, command.users)
-    recommendation_files.check_recommendation_names(command.out, data.row_names, names)
-    exclude = data if command.exclude_seen else None
-    if command.exclude is not None:
-        if isinstance(data, SequenceDataset):
-            unwanted = read_histories(command.exclude, command, features=names)
-            unwanted, seen = unwanted.to_sparse(), data.to_sparse()
-        else:
-            unwanted = read_file(
-                command.exclude, command, features=names, indicator=True
-            )
-            seen = data.without_values()
-        exclude = seen.merge(unwanted) if command.exclude_seen else unwanted
-    found = recommendation.recommend(model, data, command.k, exclude=exclude)
-    processes.in_first(
-        lambda: recommendation_files.save_recommendations(
-            command.out, data.row_names, found, names
-        )
-    )
+    commands.predict(command, opened)
 
 
-def _read_shown(
-    path: str, command: Reading, settings: run.Run, names: Names
-) -> SparseDataset | SequenceDataset:
-    """Reads what a model is shown."""
-    if settings.of_histories:
-        return read_histories(path, command, features=names)
-    return read_file(path, command, features=names, indicator=settings.indicator)
+def _commands(command: Any, opened: run.Folder) -> Commands:
+    """What the command does for the kind of a run, if it has a use for all flags."""
+    commands = opened.settings.commands
+    commands.check(command)
+    return commands
 
 
 def export(command: flags.Export) -> None:
     """`sparsejax export`."""
-    settings, names = run.load_run(command.run)
+    from sparsejax.verbs.export import export_predictor
+
+    opened = run.Folder.of(command.run)
+    commands = _commands(command, opened)
     whole_files.check_writable(command.out)
-    model = run.restored_model(command.run, settings)
+    model = opened.model()
     if getattr(model, "uses_times", False):
         print(
             "note: the predictor recommends without times; export_predictor in Python, "
@@ -202,7 +70,11 @@ def export(command: flags.Export) -> None:
             file=sys.stderr,
         )
     export_predictor(
-        model, command.out, k=command.k, names=names, batch_size=command.batch_size
+        model,
+        command.out,
+        names=opened.known,
+        batch_size=command.batch_size,
+        **used(commands.kind, "export_predictor", {"k": command.k}),
     )
     print(f"the predictor is in {command.out}", file=sys.stderr)
 
@@ -293,48 +165,19 @@ def split(command: flags.Split) -> None:
 
 def report(command: flags.Report) -> None:
     """`sparsejax report`."""
-    if command.test is not None and command.train is None:
-        raise ValueError(
-            "--test needs --train, the file of the interactions that the model is shown"
-        )
+    from sparsejax.cli.report import write_report
+
     out = command.run / "report.html" if command.out is None else command.out
-    settings, names = run.load_run(command.run)
+    opened = run.Folder.of(command.run)
+    commands, settings = _commands(command, opened), opened.settings
     whole_files.check_writable(out)
-    model = run.restored_model(command.run, settings)
     progress = run.checkpoints_of(command.run, settings).progress() or {}
-    # Without data: by the order of the vocabulary, which popularity decided.
-    counts, shown, heldout, measured = -popularity_ranks(len(names)), None, None, None
-    if command.train is not None:
-        shown = _read_shown(command.train, command, settings, names)
-        if isinstance(shown, SequenceDataset):
-            indices = shown.indices
-        else:
-            indices = shown.matrix.indices
-        counts = np.bincount(indices, minlength=len(names))
-        if command.test is not None:
-            heldout = read_heldout(command.test, command, shown, command.train)
-            measured = evaluation.evaluate(
-                model,
-                shown,
-                heldout,
-                k=command.k,
-                exclude=None if command.counting.keep_seen else "inputs",
-                unknown=command.counting.unknown,
-                unknown_users=command.counting.unknown_users,
-            )
-    reports.write_report(
+    write_report(
         out,
-        model,
-        progress.get("history", []),
+        history=progress.get("history", []),
         title=str(command.run),
-        measured=measured,
-        examples=[]
-        if shown is None
-        else reports.examples_of(
-            model, shown, heldout, keep_seen=command.counting.keep_seen
-        ),
-        similar=reports.similar_to_popular(model, names, counts),
         settings=settings.described(),
+        **commands.report(command, opened),
     )
     print(f"the report is in {out}", file=sys.stderr)
 
@@ -343,20 +186,13 @@ def vectors(command: flags.Vectors) -> None:
     """`sparsejax vectors`."""
     vector_files.check_ending(command.out)
     whole_files.check_writable(command.out)
-    settings, names = run.load_run(command.run)
-    model = run.restored_model(command.run, settings)
+    opened = run.Folder.of(command.run)
+    commands = _commands(command, opened)
     if command.data is None:
-        vector_files.save_vectors(command.out, vector_files.item_vectors(model), names)
-        return
-    if settings.of_histories:
-        raise NotImplementedError(
-            "--data: a model of histories has vectors of items only; leave it out"
-        )
-    data = read_file(
-        command.data, command, features=names, indicator=settings.indicator
-    )
-    found = vector_files.user_vectors(model, data)
-    vector_files.save_vectors(command.out, found, data.row_names)
+        found, names = vector_files.item_vectors(opened.model()), opened.known
+    else:
+        found, names = commands.user_vectors(command, opened)
+    vector_files.save_vectors(command.out, found, names)
 
 
 def similar(command: flags.Similar) -> None:
@@ -365,31 +201,13 @@ def similar(command: flags.Similar) -> None:
         raise ValueError(
             "name an ITEM after the folder, for example: sparsejax similar run/ tea"
         )
-    settings, names = run.load_run(command.run)
-    model = run.restored_model(command.run, settings)
+    opened = run.Folder.of(command.run)
+    _commands(command, opened)
+    model, names = opened.model(), opened.known
     found = vector_files.similar_items(model, command.items, command.k, names=names)
     recommendation_files.write_recommendations(
         sys.stdout, as_names(command.items), found, names
     )
-
-
-def _some_rows(
-    data: SparseDataset | SequenceDataset, users: str
-) -> SparseDataset | SequenceDataset:
-    """The rows that `--users` names: the lines of a file, or names between commas."""
-    if is_file := os.path.isfile(users):
-        names = lines_of(users)
-    else:
-        names = users.split(",")
-    wanted = as_names(dict.fromkeys(names))
-    unknown = wanted[find_names(wanted, data.row_names) < 0]
-    if unknown.size:
-        hint = "" if is_file else f"; there is no file called {users} either"
-        raise ValueError(
-            f"--users: {unknown.size:,} of {wanted.size:,} names are no users of DATA: "
-            f"{quoted(unknown)}; leave them out{hint}"
-        )
-    return data.align_rows(wanted)
 
 
 def _check_split(command: flags.Split) -> None:

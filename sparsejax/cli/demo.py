@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsejax import optimizers
-from sparsejax.cli import printing, report
+from sparsejax.cli import items, printing, report
 from sparsejax.cli.flags import Demo
 from sparsejax.data import SparseDataset, datasets
 from sparsejax.data.names import as_names
@@ -69,7 +69,7 @@ def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]
     train, validation = visits.split(TRAINED, seed=SEED)
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
     model, optimizer = build(NETWORK, train, rule, seed=SEED)
-    printing.print_summary(train, model)
+    printing.print_summary(items.COMMANDS.account(train), model)
     history = fit(
         model,
         optimizer,

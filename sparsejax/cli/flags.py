@@ -8,9 +8,17 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import typing
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+from tyro.conf import (
+    Fixed,
+    FlagCreatePairsOff,
+    Positional,
+    Suppress,
+    UseAppendAction,
+    arg,
+)
 
 
 def _value(metavar: str, default: str | None = None) -> Any:
@@ -29,15 +37,29 @@ _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
 # Not called model, which in messages is an axis of the mesh.
 Kind = Annotated[
-    Literal["autoencoder", "sasrec", "hstu", "gru"] | None,
+    Literal[
+        "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep"
+    ]
+    | None,
     arg(
         name="model",
-        metavar="{autoencoder,sasrec,hstu,gru}",
+        metavar="{autoencoder,sasrec,hstu,gru,dlrm,dcn,deepfm,wide_deep}",
         help_behavior_hint="(default: autoencoder)",
     ),
 ]
 # Off unless given.
 Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfKinds:
+    """A command that works on models of all kinds.
+
+    Attributes:
+      given: The fields whose flags were given, also those that have their default.
+    """
+
+    given: Annotated[frozenset[str], Fixed, Suppress] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +176,24 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Clicks:
+    """What the columns of a file of clicks are. None of it is needed for saved data sets.
+
+    Attributes:
+      schema: JSON file of a ClickSchema, in place of the three flags below: it also says how
+        numbers are transformed, and which categories are hashed.
+      label: Column with 1 for a click and 0 for none.
+      dense: Columns of numbers.
+      categories: Columns of categories, or of lists of them.
+    """
+
+    schema: Annotated[pathlib.Path | None, _OptionalFile] = None
+    label: Annotated[str | None, _Column] = None
+    dense: Annotated[tuple[str, ...], _Column] = ()
+    categories: Annotated[tuple[str, ...], _Column] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting:
     """How held-out interactions count that the model cannot find.
 
@@ -172,11 +212,11 @@ class Counting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Train:
-    """Trains a model on a file of interactions.
+class Train(OfKinds):
+    """Trains a model on a file of interactions, or of clicks.
 
     Attributes:
-      data: File of the interactions to train on.
+      data: File of the interactions to train on, or of examples of clicks.
       run: Folder to write the run to: settings, vocabulary and checkpoints. It must be
         new or empty, except with --resume.
       origin: Folder of a run whose model is trained on. Items of DATA that it does not know
@@ -188,17 +228,20 @@ class Train:
       validation: Held-out interactions, which are ranked after each epoch: a file with
         the same rows; or the share of DATA to hold out, such as .1; or last, which holds
         out the last interaction of each row by time. Other commands then use the model
-        of the best epoch. A file called last is written ./last.
+        of the best epoch. A file called last is written ./last. Of clicks, a file or a
+        share of the examples.
       k: Cut-off of the validation metrics: the number of recommendations that count.
-      patience: Stop when the validation's ndcg@k has not risen for this many epochs.
+      patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
       kind: autoencoder learns which items go together. sasrec, hstu and gru learn what
         comes next: histories are in the order of --time, or else of the file, and an item
-        may be in one many times. --config has their options.
+        may be in one many times. dlrm, dcn, deepfm and wide_deep predict clicks. --config
+        has their options.
       negatives: The loss of a model of histories is over this many items, drawn for each
         batch, instead of all. For catalogues where all take too long; a second training
         --from this run, without the flag, ends with all of them.
       config: JSON file that describes the network, instead of the network options below;
-        or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}.
+        or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}, or
+        of clicks.
       optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
         rowwise_adagrad, ftrl, sgd, momentum and nesterov. For histories adamw has b2 .98
         and a weight decay of .1.
@@ -212,15 +255,15 @@ class Train:
       batch_size: Rows per step.
       chunk_rows: Read DATA while training, about this many rows at a time, for Parquet
         that does not fit in memory: saved data sets, tables with a list of items on each
-        row, or pairs sorted by user. No batch mixes rows of two chunks. Cannot be used
-        with --validation.
+        row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
+        be used with --validation, but for a file of clicks.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with --tied.
       deterministic: Give the same bits in every process on the same kind of GPU. It can
         make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume. By default
         as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
-        take, but 40 to 300.
+        take, but 40 to 300; of clicks one.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
@@ -229,6 +272,7 @@ class Train:
         Needs pip install 'sparsejax[tensorboard]'.
       network: The network to train.
       columns: Which columns of a table hold what. By default their names say it.
+      clicks: What the columns of a file of clicks are.
       devices: The devices to train on.
       compilation: How programs for the device are compiled.
     """
@@ -252,17 +296,22 @@ class Train:
     ] = None
     warmup_epochs: float = 0.0
     decay: Literal["cosine", "none"] = "cosine"
-    batch_size: Annotated[int | None, _value("INT", "512, of histories 256")] = None
+    batch_size: Annotated[
+        int | None, _value("INT", "512, of histories 256, of clicks 4096")
+    ] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     fused: Flag = False
     deterministic: Flag = False
-    epochs: Annotated[int | None, _value("INT", "30, of histories 40, or more")] = None
+    epochs: Annotated[
+        int | None, _value("INT", "30, of histories 40, or more, of clicks 1")
+    ] = None
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: Flag = False
     tensorboard: Annotated[pathlib.Path | None, _value("DIR", "")] = None
     network: Network = Network()
     columns: Columns = Columns()
+    clicks: Clicks = Clicks()
     devices: Devices = Devices()
     compilation: Compilation = Compilation()
 
@@ -275,11 +324,12 @@ class ColumnsOfTune(Columns):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tune:
+class Tune(OfKinds):
     """Trains with many settings, and keeps those that are best on held-out interactions.
 
     Tuned are the number of hidden units, temperature, corruption and learning rate; or, of
-    models of histories, width, dropout, temperature and learning rate. Optuna draws them.
+    models of histories, width, dropout, temperature and learning rate; or, of click models,
+    dim and learning rate. Optuna draws them.
     The first trial has the settings of the flags. Trials that look worse than
     others did after as many epochs end early. To continue after an interruption, or with
     more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
@@ -287,7 +337,7 @@ class Tune:
     Prints the command that trains on all of DATA with the best settings.
 
     Attributes:
-      data: File of the interactions. A part of it is held out.
+      data: File of the interactions, or of clicks. A part of it is held out.
       run: Folder to write to: all trials, network.json for train --config, and the run of
         the best trial.
       trials: Number of trials, including those before an interruption.
@@ -306,6 +356,7 @@ class Tune:
       network: The network of the first trial, if it is an autoencoder. Also fixes what is not
         tuned.
       columns: Which columns of a table hold what. By default their names say it.
+      clicks: What the columns of a file of clicks are.
       compilation: How programs for the device are compiled.
     """
 
@@ -327,19 +378,21 @@ class Tune:
     seed: int = 0
     network: Network = Network()
     columns: ColumnsOfTune = ColumnsOfTune()
+    clicks: Clicks = Clicks()
     compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(OfKinds):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
+    Of a click model, how well it predicts the labels of one file: AUC, log loss and others.
     Prints a table and, as the last line, the same numbers as JSON.
 
     Attributes:
       run: Folder of the run that train wrote.
       train: Interactions that the model was trained on. The model is shown them; they
-        are not recommended.
+        are not recommended. Of a click model the examples to measure on, and no TEST.
       test: Interactions that the model should find. Rows are matched by name.
       history: More interactions that the model is shown and that are not recommended.
         May be given several times.
@@ -352,6 +405,7 @@ class Evaluate:
         count as those that the model was trained on.
       baselines: Also measure models without training, made of the same interactions as
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
+      groups: Of clicks, a column of categories: also measure the AUC within each of them.
       k: Number of recommendations that count.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -369,6 +423,7 @@ class Evaluate:
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
     popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
     baselines: Flag = False
+    groups: Annotated[str | None, _Column] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
@@ -378,13 +433,16 @@ class Evaluate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict:
-    """Writes the best items for each row.
+class Predict(OfKinds):
+    """Writes the best items for each row, or how probable clicks are.
 
     The name of the output file decides its form. .csv and .parquet have the columns user,
     item, score and rank. .jsonl has an object with user, items and scores for each row.
     Any other name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and
     \\\\ in a name stand for comma, colon, TAB, line end and backslash.
+
+    Of a click model, the file has the probability of each example of DATA in their order: .npy
+    as float32, .csv below the header probability, any other name a number a line.
 
     With --parts, the first argument is a predictor that export wrote, DATA a folder that
     prepare wrote, and --out a folder. All three may be addresses. Parts can run anywhere and
@@ -392,7 +450,7 @@ class Predict:
 
     Attributes:
       run: Folder of the run that train wrote.
-      data: File of the interactions to recommend from.
+      data: File of the interactions to recommend from, or of examples of clicks.
       out: File to write. An existing file is replaced.
       parts: Write recommendations in so many parts, to a folder.
       part: With --parts: write only the part of this number, from 0. Without it all parts
@@ -430,10 +488,11 @@ class Predict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(OfKinds):
     """Writes a predictor: one file that recommends without the model's code.
 
-    sparsejax.load_predictor reads it. It contains the names of the items.
+    sparsejax.load_predictor reads it. It contains the names of the items; of a click model the
+    schema and the categories.
 
     Attributes:
       run: Folder of the run that train wrote.
@@ -557,7 +616,7 @@ class Split:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(OfKinds):
     """Writes an HTML page about a run: curves, metrics, layers, recommendations.
 
     Attributes:
@@ -565,7 +624,8 @@ class Report:
       train: File of the interactions that the model is shown, for recommendations on the
         page.
       test: File of the interactions that the model should find, for metrics on the page.
-        It needs --train.
+        It needs --train. Of a click model, the examples to measure on, without --train.
+      groups: Of clicks, a column of categories: also measure the AUC within each of them.
       out: File to write. An existing file is replaced.
       k: Cut-off of the metrics: the number of recommendations that count.
       format: Format of both files.
@@ -578,6 +638,7 @@ class Report:
     run: Annotated[Positional[pathlib.Path], _Folder]
     train: Annotated[str | None, _OptionalFile] = None
     test: Annotated[str | None, _OptionalFile] = None
+    groups: Annotated[str | None, _Column] = None
     out: Annotated[pathlib.Path | None, _value("FILE", "report.html in DIR")] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
@@ -588,7 +649,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vectors:
+class Vectors(OfKinds):
     """Writes the vector of each item, or of each row of a file, with its name.
 
     Attributes:
@@ -610,7 +671,7 @@ class Vectors:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Similar:
+class Similar(OfKinds):
     """Prints the most similar items: item<TAB>item,cosine:item,cosine...
 
     Attributes:
@@ -627,10 +688,11 @@ class Similar:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(OfKinds):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
-    The exit status is 1 if it does not fit. No arrays of that size are made.
+    The exit status is 1 if it does not fit. No arrays of that size are made. Items need
+    --items, --rows and --entries. Of a click model, it says where the tables should lie.
 
     Attributes:
       items: Number of items.
@@ -641,6 +703,7 @@ class Plan:
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
       times: The entries have times. Of the models of histories, hstu reads them.
+      examples: Of clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
         over all devices.
@@ -656,16 +719,18 @@ class Plan:
       batch_size: Rows per step.
       fused: Plan for training with --fused.
       network: The network to plan for.
+      clicks: What the columns of a file of clicks are.
       compilation: How programs for the device are compiled.
     """
 
-    items: int
-    rows: int
-    entries: int
+    items: Annotated[int | None, _value("INT", "")] = None
+    rows: Annotated[int | None, _value("INT", "")] = None
+    entries: Annotated[int | None, _value("INT", "")] = None
     features: Annotated[int | None, _value("INT", "the items")] = None
     target_entries: Annotated[int | None, _value("INT", "those of the inputs")] = None
     values: Flag = False
     times: Flag = False
+    examples: Annotated[str | None, _OptionalFile] = None
     mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
     memory: Annotated[
         str | None, _value("SIZE", "what JAX may take of the device here")
@@ -678,6 +743,7 @@ class Plan:
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     fused: Flag = False
     network: Network = Network()
+    clicks: Clicks = Clicks()
     compilation: Compilation = Compilation()
 
 
@@ -730,8 +796,22 @@ def flags_of(kind: type) -> dict[str, str]:
         settings = getattr(hint, "__metadata__", ())
         if dataclasses.is_dataclass(hint):
             flags |= flags_of(typing.cast(type, hint))
-        elif Positional not in settings:
+        elif Positional not in settings and Fixed not in settings:
             names = (getattr(setting, "name", None) for setting in settings)
             word = next(filter(None, names), name.replace("_", "-"))
             flags[name] = f"--{word}"
     return flags
+
+
+def given(kind: type, argv: Sequence[str]) -> frozenset[str]:
+    """The fields of a command whose flags are among the words of a command line.
+
+    >>> sorted(given(Export, ["run", "out", "--k", "10"]))
+    ['k']
+    """
+    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    return frozenset(
+        name
+        for name, flag in flags_of(kind).items()
+        if words & {flag, flag.replace("--", "--no-", 1)}
+    )

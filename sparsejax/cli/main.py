@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.enter_context(interrupts.noted())
             stack.enter_context(_one_line_warnings(command))
             stack.enter_context(_on(devices, command))
-            status = _carry_out(command, devices, argv)
+            status = _carry_out(command, devices)
         sys.stdout.flush()
     except SystemExit as stopped:  # --help, --version, wrong usage
         return int(stopped.code or 0)
@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         if argv == ["--version"]:
             print(f"sparsejax {sparsejax.__version__}")
             raise SystemExit(0)
-        return tyro.cli(
+        command = tyro.cli(
             flags.Command,
             prog="sparsejax",
             description="Recommendations from sparse data. --version prints the version. "
@@ -75,6 +75,10 @@ def _parse(argv: Sequence[str]) -> flags.Command:
             args=argv,
             config=(OmitArgPrefixes,),
         )
+        if isinstance(command, flags.OfKinds):
+            given = flags.given(type(command), argv)
+            command = dataclasses.replace(command, given=given)
+        return command
     except SystemExit as stopped:
         words = {word.partition("=")[0] for word in argv} if stopped.code else set()
         for word in words & _CALLED_OTHERWISE.keys():
@@ -99,9 +103,7 @@ def _dsstne(argv: Sequence[str]) -> int:
     return 0
 
 
-def _carry_out(
-    command: flags.Command, devices: flags.Devices, argv: Sequence[str]
-) -> int:
+def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
     """Does what a command says and returns the exit status."""
     with _importing():
         # A plan may pretend to have other devices; several processes join first.
@@ -122,7 +124,7 @@ def _carry_out(
             case _:
                 from sparsejax.cli import commands as module
     if isinstance(command, flags.Train | flags.Plan):
-        _check_network(command, argv)
+        _check_network(command)
     with _programs(command, devices):
         result = getattr(module, type(command).__name__.lower())(command)
     return 1 if result is False else 0  # a plan that does not fit
@@ -155,7 +157,7 @@ def _importing() -> Generator[None]:
         gc.enable()
 
 
-def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> None:
+def _check_network(command: flags.Train | flags.Plan) -> None:
     """Raises ValueError where a file, a run or a model, and flags describe the network."""
     model = command.kind
     origin = command.origin if isinstance(command, flags.Train) else None
@@ -171,10 +173,8 @@ def _check_network(command: flags.Train | flags.Plan, argv: Sequence[str]) -> No
         why = f"{{}} is for an autoencoder; options of --model {model} are in --config"
     else:
         return
-    words = {word.partition("=")[0].replace("_", "-") for word in argv}
-    names = [f.name.replace("_", "-") for f in dataclasses.fields(flags.Network)]
-    for flag in (f"--{prefix}{name}" for name in names for prefix in ("", "no-")):
-        if flag in words:
+    for name, flag in flags.flags_of(flags.Network).items():
+        if name in command.given:
             raise ValueError(why.format(flag))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from flax import nnx
@@ -14,20 +13,17 @@ from sparsejax.baselines.models import BASELINES
 from sparsejax.cli.report import means_over
 
 
-def print_summary(data: Any, model: nnx.Module) -> None:
+def print_summary(account: str, model: nnx.Module) -> None:
     """Prints to stderr how large the data and the model are."""
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     parameters = sum(leaf.size for leaf in leaves)
-    print(
-        f"{data.num_rows:,} rows, {data.num_features:,} features, "
-        f"{data.num_entries:,} entries, {parameters:,} parameters",
-        file=sys.stderr,
-    )
+    print(f"{account}, {parameters:,} parameters", file=sys.stderr)
 
 
 def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
     """Prints to stderr how an epoch went, above the progress bar; `fit` calls it."""
-    shown = [name for name in entry if name.startswith(("recall@", "ndcg@"))]
+    chosen = ("recall@", "ndcg@", "auc", "log_loss")
+    shown = [name for name in entry if name.startswith(chosen)]
     metrics = "".join(f"  {name} {entry[name]:.4f}" for name in shown)
     tqdm.write(
         f"epoch {entry['epoch']}/{num_epochs}  loss {entry['loss']:.5g}  "
@@ -39,6 +35,11 @@ def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
 def print_metrics(measured: Mapping[str, float]) -> None:
     """Prints a table of metrics: of the model, and of each baseline that was measured."""
     names = [name for name in measured if f"popularity_{name}" in measured]
+    if not names:  # of clicks
+        width = max(map(len, measured))
+        for name, value in measured.items():
+            print(f"{name:{width}}  {value:>10,.6g}")
+        return
     width = max(map(len, names))
     baselines = ["popularity", *BASELINES]
     shown = [name for name in baselines if f"{name}_{names[0]}" in measured]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
 
 from sparsejax.cli.flags import Reading
 from sparsejax.cli.wording import in_flags
-from sparsejax.data import DataError, SparseDataset, read
+from sparsejax.data import DataError, SequenceDataset, SparseDataset, read
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import (
     BY_NAME,
@@ -19,11 +23,11 @@ from sparsejax.data.columns import (
     account_of,
     account_of_histories,
 )
-from sparsejax.data.files import shown
+from sparsejax.data.files import lines_of, shown
 from sparsejax.data.folder import DataFolder
-from sparsejax.data.names import Names, find_names, quoted
+from sparsejax.data.names import Names, as_names, find_names, quoted
 from sparsejax.data.read_sequences import read_sequences
-from sparsejax.data.sequences import SequenceDataset
+from sparsejax.engine.train.checkpoint import fingerprint
 
 
 def read_file(
@@ -160,3 +164,50 @@ def with_times(data: SparseDataset, path: str) -> SparseDataset:
         )
         raise DataError.at(path, f"has no times{why}; name their column: --time COLUMN")
     return data
+
+
+def fingerprint_of_heldout(heldout: SparseDataset, row_names: Names) -> str:
+    """`fingerprint` of the held-out entries of known rows, each in its row."""
+    found = find_names(heldout.row_names, row_names)
+    rows = np.sort(found[found >= 0])
+    aligned = heldout.align_rows(row_names[rows])
+    left_out = [] if aligned.left_out is None else [aligned.left_out]
+    return fingerprint(aligned.matrix, rows, *left_out)
+
+
+def validation_share(text: str) -> float | None:
+    """The share of the data that `--validation` holds out; None if it names a file."""
+    if not re.fullmatch(r"[-+]?\d*\.?\d+", text):
+        return None
+    if not 0 < float(text) < 1:
+        raise ValueError(
+            f"--validation {text}: a share must be between 0 and 1; a file of this name "
+            f"is written ./{text}"
+        )
+    return float(text)
+
+
+def validation_split(text: str, data: Any) -> Any:
+    """What `--validation` holds out of the data; None if it names a file."""
+    if text == "last":
+        return data.split_last()
+    share = validation_share(text)
+    # Not --seed, so that models of several seeds are compared on the same entries.
+    return None if share is None else data.split(1 - share, seed=0)
+
+
+def some_rows[Data: SparseDataset | SequenceDataset](data: Data, users: str) -> Data:
+    """The rows that `--users` names: the lines of a file, or names between commas."""
+    if is_file := os.path.isfile(users):
+        names = lines_of(users)
+    else:
+        names = users.split(",")
+    wanted = as_names(dict.fromkeys(names))
+    unknown = wanted[find_names(wanted, data.row_names) < 0]
+    if unknown.size:
+        hint = "" if is_file else f"; there is no file called {users} either"
+        raise ValueError(
+            f"--users: {unknown.size:,} of {wanted.size:,} names are no users of DATA: "
+            f"{quoted(unknown)}; leave them out{hint}"
+        )
+    return cast(Data, data.align_rows(wanted))

@@ -59,6 +59,7 @@ def write_report(
     *,
     title: str = "Training report",
     measured: Mapping[str, float] | None = None,
+    calibration: Sequence[tuple[float, float]] = (),
     examples: Sequence[Example] = (),
     similar: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, object] | None = None,
@@ -78,6 +79,8 @@ def write_report(
         numbers by name. "epoch" is 1, 2, ... if the entries do not say it.
       title: heading of the page.
       measured: what `evaluate` returned, of any kind of data.
+      calibration: for parts of the examples of clicks, in the order of the first number, the
+        mean of the predicted probabilities and the share of clicks.
       examples: an `Example` for each row whose recommendations the page shows.
       similar: `{item: most similar items}`, all by name.
       settings: `{name: value}` of how the model was trained.
@@ -94,6 +97,7 @@ def write_report(
         _section("Training", _charts(epochs)),
         _section("Held-out items found", _metrics(measured)) if of_items else "",
         _section("Measured", _values(measured or {})) if not of_items else "",
+        _section("Calibration", _calibration(calibration)),
         _section("Recommendations", _cards(map(_example, examples))),
         _section("Most similar items", _similar(similar or {})),
         _section("Parameters", _layers(model)),
@@ -299,8 +303,34 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
     return f'{caption}.</p>\n<div class="charts">\n' + "\n".join(figures) + "\n</div>"
 
 
-def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
-    """A curve as inline SVG."""
+def _calibration(points: Sequence[tuple[float, float]]) -> str:
+    """Shares of clicks over those that were predicted."""
+    if not points:
+        return ""
+    rows = "".join(
+        f'<tr><td class="number">{predicted:.4f}</td><td class="number">{true:.4f}</td>'
+        f'<td class="bars"><i class="model" style="width:{predicted:.1%}"></i>'
+        f'<i class="other" style="width:{true:.1%}"></i></td></tr>\n'
+        for predicted, true in points
+    )
+    drawn = _chart("share of clicks", points, over="predicted share")
+    return (
+        '<p class="soft">Parts of the examples, with as many each, by the probability that '
+        "the model predicts.</p>\n"
+        f'<div class="charts"><figure><figcaption>share of clicks over predicted share'
+        f"</figcaption>{drawn}</figure></div>\n"
+        '<div class="scroll"><table><tr><th class="number">predicted</th>'
+        '<th class="number">clicks</th><th class="bars">'
+        '<span class="key"><i class="model"></i>predicted</span> '
+        '<span class="key"><i class="other"></i>clicks</span>'
+        f"</th></tr>\n{rows}</table></div>"
+    )
+
+
+def _chart(
+    label: str, points: Sequence[tuple[float, float]], *, over: str = "epoch"
+) -> str:
+    """A curve as inline SVG. Epochs are whole numbers."""
     xs, ys = zip(*points, strict=True)
     y_ticks = ticks(min(ys), max(ys), 4)
     low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
@@ -319,7 +349,10 @@ def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
         drawn.append(
             f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{_tick(tick)}</text>'
         )
-    for tick in sorted({t for t in ticks(first, last, 6) if t == int(t)} | {first}):
+    x_ticks = set(ticks(first, last, 6))
+    if over == "epoch":
+        x_ticks = {t for t in x_ticks if t == int(t)} | {first}
+    for tick in sorted(x_ticks):
         if first <= tick <= last:
             x, _ = place(tick, low)
             drawn.append(
@@ -331,13 +364,13 @@ def _chart(label: str, points: Sequence[tuple[float, float]]) -> str:
     if len(points) <= _MOST_POINTS:
         for (epoch, value), (x, y) in zip(points, places, strict=True):
             drawn.append(
-                f"<g><title>epoch {epoch}: {_number(value)}</title>"
+                f"<g><title>{over} {epoch:.4g}: {_number(value)}</title>"
                 f'<circle class="point" cx="{x}" cy="{y}" r="2.5"/>'
                 f'<circle class="hit" cx="{x}" cy="{y}" r="9"/></g>'
             )
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'aria-label="{_text(label)} over epochs">{"".join(drawn)}</svg>'
+        f'aria-label="{_text(label)} over {over}{"s" * (over == "epoch")}">{"".join(drawn)}</svg>'
     )
 
 

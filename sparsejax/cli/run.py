@@ -3,7 +3,8 @@
 ::
 
     run.json              the settings, which say how to build model and optimizer
-    vocabulary.parquet    the names of the features, in the model's order
+    vocabulary.parquet    the names of the features, in the model's order; of clicks the schema
+                          and the categories
     checkpoints/          see `sparsejax.engine.train.checkpoint`
 """
 
@@ -24,16 +25,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import codec, optimizers
-from sparsejax.data import SparseDataset
-from sparsejax.data.names import Names
-from sparsejax.engine.train.checkpoint import Checkpoints, fingerprint
+from sparsejax.cli.kind import Commands, commands_of, config_of
+from sparsejax.embeddings.model_config import ClickModelConfig
+from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
-from sparsejax.sparse import CSR
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
@@ -46,9 +46,11 @@ class Run:
     """The settings of a run: what `run.json` holds.
 
     Attributes:
-      network: the layers and the loss; or the configuration of a model of histories.
+      network: the layers and the loss; or the configuration of a model of histories, or of
+        clicks.
       optimizer: the rule of the optimizer, with its options.
-      num_features: number of features in the vocabulary. They are also the items.
+      num_features: number of features in the vocabulary, which are also the items; of clicks
+        of all ids.
       num_epochs: passes over the data.
       batch_size: rows per step.
       seed: seed of the initial parameters and of the order of rows.
@@ -62,12 +64,12 @@ class Run:
       validation_split: how the held-out entries were chosen from the data: a share, or
         "last". None if a file holds them.
       k: cut-off of the validation metrics.
-      patience: epochs without a higher `ndcg@k` after which training stops; None if it
-        does not stop early.
+      patience: epochs without a higher `ndcg@k`, or AUC, after which training stops; None if
+        it does not stop early.
       origin: the folder of the run whose model was trained on, as the command named it.
     """
 
-    network: NetworkConfig | SequenceConfig
+    network: NetworkConfig | SequenceConfig | ClickModelConfig
     optimizer: optimizers.Rule
     num_features: int
     num_epochs: int
@@ -85,30 +87,35 @@ class Run:
     origin: str | None = None
 
     @property
-    def of_histories(self) -> bool:
-        """Whether the model reads histories, in order."""
-        return isinstance(self.network, SequenceConfig)
+    def commands(self) -> Commands:
+        """What commands do for the kind of the model."""
+        return commands_of(self.network)
 
     def build(
-        self, linear_part: Callable[[], Sequence[np.ndarray]] | None = None
+        self, known: Any, linear_part: Callable[[], Sequence[np.ndarray]] | None = None
     ) -> tuple[Any, Optimizer]:
         """A new model and its optimizer, placed on the mesh if one is set.
 
         Args:
+          known: see `load_run`.
           linear_part: what `closed_form` computes from the data, if the network has a
             linear part. None leaves its arrays 0, for a caller who restores a checkpoint.
 
         Raises:
           ValueError: no such network can be built.
         """
-        modules = new_modules(self.network, self.optimizer, **self._sizes())
+        sizes = self.commands.sizes(known)
+        modules = new_modules(self.network, self.optimizer, seed=self.seed, **sizes)
         if linear_part is not None:
             modules[0].output.linear.set_to(*linear_part())
         _put_where_restored(modules)
         return modules
 
-    def shapes(self) -> tuple[Any, Optimizer]:
+    def shapes(self, known: Any) -> tuple[Any, Optimizer]:
         """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.
+
+        Args:
+          known: see `load_run`.
 
         Raises:
           ValueError: no such network can be built.
@@ -124,16 +131,12 @@ class Run:
         make = functools.partial(
             kind_of(self.network).new, self.network, self.optimizer
         )
-        modules = nnx.eval_shape(lambda: make(**self._sizes()))
+        sizes = self.commands.sizes(known)
+        modules = nnx.eval_shape(lambda: make(seed=self.seed, **sizes))
         is_variable = lambda node: isinstance(node, nnx.Variable)
         state = jax.tree.map(placed, nnx.state(modules), is_leaf=is_variable)
         nnx.update(modules, state)
         return modules
-
-    def _sizes(self) -> dict[str, int]:
-        size = self.num_features
-        sizes = {"inputs": size, "seed": self.seed}
-        return sizes if self.of_histories else sizes | {"outputs": size}
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
@@ -211,7 +214,9 @@ class Run:
     def described(self) -> dict[str, Any]:
         """All settings as `{name: plain value}`, to be shown."""
         first = ("data", "validation_split", "num_features", "num_epochs")
-        return {name: getattr(self, name) for name in first} | self._settings()
+        found = {name: getattr(self, name) for name in first} | self._settings()
+        unused = kind_of(self.network).unused.get("fit", ())
+        return {name: value for name, value in found.items() if name not in unused}
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint is tied to: all settings but the number of epochs and paths."""
@@ -235,20 +240,8 @@ class Run:
         return settings
 
 
-def config_of(document: object) -> NetworkConfig | SequenceConfig:
-    """The configuration of a JSON object: of a model of histories if it names a "model".
-
-    Raises:
-      ValueError: the document is something else.
-      TypeError: a value is of a wrong type.
-    """
-    if isinstance(document, dict) and "model" in document:
-        return SequenceConfig.from_json(document)
-    return NetworkConfig.from_json(document)
-
-
-def _settings_of(network: NetworkConfig | SequenceConfig) -> dict[str, Any]:
-    if isinstance(network, SequenceConfig):
+def _settings_of(network: Any) -> dict[str, Any]:
+    if isinstance(network, codec.ModelConfig):
         return {"model": network.model, **_shallow_dict(network)}
     settings = {"loss": network.loss, **dict(network.loss_options)}
     settings |= {"precision": network.precision or "default"}
@@ -259,25 +252,51 @@ def _settings_of(network: NetworkConfig | SequenceConfig) -> dict[str, Any]:
     return settings
 
 
-def load_run(directory: str | pathlib.Path) -> tuple[Run, Names]:
-    """The settings and the feature names of a run folder.
+def load_run(directory: str | pathlib.Path) -> tuple[Run, Any]:
+    """The settings of a run folder, and what it keeps to read other data by.
+
+    That is the names of the features, or of clicks a data set without examples.
 
     Raises:
       ValueError: this is not a run folder, or it is damaged.
     """
     directory = pathlib.Path(directory)
     run = _load_settings(directory)
-    names = SparseDataset.load(directory / _VOCABULARY).feature_names
-    if len(names) != run.num_features:
+    known = run.commands.load_known(directory / _VOCABULARY)
+    if (count := run.commands.num_known(known)) != run.num_features:
         raise ValueError(
             f"{directory / _SETTINGS}: states {run.num_features:,} features, but "
-            f"{_VOCABULARY} has {len(names):,}"
+            f"{_VOCABULARY} has {count:,}"
         )
-    if fingerprint(names) != run.vocabulary_fingerprint:
+    if run.commands.fingerprint_of(known) != run.vocabulary_fingerprint:
         raise ValueError(
             f"{directory / _VOCABULARY}: is not the vocabulary of this run"
         )
-    return run, names
+    return run, known
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A run folder that a command reads.
+
+    Attributes:
+      directory: the folder.
+      settings: its settings.
+      known: see `load_run`.
+    """
+
+    directory: str | pathlib.Path
+    settings: Run
+    known: Any
+
+    @classmethod
+    def of(cls, directory: str | pathlib.Path) -> Folder:
+        """Raises ValueError: this is not a run folder, or it is damaged."""
+        return cls(directory, *load_run(directory))
+
+    def model(self) -> Any:
+        """The model that `load_model` returns."""
+        return restored_model(self.directory, self.settings, self.known)
 
 
 def _load_settings(directory: pathlib.Path) -> Run:
@@ -294,12 +313,14 @@ def _load_settings(directory: pathlib.Path) -> Run:
         raise ValueError(f"{path}: {error}") from error
 
 
-def load_model(directory: str | pathlib.Path) -> tuple[Any, Names]:
+def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
     """The trained model of a run folder, ready for use, and its feature names.
 
     With validation data this is the model of the best epoch, otherwise of the newest
     checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`. It is a
-    `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data.
+    `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data. Of clicks it
+    is a `DLRM` or another click model, and in place of names there is a `ClickDataset` without
+    examples, for `read_clicks(path, known.schema, vocabulary=known)`.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)
@@ -309,12 +330,12 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Names]:
     Raises:
       ValueError: this is not a run folder, or no checkpoint in it can be read.
     """
-    run, names = load_run(directory)
-    return restored_model(directory, run), names
+    run, known = load_run(directory)
+    return restored_model(directory, run, known), known
 
 
 def continued(
-    directory: str | pathlib.Path, run: Run, settings: Run, data: Any
+    directory: str | pathlib.Path, run: Run, known: Any, settings: Run, data: Any
 ) -> tuple[Any, Optimizer, bool]:
     """The model of a run with items added, and its optimizer, for another run.
 
@@ -324,6 +345,7 @@ def continued(
     Args:
       directory: the folder of the earlier run.
       run: its settings.
+      known: see `load_run`.
       settings: of the new run, with more features, or as many.
       data: to train on, over the features of the new run.
 
@@ -335,7 +357,7 @@ def continued(
     Raises:
       ValueError: the folder holds no checkpoint that can be read.
     """
-    model, before = run.shapes()
+    model, before = run.shapes(known)
     if checkpoints_of(directory, run).restore((model, before), best=True) is None:
         raise ValueError(f"{directory}: holds no checkpoint to begin from")
     before.flush(model, deterministic=run.deterministic)
@@ -343,7 +365,7 @@ def continued(
     kept = type(rule) is type(run.optimizer) and not any(
         callable(rule.learning_rate) for rule in rules
     )
-    if isinstance(settings.network, SequenceConfig):
+    if hasattr(settings.network, "negatives"):
         negatives = settings.network.negatives
         kept &= negatives == model.config.negatives
         model.set_negatives(negatives)
@@ -352,8 +374,7 @@ def continued(
     if kept:
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
-    if not run.of_histories:
-        set_linear_part(model, data)
+    set_linear_part(model, data)
     _put_where_restored((model, optimizer))
     return model, optimizer, kept
 
@@ -369,10 +390,10 @@ def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
 
 
-def restored_model(directory: str | pathlib.Path, run: Run) -> Any:
-    """The model that `load_model` returns, given the settings of its run."""
+def restored_model(directory: str | pathlib.Path, run: Run, known: Any) -> Any:
+    """The model that `load_model` returns, given what `load_run` returns."""
     checkpoints = checkpoints_of(directory, run)
-    model, optimizer = run.shapes()
+    model, optimizer = run.shapes(known)
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
             f"{directory}: holds no checkpoint yet; train it with --resume"
@@ -395,7 +416,7 @@ def has_checkpoints(directory: str | pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def begun(
-    directory: str | pathlib.Path, run: Run, features: Names, *, resume: bool
+    directory: str | pathlib.Path, run: Run, known: Any, *, resume: bool
 ) -> Generator[Checkpoints]:
     """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
 
@@ -405,7 +426,7 @@ def begun(
     Args:
       directory: the folder.
       run: the settings.
-      features: names of the features.
+      known: see `load_run`.
       resume: continue if the folder exists. As long as it has no checkpoint, nothing
         was trained, so other settings may replace those in it.
 
@@ -434,7 +455,7 @@ def begun(
                 file.write(json.dumps(settings.to_json(), indent=2) + "\n")
 
         def make():
-            _vocabulary(features).save(directory / _VOCABULARY)
+            run.commands.save_known(directory / _VOCABULARY, known)
             write(run)
 
         try:
@@ -486,13 +507,6 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
     other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
     if other and not (directory / _SETTINGS).exists():
         raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
-
-
-def _vocabulary(features: Names) -> SparseDataset:
-    """A data set of these features, without rows."""
-    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    matrix = CSR(None, none, start, num_cols=len(features))
-    return SparseDataset(matrix, features[:0], features)
 
 
 def _shallow_dict(instance: Any) -> dict[str, Any]:

@@ -3,52 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import pathlib
-import re
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from sparsejax import codec, optimizers
-from sparsejax.cli import flags, linear_parts, printing, run
-from sparsejax.cli.reading import (
-    meanwhile,
-    read_file,
-    read_heldout,
-    read_histories,
-    time_column,
-    with_times,
-)
-from sparsejax.data import (
-    ScannedDataset,
-    ScannedSequences,
-    SequenceDataset,
-    SequenceSplit,
-    SparseDataset,
-    Split,
-    scan_parquet,
-    scan_sequences,
-)
+from sparsejax.cli import flags, kind, linear_parts, printing, run
+from sparsejax.cli.kind import Commands, Source, commands_for, commands_of
+from sparsejax.cli.reading import meanwhile
 from sparsejax.data.files import shown
-from sparsejax.data.names import Names, find_names
-from sparsejax.data.scan_tables import chunk_ends
-from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.dispatch import check_seed
 from sparsejax.engine.train.progress import EarlyStopping
-from sparsejax.engine.train.streaming import Stream
-from sparsejax.kinds.histories.footprint import assumed_lengths
-from sparsejax.kinds.items.job import ScannedItems
-from sparsejax.kinds.kind import Defaults, kind_of
+from sparsejax.kinds.kind import Defaults, kind_of, used
 from sparsejax.mesh import processes
-from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sequence.config import SequenceConfig
 from sparsejax.verbs import plan as planning
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.recipe import (
@@ -65,35 +38,33 @@ def train(command: flags.Train) -> None:
     check = functools.partial(run.check_folder, command.run, resume=command.resume)
     processes.in_first(check)
     new_writer = None if command.tensorboard is None else _summary_writer()
-    stopping = _early_stopping(command)
-    network = config_of(command)
-    of_histories = isinstance(network, SequenceConfig)
-    if command.chunk_rows is not None:
-        source = _scanned(command, of_histories=of_histories)
-    else:
-        source = whole(command, of_histories=of_histories)
-    network, chosen = suited(network, command, source)
+    config = config_of(command)
+    commands = commands_of(config)
+    commands.check(command)
+    stopping = _early_stopping(command, commands)
+    source = source_of(command, commands)
+    config, chosen = commands.suited(config, command, source)
     if chosen:
         print(chosen, file=sys.stderr)
     check_seed(command.seed)
-    settings = settings_of(command, network, source)
+    settings = settings_of(command, config, source)
     restored = command.resume and run.has_checkpoints(command.run)
     if command.origin is None or restored:
         keeps = command.compilation.compilation_cache
         linear_part = None if restored else linear_part_of(settings, source, keep=keeps)
         if linear_part is not None:  # computed while the first program is compiled
             linear_part = meanwhile(linear_part)
-        model, optimizer = settings.build(linear_part)
+        model, optimizer = settings.build(source.known, linear_part)
     else:
         model, optimizer = _continued(command, settings, source)
-    features = source.data.feature_names
+    cutoff = {"k": None if source.heldout is None else command.k}
     with (
         run.begun(
-            command.run, settings, features, resume=command.resume
+            command.run, settings, source.known, resume=command.resume
         ) as checkpoints,
         _logging(command, settings.num_epochs, new_writer) as log,
     ):
-        printing.print_summary(source.data, model)
+        printing.print_summary(commands.account(source.data), model)
         fit(
             model,
             optimizer,
@@ -104,7 +75,7 @@ def train(command: flags.Train) -> None:
             num_epochs=settings.num_epochs,
             seed=command.seed,
             validation=source.heldout,
-            k=None if source.heldout is None else command.k,
+            **used(commands.kind, "fit", cutoff),
             early_stopping=stopping,
             checkpoint_dir=checkpoints,
             checkpoint_seconds=command.checkpoint_seconds,
@@ -119,123 +90,59 @@ def plan(command: flags.Plan) -> bool:
     data, model = processes.axes_of(command.mesh)
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
-    memory = command.memory
-    network = config_of(command)
-    defaults = kind_of(network).defaults
-    if isinstance(network, SequenceConfig):
-        if command.features is not None:
-            raise ValueError(
-                "the targets of histories are their own items; leave out --features"
-            )
-        if command.config is None:
-            lengths = assumed_lengths(command.rows, command.entries)
-            network = network.suited_to_lengths(lengths)
-            print(f"max_length {network.max_length}", file=sys.stderr)
-    elif command.features is None and _chooses(command, "linear"):
-        sizes = command.rows, command.items, command.entries
-        linear, _ = LinearConfig.for_data(*sizes)
-        network = dataclasses.replace(network, linear=linear)
-    name, options = _rule(command, defaults)
+    memory, config = command.memory, config_of(command)
+    commands = commands_of(config)
+    commands.check(command)
+    name, options = _rule(command, commands.kind.defaults)
     batch_size = command.batch_size
-    planned = planning.plan(
-        network,
-        optimizers.get(name, learning_rate=LEARNING_RATE, **options),
-        inputs=command.items if command.features is None else command.features,
-        outputs=None if command.features is None else command.items,
-        rows=command.rows,
-        entries=command.entries,
-        target_entries=command.target_entries,
-        values=command.values,
-        times=command.times,
-        batch_size=defaults.batch_size if batch_size is None else batch_size,
-        fused=command.fused,
+    if batch_size is None:
+        batch_size = commands.kind.defaults.batch_size
+    text, fits = commands.planned(
+        config,
+        command,
+        rule=optimizers.get(name, learning_rate=LEARNING_RATE, **options),
+        batch_size=batch_size,
         data=data,
         model=model,
         memory=None if memory is None else planning.read_bytes(memory),
-        compile=command.compile,
     )
-    if planned.fits is None:
+    if fits is None:
         raise ValueError("the device here does not say its memory: pass --memory 141GB")
-    print(planned.table())
-    return planned.fits
+    print(text)
+    return fits
 
 
-def config_of(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
-    """The network that a file or the flags describe; without a linear part and a
-    temperature that depend on the data.
+def config_of(command: flags.Train | flags.Plan) -> Any:
+    """The configuration that a file, a run or the flags describe, without what depends on
+    the data.
     """
-    config, negatives = _described(command), command.negatives
-    if isinstance(config, SequenceConfig):
-        # Of a run that is continued, the loss is that of the flags.
-        if negatives is not None or _origin_of(command) is not None:
-            config = dataclasses.replace(config, negatives=negatives)
-    elif negatives is not None:
-        raise ValueError("--negatives is for models of histories; leave it out")
-    return config
-
-
-def _described(command: flags.Train | flags.Plan) -> NetworkConfig | SequenceConfig:
-    model, origin = command.kind, _origin_of(command)
+    model, origin = command.kind, getattr(command, "origin", None)
     if command.config is not None:
         config = _load_config(command.config)
         found = getattr(config, "model", "autoencoder")
         if model not in (None, found):
             raise ValueError(f"--model {model}: {command.config} describes {found}")
-        return config
-    if origin is not None:
-        return run.load_run(origin)[0].network
-    if model not in (None, "autoencoder"):
-        return SequenceConfig.from_json({"version": 1, "model": model})
-    options, rank = dict(vars(command.network)), command.network.linear
-    options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
-    if options["temperature"] == "auto":
-        del options["temperature"]
-    return NetworkConfig.autoencoder(**options)
+    elif origin is not None:
+        config = run.load_run(origin)[0].network
+    else:
+        config = commands_for(model).described(command)
+    return commands_of(config).negatives(config, command)
 
 
-def _origin_of(command: flags.Train | flags.Plan) -> pathlib.Path | None:
-    return command.origin if isinstance(command, flags.Train) else None
-
-
-def _load_config(path: pathlib.Path) -> NetworkConfig | SequenceConfig:
+def _load_config(path: pathlib.Path) -> Any:
     """Reads a JSON file. Errors name the file."""
     try:
-        return run.config_of(codec.parse(path.read_bytes()))
+        return kind.config_of(codec.parse(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def suited(
-    network: NetworkConfig | SequenceConfig, command: flags.Train, source: Source
-) -> tuple[NetworkConfig | SequenceConfig, str]:
-    """The network as it suits the data, and what to say about it."""
-    if isinstance(network, SequenceConfig):
-        described = command.config is not None or command.origin is not None
-        if described or not isinstance(source.data, SequenceDataset):
-            return network, ""
-        network = network.suited_to(source.data)
-        return network, f"max_length {network.max_length}"
-    data, said = source.data, []
-    if _chooses(command, "temperature"):
-        temperature, why = temperature_for(data.num_features)
-        network = network.with_temperature(temperature)
-        said.append(why)
-    if _chooses(command, "linear"):
-        if isinstance(data, ScannedDataset):
-            why = "no linear part: it needs all of the data in memory"
-        else:
-            sizes = data.num_rows, data.num_features, data.num_entries
-            linear, why = LinearConfig.for_data(*sizes)
-            network = dataclasses.replace(network, linear=linear)
-        said.append(why)
-    return network, "\n".join(said)
-
-
-def _chooses(command: flags.Train | flags.Plan, flag: str) -> bool:
-    """Whether this setting of the network depends on the data."""
-    if _origin_of(command) is not None:
-        return False
-    return command.config is None and getattr(command.network, flag) == "auto"
+def source_of(command: flags.Train, commands: Commands) -> Source:
+    """Reads or scans the data, and what is held out."""
+    if command.chunk_rows is not None:
+        return commands.scanned(command)
+    before = None if command.origin is None else run.load_run(command.origin)[1]
+    return commands.source(command, before)
 
 
 def rule_of(
@@ -277,159 +184,9 @@ def _rule(
     return name, dict(defaults.options) if name == defaults.optimizer else {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """The data to train on.
-
-    Attributes:
-      data: the rows, in memory or on disk; or histories.
-      chunks: number of rows in each chunk of the data.
-      indicator: whether the data has no values, or its values are ignored.
-      heldout: entries to rank after each epoch, if there are any.
-      validation: `fingerprint` of the held-out entries, each in its row.
-      split: how the held-out entries were chosen from the data, unless a file has them.
-    """
-
-    data: SparseDataset | ScannedDataset | SequenceDataset | ScannedSequences
-    chunks: Sequence[int]
-    indicator: bool
-    heldout: SparseDataset | SequenceDataset | None = None
-    validation: str | None = None
-    split: str | None = None
-
-
-def whole(command: flags.Train, *, of_histories: bool = False) -> Source:
-    """Reads all of the data and the held-out entries."""
-    if of_histories:
-        return _whole_histories(command)
-    data = read_file(command.data, command)
-    if command.origin is not None:
-        data = data.append_features(run.load_run(command.origin)[1])
-    heldout = validation = split = None
-    indicator, chunks = data.matrix.data is None, [data.num_rows]
-    if command.validation is not None:
-        parts = _validation_split(command, data)
-        if parts is None:
-            heldout = read_heldout(command.validation, command, data, command.data)
-        else:
-            assert isinstance(parts, Split)
-            data, heldout = parts.train, parts.heldout.without_values()
-            split = command.validation
-            print(f"validation: {parts}", file=sys.stderr)
-        validation = _fingerprint_of(heldout, data.row_names)
-    return Source(
-        data=data,
-        chunks=chunks,
-        indicator=indicator,
-        heldout=heldout,
-        validation=validation,
-        split=split,
-    )
-
-
-def _whole_histories(command: flags.Train) -> Source:
-    """`whole`, for a model of histories."""
-    data = read_histories(command.data, command)
-    if command.origin is not None:
-        data = data.append_features(run.load_run(command.origin)[1])
-    heldout = validation = split = None
-    if command.validation is not None:
-        parts = _validation_split(command, data)
-        if parts is None:
-            heldout = read_heldout(command.validation, command, data, command.data)
-        else:
-            assert isinstance(parts, SequenceSplit)
-            data, heldout = parts
-            split = command.validation
-            print(f"validation: {parts}", file=sys.stderr)
-        validation = _fingerprint_of(heldout.to_sparse(), data.row_names)
-    return Source(
-        data=data,
-        chunks=[int(np.sum(np.diff(data.indptr) > 1))],  # as `fit` has them
-        indicator=True,
-        heldout=heldout,
-        validation=validation,
-        split=split,
-    )
-
-
-def _fingerprint_of(heldout: SparseDataset, row_names: Names) -> str:
-    """`fingerprint` of the held-out entries of known rows, each in its row."""
-    found = find_names(heldout.row_names, row_names)
-    rows = np.sort(found[found >= 0])
-    aligned = heldout.align_rows(row_names[rows])
-    left_out = [] if aligned.left_out is None else [aligned.left_out]
-    return fingerprint(aligned.matrix, rows, *left_out)
-
-
-def _validation_split(
-    command: flags.Train, data: SparseDataset | SequenceDataset
-) -> Split | SequenceSplit | None:
-    """What `--validation` holds out of DATA; None if it names a file."""
-    text = command.validation or ""
-    if text == "last":
-        if isinstance(data, SequenceDataset):
-            return data.split_last()
-        return with_times(data, command.data).split_last()
-    if not re.fullmatch(r"[-+]?\d*\.?\d+", text):
-        return None
-    if not 0 < float(text) < 1:
-        raise ValueError(
-            f"--validation {text}: a share must be between 0 and 1; a file of this name "
-            f"is written ./{text}"
-        )
-    # Not --seed, so that models of several seeds are compared on the same entries.
-    return data.split(1 - float(text), seed=0)
-
-
-def _scanned(command: flags.Train, *, of_histories: bool) -> Source:
-    """Scans the file of data that is read in chunks while training."""
-    if command.validation is not None:
-        raise ValueError("--validation needs all of the data; leave out --chunk-rows")
-    if command.origin is not None:
-        raise ValueError("--from needs all of the data; leave out --chunk-rows")
-    if of_histories:
-        histories = scan_sequences(
-            command.data,
-            user=command.columns.user,
-            item=command.columns.item,
-            time=time_column(command),
-            chunk_rows=command.chunk_rows,
-        )
-        ends = chunk_ends(histories.groups, command.chunk_rows or 1)
-        return Source(
-            data=histories, chunks=np.diff([0, *ends]).tolist(), indicator=True
-        )
-    if command.columns.time is not None or command.columns.no_time:
-        raise ValueError(
-            "--time and --no-time are for data in memory; leave out --chunk-rows"
-        )
-    assert command.chunk_rows is not None
-    data = scan_parquet(
-        command.data,
-        user=command.columns.user,
-        item=command.columns.item,
-        value=command.columns.value,
-        indicator=command.columns.no_value,
-        chunk_rows=command.chunk_rows,
-    )
-    chunks = Stream(ScannedItems(data), None).chunks
-    return Source(data=data, chunks=chunks, indicator=data.indicator)
-
-
-def settings_of(
-    command: flags.Train, network: NetworkConfig | SequenceConfig, source: Source
-) -> run.Run:
+def settings_of(command: flags.Train, config: Any, source: Source) -> run.Run:
     """What `run.json` will hold."""
-    data = source.data
-    if isinstance(data, ScannedDataset | ScannedSequences):
-        data_fingerprint = data.fingerprint()
-    elif isinstance(data, SequenceDataset):
-        times = [] if data.times is None else [data.times.view(np.int64)]
-        data_fingerprint = fingerprint(data.indptr, data.indices, *times)
-    else:
-        data_fingerprint = fingerprint(data.matrix)
-    defaults = kind_of(network).defaults
+    defaults = kind_of(config).defaults
     epochs, batch_size = command.epochs, command.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size
@@ -437,17 +194,17 @@ def settings_of(
     if epochs is None:
         epochs = defaults.num_epochs(steps)
     return run.Run(
-        network=network,
+        network=config,
         optimizer=rule_of(command, defaults, steps, epochs),
-        num_features=data.num_features,
+        num_features=source.num_features,
         num_epochs=epochs,
         batch_size=batch_size,
         seed=command.seed,
         deterministic=command.deterministic,
         indicator=source.indicator,
         data=shown(command.data),
-        data_fingerprint=data_fingerprint,
-        vocabulary_fingerprint=fingerprint(data.feature_names),
+        data_fingerprint=source.fingerprint,
+        vocabulary_fingerprint=commands_of(config).fingerprint_of(source.known),
         validation=source.validation,
         validation_split=source.split,
         k=command.k,
@@ -460,13 +217,13 @@ def linear_part_of(
     settings: run.Run, source: Source, *, keep: bool
 ) -> Callable[[], linear_parts.Arrays] | None:
     """What finds or computes the linear part; None if the network has none."""
-    network = settings.network
-    if isinstance(network, SequenceConfig) or network.linear is None:
+    linear = getattr(settings.network, "linear", None)
+    if linear is None:
         return None
     return functools.partial(
         linear_parts.linear_part,
         source.data,
-        network.linear,
+        linear,
         fingerprint=settings.data_fingerprint,
         keep=keep,
     )
@@ -477,9 +234,9 @@ def _continued(
 ) -> tuple[Any, Optimizer]:
     """The model of `--from` with the items that are new, and the optimizer."""
     assert command.origin is not None
-    before, _ = run.load_run(command.origin)
+    before, known = run.load_run(command.origin)
     model, optimizer, kept = run.continued(
-        command.origin, before, settings, source.data
+        command.origin, before, known, settings, source.data
     )
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
@@ -491,12 +248,12 @@ def _continued(
     return model, optimizer
 
 
-def _early_stopping(command: flags.Train) -> EarlyStopping | None:
+def _early_stopping(command: flags.Train, commands: Commands) -> EarlyStopping | None:
     if command.patience is None:
         return None
     if command.validation is None:
         raise ValueError("--patience needs --validation, the data to stop on")
-    return EarlyStopping(metric=f"ndcg@{command.k}", patience=command.patience)
+    return EarlyStopping(metric=commands.metric(command.k), patience=command.patience)
 
 
 def _summary_writer() -> Callable[..., Any]:

@@ -29,15 +29,19 @@ import numpy as np
 
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
+from sparsejax.cli.kind import Source, commands_for
 from sparsejax.data.files import shown
+from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
-from sparsejax.nn.config import NetworkConfig
-from sparsejax.sequence.config import SequenceConfig
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"
-_SIZES = {"hidden": (64, 128, 256, 512, 1024), "width": (32, 64, 128, 256, 512)}
+_SIZES = {
+    "hidden": (64, 128, 256, 512, 1024),
+    "width": (32, 64, 128, 256, 512),
+    "dim": (4, 8, 16, 32, 64),
+}
 _RANGES = {  # the last is whether the logarithm is drawn evenly
     "temperature": (0.03, 1.0, True),
     "corruption": (0.0, 0.8, False),
@@ -62,19 +66,16 @@ def tune(command: flags.Tune) -> None:
     deadline = time.monotonic() + seconds
     if command.trials < 1:
         raise ValueError(f"trials={command.trials} must be at least 1")
+    commands = commands_for(command.kind)
+    commands.check(command)
     if command.validation is None:
-        held_out = "last" if _of_histories(command) else ".1"
-        command = dataclasses.replace(command, validation=held_out)
+        command = dataclasses.replace(command, validation=commands.held_out)
     first = _train_command(command, _start(command))
-    source = training.whole(first, of_histories=_of_histories(command))
+    source = training.source_of(first, commands)
     network, said = _network(command, _start(command), source)
     if said:
         print(said, file=sys.stderr)
-    if isinstance(network, NetworkConfig):  # the first trial has what suits the data
-        flag = dataclasses.replace(
-            command.network, temperature=network.output.temperature
-        )
-        command = dataclasses.replace(command, network=flag)
+    command = commands.of_data(command, network)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
     keeps = command.compilation.compilation_cache
@@ -97,7 +98,7 @@ def tune(command: flags.Tune) -> None:
             took = f"{time.monotonic() - began:.0f} s"
             said = " ".join(f"{n} {_short(v)}" for n, v in trial.params.items())
             print(
-                f"trial {trial.number}: ndcg@{command.k} {score:.4f}, {took}{why}: {said}",
+                f"trial {trial.number}: {_metric(command)} {score:.4f}, {took}{why}: {said}",
                 file=sys.stderr,
             )
             # Each trial has programs of its own.
@@ -196,27 +197,14 @@ def _num_done(study: Any) -> int:
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
 
 
-def _of_histories(command: flags.Tune) -> bool:
-    return command.kind not in (None, "autoencoder")
+def _metric(command: flags.Tune) -> str:
+    return commands_for(command.kind).metric(command.k)
 
 
 def _start(command: flags.Tune) -> dict[str, Any]:
     """The settings to begin with: those of the flags that are tuned."""
-    if _of_histories(command):
-        config = SequenceConfig.from_json({"version": 1, "model": command.kind})
-        tuned = ("width", "dropout", "temperature")
-        start = {name: getattr(config, name) for name in tuned}
-        return start | {"learning_rate": command.learning_rate}
-    network = command.network
-    start: dict[str, Any] = {
-        "corruption": network.corruption,
-        "learning_rate": command.learning_rate,
-    }
-    if len(network.hidden) == 1:
-        start["hidden"] = network.hidden[0]
-    if isinstance(network.temperature, float):  # None stays, "auto" needs the data
-        start["temperature"] = network.temperature
-    return start
+    start = commands_for(command.kind).start(command)
+    return start | {"learning_rate": command.learning_rate}
 
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
@@ -240,13 +228,9 @@ def _short(value: float) -> float:
 
 
 def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
-    """The training with the chosen settings, but for those of a model of histories."""
+    """The training with the chosen settings, but for those that no flag has."""
     tuned = dict(chosen)
     learning_rate = tuned.pop("learning_rate")
-    if "hidden" in tuned:
-        tuned["hidden"] = (tuned["hidden"],)
-    if _of_histories(command):
-        tuned = {}
     return flags.Train(
         data=command.data,
         run=command.run,
@@ -260,22 +244,21 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
         batch_size=command.batch_size,
         epochs=command.epochs,
         seed=command.seed,
-        network=dataclasses.replace(command.network, **tuned),
+        network=commands_for(command.kind).with_flags(command, tuned),
         columns=command.columns,
+        clicks=command.clicks,
         compilation=command.compilation,
     )
 
 
 def _network(
-    command: flags.Tune, chosen: Mapping[str, Any], source: training.Source
-) -> tuple[NetworkConfig | SequenceConfig, str]:
+    command: flags.Tune, chosen: Mapping[str, Any], source: Source
+) -> tuple[Any, str]:
     """The network with the chosen settings, and what to say about it."""
-    first = _train_command(command, chosen)
-    network, said = training.suited(training.config_of(first), first, source)
-    if isinstance(network, SequenceConfig):
-        tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
-        network = dataclasses.replace(network, **tuned)
-    return network, said
+    first, commands = _train_command(command, chosen), commands_for(command.kind)
+    network, said = commands.suited(training.config_of(first), first, source)
+    tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
+    return commands.with_chosen(network, tuned), said
 
 
 def _trained(
@@ -283,7 +266,7 @@ def _trained(
     trial: Any,
     tuning: flags.Tune,
     chosen: Mapping[str, Any],
-    source: training.Source,
+    source: Source,
     deadline: float,
     linear_part: Callable[[], Sequence[np.ndarray]] | None,
 ) -> tuple[Any, float, str]:
@@ -299,7 +282,7 @@ def _trained(
 
     def log(step: int, entry: Mapping[str, float]) -> None:
         nonlocal best, best_epoch
-        score, epoch = entry[f"ndcg@{command.k}"], int(entry["epoch"])
+        score, epoch = entry[_metric(tuning)], int(entry["epoch"])
         trial.report(score, epoch)
         if score > best:
             best, best_epoch = score, epoch
@@ -313,7 +296,7 @@ def _trained(
 
     pruned = optuna.trial.TrialState.PRUNED
     try:
-        model, optimizer = settings.build(linear_part)
+        model, optimizer = settings.build(source.known, linear_part)
         fit(
             model,
             optimizer,
@@ -322,8 +305,8 @@ def _trained(
             num_epochs=settings.num_epochs,
             seed=command.seed,
             validation=source.heldout,
-            k=command.k,
             log=log,
+            **used(commands_for(command.kind).kind, "fit", {"k": command.k}),
         )
     except _Enough:
         pass
@@ -338,7 +321,7 @@ def _trained(
     return None, best, ""
 
 
-def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
+def _finish(study: Any, command: flags.Tune, source: Source) -> None:
     """Writes the best network, trains its run, and prints how to train it again."""
     complete = [t for t in study.get_trials() if t.state.name == "COMPLETE"]
     if not complete:
@@ -354,7 +337,7 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
         file.write(json.dumps(network.to_json(), indent=2) + "\n")
     folder = command.run / f"trial-{trial.number}"
     print(
-        f"the best is trial {trial.number}: ndcg@{command.k} {trial.value:.4f} in epoch "
+        f"the best is trial {trial.number}: {_metric(command)} {trial.value:.4f} in epoch "
         f"{trial.user_attrs['epoch']}; its run is trained into {folder}",
         file=sys.stderr,
     )
@@ -371,11 +354,14 @@ def _finish(study: Any, command: flags.Tune, source: training.Source) -> None:
         "format": command.format,
         "seed": command.seed,
         **vars(command.columns),
+        **vars(command.clicks),
     }
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             words += [flag] * value
+        elif isinstance(value, tuple):
+            words += [flag, *value] if value else []
         elif value is not None:
             words += [flag, str(value)]
     print(shlex.join(map(str, words)))

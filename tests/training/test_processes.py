@@ -35,8 +35,8 @@ import sys
 import sparsejax as sj
 from sparsejax.cli import run
 restored = run.restored_model
-def exported(folder, settings):
-    model = restored(folder, settings)
+def exported(folder, settings, known):
+    model = restored(folder, settings, known)
     sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
     try:
         sj.export_predictor(model, f"{{folder}}/no/predictor")
