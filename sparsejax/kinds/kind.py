@@ -35,6 +35,7 @@ class Defaults:
         300 epochs.
       optimizer: name of the rule.
       options: of this rule.
+      scored: rows that are scored at a time, to measure a model.
     """
 
     batch_size: int
@@ -42,6 +43,7 @@ class Defaults:
     least_steps: int
     optimizer: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scored: int = 512
 
     def num_epochs(self, steps: int) -> int:
         """Epochs, if one has so many steps."""

@@ -140,6 +140,6 @@ def evaluate(
         "popularity": popularity,
         "groups": groups,
         "optimizer": optimizer,
-        "batch_size": batch_size,
+        "batch_size": kind.defaults.scored if batch_size is None else batch_size,
     }
     return kind.evaluate(model, inputs, **used(kind, "evaluate", options))

@@ -19,6 +19,7 @@ from sparsejax.engine.train.checkpoint import Checkpoints
 
 USERS, ITEMS = 12, 9
 COLUMNS = ["--label", "click", "--dense", "x", "y", "--categories", "user", "item"]
+NAMED = "train TRAIN --run x --model dcn --label click --categories user"
 MODEL = {"version": 1, "model": "dlrm", "dim": 4, "bottom": [8], "top": [16]}
 
 
@@ -200,18 +201,16 @@ def test_tune(clicks, tmp_path, monkeypatch, capsys):
         ("train TRAIN --run x --model dcn --k 20", "--k is of no use for a model of"),
         ("train TRAIN --run x --model dcn --hidden 8", "is for an autoencoder"),
         (
-            "train TRAIN --run x --model dcn --label click --categories user "
-            "--validation last",
+            f"{NAMED} --validation last",
             "--validation last is of no use for clicks",
         ),
         (
-            "train TRAIN --run x --model dcn --label click --categories user "
-            "--chunk-rows 9 --validation .1",
+            f"{NAMED} --chunk-rows 9 --validation .1",
             "--validation .1 needs all of the data",
         ),
         ("train TRAIN --run x --label click", "--label is of no use for a model of"),
         ("tune TRAIN --model dcn --k 3", "--k is of no use for a model of clicks"),
-        ("train TRAIN --run RUN --resume", "cannot resume with"),
+        (f"{NAMED} --run RUN --resume --epochs 6", "cannot resume with other data"),
     ],
 )
 def test_wrong_arguments(clicks, tmp_path, monkeypatch, capsys, argv, message):
@@ -254,7 +253,7 @@ def test_a_killed_run_goes_on_to_the_bit(clicks):
     checkpoints = Checkpoints(clicks / "killed" / "checkpoints")
     while not checkpoints.steps() and killed.poll() is None:
         time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL and checkpoints.steps()[-1] < 6 * 43
     assert main([*argv, "--resume"]) == 0
     assert parameters(clicks / "killed") == parameters(clicks / "run")

@@ -108,7 +108,10 @@ def test_plan_of_a_model_of_histories_from_a_file(tmp_path, capsys):
         (["sasrec", "--hidden", "8"], "--hidden is for an autoencoder"),
         (["sasrec", "--entries", "1000001"], "rows must have two entries or more"),
         (["autoencoder", "--times"], "a network does not read times"),
-        (["autoencoder", "--negatives", "9"], "--negatives is for models of histories"),
+        (
+            ["autoencoder", "--negatives", "9"],
+            "--negatives is of no use for a model of items",
+        ),
     ],
 )
 def test_plan_says_what_does_not_go_with_a_model(capsys, options, message):

@@ -18,7 +18,7 @@ class Clicks(Kind):
 
     name = "clicks"
     defaults = Defaults(
-        batch_size=4096, least_epochs=1, least_steps=1, optimizer="adam"
+        batch_size=4096, least_epochs=1, least_steps=1, optimizer="adam", scored=8192
     )
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "fit": ("k",),
@@ -71,16 +71,10 @@ class Clicks(Kind):
             "probable its clicks are"
         )
 
-    def evaluate(self, model, inputs, *, groups, optimizer, batch_size):
+    def evaluate(self, model, inputs, **options):
         from sparsejax.kinds.clicks.scores import evaluate_clicks
 
-        return evaluate_clicks(
-            model,
-            inputs,
-            groups=groups,
-            optimizer=optimizer,
-            batch_size=8192 if batch_size is None else batch_size,
-        )
+        return evaluate_clicks(model, inputs, **options)
 
     def workload(self, network, **sizes) -> Workload:
         raise TypeError("the memory of a click model is planned by plan_embeddings")

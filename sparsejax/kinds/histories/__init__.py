@@ -57,24 +57,25 @@ class Histories(Kind):
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         shown = shown_of(model, inputs)
         exclude = unordered("exclude", exclude, inputs)
-        return NextItems(model, times=has_times(model, inputs)), shown, exclude
+        return _ranker(model, inputs), shown, exclude
 
-    def evaluate(self, model, inputs, *, heldout, optimizer, batch_size, **options):
+    def evaluate(self, model, inputs, *, heldout, optimizer, **options):
         from sparsejax.kinds.histories.evaluation import prepared_sequences
 
         if heldout is None:
             raise ValueError("give heldout, as split_last makes it")
-        rows = 512 if batch_size is None else batch_size
-        prepared = prepared_sequences(
-            model, inputs, heldout, batch_size=rows, **options
-        )
-        ranker = NextItems(model, times=has_times(model, inputs))
-        return prepared.run(ranker, optimizer=optimizer)
+        prepared = prepared_sequences(model, inputs, heldout, **options)
+        return prepared.run(_ranker(model, inputs), optimizer=optimizer)
 
     def workload(self, network, **sizes) -> Workload:
         from sparsejax.kinds.histories.footprint import history_workload
 
         return history_workload(network, **sizes)
+
+
+def _ranker(model: Any, inputs: Any) -> NextItems:
+    """The model as one that ranks items."""
+    return NextItems(model, times=has_times(model, inputs))
 
 
 def _check_targets(targets: Any) -> None:

@@ -50,7 +50,7 @@ class Items(Kind):
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         return model, Inputs.of(inputs), exclude
 
-    def evaluate(self, model, inputs, *, optimizer, batch_size, **options):
+    def evaluate(self, model, inputs, *, optimizer, **options):
         from sparsejax.kinds.items.evaluation import prepared_for
 
         if not isinstance(model, Recommender):
@@ -59,8 +59,7 @@ class Items(Kind):
                 f"num_items and top_k; got {type(model).__name__}. A click model takes a "
                 "ClickDataset, a model of histories a SequenceDataset"
             )
-        rows = 512 if batch_size is None else batch_size
-        prepared = prepared_for(inputs, batch_size=rows, **options)
+        prepared = prepared_for(inputs, **options)
         return prepared.run(model, optimizer=optimizer)
 
     def workload(self, network, **sizes) -> Workload:
