@@ -22,7 +22,7 @@ def test_load_model_takes_the_best_checkpoint_else_the_newest(board, tmp_path):
     checkpoints = run.checkpoints_of(tmp_path / "run", settings)
 
     def saved(step: int, score: float | None) -> bytes:
-        modules = dataclasses.replace(settings, seed=step).build()
+        modules = dataclasses.replace(settings, seed=step).build(names)
         checkpoints.save(step, modules, {}, score=score)
         return np.asarray(modules[0].output.kernel[...]).tobytes()
 
