@@ -117,8 +117,10 @@ print(*sys.modules)
     ).stdout.splitlines()
     assert "sparsejax" in first.split()
     assert not {"jax", "flax", "numpy", "scipy", "pyarrow"} & set(first.split())
-    # These take long, and only a GPU, a library's form or a frame needs them.
+    # These take long, and only a GPU, a library's form, a frame, a linear part that is
+    # computed or a model of clicks needs them.
     late = {"jax.experimental.mosaic.gpu", "jax.experimental.sparse", "pandas"}
+    late |= {"scipy.optimize", "scipy.linalg", "scipy.special"}
     assert "flax" in then.split()
     assert not late & set(then.split())
 

@@ -9,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
-import scipy.optimize
 import scipy.sparse
 from jaxtyping import Array, Float
 
@@ -155,6 +153,8 @@ def _unit(
     `g = a Q diag(1 / (sigma^2 + ridge')) Q^T` and `h = a g`, a row `a` counts with
     `ridge' g g^T / (1 - h)` in `U U^T`.
     """
+    import scipy.optimize  # a quarter of a second, which few commands need
+
     lengths = np.diff(data.rows.indptr)
     # A row of all items has no others to choose from.
     several = np.flatnonzero((lengths > 1) & (lengths < len(q)))
@@ -206,6 +206,8 @@ def on_host(
     rows: _Rows, width: int
 ) -> tuple[Float[np.ndarray, "width"], Float[np.ndarray, "items width"]]:
     """The decomposition by NumPy and SciPy. Nothing is compiled."""
+    import scipy.linalg
+
     items = rows.shape[1]
     if items <= _FEW_ITEMS:
         gram = (rows.T @ rows).toarray()

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
@@ -86,7 +85,13 @@ def predict_clicks(
       ValueError: the columns of the data are not those of the model.
     """
     found = _Scores(model, optimizer, batch_size).of_all(clicks)
-    return scipy.special.expit(found.logits).astype(np.float32)
+    return _probabilities(found.logits).astype(np.float32)
+
+
+def _probabilities(logits: np.ndarray) -> np.ndarray:
+    import scipy.special  # only models of clicks need it
+
+    return scipy.special.expit(logits)
 
 
 def evaluate_clicks(
@@ -116,7 +121,7 @@ def evaluate_clicks(
         )
     found = scores.of_all(clicks, groups if isinstance(groups, str) else None)
     # In float64, so that a sure prediction is not rounded to 0 or 1.
-    p = scipy.special.expit(found.logits.astype(np.float64))
+    p = _probabilities(found.logits.astype(np.float64))
     measured = {
         "auc": metrics.auc(found.logits, found.labels),
         "log_loss": metrics.log_loss(p, found.labels),
