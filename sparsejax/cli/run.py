@@ -242,7 +242,10 @@ class Run:
 
 def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
-        return {"model": network.model, **_shallow_dict(network)}
+        settings = {"model": network.model, **_shallow_dict(network)}
+        if settings.get("dtype") == "float32":
+            del settings["dtype"]  # runs of earlier releases do not have it
+        return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}
     settings |= {"precision": network.precision or "default"}
     for layer in network.layers:

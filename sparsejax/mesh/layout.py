@@ -204,9 +204,16 @@ def axis_sizes() -> tuple[int, int]:
 
 
 def call_on_each_device(
-    f: Callable[..., Any], *arguments: Any, in_specs: Any, out_specs: Any
+    f: Callable[..., Any],
+    *arguments: Any,
+    in_specs: Any,
+    out_specs: Any,
+    checked: bool = False,
 ) -> Any:
-    """Calls `f` on each device of the mesh, with that device's parts of the arguments."""
+    """Calls `f` on each device of the mesh, with that device's parts of the arguments.
+
+    If JAX checks over which axes arrays vary, gradients are summed over no other axes.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     arguments = jax.tree.map(
         lambda spec, tree: reshard_if_explicit(tree, spec),
@@ -215,7 +222,7 @@ def call_on_each_device(
         is_leaf=lambda node: isinstance(node, P),
     )
     return jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=checked
     )(*arguments)
 
 

@@ -170,6 +170,16 @@ def time_thresholds(buckets: int) -> np.ndarray:
     return rounded.astype(np.float32)
 
 
+def scores_at_once(tokens: int, heads: int) -> int:
+    """Numbers of scores of the blocks that are worked on together on a GPU."""
+    blocks = min(-(-tokens // _BLOCK), _chunk(heads))
+    return heads * blocks * _BLOCK**2
+
+
+def _chunk(heads: int) -> int:
+    return max(1, _SCORES // (heads * _BLOCK**2))
+
+
 def _check(q, k, v, indptr, activation, divisor, place_bias, times, time_bias) -> None:
     """Raises what `history_attention` says."""
     if activation not in get_args(Activation):
@@ -346,11 +356,7 @@ def _padded(x: jax.Array, fill) -> jax.Array:
 
 def _by_platform(function, implementation, operands):
     """Calls `function` with the number of blocks that this platform takes at once."""
-
-    def many(heads: int) -> int:
-        return max(1, _SCORES // (heads * _BLOCK**2))
-
-    one, all_ = (functools.partial(function, x) for x in (lambda heads: 1, many))
+    one, all_ = (functools.partial(function, x) for x in (lambda heads: 1, _chunk))
     if implementation == "xla_gpu":
         return all_(*operands)
     return lax.platform_dependent(*operands, cpu=one, default=all_)

@@ -107,6 +107,8 @@ class SASRecConfig(SequenceConfig):
 
     Attributes:
       heads: of each attention; a divisor of `width`.
+      dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
+        attention. Parameters, norms, biases of attention and sums are always float32.
 
     Raises:
       ValueError: a value is out of range.
@@ -115,10 +117,11 @@ class SASRecConfig(SequenceConfig):
 
     model = "sasrec"
     heads: int = 2
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self)
+        check_attention(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,8 @@ class HSTUConfig(SequenceConfig):
 
     Attributes:
       heads: of each attention; a divisor of `width`.
+      dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
+        attention. Parameters, norms, biases of attention and sums are always float32.
 
     Raises:
       ValueError: a value is out of range.
@@ -138,10 +143,11 @@ class HSTUConfig(SequenceConfig):
 
     model = "hstu"
     heads: int = 2
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self)
+        check_attention(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,9 +161,11 @@ class GRUConfig(SequenceConfig):
     model = "gru"
 
 
-def check_heads(config: SASRecConfig | HSTUConfig) -> None:
-    """That heads divide the width."""
+def check_attention(config: SASRecConfig | HSTUConfig) -> None:
+    """That heads divide the width, and that there is such a dtype."""
     if config.width % config.heads:
         raise ValueError(
             f"width must be a multiple of heads, got {config.width} and {config.heads}"
         )
+    if config.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f'dtype is "float32" or "bfloat16", got {config.dtype!r}')

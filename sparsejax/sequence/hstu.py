@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
 
-from sparsejax.ops.history_attention import TIME_RATIO
 from sparsejax.sequence.config import HSTUConfig
-from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors, normal
+from sparsejax.sequence.model import TokenModel, TokenVectors, normal
+from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
 _BUCKETS = 128  # of times
 
 
-class HSTU(SequenceModel):
+class HSTU(TokenModel):
     """Hierarchical sequential transduction units (Zhai et al., 2024).
 
     >>> model = HSTU(HSTUConfig(max_length=4, width=8), items=100, rngs=nnx.Rngs(0))
@@ -31,10 +30,10 @@ class HSTU(SequenceModel):
         x_t        = x_t + W2 dropout(u_t * norm(sum_s<=t a_ts v_s)) + b   ... `blocks` times
         h_t        = norm(x_t)
 
-        bucket(t, s) = log(|time_t - time_s|) / 0.301, rounded down, from 0 to 127
+        bucket(t, s) = log(time_t - time_s) / 0.301, rounded down, from 0 to 127
 
     Times that differ by less than 1 fall into the first bucket, so that seconds are a good
-    unit. Without times there is no bias of times. A model that was trained without times
+    unit. A time that is earlier than one before it counts as that one. Without times there is no bias of times. A model that was trained without times
     makes nothing of times that it is shown later. See `SequenceModel` for the rest.
 
     Attributes:
@@ -47,61 +46,55 @@ class HSTU(SequenceModel):
         super().__init__(config, items=items, rngs=rngs)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dropout = Dropout(config.dropout, rngs=rngs)
         self.blocks = nnx.List(
             GatedAttention(config, rngs=rngs) for _ in range(config.blocks)
         )
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
 
-    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
-        """The hidden vector of each place."""
-        vectors = self.embed(histories) * self.config.width**0.5
-        x = self.dropout(vectors + self.places[...][None, : histories.shape[1]])
+    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
+        """The hidden vector of each token."""
+        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
+        x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
-            x = block(x, times)
+            x = block(x, tokens)
         return self.norm(x)
 
 
-class GatedAttention(nnx.Module):
+class GatedAttention(Attention):
     """Attention by SiLU, gated by a fourth product of its input."""
 
     def __init__(self, config: HSTUConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
+        dtype = jnp.dtype(config.dtype)
         self.max_length = config.max_length
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.gates, self.values, self.queries, self.keys = (
-            nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(4)
+            nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)
+            for _ in range(4)
         )
-        self.mixed = nnx.Linear(width, width, rngs=rngs)
+        self.mixed = nnx.Linear(width, width, dtype=dtype, rngs=rngs)
         shape = (config.max_length,)
         self.place_bias = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         # Zeros stay zeros in training without times, and then times make no difference.
         self.time_bias = nnx.Param(jnp.zeros(_BUCKETS))
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dropout = Dropout(config.dropout, rngs=rngs)
 
-    def __call__(self, x: Vectors, times: Times) -> Vectors:
-        y, by_head = self.norm1(x), (*x.shape[:2], self.heads, -1)
+    def __call__(self, x: TokenVectors, tokens: Tokens) -> TokenVectors:
+        y, by_head = self.norm1(x), (len(x), self.heads, -1)
         u, v, q, k = (
             nnx.silu(layer(y))
             for layer in (self.gates, self.values, self.queries, self.keys)
         )
         q, k, v = (z.reshape(by_head) for z in (q, k, v))
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) + self.biases(x.shape[1], times)
-        # Padding comes last, so no item sees it.
-        before = jnp.tri(x.shape[1], dtype=bool)[None, None]
-        weights = jnp.where(before, nnx.silu(scores) / self.max_length, 0)
-        y = jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape)
-        return x + self.mixed(self.dropout(u * self.norm2(y)))
-
-    def biases(
-        self, length: int, times: Times
-    ) -> Float[Array, "#batch 1 length length"]:
-        """What is added to the scores of each place (row) and those before it."""
-        place = jnp.arange(length)
-        before = jnp.maximum(place[:, None] - place[None], 0)
-        bias = self.place_bias[...][before][None, None]
-        if times is None:
-            return bias
-        apart = jnp.abs(times[:, :, None] - times[:, None])
-        bucket = (jnp.log(jnp.maximum(apart, 1)) / TIME_RATIO).astype(jnp.int32)
-        return bias + self.time_bias[...][jnp.minimum(bucket, _BUCKETS - 1)][:, None]
+        y = tokens.attend(
+            q,
+            k,
+            v,
+            divisor=self.max_length,
+            place_bias=self.place_bias[...],
+            time_bias=self.time_bias[...],
+            implementation=self.implementation,
+        )
+        y = u * self.norm2(y.reshape(x.shape))
+        return x + self.mixed(self.dropout(y, tokens))

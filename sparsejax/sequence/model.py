@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
@@ -14,8 +14,7 @@ from sparsejax.nn.sampled import NegativeSampler
 from sparsejax.optimizers.gradients import RowParam, rows_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
-
-PADDING = -1  # where a history has ended
+from sparsejax.sequence.tokens import PADDING, Tokens
 
 # Once: a program that is compiled for a function is not found for its like.
 normal = nnx.initializers.normal(0.02)
@@ -23,6 +22,7 @@ normal = nnx.initializers.normal(0.02)
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
 Vectors = Float[Array, "batch length width"]
+TokenVectors = Float[Array, "tokens width"]
 
 
 class SequenceModel(nnx.Module):
@@ -138,16 +138,26 @@ class SequenceModel(nnx.Module):
         Raises:
           ValueError: histories are longer than `max_length`.
         """
-        if histories.shape[1] > self.config.max_length:
+        self._check_length(histories.shape[1])
+        vectors = self._vectors_of(histories.reshape(-1))
+        vectors = vectors.reshape(*histories.shape, -1)
+        return jnp.where(self._broken(histories)[..., None], jnp.nan, vectors)
+
+    def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
+        """The vector of each item; zeros where the id is of no item."""
+        known = (ids >= 0) & (ids < self.num_items)
+        return rows_of(self.output.kernel, jnp.where(known, ids, PADDING))
+
+    def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
+        return (ids < PADDING) | (ids >= self.num_items)
+
+    def _check_length(self, length: int) -> None:
+        most = self.config.max_length
+        if length > most:
             raise ValueError(
-                f"histories have {histories.shape[1]} places, but max_length is "
-                f"{self.config.max_length}; cut them: data.padded({self.config.max_length})"
+                f"histories have {length} places, but max_length is {most}; cut them: "
+                f"data.padded({most})"
             )
-        known = (histories >= 0) & (histories < self.num_items)
-        ids = jnp.where(known, histories, PADDING).reshape(-1)
-        vectors = rows_of(self.output.kernel, ids).reshape(*histories.shape, -1)
-        broken = ~known & (histories != PADDING)
-        return jnp.where(broken[..., None], jnp.nan, vectors)
 
     def loss(
         self, histories: Ids, times: Times = None, *, max_targets: int | None = None
@@ -160,17 +170,14 @@ class SequenceModel(nnx.Module):
           histories: up to `max_length + 1` places.
           times: of each place, or None.
           max_targets: the most places that have a next item. The output layer computes as
-            many rows, so that padding costs it nothing. More of them make the loss NaN.
-            None is all places.
+            many rows, and `SASRec` and `HSTU` are computed on as many, so that padding
+            costs them nothing. On a mesh they divide it evenly over "data". More places
+            make the loss NaN. None is all places.
 
         Raises:
           ValueError: histories are longer, or have less than two places.
         """
-        if histories.shape[1] < 2:
-            raise ValueError(
-                "a loss needs histories of two places or more, an item and the next, got "
-                f"{histories.shape}"
-            )
+        _check_two(histories)
         h = self(histories[:, :-1], None if times is None else times[:, :-1])
         targets = histories[:, 1:]
         if max_targets is None:
@@ -213,3 +220,44 @@ class SequenceModel(nnx.Module):
           times: of each place, or None.
         """
         return self.output.top_k(self.last(histories, times), k, exclude=exclude)
+
+
+class TokenModel(SequenceModel):
+    """A `SequenceModel` that computes nothing for padding. Each defines `_of_tokens`.
+
+    A call with padded histories gives the same numbers as one with tokens. The vectors of
+    a history depend on no other history.
+    """
+
+    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
+        """The hidden vector of each token, which depends on those before it."""
+        raise NotImplementedError("a model of tokens defines _of_tokens")
+
+    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
+        self._check_length(histories.shape[1])
+        if 0 in histories.shape:
+            return jnp.zeros((*histories.shape, self.config.width))
+        h = self._of_tokens(Tokens.spread(histories, times))
+        broken = jnp.any(self._broken(histories), axis=1)
+        h = h.reshape(*histories.shape, -1)
+        return jnp.where(broken[:, None, None], jnp.nan, h)
+
+    def loss(
+        self, histories: Ids, times: Times = None, *, max_targets: int | None = None
+    ) -> Float[Array, ""]:
+        if max_targets is None:
+            return super().loss(histories, times)
+        _check_two(histories)
+        self._check_length(histories.shape[1] - 1)
+        tokens, targets, fits = Tokens.packed(histories, times, max_targets)
+        loss = self._cross_entropy(self._of_tokens(tokens), targets)
+        broken = jnp.any(self._broken(tokens.ids))
+        return jnp.where(fits & ~broken, loss, jnp.nan)
+
+
+def _check_two(histories: Ids) -> None:
+    if histories.shape[1] < 2:
+        raise ValueError(
+            "a loss needs histories of two places or more, an item and the next, got "
+            f"{histories.shape}"
+        )

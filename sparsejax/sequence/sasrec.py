@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.sequence.config import SASRecConfig
-from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors, normal
+from sparsejax.sequence.model import TokenModel, TokenVectors, normal
+from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
 
-class SASRec(SequenceModel):
+class SASRec(TokenModel):
     """Self-attentive sequential recommendation (Kang and McAuley, 2018), pre-norm.
 
     >>> model = SASRec(SASRecConfig(max_length=4, width=8), items=100, rngs=nnx.Rngs(0))
@@ -41,41 +41,45 @@ class SASRec(SequenceModel):
         super().__init__(config, items=items, rngs=rngs)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+        self.dropout = Dropout(config.dropout, rngs=rngs)
         self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.blocks))
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
 
-    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
-        """The hidden vector of each place. Times make no difference."""
-        vectors = self.embed(histories) * self.config.width**0.5
-        x = self.dropout(vectors + self.places[...][None, : histories.shape[1]])
+    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
+        """The hidden vector of each token. Times make no difference."""
+        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
+        x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, tokens)
         return self.norm(x)
 
 
-class Block(nnx.Module):
+class Block(Attention):
     """Attention to the places before, then two layers for each place alone."""
 
     def __init__(self, config: SASRecConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
+        dtype = jnp.dtype(config.dtype)
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.queries, self.keys, self.values, self.mixed = (
-            nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(4)
+            nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)
+            for _ in range(4)
         )
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
         self.dropout1, self.dropout2 = (
-            nnx.Dropout(config.dropout, rngs=rngs) for _ in range(2)
+            Dropout(config.dropout, rngs=rngs) for _ in range(2)
         )
 
-    def __call__(self, x: Vectors) -> Vectors:
-        y, by_head = self.norm1(x), (*x.shape[:2], self.heads, -1)
+    def __call__(self, x: TokenVectors, tokens: Tokens) -> TokenVectors:
+        y, by_head = self.norm1(x), (len(x), self.heads, -1)
         q, k, v = (
             layer(y).reshape(by_head)
             for layer in (self.queries, self.keys, self.values)
         )
-        # Padding comes last, so no item sees it.
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout1(self.mixed(y.reshape(x.shape)))
-        return x + self.dropout2(self.down(nnx.gelu(self.up(self.norm2(x)))))
+        y = tokens.attend(
+            q, k, v, activation="softmax", implementation=self.implementation
+        )
+        x = x + self.dropout1(self.mixed(y.reshape(x.shape)), tokens)
+        y = self.down(nnx.gelu(self.up(self.norm2(x))))
+        return x + self.dropout2(y, tokens)

@@ -15,6 +15,7 @@ from sparsejax.mesh.layout import without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.predictors.archive import Stored
+from sparsejax.sequence.tokens import Attention
 
 
 class Portable(NamedTuple):
@@ -45,7 +46,8 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
     """
     for _, node in nnx.iter_graph(model):
         if isinstance(
-            node, EmbeddingCollection | LinearPart | SparseLinear | SparseOutput
+            node,
+            Attention | EmbeddingCollection | LinearPart | SparseLinear | SparseOutput,
         ):
             # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"

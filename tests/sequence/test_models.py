@@ -1,5 +1,6 @@
 """What holds for every sequence model, and HSTU and GRU against their formulas in NumPy."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from memory import temporary_bytes
 
 import sparsejax as sj
 
@@ -197,10 +199,15 @@ def test_eight_devices_do_what_one_does(name):
         model.eval()
         histories = jnp.tile(HISTORIES, (4, 1)) * 53
         histories = jnp.where(histories < 0, -1, histories)
+        times = jnp.tile(TIMES, (4, 1))
 
         @nnx.jit
         def both(model):
-            return nnx.value_and_grad(lambda model: model.loss(histories))(model)
+            def loss(model):
+                packed = model.loss(histories, times, max_targets=30)
+                return model.loss(histories) + packed
+
+            return nnx.value_and_grad(loss)(model)
 
         return model, *both(model)
 
@@ -211,6 +218,77 @@ def test_eight_devices_do_what_one_does(name):
     np.testing.assert_allclose(on_mesh, loss, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_dropout_does_not_depend_on_room_or_mesh(name):
+    def loss(room, mesh=None):
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            model = sj.build_sequence_model(
+                CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
+            )
+            found = nnx.jit(lambda model: model.loss(*given, max_targets=room))(model)
+            return float(found), float(model.loss(*given, max_targets=room))
+
+    given = [jnp.tile(x, (4, 1)) for x in (HISTORIES, TIMES)]
+    first, second = loss(20)
+    assert first != pytest.approx(second, rel=1e-3)
+    np.testing.assert_allclose(loss(300), [first, second], rtol=1e-5)
+    on_mesh = loss(24, sj.make_mesh(data=4, model=2))
+    np.testing.assert_allclose(on_mesh, [first, second], rtol=1e-5)
+    # Each part of a mesh has its share of the room.
+    assert np.isnan(loss(16, sj.make_mesh(data=4, model=2))).all()
+
+
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_long_histories_take_no_memory_for_pairs(name):
+    def bytes_of(length):
+        config = dataclasses.replace(CONFIGS[name], max_length=length, dropout=0.0)
+        model = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        histories = jnp.zeros((1, length + 1), int)
+
+        def loss(params):
+            made = nnx.merge(graph, params, rest, copy=True)
+            return made.loss(histories, 0.0 * histories, max_targets=length)
+
+        return temporary_bytes(jax.grad(loss), params)
+
+    few, many = bytes_of(1024), bytes_of(4096)
+    assert many < 6 * few
+
+
+def test_times_that_go_back():
+    model: Any = sj.build_sequence_model(CONFIGS["hstu"], items=ITEMS, rngs=nnx.Rngs(0))
+    model.eval()
+    for block in model.blocks:
+        block.time_bias[...] = jnp.sin(jnp.arange(128.0))
+    back = TIMES.at[0, 2].set(-7)
+    same = TIMES.at[0, 2].set(0.5)
+    np.testing.assert_array_equal(model(HISTORIES, back), model(HISTORIES, same))
+    broken = model(HISTORIES, TIMES.at[0, 2].set(jnp.nan))
+    assert jnp.isnan(broken[0]).all() and jnp.isfinite(broken[1:]).all()
+
+
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_bfloat16(name):
+    losses: list[float] = []
+    config: Any = CONFIGS[name]
+    for dtype in ("float32", "bfloat16"):
+        config = dataclasses.replace(config, dtype=dtype)
+        model = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        model.output.kernel[...] *= 20
+        model.eval()
+        assert model(HISTORIES, TIMES).dtype == jnp.float32
+        loss, gradients = nnx.value_and_grad(
+            lambda model: model.loss(HISTORIES, TIMES, max_targets=8)
+        )(model)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
+        losses.append(float(loss))
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    with pytest.raises(ValueError, match='dtype is "float32" or "bfloat16", got'):
+        dataclasses.replace(config, dtype="float16")
 
 
 def test_a_step_lowers_for_cuda():

@@ -421,7 +421,9 @@ def test_activations_grow_with_the_batch(config, mesh):
         compiled_histories(config, batch_size=size, **options) for size in (64, 192)
     )
     more = many[0].hidden - few[0].hidden
-    assert many[1] - few[1] == pytest.approx(more, rel=0.25)
+    # On a mesh XLA keeps less than the plan says.
+    within = 0.35 if mesh[0] > 1 else 0.25
+    assert many[1] - few[1] == pytest.approx(more, rel=within)
 
 
 def test_gradients_grow_with_the_items():

@@ -72,6 +72,11 @@ class Task(Protocol):
         """Whether sparse matrices lie whole on every device of a mesh."""
         ...
 
+    @property
+    def even(self) -> bool:
+        """Whether the room of such a matrix is divided evenly over the parts of a batch."""
+        ...
+
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         """Selects from all matrices what the model is shown, and the labels."""
         ...
@@ -120,6 +125,10 @@ class Roles:
 
     @property
     def whole(self) -> bool:
+        return False
+
+    @property
+    def even(self) -> bool:
         return False
 
     def check(self, model: Any) -> None:
@@ -378,12 +387,15 @@ class Resident:
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """For each matrix the room that `take` needs: entries, or numbers of an array."""
+        by_part = rows.reshape(-1, rows.shape[2])
         every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
         def of(matrix):
             if isinstance(matrix, ShardedCSR):
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
+                if self.roles.even:
+                    return rows.shape[1] * _largest(matrix, by_part)
                 return _largest(matrix, every)
             return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
 

@@ -53,6 +53,10 @@ class ClickTask:
     def whole(self) -> bool:
         return bool(self.lists)
 
+    @property
+    def even(self) -> bool:
+        return False
+
     @classmethod
     def of_data(cls, clicks: ClickDataset) -> ClickTask:
         lists = [name for name, ids in clicks.ids.items() if isinstance(ids, CSR)]

@@ -37,16 +37,19 @@ from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.modules import new_sequence_model
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.ops import chunked_loss, two_passes
+from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sequence.config import HSTUConfig, SequenceConfig
+from sparsejax.sequence.config import HSTUConfig, SASRecConfig, SequenceConfig
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sparse import CSR
 
-# Arrays of [batch, length, width] besides those that the blocks keep for the backward pass:
+# Arrays of [tokens, width] besides those that the blocks keep for the backward pass:
 # gradients, and the random bits of dropout.
 _GRADIENTS = 16
 # Arrays of [targets, width]: vectors with a target, and their gradients.
 _OF_TARGETS = 4
+# Arrays of the scores of attention: weights, and gradients.
+_OF_SCORES = 5
 # Arrays of [targets, negatives + 1]: scores, where they count, and their gradients.
 _OF_NEGATIVES = 4
 # Lengths are taken at so many quantiles.
@@ -104,15 +107,27 @@ class HistoryWorkload(Workload):
     def capacities(self, data: int, model: int) -> list[int]:
         windows = bucket(self.batch // data * self.window)
         targets = self._targets()
-        # The fullest batch is 3 standard deviations above the mean.
-        fullest = self.batch * targets.mean()
-        fullest += 3 * math.sqrt(self.batch) * targets.std()
-        most = self.batch * self.network.max_length
-        return [windows] * (1 + self.times) + [bucket(min(math.ceil(fullest), most))]
+        # The fullest batch, or part of one, is 3 standard deviations above the mean.
+        parts = data if self._of_tokens else 1
+        rows = self.batch // parts
+        fullest = rows * targets.mean() + 3 * math.sqrt(rows) * targets.std()
+        most = parts * min(math.ceil(fullest), rows * self.network.max_length)
+        return [windows] * (1 + self.times) + [bucket(most)]
 
     @property
     def roles(self) -> Task:
-        return SequenceTask(packs=True)
+        return SequenceTask(packs=True, even=self._of_tokens)
+
+    @property
+    def _of_tokens(self) -> bool:
+        """Whether nothing is computed for padding."""
+        return isinstance(self.network, SASRecConfig | HSTUConfig)
+
+    def _read(self, data: int, model: int) -> int:
+        """Number of tokens that each part of a batch is computed on."""
+        if self._of_tokens:
+            return -(-self.capacities(data, model)[-1] // data)
+        return self.batch // data * self.network.max_length
 
     def new(self) -> tuple[SequenceModel, Optimizer]:
         return new_sequence_model(self.network, self.rule, inputs=self.inputs, seed=0)
@@ -128,23 +143,25 @@ class HistoryWorkload(Workload):
         return *windows, places
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
-        network, batch = self.network, self.batch // data
-        width, read = network.width, batch * network.max_length
+        width, read = self.network.width, self._read(data, model)
         own = self.capacities(data, model)
         targets = own[-1]
         steps = dispatch.steps_on_gpu(dispatch.entries_of_step(own, data, ()))
         batches = 4 * steps * (sum(own) + self.batch + 1)
         sorting = ORDER_SORTED * self.rows_of(data, model)
-        kept = batch * self._kept_of_row
-        of_targets = 4 * _OF_TARGETS * targets * width
+        kept = read * self._kept_of_token
+        own_targets = -(-targets // data) if self._of_tokens else targets
+        of_targets = 4 * _OF_TARGETS * own_targets * width
         gradients = 4 * _GRADIENTS * read * width
-        if data > 1:  # vectors of the items and their gradient, of the whole batch
+        # Vectors of the items and their gradient, of the whole batch.
+        if data > 1 and not self._of_tokens:
             gradients += 2 * 4 * data * read * width
         output = self._output(targets, padded_rows(self.inputs) // (data * model))
         touched = self._input_gradient(read, targets, data, model)
         stages = (
             of_targets + output.at_once(False),
             gradients + output.gradient + touched,
+            gradients + self._scores(read),
         )
         over_data, over_model = self._sent(laid, data, model, targets)
         return Step(
@@ -192,9 +209,14 @@ class HistoryWorkload(Workload):
             made += 3 * 4 * rows * width
         return made
 
+    def _scores(self, tokens: int) -> int:
+        """Of the attention's backward pass, of blocks that are worked on together."""
+        heads = getattr(self.network, "heads", 0)
+        return 4 * _OF_SCORES * scores_at_once(tokens, heads) if heads else 0
+
     @functools.cached_property
-    def _kept_of_row(self) -> int:
-        """Bytes that the blocks keep of a row, from the forward to the backward pass."""
+    def _kept_of_token(self) -> int:
+        """Bytes that the blocks keep of a token, from the forward to the backward pass."""
         graphdef, parameters, others = nnx.split(self.modules()[0], nnx.Param, ...)
 
         def kept(rows: int) -> int:
@@ -213,18 +235,20 @@ class HistoryWorkload(Workload):
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
 
         # Parameters that the backward pass reads are in both.
-        return kept(3) - kept(2)
+        return -(-(kept(3) - kept(2)) // self.network.max_length)
 
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
         """As of a network. What XLA's partitioner chooses is estimated."""
         width, drawn = self.network.width, self.network.negatives
-        read = 4 * self.batch * self.network.max_length * width
+        read = 4 * data * self._read(data, model) * width
         hidden, whole = 4 * targets * width, data * model
         over_data: dict[str, int] = {}
         over_model: dict[str, int] = {}
         over = over_data if data > 1 else over_model  # a ring through all devices
-        if whole > 1 and drawn is None:
+        alone = self._of_tokens and model == 1  # then each part reads its own
+        if whole > 1 and drawn is None and not alone:
             over["vectors of the items"] = summed(read, whole)
+        if whole > 1 and drawn is None:
             over["normalisers"] = gathered(4 * 4 * targets * whole, whole)
         if model > 1:
             if drawn is None:
@@ -234,11 +258,12 @@ class HistoryWorkload(Workload):
             else:
                 vectors = (read + hidden) // data + 4 * drawn * width
                 over_model["vectors of the items"] = summed(vectors, model)
-        if data > 1:
+        if data > 1 and not (self._of_tokens and drawn is not None):
             over_data["hidden vectors of the batch"] = summed(
                 hidden // model, data
             ) + gathered(hidden, data)
             over_data["gradient of the last hidden layer"] = gathered(hidden, data)
+        if data > 1:
             if drawn is None:
                 over_data["gradient of the vectors"] = gathered(read, data)
             else:

@@ -27,7 +27,7 @@ from sparsejax.kinds.histories.next_items import (
     check_history_model,
     has_times,
 )
-from sparsejax.sequence.model import SequenceModel
+from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR, host_rows
 
 
@@ -41,13 +41,16 @@ class SequenceTask:
 
     Attributes:
       packs: whether the loss of the model takes `max_targets`.
+      even: whether it divides them evenly over "data".
     """
 
     packs: bool
+    # Checkpoints know data by what this is written as.
+    even: bool = dataclasses.field(repr=False)
 
     @classmethod
     def of_model(cls, model: Any) -> SequenceTask:
-        return cls(packs=isinstance(model, SequenceModel))
+        return cls(isinstance(model, SequenceModel), isinstance(model, TokenModel))
 
     @property
     def inputs(self) -> list[str]:

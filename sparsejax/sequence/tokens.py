@@ -1,0 +1,191 @@
+"""The entries of histories one after the other, without padding between them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, mesh_is_set
+from sparsejax.ops.history_attention import history_attention
+from sparsejax.ops.implementations import Implementation
+from sparsejax.sparse import segment_ids
+
+PADDING = -1  # where a history has ended
+
+
+class Tokens(NamedTuple):
+    """What a model reads of a batch of histories.
+
+    On a mesh each part of the axis "data" has its own histories, and as much room for
+    their tokens as the others; else there is one part.
+
+    Attributes:
+      ids: the items; `PADDING` where there is none.
+      places: of each token in its history.
+      rows: of the batch, to which each token belongs.
+      indptr: where histories begin and end, counted within their part.
+      times: of each token, or None. They do not fall within a history.
+    """
+
+    ids: Int[Array, "tokens"]
+    places: Int[Array, "tokens"]
+    rows: Int[Array, "tokens"]
+    indptr: Int[Array, "parts histories_plus_1"]
+    times: Float[Array, "tokens"] | None
+
+    @classmethod
+    def spread(cls, histories, times=None) -> Tokens:
+        """All places of `[batch, length]`, row by row, so that no row moves another.
+
+        A place behind the end of its history is a history of its own.
+        """
+
+        def of_part(rows, histories, times):
+            count, length = histories.shape
+            places = jnp.tile(jnp.arange(length, dtype=jnp.int32), count)
+            ends = jnp.maximum(jnp.sum(histories != PADDING, axis=1), 1)
+            starts = (places == 0) | (places >= jnp.repeat(ends, length))
+            every = len(places)
+            (indptr,) = jnp.nonzero(starts, size=every + 1, fill_value=every)
+            return cls(
+                histories.reshape(-1),
+                places,
+                jnp.repeat(rows, length),
+                indptr.astype(jnp.int32)[None],
+                None if times is None else times.reshape(-1),
+            )
+
+        return _by_part(of_part, histories, times)
+
+    @classmethod
+    def packed(cls, histories, times, room: int) -> tuple[Tokens, jax.Array, jax.Array]:
+        """The places of `[batch, length + 1]` that have a next item.
+
+        Args:
+          histories: whose last place is a target only.
+          times: of each place, or None.
+          room: the number of tokens, which parts of a mesh have in equal shares.
+
+        Returns:
+          The tokens, their next items, and whether there is room for all.
+        """
+        parts = _parts(len(histories))
+        room = -(-room // parts)
+
+        def of_part(rows, histories, times):
+            counts = jnp.sum(histories[:, 1:] != PADDING, axis=1)
+            indptr = jnp.append(jnp.int32(0), jnp.cumsum(counts, dtype=jnp.int32))
+            row = jnp.minimum(segment_ids(indptr, room), len(rows) - 1)
+            places = jnp.arange(room, dtype=jnp.int32) - indptr[row]
+            used = jnp.arange(room) < indptr[-1]
+            places = jnp.where(used, places, 0)
+
+            def at(x, places, fill):
+                return jnp.where(used, x[row, places], fill)
+
+            tokens = cls(
+                at(histories, places, PADDING),
+                places,
+                rows[row],
+                indptr[None],
+                None if times is None else at(times, places, 0),
+            )
+            fits = (indptr[-1] <= room)[None]
+            return tokens, at(histories, places + 1, PADDING), fits
+
+        tokens, targets, fits = _by_part(of_part, histories, times)
+        return tokens, targets, jnp.all(fits)
+
+    def attend(self, q, k, v, *, place_bias=None, time_bias=None, **rule):
+        """`history_attention` within these histories, `[tokens, heads, dim]`.
+
+        Without times there is no bias of times.
+        """
+        if self.times is None:
+            time_bias = None
+
+        def of_part(q, k, v, indptr, times, place_bias, time_bias):
+            return history_attention(
+                q,
+                k,
+                v,
+                indptr[0],
+                place_bias=place_bias,
+                times=times,
+                time_bias=time_bias,
+                **rule,
+            )
+
+        times = None if time_bias is None else self.times
+        arguments = q, k, v, self.indptr, times, place_bias, time_bias
+        if not _divided(len(self.indptr)):
+            return of_part(*arguments)
+        # Checked, so that gradients of q, k and v are not summed over "model".
+        return call_on_each_device(
+            of_part,
+            *arguments,
+            in_specs=(*[P("data")] * 5, P(), P()),
+            out_specs=P("data"),
+            checked=True,
+        )
+
+
+class Attention(nnx.Module):
+    """A layer with `Tokens.attend`.
+
+    Attributes:
+      implementation: see `history_attention`.
+    """
+
+    implementation: Implementation = None
+
+
+class Dropout(nnx.Dropout):
+    """Drops numbers of tokens.
+
+    What is dropped of a token depends on its row of the batch and its place alone, so that
+    it is the same for any room and on any mesh.
+    """
+
+    def __call__(self, x, tokens: Tokens):  # pyrefly: ignore[bad-override]
+        if self.deterministic or self.rate == 0:
+            return x
+        assert self.rngs is not None
+        key, kept = self.rngs(), 1 - self.rate
+
+        def of_token(row, place):
+            one = jax.random.fold_in(jax.random.fold_in(key, row), place)
+            return jax.random.bernoulli(one, kept, x.shape[1:])
+
+        keep = jax.vmap(of_token)(tokens.rows, tokens.places)
+        return jnp.where(keep, x / kept, 0)
+
+
+def _parts(batch: int) -> int:
+    """Into how many parts a batch is divided."""
+    data = axis_sizes()[0] if mesh_is_set() else 1
+    return 1 if batch % data else data
+
+
+def _divided(parts: int) -> bool:
+    """Whether each device works on a part of its own."""
+    return mesh_is_set() and axis_sizes()[0] == parts
+
+
+def _by_part(function, histories, times):
+    """Calls `function` with numbers of rows, histories and times of each part."""
+    if times is not None:
+        # A time before an earlier one counts as that.
+        times = lax.cummax(times, axis=1)
+    rows = jnp.arange(len(histories), dtype=jnp.int32)
+    if not _divided(_parts(len(histories))):
+        return function(rows, histories, times)
+    return call_on_each_device(
+        function, rows, histories, times, in_specs=P("data"), out_specs=P("data")
+    )
