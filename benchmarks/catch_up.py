@@ -294,26 +294,32 @@ def _items(*, on_gpu: bool):
 
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
-    columns = (
-        "model",
-        "batch",
-        "rule",
-        "learning rate",
-        "ms a step",
-        "examples a second",
-    )
-    rows = [
-        [
-            row["model"],
-            f"{row['batch']:,}",
-            row["rule"],
-            row["learning rate"],
-            f"{row['step_milliseconds']:.2f}",
-            f"{row['examples_per_second']:,}",
+    losses = [row for row in report["results"] if "loss_difference" in row]
+    speeds = [row for row in report["results"] if "step_milliseconds" in row]
+    lines = [origin(report)]
+    if losses:
+        columns = ["rule", "learning rate", "width", "form", "losses", "weights"]
+        rows = [
+            [row[name] for name in columns[:4]]
+            + [f"{row['loss_difference']:.1e}", f"{row['weight_difference']:.1e}"]
+            for row in losses
         ]
-        for row in report["results"]
-    ]
-    write_section("catch_up", [origin(report), "", *table(columns, rows)])
+        lines += ["", *table(columns, rows)]
+    if speeds:
+        columns = ["model", "batch", "rule", "learning rate", "ms a step"]
+        rows = [
+            [
+                row["model"],
+                f"{row['batch']:,}",
+                row["rule"],
+                row["learning rate"],
+                f"{row['step_milliseconds']:.2f}",
+                f"{row['examples_per_second']:,}",
+            ]
+            for row in speeds
+        ]
+        lines += ["", *table([*columns, "examples a second"], rows)]
+    write_section("catch_up", lines)
 
 
 if __name__ == "__main__":
