@@ -123,7 +123,7 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
                 from sparsejax.cli import parts as module
             case _:
                 from sparsejax.cli import commands as module
-    if isinstance(command, flags.Train | flags.Plan):
+    if isinstance(command, flags.Train | flags.Tune | flags.Plan):
         _check_network(command)
     with _programs(command, devices):
         result = getattr(module, type(command).__name__.lower())(command)
@@ -157,17 +157,17 @@ def _importing() -> Generator[None]:
         gc.enable()
 
 
-def _check_network(command: flags.Train | flags.Plan) -> None:
+def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
     """Raises ValueError where a file, a run or a model, and flags describe the network."""
-    model = command.kind
-    origin = command.origin if isinstance(command, flags.Train) else None
+    model, config = command.kind, getattr(command, "config", None)
+    origin = getattr(command, "origin", None)
     if origin is not None:
-        if command.config is not None or model is not None:
+        if config is not None or model is not None:
             raise ValueError(
                 "--from takes the network of its run: leave out --config and --model"
             )
         why = "--from takes the network of its run: leave out {}, or --from"
-    elif command.config is not None:
+    elif config is not None:
         why = "--config describes the whole network: leave out {}, or --config"
     elif model not in (None, "autoencoder"):
         why = f"{{}} is for an autoencoder; options of --model {model} are in --config"
