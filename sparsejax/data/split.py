@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import math
@@ -14,8 +15,12 @@ from sparsejax.data.names import Names
 
 Time = float | str | datetime.date | np.datetime64 | np.number
 
-# A warning names the line that called the library: the first outside these files.
-INSIDE = (os.path.dirname(os.path.dirname(__file__)),)
+# A warning names the line that called the library: the first outside these files. Context
+# managers that are decorators call from contextlib. A prefix must be shorter than the name.
+INSIDE = (
+    os.path.dirname(os.path.dirname(__file__)),
+    os.path.splitext(contextlib.__file__)[0],
+)
 
 
 def heldout_entries(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, cast
+import contextlib
+from collections.abc import Generator
 
 import jax
 
 
-def promoting[Function: Callable[..., Any]](function: Function) -> Function:
-    """The function under JAX's standard rule of types, whatever the program has chosen.
+@contextlib.contextmanager
+def promoting() -> Generator[None]:
+    """Within it JAX's standard rule of types holds, whatever the program has chosen.
 
     With `jax_numpy_dtype_promotion="strict"` JAX refuses sums of numbers of two types. A
-    program chooses that for its own code. Here, and in Flax and optax, they are meant.
+    program chooses that for its own code. Here, and in Flax and optax, they are meant. It is
+    also a decorator.
     """
-
-    @functools.wraps(function)
-    def wrapped(*args, **kwargs):
-        if jax.config.jax_numpy_dtype_promotion != "strict":
-            return function(*args, **kwargs)
-        with jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return cast(Function, wrapped)
+    if jax.config.jax_numpy_dtype_promotion != "strict":
+        yield
+        return
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -58,7 +58,7 @@ from sparsejax.sparse import CSR
 Counts = Int[Array | np.ndarray, "batch"] | None
 
 
-@promoting
+@promoting()
 def recall_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -83,7 +83,7 @@ def recall_at_k(
     return _hits(ids, labels, k) / jnp.maximum(_num_labels(labels, left_out), 1)
 
 
-@promoting
+@promoting()
 def truncated_recall_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -100,7 +100,7 @@ def truncated_recall_at_k(
     return _hits(ids, labels, k) / jnp.clip(_num_labels(labels, left_out), 1, k)
 
 
-@promoting
+@promoting()
 def precision_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -112,7 +112,7 @@ def precision_at_k(
     return _hits(ids, labels, k) / k
 
 
-@promoting
+@promoting()
 def ndcg_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,
@@ -135,7 +135,7 @@ def ndcg_at_k(
     return gain / ideal + _nan_where_broken(labels)
 
 
-@promoting
+@promoting()
 def hit_rate_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -148,7 +148,7 @@ def hit_rate_at_k(
     return jnp.minimum(_hits(ids, labels, k), 1)
 
 
-@promoting
+@promoting()
 def mrr_at_k(
     ids: Int[Array, "batch k_max"], labels: SparseRows, k: int | None = None
 ) -> Float[Array, "batch"]:
@@ -162,7 +162,7 @@ def mrr_at_k(
     return best + _nan_where_broken(labels)
 
 
-@promoting
+@promoting()
 def map_at_k(
     ids: Int[Array, "batch k_max"],
     labels: SparseRows,

@@ -112,7 +112,7 @@ class NegativeSampler:
         return ids, self.log_q[ids]
 
 
-@promoting
+@promoting()
 def sampled_cross_entropy(
     h: Float[Array, "*batch hidden"],
     kernel: nnx.Variable | jax.Array,

@@ -34,7 +34,7 @@ from sparsejax.sparse import CSR
 Combiner = Literal["sum", "mean", "sqrtn"]
 
 
-@promoting
+@promoting()
 def gather_matmul(
     x: LookupRows,
     w: Float[Array, "features hidden"],

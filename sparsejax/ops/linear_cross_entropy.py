@@ -27,7 +27,7 @@ from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import IGNORED, as_targets, check_targets
 
 
-@promoting
+@promoting()
 def linear_cross_entropy(
     h: Float[Array, "*batch hidden"],
     kernel: Float[Array, "items hidden"],

@@ -32,7 +32,7 @@ from sparsejax.ops.precision import Precision, check_precision
 from sparsejax.ops.targets import Labels
 
 
-@promoting
+@promoting()
 def output_loss(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
@@ -169,7 +169,7 @@ def output_loss_in_chunks(
         return _weighted(how, h, *layer, weights, labels)
 
 
-@promoting
+@promoting()
 def output_loss_per_example(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],

@@ -65,7 +65,7 @@ CPU = Tuning(chunk_scores=2**21, group=32, small_group=32, many=0, direct=127)
 GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
 
 
-@promoting
+@promoting()
 def top_k(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],

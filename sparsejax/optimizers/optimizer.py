@@ -118,7 +118,7 @@ class Optimizer(nnx.Pytree):
         of its rounding. A parameter that is not there is rounded to nearest.
     """
 
-    @promoting
+    @promoting()
     def __init__(
         self,
         model: Any,
@@ -200,7 +200,7 @@ class Optimizer(nnx.Pytree):
             self._plan, f, wrt=self.wrt, has_aux=has_aux, dense=dense
         )
 
-    @promoting
+    @promoting()
     def update(self, model: Any, grads: Any, *, updated: Sequence[Path] = ()) -> None:
         """One step: moves the parameters of `model` and the state here.
 
@@ -237,7 +237,7 @@ class Optimizer(nnx.Pytree):
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + 1
 
-    @promoting
+    @promoting()
     def add_rows(self, model: Any, known: Mapping[Path, int]) -> None:
         """Makes the state fit parameters to which `growth.add_rows` added rows.
 
@@ -283,7 +283,7 @@ class Optimizer(nnx.Pytree):
         is_variable = lambda node: isinstance(node, nnx.Variable)
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
-    @promoting
+    @promoting()
     def flush(self, model: Any, *, deterministic: bool = False) -> None:
         """Brings all rows of `model` up to date, in place.
 

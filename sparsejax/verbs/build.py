@@ -126,7 +126,7 @@ def matrix_of(data: Any) -> Any:
     return data if scipy.sparse.issparse(data) else data.to_scipy()
 
 
-@promoting
+@promoting()
 def new_modules(config: Any, rule: Rule, *, seed: int, **sizes: Any) -> Any:
     """A new model and its optimizer, on the mesh if one is set. See `build`."""
     make = functools.partial(kind_of(config).new, config, rule, seed=seed, **sizes)

@@ -45,7 +45,7 @@ def _kind(model: Any) -> Kind:
     return kind_called("items" if hasattr(model, "num_features") else "histories")
 
 
-@promoting
+@promoting()
 @refused("model", _kind)
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,

@@ -35,7 +35,7 @@ class Fittable(Trainable, Recommender, Protocol):
     """
 
 
-@promoting
+@promoting()
 @loop.on_auto_axes
 @refused("inputs")
 @loop.alone

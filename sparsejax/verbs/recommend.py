@@ -30,7 +30,7 @@ from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 
 
-@promoting
+@promoting()
 @using_auto_axes()
 def recommend(
     model: Recommender | HistoryModel,

@@ -82,7 +82,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
     return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
 
 
-@promoting
+@promoting()
 @using_auto_axes()
 def user_vectors(
     model: Encoder,
@@ -118,7 +118,7 @@ def user_vectors(
     return np.concatenate(parts)[: x.num_rows]
 
 
-@promoting
+@promoting()
 @using_auto_axes()
 def similar_items(
     model: HasItems,

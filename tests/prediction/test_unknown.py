@@ -378,6 +378,7 @@ def test_repeats_are_missed_and_told(shop, repeating):
     with pytest.warns(UserWarning) as caught:
         found = sj.evaluate(model, data, heldout, **OPTIONS)
     [warning] = caught
+    assert warning.filename == __file__
     text = (
         f"{repeats:,} of {total:,} held-out entries ({repeats / total:.1%}) are exclu"
     )

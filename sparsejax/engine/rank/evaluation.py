@@ -93,7 +93,7 @@ class Setup:
         return tuple(np.atleast_1d(self.k).tolist())
 
 
-@promoting
+@promoting()
 @using_auto_axes()
 def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
@@ -181,7 +181,7 @@ class Evaluation:
     popularity: np.ndarray | None
     baseline: dict[str, float]
 
-    @promoting
+    @promoting()
     @using_auto_axes()
     def run(
         self,

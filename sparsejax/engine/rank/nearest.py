@@ -28,7 +28,7 @@ from sparsejax.ops.top_k import top_k
 Metric = Literal["dot", "cosine"]
 
 
-@promoting
+@promoting()
 @using_auto_axes()
 def nearest(
     queries: object,

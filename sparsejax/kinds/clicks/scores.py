@@ -216,7 +216,7 @@ class _Scores:
         self._model, self._optimizer = model, optimizer
         self._most, self._program = batch_size, _logits[deterministic]
 
-    @promoting
+    @promoting()
     @using_auto_axes()
     def of_all(self, clicks: Clicks, feature: str | None = None) -> _Found:
         """Args:
