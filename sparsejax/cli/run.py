@@ -243,8 +243,10 @@ class Run:
 def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
-        if settings.get("dtype") == "float32":
-            del settings["dtype"]  # runs of earlier releases do not have it
+        # Runs of earlier releases do not have these.
+        for name, default in {"dtype": "float32", "divisor": None}.items():
+            if name in settings and settings[name] == default:
+                del settings[name]
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}
     settings |= {"precision": network.precision or "default"}

@@ -56,16 +56,11 @@ class SequenceConfig(ModelConfig):
                 if not 1 <= value < 2**31:
                     bound = "1 or more" if value < 1 else "below 2^31"
                     raise ValueError(f"{name} must be {bound}, got {value}")
-        for name in ("dropout", "temperature"):
-            value = getattr(self, name)
-            if value is None and name == "temperature":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+        check_number("dropout", self.dropout)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if self.temperature is not None and not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.temperature is not None:
+            check_positive("temperature", self.temperature)
 
     # Tests check annotations by beartype, which takes Self only in classes it decorates.
     def suited_to[Config: SequenceConfig](  # noqa: PYI019
@@ -135,6 +130,8 @@ class HSTUConfig(SequenceConfig):
       heads: of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
         attention. Parameters, norms, biases of attention and sums are always float32.
+      divisor: of the sums of attention, before a norm. None is `max_length`. A large one
+        weakens short histories, so give 50 where histories may be long; `suited_to` does.
 
     Raises:
       ValueError: a value is out of range.
@@ -144,10 +141,19 @@ class HSTUConfig(SequenceConfig):
     model = "hstu"
     heads: int = 2
     dtype: str = "float32"
+    divisor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention(self)
+        if self.divisor is not None:
+            check_positive("divisor", self.divisor)
+
+    def suited_to_lengths(self, lengths: np.ndarray) -> HSTUConfig:
+        suited = super().suited_to_lengths(lengths)
+        if self.divisor is None and suited.max_length > _LENGTHS[0]:
+            return dataclasses.replace(suited, divisor=float(_LENGTHS[0]))
+        return suited
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,3 +175,16 @@ def check_attention(config: SASRecConfig | HSTUConfig) -> None:
         )
     if config.dtype not in ("float32", "bfloat16"):
         raise ValueError(f'dtype is "float32" or "bfloat16", got {config.dtype!r}')
+
+
+def check_number(name: str, value: object) -> None:
+    """That a value is a real number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """That a value is a finite number above 0."""
+    check_number(name, value)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive, got {value}")

@@ -22,11 +22,11 @@ class HSTU(TokenModel):
     ()
 
     With E the vectors of the items, P those of the places, `*` by element, and the
-    attention of each head divided by `max_length` in place of a softmax::
+    attention of each head divided by `divisor` in place of a softmax::
 
         x_t        = dropout(sqrt(width) E[item_t] + P_t)
         u, v, q, k = silu(W1 norm(x))
-        a_ts       = silu(q_t . k_s + place_(t-s) + time_bucket(t, s)) / max_length
+        a_ts       = silu(q_t . k_s + place_(t-s) + time_bucket(t, s)) / divisor
         x_t        = x_t + W2 dropout(u_t * norm(sum_s<=t a_ts v_s)) + b   ... `blocks` times
         h_t        = norm(x_t)
 
@@ -67,7 +67,7 @@ class GatedAttention(Attention):
     def __init__(self, config: HSTUConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
         dtype = jnp.dtype(config.dtype)
-        self.max_length = config.max_length
+        self.divisor = config.divisor or config.max_length
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.gates, self.values, self.queries, self.keys = (
             nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)
@@ -91,7 +91,7 @@ class GatedAttention(Attention):
             q,
             k,
             v,
-            divisor=self.max_length,
+            divisor=self.divisor,
             place_bias=self.place_bias[...],
             time_bias=self.time_bias[...],
             implementation=self.implementation,

@@ -270,6 +270,42 @@ def test_times_that_go_back():
     assert jnp.isnan(broken[0]).all() and jnp.isfinite(broken[1:]).all()
 
 
+def test_a_long_max_length_does_not_weaken_short_histories():
+    found = []
+    for length, divisor in ((5, None), (5, 5), (16384, 5.0), (16384, None)):
+        config = sj.HSTUConfig(max_length=length, width=8, divisor=divisor)
+        model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+        model.eval()
+        for block in model.blocks:  # the random ones differ with their number
+            block.place_bias[...] = jnp.sin(jnp.arange(length))
+            for layer in (block.values, block.queries, block.keys, block.gates):
+                layer.kernel[...] = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+            block.mixed.kernel[...] = jnp.cos(jnp.arange(64.0)).reshape(8, 8)
+        model.places[...] = jnp.zeros((length, 8))
+        kernel = model.output.kernel[...]
+        vectors = 0.01 * jnp.cos(jnp.arange(float(kernel.size)))
+        model.output.kernel[...] = vectors.reshape(kernel.shape)
+        found.append(np.asarray(model(HISTORIES, TIMES)[:2]))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-5, atol=1e-6)
+    assert np.abs(found[3] - found[0]).max() > 1e-3
+
+
+def test_the_divisor_of_a_configuration():
+    old = sj.SequenceConfig.from_json(
+        {"version": 1, "model": "hstu", "max_length": 200}
+    )
+    assert isinstance(old, sj.HSTUConfig) and old.divisor is None
+    assert sj.HSTUConfig().suited_to_lengths(np.array([9])).divisor is None
+    assert sj.HSTUConfig().suited_to_lengths(np.array([80])).divisor == 50
+    given = sj.HSTUConfig(divisor=7.0).suited_to_lengths(np.array([80]))
+    assert given.divisor == 7 and given.max_length == 100
+    with pytest.raises(ValueError, match="divisor must be positive, got 0"):
+        sj.HSTUConfig(divisor=0)
+    with pytest.raises(TypeError, match="divisor must be a number, got '5'"):
+        sj.HSTUConfig(divisor="5")  # pyrefly: ignore[bad-argument-type]
+
+
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])
 def test_bfloat16(name):
     losses: list[float] = []

@@ -61,5 +61,5 @@ def test_the_rate_falls_to_zero_at_the_last_of_enough_steps(
     ],
 )
 def test_histories_are_as_long_as_most_entries_need(lengths, expected):
-    config = sj.HSTUConfig(width=32).suited_to(histories(*lengths))
-    assert config == sj.HSTUConfig(width=32, max_length=expected)
+    config = sj.SASRecConfig(width=32).suited_to(histories(*lengths))
+    assert config == sj.SASRecConfig(width=32, max_length=expected)
