@@ -221,6 +221,18 @@ class SequenceModel(nnx.Module):
         """
         return self.output.top_k(self.last(histories, times), k, exclude=exclude)
 
+    def item_scores(
+        self, histories: Ids, ids: Int[Array, "batch count"], *, times: Times = None
+    ) -> Float[Array, "batch count"]:
+        """Scores of some items for each history; those of others are not computed.
+
+        Args:
+          histories: up to `max_length` places.
+          ids: item numbers, in `[0, num_items)`.
+          times: of each place, or None.
+        """
+        return self.output.item_scores(self.last(histories, times), ids)
+
 
 class TokenModel(SequenceModel):
     """A `SequenceModel` that computes nothing for padding. Each defines `_of_tokens`.

@@ -35,7 +35,7 @@ def evaluate(
     exclude: Unordered = "inputs",
     unknown: Literal["miss", "skip"] = "miss",
     unknown_users: Literal["count", "skip"] = "count",
-    candidates: Source | None = None,
+    candidates: Source | SequenceDataset | None = None,
     popularity: Unordered = "inputs",
     groups: str | ArrayLike | None = None,
     optimizer: Optimizer | None = None,
@@ -84,8 +84,7 @@ def evaluate(
         histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
         `predict_clicks`.
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
-        histories, without `fold_in` and `candidates`; or clicks, with `groups`,
-        `optimizer` and `batch_size` alone.
+        histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
         name; otherwise row `i` belongs to row `i`.
       k: cut-off, or several.
@@ -106,7 +105,8 @@ def evaluate(
         "skip" leaves them out. "users_new" is their number.
       candidates: `[rows, items]`: for each row, rank only these items and its held-out
         ones, for example one held-out item among 100 others. Rows are matched as those
-        of `heldout`. The model also needs `item_scores`.
+        of `heldout`. The model also needs `item_scores`; a `HistoryModel`
+        `item_scores(histories, ids)`, with `times=` if it uses them.
       popularity: `[any rows, items]`, what the baseline counts, `inputs` by default. If
         the model was not trained on these rows, name the training data. None leaves out
         the baseline and "mean_popularity". This is also the training data that decides

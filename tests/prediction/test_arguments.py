@@ -55,7 +55,7 @@ ANY = {"optimizer", "batch_size"}
 RANKED = ANY | {"heldout", "k", "exclude", "unknown", "unknown_users", "popularity"}
 EVALUATE = {
     "clicks": ANY | {"groups"},
-    "histories": RANKED,
+    "histories": RANKED | {"candidates"},
     "items": RANKED | {"fold_in", "features", "seed", "candidates"},
 }
 # Some value of each argument, and for `seed` and others their defaults: these count, too.

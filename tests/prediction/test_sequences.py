@@ -1,5 +1,8 @@
 """Histories in `recommend` and `evaluate`, against NumPy."""
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,6 +86,48 @@ def test_measures(model, exclude):
     assert found["ndcg@8"] == pytest.approx((hits / np.log2(1 + ranks)).mean())
     assert (found["users"], found["entries_unknown"]) == (3, 2)
     assert "popularity_ndcg@8" in found
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_candidates_alone_are_ranked(timed):
+    train = made([3, 1, 3, 8, 9, 2], [4], [5, 6], [7, 0])
+    given = [[11, 2, 6, 10], [1], [0, 1, 19], [3, 4, 5, 6, 8]]
+    heldout, candidates = made([17], [], [18], [12]), made(*given)
+    config = sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1)
+    model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model.blocks[0].time_bias[...] = jnp.sin(jnp.arange(128.0))
+    times = None
+    if timed:
+        train = dataclasses.replace(train, times=3.0 ** np.arange(11))
+        times = jnp.asarray(train.padded_times(LENGTH))
+    model.eval()
+    histories = jnp.asarray(train.padded(LENGTH))
+    ids, best = model.top_k(histories, ITEMS, times=times)
+    scores = np.take_along_axis(np.asarray(best), np.argsort(ids, axis=1), axis=1)
+    some = model.item_scores(histories, ids[:, 3:7], times=times)
+    np.testing.assert_allclose(some, best[:, 3:7], rtol=1e-3, atol=1e-4)
+    ranks = [
+        1 + np.sum(scores[row, given[row]] > scores[row, item])
+        for row, item in ((0, 17), (2, 18), (3, 12))
+    ]
+    # Held-out items that nobody has are unknown: let the baseline's data have them.
+    known = made([17, 18, 12], prefix="other")
+    found = sj.evaluate(
+        model,
+        train,
+        heldout,
+        k=3,
+        exclude=None,
+        popularity=known,
+        candidates=candidates,
+    )
+    hits = np.array(ranks) <= 3
+    assert found["recall@3"] == pytest.approx(hits.mean())
+    wanted = (hits / np.log2(1 + np.array(ranks))).mean()
+    assert found["ndcg@3"] == pytest.approx(wanted)
+    with pytest.raises(ValueError, match="candidates are data, a list of items"):
+        wrong: Any = "inputs"
+        sj.evaluate(model, train, heldout, candidates=wrong)
 
 
 def test_a_predictor(model, tmp_path, symbolic_sizes):

@@ -23,13 +23,24 @@ def prepared_sequences(
     *,
     exclude: Unordered = "inputs",
     popularity: Unordered = "inputs",
+    candidates: Unordered = None,
     **setup: Any,
 ) -> Evaluation:
     """What `evaluate` does with histories before it runs the model, a `NextItems`.
 
     Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
     """
+    if candidates is not None and not hasattr(model, "item_scores"):
+        raise TypeError(
+            "candidates need a model with the method item_scores(histories, ids), but "
+            f"{type(model).__name__} does not have it"
+        )
+    if isinstance(candidates, str):
+        raise ValueError(
+            f"candidates are data, a list of items for each row, got {candidates!r}"
+        )
     chosen = Setup(
+        candidates=unordered("candidates", candidates, inputs),
         exclude=unordered("exclude", exclude, inputs),
         popularity=unordered("popularity", popularity, inputs),
         **setup,

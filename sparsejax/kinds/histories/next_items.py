@@ -101,8 +101,14 @@ class NextItems(nnx.Module):
 
     def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
         self.model.eval()
-        times = {"times": x[TIMES]} if self.times else {}
-        return self.model.top_k(x[HISTORIES], k, exclude=exclude, **times)
+        return self.model.top_k(x[HISTORIES], k, exclude=exclude, **self._times(x))
+
+    def item_scores(self, x: Any, ids: Any):
+        self.model.eval()
+        return self.model.item_scores(x[HISTORIES], ids, **self._times(x))
+
+    def _times(self, x: Any) -> dict[str, Any]:
+        return {"times": x[TIMES]} if self.times else {}
 
 
 def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
