@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
@@ -416,10 +417,11 @@ def settle(
     noise: Noise | None = None,
     divided: bool = False,
     beyond: int = 0,
+    young: bool = False,
 ) -> TrainedKernel:
     """Brings all rows up to date that have missed more than `beyond` steps.
 
-    Takes almost no time if there are none.
+    Takes almost no time if there are none. `young`: see `gather_current`.
     """
     if trained.last is None:
         return trained
@@ -427,7 +429,7 @@ def settle(
 
         def part(trained, count, noise):
             noise = _after(noise, _first_row(trained.num_rows))
-            return settle(rule, trained, count, noise=noise, beyond=beyond)
+            return settle(rule, trained, count, noise=noise, beyond=beyond, young=young)
 
         return call_on_each_device(
             part,
@@ -449,13 +451,31 @@ def settle(
         table, stale = _table(rule, trained, count), _lag(trained.last, count) > beyond
 
         def work(trained, block_ids, _):
-            w, state = _caught_up(rule, trained, block_ids, count, noise, table)
+            w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
             return _written(trained, block_ids, w, state, count)
 
         ids, used = _chosen(stale, every)
         return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
     return _for_platform(catch_up, trained, count, noise)
+
+
+def are_young(rule: RowRule, last: jax.Array | None, count: jax.Array) -> bool:
+    """Whether no row has missed more steps than the rule's table has, if the host can tell.
+
+    A program that knows it compiles in half the time.
+    """
+    if last is None or not (rule.drifts and rule.table_lags):
+        return False
+    if any(isinstance(array, jax.core.Tracer) for array in (last, count)):
+        return False
+    if not (last.is_fully_addressable and count.is_fully_addressable):
+        return False
+    if int(count) <= rule.table_lags:
+        return True
+    steps = np.asarray(last)
+    oldest = np.min(steps, where=steps != NEVER, initial=int(count))
+    return int(count) - int(oldest) <= rule.table_lags
 
 
 def current_rows(

@@ -68,7 +68,7 @@ _settle = Programs(
     row_update.settle,
     inside_others=True,
     static_argnums=0,
-    static_argnames=("divided", "beyond"),
+    static_argnames=("divided", "beyond", "young"),
     donate_argnums=1,
 )
 
@@ -407,14 +407,16 @@ class Optimizer(nnx.Pytree):
         state = self._rows_of(path)
 
         def settled():
+            rule, before = self.rule_of(kernel), self._trained(path, kernel[...])
             # Compiled, so that the arrays are donated where this is under no jit.
             trained = _settle[deterministic](
-                self.rule_of(kernel),
-                self._trained(path, kernel[...]),
+                rule,
+                before,
                 self.step[...],
                 noise=self.noise_of(path),
                 divided=gradients.is_divided(kernel),
                 beyond=beyond,
+                young=row_update.are_young(rule, before.last, self.step[...]),
             )
             arrays = {**trained.state, "last_step": trained.last}
             return [trained.w, *(arrays[name] for name in state)], None

@@ -159,3 +159,27 @@ def test_missed_steps_are_rounded_once():
     np.testing.assert_array_equal(trace, expected)
     still = np.asarray(last) == 40
     np.testing.assert_array_equal(settled.w[still], w[still])
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_rows_that_a_table_is_for(beyond):
+    """Only they come up to date in a program without the repetition of old steps."""
+    rule = optimizers.adamw(0.1, weight_decay=0.1)
+    count = rule.table_lags + 50
+    rng = np.random.default_rng(0)
+    w, mu, nu = rng.random((3, 9, 4), np.float32)
+    oldest = 50 - beyond
+    last = jnp.asarray([*range(count - 7, count), oldest, row_update.NEVER], jnp.int32)
+    trained = TrainedKernel(jnp.asarray(w), {"mu": mu, "nu": nu}, last)
+    assert row_update.are_young(rule, last, jnp.int32(count)) == (not beyond)
+    settle = jax.jit(row_update.settle, static_argnums=0, static_argnames="young")
+    want, got = (
+        settle(rule, trained, jnp.int32(count), young=young) for young in (False, True)
+    )
+    np.testing.assert_array_equal(got.last, want.last)
+    same = np.all(np.isclose(got.w, want.w, rtol=1e-6, atol=0), axis=1)
+    assert same[np.arange(9) != 7].all() and same[7] == (not beyond)
+    # Within a program nobody can tell.
+    jax.eval_shape(
+        lambda last: row_update.are_young(rule, last, jnp.int32(1)) and 1 / 0, last
+    )
