@@ -138,6 +138,7 @@ class Predictor:
         self,
         histories: Sequence[str],
         *,
+        times: Sequence[float] | None = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -148,6 +149,7 @@ class Predictor:
         self,
         histories: Sequence[Sequence[str]],
         *,
+        times: Sequence[Sequence[float]] | None = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -157,6 +159,7 @@ class Predictor:
         self,
         histories: Sequence[str] | Sequence[Sequence[str]],
         *,
+        times: Sequence[float] | Sequence[Sequence[float]] | None = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -179,6 +182,9 @@ class Predictor:
         Args:
           histories: names of items, `["a", "b"]`; or a list of such lists. An empty list
             is one history.
+          times: of each name, for a predictor that reads times: numbers in the unit of the
+            training data, for dates seconds. They do not fall within a history, and only
+            their differences count.
           k: as for `recommend`.
           exclude_seen: do not recommend what the history has.
           unknown: "skip" skips unknown names; "error" raises.
@@ -192,9 +198,10 @@ class Predictor:
           TypeError: a name is not a string, or a history is a string.
           ValueError: a name is unknown, and `unknown` is "error". The predictor was
             exported without names, its inputs are not its items, or it is of clicks. `k`
-            is too large.
+            is too large. There are times and it reads none, or the other way round; or
+            they do not fit the names, fall, or are not finite.
         """
-        options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen}
+        options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen, "times": times}
         return self._method("recommend_names")(histories, unknown=unknown, **options)
 
     def names(self, found: Recommendations) -> list[list[str]]:

@@ -11,7 +11,13 @@ from typing import Any, Literal, Self, cast
 import jax
 import numpy as np
 
-from sparsejax.data.histories import HISTORIES, TIMES, inputs_of, unordered
+from sparsejax.data.histories import (
+    HISTORIES,
+    TIMES,
+    arrays_of,
+    inputs_of,
+    unordered,
+)
 from sparsejax.data.names import Names, quoted
 from sparsejax.data.sequences import Histories, SequenceDataset
 from sparsejax.data.sources import (
@@ -129,6 +135,7 @@ class Items:
         k: int | None,
         exclude_seen: bool,
         unknown: Literal["skip", "error"],
+        times: Sequence[float] | Sequence[Sequence[float]] | None,
     ) -> list[str] | list[list[str]]:
         """The names of the best items for histories of names."""
         if unknown not in ("skip", "error"):
@@ -139,11 +146,15 @@ class Items:
             )
         one = all(isinstance(part, str) for part in histories)
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
-        self._check_names_suffice()
+        self._check_names_suffice(times)
         known = self._numbers_of(several, unknown)
         matrix = self._matrix_of(known)
         rows = np.arange(matrix.num_rows)
-        shown = self._shown(known, matrix)
+        if times is not None:
+            given = cast(Sequence[Sequence[float]], [times] if one else times)
+            shown = self._shown(known, matrix, self._times_of(several, given))
+        else:
+            shown = self._shown(known, matrix, None)
         seen = matrix if exclude_seen else None
         found = self._recommend(shown, k, seen, rows)
         names = self.names(found)
@@ -192,12 +203,16 @@ class Items:
             )
         return Inputs.of(inputs)
 
-    def _shown(self, known: list[list[int]], matrix: CSR) -> Inputs:
+    def _shown(
+        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
+    ) -> Inputs:
         """Histories of known items as inputs."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 
-    def _check_names_suffice(self) -> None:
-        """Raises ValueError unless names of items are all that the model reads."""
+    def _check_names_suffice(self, times: object) -> None:
+        """Raises ValueError unless names, and times if given, are what the model reads."""
+        if times is not None:
+            raise ValueError("the predictor reads no times; leave out times")
         if isinstance(self.num_features, Mapping):
             raise ValueError(
                 "the predictor has several inputs; use recommend({name: source})"
@@ -233,6 +248,31 @@ class Items:
                 f"the predictor: {quoted(missing)}"
             )
         return rows
+
+    def _times_of(
+        self, histories: Sequence[Sequence[str]], times: Sequence[Sequence[float]]
+    ) -> np.ndarray:
+        """The times of the known items of all histories."""
+        if isinstance(times, str) or len(times) != len(histories):
+            raise ValueError(
+                f"there are {len(histories):,} histories, and times of {len(times):,}"
+            )
+        kept: list[float] = []
+        for names, given in zip(histories, times, strict=True):
+            found = np.asarray(given, np.float64)
+            if found.shape != (len(names),):
+                raise ValueError(
+                    f"a history has {len(names):,} names, but its times have the shape "
+                    f"{found.shape}; give one number for each name"
+                )
+            if not np.isfinite(found).all() or (np.diff(found) < 0).any():
+                raise ValueError(
+                    "times are finite and do not fall within a history: sort its names "
+                    f"by time; got {found.tolist()}"
+                )
+            pairs = zip(names, found.tolist(), strict=True)
+            kept += [time for name, time in pairs if name in self._columns]
+        return np.array(kept, np.float64)
 
     def _matrix_of(self, histories: list[list[int]]) -> CSR:
         """`[histories, num_items]`: which items each history has."""
@@ -320,18 +360,24 @@ class Ordered(Items):
             check_same_features(*(NamedCSR(w, _NOTHING, None, n) for w, n in both))
         return inputs_of(inputs, self._length, times=self._times)
 
-    def _shown(self, known: list[list[int]], matrix: CSR) -> Inputs:
+    def _shown(
+        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
+    ) -> Inputs:
         indptr = np.cumsum([0, *map(len, known)])
-        ordered = Histories(indptr, np.fromiter(itertools.chain(*known), np.int32))
-        array = NamedArray(HISTORIES, ordered.padded(self._length))
-        return Inputs({HISTORIES: array}, alone=False)
+        items = np.fromiter(itertools.chain(*known), np.int32)
+        ordered = Histories(indptr, items, times)
+        arrays = arrays_of(ordered, self._length, times=times is not None)
+        parts = {name: NamedArray(name, array) for name, array in arrays.items()}
+        return Inputs(parts, alone=False)
 
-    def _check_names_suffice(self) -> None:
+    def _check_names_suffice(self, times: object) -> None:
         self._item_names()
-        if self._times:
+        if self._times and times is None:
             raise ValueError(
-                "the predictor also reads times; use recommend with a SequenceDataset"
+                "the predictor also reads times; give times=, one number for each name"
             )
+        if times is not None and not self._times:
+            raise ValueError("the predictor reads no times; leave out times")
 
 
 def _room(rows: int, entries: int) -> int:

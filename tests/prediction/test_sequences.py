@@ -143,6 +143,8 @@ def test_a_predictor(model, tmp_path, symbolic_sizes):
     # The order of the names counts, and so do repeats; unknown ones are skipped.
     names = ["item3", "item1", "new", "item3", "item8", "item9", "item2"]
     assert predictor.recommend_names(names) == predictor.names(found)[0]
+    with pytest.raises(ValueError, match="reads no times; leave out times"):
+        predictor.recommend_names(names, times=[0.0] * len(names))
     all_items = predictor.recommend_names([names, []], exclude_seen=False)
     expected = sj.recommend(model, data, k=6)
     assert all_items == predictor.names(expected)[:2]
@@ -153,6 +155,36 @@ def test_a_predictor(model, tmp_path, symbolic_sizes):
         predictor.recommend(data.to_sparse())
     with pytest.raises(ValueError, match="inputs has 10 columns but the model has 20"):
         predictor.recommend(sj.SequenceDataset(*entries, data.feature_names[:10]))
+
+
+def test_names_with_times(tmp_path):
+    data = made([3, 1, 3, 8, 9, 2], [], [5])
+    data = dataclasses.replace(data, times=np.array([0, 1, 50, 60, 9000, 9001, 7]))
+    config = sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1)
+    model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model.blocks[0].time_bias[...] = 30 * jnp.sin(jnp.arange(128.0))
+    path = tmp_path / "model.predictor"
+    sj.export_predictor(model, path, k=6, names=data, batch_size=8)
+    predictor = sj.load_predictor(path)
+    names = [[f"item{i}" for i in row] for row in ([3, 1, 3, 8, 9, 2], [], [5])]
+    times = [[100.0, 101, 150, 160, 9100, 9101], [], [3.0]]
+    expected = predictor.names(predictor.recommend(data, exclude=data))
+    assert predictor.recommend_names(names, times=times) == expected
+    assert predictor.recommend_names(names[0], times=times[0]) == expected[0]
+    # What is not known is left out with its time.
+    more = predictor.recommend_names(["tea", *names[0]], times=[0, *times[0]])
+    assert more == expected[0]
+    other = predictor.recommend_names(names[0], times=[*times[0][:5], 1e9])
+    assert other != expected[0]
+    with pytest.raises(ValueError, match="also reads times; give times="):
+        predictor.recommend_names(names)
+    with pytest.raises(ValueError, match="has 6 names, but its times have the shape"):
+        predictor.recommend_names(names[0], times=[1.0])
+    with pytest.raises(ValueError, match="there are 3 histories, and times of 1"):
+        predictor.recommend_names(names, times=[[1.0]])
+    for wrong in ([5.0, 4.0], [1.0, np.inf]):
+        with pytest.raises(ValueError, match="finite and do not fall"):
+            predictor.recommend_names(["item1", "item2"], times=wrong)
 
 
 def test_wrong_arguments(model):
