@@ -589,8 +589,8 @@ class _Blocks(NamedTuple):
         guess = jnp.log(jnp.maximum(since, 1)) / TIME_RATIO
         guess = jnp.clip(guess, 0, count - 1).astype(jnp.int32)
         least = jnp.asarray(np.append(time_thresholds(count), np.inf), since.dtype)
-        guess += since >= least[guess + 1]
-        return guess - (since < least[guess])
+        guess += (since >= least[guess + 1]).astype(jnp.int32)
+        return guess - (since < least[guess]).astype(jnp.int32)
 
     def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
         """Of each bucket: the sum of `ds` over all pairs in this or a later one."""
