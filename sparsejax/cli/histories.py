@@ -14,6 +14,7 @@ from sparsejax.cli.kind import CLICKS, Commands, Opened, Source
 from sparsejax.cli.reading import (
     fingerprint_of_heldout,
     meanwhile,
+    read_file,
     read_heldout,
     read_histories,
     time_column,
@@ -37,7 +38,7 @@ class Histories(interactions.Interactions):
         "plan": ("examples", *CLICKS),
         "tune": CLICKS,
         "evaluate": (
-            *("fold_in", "seed", "history", "candidates", "baselines"),
+            *("fold_in", "seed", "history", "baselines"),
             *("popularity", "groups"),
         ),
         "report": ("groups",),
@@ -138,11 +139,14 @@ class Histories(interactions.Interactions):
             raise ValueError("name the TEST file, what the model should find")
         reading = meanwhile(lambda: self.read_shown(command.train, command, run))
         model = run.model()
-        train = reading()
+        train, candidates = reading(), None
+        if (path := command.candidates) is not None:
+            candidates = read_file(path, command, features=run.known, indicator=True)
         return evaluate(
             model,
             train,
             read_heldout(command.test, command, train, command.train),
+            candidates=candidates,
             k=command.k,
             exclude=None if command.counting.keep_seen else "inputs",
             unknown=command.counting.unknown,

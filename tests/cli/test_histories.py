@@ -97,6 +97,24 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
     assert len(capsys.readouterr().out.split()) == 2
 
 
+def test_evaluate_among_candidates(folder, capsys):
+    splits, path = folder / "splits", folder / "candidates.csv"
+    files = [str(splits / name) for name in ("train.parquet", "heldout.parquet")]
+    lines = [f"u{u},i{(u + k) % ITEMS}" for u in range(80) for k in (0, 4, 8)]
+    path.write_text("\n".join(["user,item", *lines]))
+    argv = ["evaluate", str(folder / "run"), *files, "--keep-seen", "--k", "1"]
+    assert main([*argv, "--candidates", str(path)]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    model, names = sj.load_model(folder / "run")
+    data, heldout = (sj.read_sequences(file, features=names) for file in files)
+    among = sj.read(str(path), features=names)
+    given = {"k": 1, "exclude": None}
+    found = sj.evaluate(model, data, heldout, candidates=among, **given)
+    assert measured == pytest.approx(found)
+    of_all = sj.evaluate(model, data, heldout, **given)
+    assert found["recall@1"] > of_all["recall@1"]
+
+
 def test_export(folder, symbolic_sizes):
     path = str(folder / "next.predictor")
     assert main(["export", str(folder / "run"), path, "--k", "2"]) == 0
