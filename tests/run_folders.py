@@ -2,6 +2,11 @@
 
 import dataclasses
 import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -10,6 +15,7 @@ from flax import nnx
 
 from sparsejax.cli import run
 from sparsejax.data import SparseDataset
+from sparsejax.engine.train.checkpoint import Checkpoints
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16", "--linear", "None", "--temperature", "0.1"]
@@ -98,3 +104,14 @@ def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
     return {
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves
     }
+
+
+def kill_in_training(argv: Sequence[str], folder: pathlib.Path) -> int:
+    """Kills a command once its run has a checkpoint, whose step it returns."""
+    training = subprocess.Popen([sys.executable, "-m", "sparsejax", *argv])
+    checkpoints = Checkpoints(folder / "checkpoints")
+    while not checkpoints.steps() and training.poll() is None:
+        time.sleep(0.01)
+    training.kill()
+    assert training.wait() == -signal.SIGKILL
+    return checkpoints.steps()[-1]

@@ -147,10 +147,7 @@ class Histories(interactions.Interactions):
             train,
             read_heldout(command.test, command, train, command.train),
             candidates=candidates,
-            k=command.k,
-            exclude=None if command.counting.keep_seen else "inputs",
-            unknown=command.counting.unknown,
-            unknown_users=command.counting.unknown_users,
+            **interactions.counted(command),
         )
 
     def read_shown(self, path, command, run: Opened) -> SequenceDataset:

@@ -124,10 +124,7 @@ class Interactions(Commands):
                     model,
                     shown,
                     heldout,
-                    k=command.k,
-                    exclude=None if keep_seen else "inputs",
-                    unknown=command.counting.unknown,
-                    unknown_users=command.counting.unknown_users,
+                    **counted(command),
                 )
             examples = reports.examples_of(model, shown, heldout, keep_seen=keep_seen)
         return {
@@ -136,6 +133,17 @@ class Interactions(Commands):
             "examples": examples,
             "similar": reports.similar_to_popular(model, names, counts),
         }
+
+
+def counted(command: flags.Evaluate | flags.Report) -> dict[str, Any]:
+    """Arguments of `evaluate` that say how interactions count."""
+    counting = command.counting
+    return {
+        "k": command.k,
+        "exclude": None if counting.keep_seen else "inputs",
+        "unknown": counting.unknown,
+        "unknown_users": counting.unknown_users,
+    }
 
 
 def check_scanned(command: flags.Train) -> None:

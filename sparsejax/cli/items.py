@@ -178,13 +178,10 @@ class Items(interactions.Interactions):
         given = data()
         prepared = prepared_for(
             **given,
-            k=command.k,
             fold_in=command.fold_in,
             features=None if command.fold_in is None else run.known,
             seed=command.seed,
-            exclude=None if command.counting.keep_seen else "inputs",
-            unknown=command.counting.unknown,
-            unknown_users=command.counting.unknown_users,
+            **interactions.counted(command),
         )
         measured = prepared.run(model)
         if command.baselines:

@@ -33,8 +33,9 @@ class HSTU(TokenModel):
         bucket(t, s) = log(time_t - time_s) / 0.301, rounded down, from 0 to 127
 
     Times that differ by less than 1 fall into the first bucket, so that seconds are a good
-    unit. A time that is earlier than one before it counts as that one. Without times there is no bias of times. A model that was trained without times
-    makes nothing of times that it is shown later. See `SequenceModel` for the rest.
+    unit. A time that is earlier than one before it counts as that one. Without times there
+    is no bias of times. A model that was trained without times makes nothing of times that
+    it is shown later. See `SequenceModel` for the rest.
 
     Attributes:
       places: `[max_length, width]`.

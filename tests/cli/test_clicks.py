@@ -2,20 +2,15 @@
 
 import json
 import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import scipy.special
-from run_folders import parameters
+from run_folders import kill_in_training, parameters
 
 import sparsejax as sj
 from sparsejax.cli.clicks import calibration_curve
 from sparsejax.cli.main import main
-from sparsejax.engine.train.checkpoint import Checkpoints
 
 USERS, ITEMS = 12, 9
 COLUMNS = ["--label", "click", "--dense", "x", "y", "--categories", "user", "item"]
@@ -250,11 +245,6 @@ def test_saved_clicks_are_read_while_training(clicks, tmp_path, capsys):
 def test_a_killed_run_goes_on_to_the_bit(clicks):
     often = "--checkpoint-seconds", "0"
     argv = train(clicks, *often, out="killed")
-    killed = subprocess.Popen([sys.executable, "-m", "sparsejax", *argv])
-    checkpoints = Checkpoints(clicks / "killed" / "checkpoints")
-    while not checkpoints.steps() and killed.poll() is None:
-        time.sleep(0.01)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL and checkpoints.steps()[-1] < 6 * 43
+    assert kill_in_training(argv, clicks / "killed") < 6 * 43
     assert main([*argv, "--resume"]) == 0
     assert parameters(clicks / "killed") == parameters(clicks / "run")

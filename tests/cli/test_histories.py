@@ -1,20 +1,16 @@
 """Models of histories on the command line, from a file to recommendations."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from run_folders import kill_in_training
 
 import sparsejax as sj
 from sparsejax.cli import run
 from sparsejax.cli.main import main
-from sparsejax.engine.train.checkpoint import Checkpoints
 
 ITEMS = 12
 
@@ -132,12 +128,7 @@ def test_export(folder, symbolic_sizes):
 def test_of_a_sample_first_and_of_all_items_at_the_end(folder, capsys):
     sampled = "--negatives", "4", "--checkpoint-seconds", "0"
     argv = train(folder, *sampled, out="killed", epochs=8)
-    killed = subprocess.Popen([sys.executable, "-m", "sparsejax", *argv])
-    checkpoints = Checkpoints(folder / "killed" / "checkpoints")
-    while not checkpoints.steps() and killed.poll() is None:
-        time.sleep(0.01)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL and checkpoints.steps()[-1] < 8 * 5
+    assert kill_in_training(argv, folder / "killed") < 8 * 5
     assert main([*argv, "--resume"]) == 0
     assert main(train(folder, *sampled, out="at_once", epochs=8)) == 0
     models = [sj.load_model(folder / name)[0] for name in ("killed", "at_once")]
