@@ -79,8 +79,7 @@ class Clicks(Commands):
 
     def source(self, command: flags.Train, before: Any) -> Source:
         data = _read(command.data, _schema_of(command))
-        chunks, heldout = [data.num_rows], None
-        validation = split = None
+        heldout = validation = split = None
         if (text := command.validation) is not None:
             if text == "last":
                 raise ValueError(
@@ -98,7 +97,7 @@ class Clicks(Commands):
             validation = _fingerprint(heldout)
         return _source(
             data,
-            chunks=chunks,
+            chunks=[data.num_rows],
             fingerprint=_fingerprint(data),
             heldout=heldout,
             validation=validation,
