@@ -1,11 +1,13 @@
 """Quality and time of sequence models, with the softmax over all items and over samples.
 
-    python benchmarks/sequences.py run --data FILE [--commit NAME]    on a GPU
+    python benchmarks/sequences.py run --data FILE [--only N ...]     on a GPU
+    python benchmarks/sequences.py places --data FILE                 on a GPU
     python benchmarks/sequences.py table                              anywhere
 
 FILE has a line `user item item ...` for each user, in the order of time, such as Amazon
-Beauty as S3-Rec prepares it; it may be packed (.xz). The last item of each user is the
-test, and all items are ranked. The model is shown the last but one, and is trained on it or
+Beauty as S3-Rec prepares it, or DSSTNE's form with times as values; it may be packed (.xz).
+The last item of each user is the test, and all items are ranked. `places` trains HSTU with
+histories of several lengths, and measures nDCG of users with few items apart. The model is shown the last but one, and is trained on it or
 not. All models and files have the configurations' defaults and `sj.training.recipe`. A sampled
 softmax has negatives that the batch shares, uniform, with the log-q correction; it takes the
 same steps.
@@ -32,17 +34,23 @@ from report import origin, table, training_command, write_section
 
 import sparsejax as sj
 
-# Model, negatives (None is the exact softmax), and whether the last but one items are
-# trained on. Published models are not; `sparsejax train` is given all that is known.
+# Model, negatives (None is the exact softmax), whether the last but one items are trained
+# on, and the dtype of layers. Published models are not trained on them; `sparsejax train`
+# is given all that is known.
 VARIANTS = (
-    ("hstu", None, False),
-    ("hstu", 256, False),
-    ("hstu", 1024, False),
-    ("sasrec", None, False),
-    ("gru", None, False),
-    ("hstu", None, True),
-    ("sasrec", None, True),
+    ("hstu", None, False, "float32"),
+    ("hstu", None, False, "bfloat16"),
+    ("hstu", 256, False, "float32"),
+    ("hstu", 1024, False, "float32"),
+    ("sasrec", None, False, "float32"),
+    ("sasrec", None, False, "bfloat16"),
+    ("gru", None, False, None),
+    ("hstu", None, True, "float32"),
+    ("hstu", None, True, "bfloat16"),
+    ("sasrec", None, True, "float32"),
 )
+PLACES = (50, 200, 1000, 2600)
+FEW = 40  # entries of a user, so that the history is short for any number of places
 K = 10
 _METRICS = (f"recall@{K}", f"ndcg@{K}")
 
@@ -54,10 +62,11 @@ def main() -> None:
         "--epochs", type=int, help="of a trial; by default the recipe's"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of variants")
     training_command(
         parser,
         __file__,
-        {"run": _run},
+        {"run": _run, "places": _run_places},
         {"table": _write_table},
         results="beauty",
         data="FILE",
@@ -67,8 +76,9 @@ def main() -> None:
 def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     data = read(arguments.data)
     results, begin, longest = [], time.perf_counter(), 0.0
+    variants = [VARIANTS[n] for n in arguments.only or range(len(VARIANTS))]
     # One seed of all variants after the other, so that an early end leaves some of each.
-    for seed, variant in itertools.product(range(arguments.seeds), VARIANTS):
+    for seed, variant in itertools.product(range(arguments.seeds), variants):
         left = arguments.seconds - (time.perf_counter() - begin)
         if left < longest:
             break
@@ -88,12 +98,18 @@ def read(file: pathlib.Path) -> sj.SequenceDataset:
     text = file.read_bytes()
     if file.suffix == ".xz":
         text = lzma.decompress(text)
-    rows = [line.split() for line in text.decode().splitlines()]
-    users = [row[0] for row in rows]
-    events = np.array([item for row in rows for item in row[1:]])
-    items, indices = np.unique(events, return_inverse=True)
-    indptr = np.cumsum([0, *(len(row) - 1 for row in rows)])
-    return sj.SequenceDataset(indptr, indices, np.array(users), items)
+    # A time follows its item after a comma. They are too large for float32 values.
+    rows = [line.replace(":", " ").split() for line in text.decode().splitlines()]
+    users, events = [row[0] for row in rows], [row[1:] for row in rows]
+    timed = "," in events[0][0]
+    if timed:
+        pairs = ([entry.split(",") for entry in row] for row in events)
+        events = [sorted(row, key=lambda pair: float(pair[1])) for row in pairs]
+    flat = np.array([entry for row in events for entry in row])
+    names, times = (flat[:, 0], flat[:, 1].astype(float)) if timed else (flat, None)
+    items, indices = np.unique(names, return_inverse=True)
+    indptr = np.cumsum([0, *map(len, events)])
+    return sj.SequenceDataset(indptr, indices, np.array(users), items, times)
 
 
 def _trained(
@@ -101,14 +117,36 @@ def _trained(
     name: str,
     negatives: int | None,
     on_all: bool,
+    dtype: str | None,
     seed: int,
     epochs: int | None,
 ) -> dict[str, Any]:
     before, test = data.split_last()
     train = before if on_all else before.split_last().train
-    start = time.perf_counter()
     document = {"version": 1, "model": name, "negatives": negatives}
+    if dtype is not None:
+        document["dtype"] = dtype
     config = sj.SequenceConfig.from_json(document).suited_to(train)
+    model, result = _fitted(config, train, seed, epochs)
+    start = time.perf_counter()
+    result = {
+        "model": name,
+        "negatives": negatives,
+        "trained on the last but one": on_all,
+        "dtype": dtype,
+        **result,
+    }
+    for form, exclude in (("left out", before), ("kept", None)):
+        found = sj.evaluate(model, before, test, k=K, exclude=exclude, popularity=None)
+        result[f"test, seen {form}"] = [round(found[m], 5) for m in _METRICS]
+    seconds = result["fit_seconds"] + time.perf_counter() - start
+    result["seconds"] = round(seconds, 2)
+    return result
+
+
+def _fitted(config, train, seed: int, epochs: int | None) -> tuple[Any, dict[str, Any]]:
+    """The model, trained by the recipe."""
+    start = time.perf_counter()
     recipe = sj.training.recipe(config, train, num_epochs=epochs)
     # Without sj.build, which compiles a program for each seed.
     model = sj.build_sequence_model(
@@ -122,29 +160,38 @@ def _trained(
         num_epochs=recipe.num_epochs,
         seed=seed,
     )
-    result: dict[str, Any] = {
-        "model": name,
-        "negatives": negatives,
-        "trained on the last but one": on_all,
-        "seed": seed,
-        "epochs": len(history),
-        "fit_seconds": round(time.perf_counter() - start, 2),
-    }
-    for form, exclude in (("left out", before), ("kept", None)):
-        found = sj.evaluate(model, before, test, k=K, exclude=exclude, popularity=None)
-        result[f"test, seen {form}"] = [round(found[m], 5) for m in _METRICS]
-    result["seconds"] = round(time.perf_counter() - start, 2)
-    return result
+    seconds = round(time.perf_counter() - start, 2)
+    return model, {"seed": seed, "epochs": len(history), "fit_seconds": seconds}
+
+
+def _run_places(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    """HSTU with histories of several lengths; all others is the recipe."""
+    data, results = read(arguments.data), []
+    before, test = data.split_last()
+    few = before.row_names[np.diff(before.indptr) < FEW]
+    for seed, places in itertools.product(range(arguments.seeds), PLACES):
+        config = sj.HSTUConfig(max_length=places, divisor=50)
+        model, result = _fitted(config, before, seed, arguments.epochs)
+        result = {"places": places, **result}
+        start = time.perf_counter()
+        for name, users in (("all", before.row_names), ("few", few)):
+            shown = before.align_rows(users), test.align_rows(users)
+            found = sj.evaluate(model, *shown, k=K, exclude=shown[0], popularity=None)
+            result[name] = [round(found[m], 5) for m in _METRICS]
+        result["evaluate_seconds"] = round(time.perf_counter() - start, 2)
+        results.append(result)
+        yield {"results": results, "few": len(few)}, result
 
 
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
     body = []
-    for name, negatives, on_all in VARIANTS:
+    for name, negatives, on_all, dtype in VARIANTS:
         rows = [
             row
-            for row in report["results"]
-            if (row["model"], row["negatives"]) == (name, negatives)
+            for row in report["run"]["results"]
+            if (row["model"], row["negatives"], row["dtype"])
+            == (name, negatives, dtype)
             and row["trained on the last but one"] == on_all
         ]
         if not rows:

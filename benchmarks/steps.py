@@ -336,6 +336,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
             width=width,
             dropout=_DROPOUT,
             negatives=_NEGATIVES,
+            dtype=dtype,
         )
 
         def make():

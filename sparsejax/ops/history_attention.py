@@ -29,10 +29,11 @@ Activation = Literal["silu", "softmax"]
 
 # Of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
 TIME_RATIO = 0.301
-_BLOCK = 128  # places of a block
 _NONE = 2**30  # more than there are tokens
-# Numbers of scores that exist at once, at most, where blocks are worked on together.
-_SCORES = 2**26
+# Places of a block, and numbers of scores that exist at once, at most. A CPU has small
+# blocks, as most histories are short, and as many of them as its caches hold.
+_GPU_BLOCK, _GPU_SCORES = 128, 2**26
+_CPU_BLOCK, _CPU_SCORES = 64, 2**17
 
 
 def history_attention(
@@ -97,8 +98,8 @@ def history_attention(
         that are not finite, are an error; elsewhere the results of that history are NaN.
       time_bias: by bucket, the same for all heads.
       implementation: "mosaic_gpu" are GPU programs for Hopper: "silu", bfloat16 and heads
-        of 64 numbers; "xla" is made of XLA's operations, on a CPU a block of 128 entries at a
-        time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
+        of 64 numbers; "xla" is made of XLA's operations, on a CPU some blocks of 64 entries at
+        a time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
         what is fastest here.
       precision: of the products of float32 operands, see `output_loss`.
 
@@ -147,6 +148,32 @@ class Rule:
     divisor: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How XLA's operations are cut.
+
+    Attributes:
+      block: places of a block.
+      chunk: blocks that are worked on together.
+      scatter: whether pairs are added to the gradient of their bucket one by one. That is
+        fast where one thread adds; on a GPU it is slow, and has no order.
+    """
+
+    block: int
+    chunk: int
+    scatter: bool
+
+    @classmethod
+    def of_cpu(cls, heads: int) -> _Form:
+        chunk = max(1, _CPU_SCORES // (heads * _CPU_BLOCK**2))
+        return cls(_CPU_BLOCK, chunk, scatter=True)
+
+    @classmethod
+    def of_gpu(cls, heads: int) -> _Form:
+        chunk = max(1, _GPU_SCORES // (heads * _GPU_BLOCK**2))
+        return cls(_GPU_BLOCK, chunk, scatter=False)
+
+
 class Biases(NamedTuple):
     """What is added to the scores."""
 
@@ -172,12 +199,8 @@ def time_thresholds(buckets: int) -> np.ndarray:
 
 def scores_at_once(tokens: int, heads: int) -> int:
     """Numbers of scores of the blocks that are worked on together on a GPU."""
-    blocks = min(-(-tokens // _BLOCK), _chunk(heads))
-    return heads * blocks * _BLOCK**2
-
-
-def _chunk(heads: int) -> int:
-    return max(1, _SCORES // (heads * _BLOCK**2))
+    form = _Form.of_gpu(heads)
+    return heads * min(-(-tokens // form.block), form.chunk) * form.block**2
 
 
 def _check(q, k, v, indptr, activation, divisor, place_bias, times, time_bias) -> None:
@@ -301,8 +324,8 @@ def _attend(operands, rule, implementation, precision):
         y = mosaic.attend(q, k, v, *others, scale=rule.scale, divisor=rule.divisor)
         return vary_over(y[:tokens], varying_axes(operands)), None
 
-    def attend(chunk_of, *operands):
-        blocks = _Blocks.of(operands, chunk_of)
+    def attend(form, *operands):
+        blocks = _Blocks.of(operands, form)
         return blocks.attend(rule, precision)
 
     return _by_platform(attend, implementation, operands)
@@ -323,9 +346,9 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
         found = *(x[:tokens] for x in (dq, dk, dv)), Biases(place, time)
         return vary_over(found, varying_axes(operands))
 
-    def slopes(chunk_of, *arguments):
+    def slopes(form, *arguments):
         *operands, y, norms, dy = arguments
-        blocks = _Blocks.of(operands, chunk_of)
+        blocks = _Blocks.of(operands, form)
         return blocks.slopes(y, norms, dy, rule, precision)
 
     return _by_platform(slopes, implementation, (*operands, y, norms, dy))
@@ -355,15 +378,19 @@ def _padded(x: jax.Array, fill) -> jax.Array:
 
 
 def _by_platform(function, implementation, operands):
-    """Calls `function` with the number of blocks that this platform takes at once."""
-    one, all_ = (functools.partial(function, x) for x in (lambda heads: 1, _chunk))
+    """Calls `function` with the form for this platform."""
+    heads = operands[0].shape[1]
+    cpu, gpu = (
+        functools.partial(function, form)
+        for form in (_Form.of_cpu(heads), _Form.of_gpu(heads))
+    )
     if implementation == "xla_gpu":
-        return all_(*operands)
-    return lax.platform_dependent(*operands, cpu=one, default=all_)
+        return gpu(*operands)
+    return lax.platform_dependent(*operands, cpu=cpu, default=gpu)
 
 
 class _Blocks(NamedTuple):
-    """The operands in blocks of `_BLOCK` places, and several of these in a chunk.
+    """The operands in blocks of places, and several of these in a chunk.
 
     The blocks of a chunk are worked on together: first each with itself, then each with
     the block before it, and so on, until no history reaches further back.
@@ -390,32 +417,34 @@ class _Blocks(NamedTuple):
     depth: jax.Array
     biases: Biases
     tokens: int
+    block: int
     chunk: int
+    scatter: bool
 
     @classmethod
-    def of(cls, operands, chunk_of) -> _Blocks:
+    def of(cls, operands, form: _Form) -> _Blocks:
         q, k, v, biases, starts, times = operands
-        tokens, heads, _ = q.shape
-        blocks = -(-tokens // _BLOCK)
-        chunk = min(blocks, chunk_of(heads))
+        tokens, block = len(q), form.block
+        blocks = -(-tokens // block)
+        chunk = min(blocks, form.chunk)
         blocks = -(-blocks // chunk) * chunk
-        none = blocks * _BLOCK  # later than any entry
+        none = blocks * block  # later than any entry
         inside = (starts >= 0) & (starts < tokens)
         first = jnp.where(inside, starts, none)
 
         def rows(x, fill, before=0):
             x = jnp.pad(x, (0, none - tokens), constant_values=fill)
-            x = x.reshape(blocks, _BLOCK)
+            x = x.reshape(blocks, block)
             return jnp.pad(x, ((before, 0), (0, 0)))
 
         def matrices(x, before=0):
             # Padding may be anything, and 0 NaN would be NaN.
             x = jnp.where(inside[:, None, None], x, 0)
-            return _in_blocks(x, blocks, before)
+            return _in_blocks(x, block, blocks, before)
 
         first = rows(first, none)
-        place = jnp.arange(none, dtype=jnp.int32).reshape(blocks, _BLOCK)
-        reach = jnp.arange(blocks) + 1 - jnp.min(first, axis=1) // _BLOCK
+        place = jnp.arange(none, dtype=jnp.int32).reshape(blocks, block)
+        reach = jnp.arange(blocks) + 1 - jnp.min(first, axis=1) // block
         depth = jnp.max(jnp.maximum(reach, 0).reshape(-1, chunk), axis=1)
         return cls(
             matrices(q),
@@ -429,7 +458,9 @@ class _Blocks(NamedTuple):
             depth.astype(jnp.int32),
             biases,
             tokens,
+            block,
             chunk,
+            form.scatter,
         )
 
     def attend(self, rule: Rule, precision: Precision):
@@ -437,7 +468,7 @@ class _Blocks(NamedTuple):
         sums, axes = accumulator(self.q.dtype), self.axes()
         einsum = _einsum(precision, self.q.dtype, sums)
         softmax = rule.activation == "softmax"
-        rows = (self.chunk, self.q.shape[1], _BLOCK, 1)
+        rows = (self.chunk, self.q.shape[1], self.block, 1)
 
         def of_chunk(c):
             q, wrong = self.queries(self.q, c), self.queries(self.wrong, c)
@@ -486,17 +517,19 @@ class _Blocks(NamedTuple):
         if softmax:
             inner = jnp.sum(jnp.where(dy == 0, 0, dy.astype(sums) * y), axis=2)
             inner, norms = (
-                _in_blocks(x, len(self.q)) for x in (inner[..., None], norms)
+                _in_blocks(x, self.block, len(self.q))
+                for x in (inner[..., None], norms)
             )
-        dy = _in_blocks((dy / rule.divisor).astype(dtype), len(self.q))
+        dy = (dy / rule.divisor).astype(dtype)
+        dy = _in_blocks(dy, self.block, len(self.q))
         place, time = self.biases
-        size = len(self.place) * _BLOCK
+        size = len(self.place) * self.block
 
         def of_chunk(c, carry):
             q, out = self.queries(self.q, c), self.queries(dy, c)
 
             def step(d, carry):
-                dq, dk, dv, diagonals, suffixes = carry
+                dq, dk, dv, diagonals, in_time = carry
                 k, v = self.keys(self.k, c, d), self.keys(self.v, c, d)
                 scores, seen = self.scores(q, c, d, rule, einsum)
                 pulled = einsum("chqd,chkd->chqk", out, v)
@@ -516,12 +549,12 @@ class _Blocks(NamedTuple):
                 dq += einsum("chqk,chkd->chqd", small, k)
                 if place is not None:
                     found = _diagonal_sums(jnp.sum(ds, axis=(0, 1)))
-                    at = d * _BLOCK
+                    at = d * self.block
                     found += lax.dynamic_slice_in_dim(diagonals, at, len(found))
                     diagonals = lax.dynamic_update_slice_in_dim(diagonals, found, at, 0)
                 if time is not None:
-                    suffixes += self.suffix_sums(jnp.sum(ds, axis=1), len(time), c, d)
-                return dq, dk, dv, diagonals, suffixes
+                    in_time = self.add_by_time(in_time, jnp.sum(ds, axis=1), c, d)
+                return dq, dk, dv, diagonals, in_time
 
             zeros = vary_over(jnp.zeros(q.shape, sums), axes)
             dq, *carry = lax.fori_loop(0, self.depth[c], step, (zeros, *carry))
@@ -530,18 +563,20 @@ class _Blocks(NamedTuple):
         carry = (
             jnp.zeros(self.k.shape, sums),
             jnp.zeros(self.k.shape, sums),
-            None if place is None else jnp.zeros(size + _BLOCK, sums),
+            None if place is None else jnp.zeros(size + self.block, sums),
             None if time is None else jnp.zeros(len(time), sums),
         )
         chunks = jnp.arange(len(self.depth))
         carry = vary_over(carry, axes)
-        (dk, dv, diagonals, suffixes), dq = lax.scan(
+        (dk, dv, diagonals, in_time), dq = lax.scan(
             lambda carry, c: of_chunk(c, carry), carry, chunks
         )
         dk, dv = (self.in_tokens(x[self.chunk :]) for x in (rule.scale * dk, dv))
         found = Biases(
-            None if place is None else _clipped(diagonals[_BLOCK - 1 :], len(place)),
-            None if time is None else suffixes - jnp.append(suffixes[1:], 0),
+            None
+            if place is None
+            else _clipped(diagonals[self.block - 1 :], len(place)),
+            None if time is None else self.by_time(in_time),
         )
         return self.in_tokens(dq), dk.astype(dtype), dv.astype(dtype), found
 
@@ -566,8 +601,8 @@ class _Blocks(NamedTuple):
         """`[chunk, heads, block, block]`, and which of them count."""
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         scores = rule.scale * einsum("chqd,chkd->chqk", q, self.keys(self.k, c, d))
-        inside = jnp.arange(_BLOCK, dtype=jnp.int32)
-        apart = d * _BLOCK + inside[:, None] - inside[None]
+        inside = jnp.arange(self.block, dtype=jnp.int32)
+        apart = d * self.block + inside[:, None] - inside[None]
         if self.biases.place is not None:
             at = jnp.clip(apart, 0, len(self.biases.place) - 1)
             scores += self.biases.place[at][None, None]
@@ -592,15 +627,25 @@ class _Blocks(NamedTuple):
         guess += (since >= least[guess + 1]).astype(jnp.int32)
         return guess - (since < least[guess]).astype(jnp.int32)
 
+    def add_by_time(self, sums, ds, c, d) -> Float[Array, "buckets"]:
+        """Adds the `[chunk, block, block]` gradients of pairs, see `by_time`."""
+        if self.scatter:
+            return sums.at[self.buckets(c, d, len(sums))].add(ds)
+        return sums + self.suffix_sums(ds, len(sums), c, d)
+
+    def by_time(self, sums) -> Float[Array, "buckets"]:
+        """The gradient of each bucket's bias of what `add_by_time` made."""
+        return sums if self.scatter else sums - jnp.append(sums[1:], 0)
+
     def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
         """Of each bucket: the sum of `ds` over all pairs in this or a later one."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         least = jnp.asarray(time_thresholds(count), times.dtype)
-        origin = place[:, :1] - d * _BLOCK  # the first key of each block
+        origin = place[:, :1] - d * self.block  # the first key of each block
         # Keys from `low` on and before `high` count, and the first of them are the oldest.
-        low = jnp.clip(first - origin, 0, _BLOCK)
-        high = jnp.clip(place + 1 - origin, 0, _BLOCK)
+        low = jnp.clip(first - origin, 0, self.block)
+        high = jnp.clip(place + 1 - origin, 0, self.block)
         shape = *low.shape, count
         low, high = (
             vary_over(jnp.broadcast_to(x[..., None], shape), self.axes())
@@ -609,11 +654,11 @@ class _Blocks(NamedTuple):
 
         def old(at):
             key = jnp.take_along_axis(
-                before[:, None], jnp.minimum(at, _BLOCK - 1), axis=2
+                before[:, None], jnp.minimum(at, self.block - 1), axis=2
             )
             return times[..., None] - key >= least[None, None]
 
-        for _ in range(_BLOCK.bit_length()):
+        for _ in range(self.block.bit_length()):
             middle = (low + high) // 2
             later = (low < high) & old(middle)
             low, high = (
@@ -630,10 +675,10 @@ class _Blocks(NamedTuple):
         return x.reshape(-1, *x.shape[2:])[: self.tokens]
 
 
-def _in_blocks(x, blocks: int, before: int = 0):
+def _in_blocks(x, block: int, blocks: int, before: int = 0):
     """`[tokens, heads, n]` as `[before + blocks, heads, block, n]`."""
-    x = jnp.pad(x, ((before * _BLOCK, blocks * _BLOCK - len(x)), (0, 0), (0, 0)))
-    return jnp.swapaxes(x.reshape(-1, _BLOCK, *x.shape[1:]), 1, 2)
+    x = jnp.pad(x, ((before * block, blocks * block - len(x)), (0, 0), (0, 0)))
+    return jnp.swapaxes(x.reshape(-1, block, *x.shape[1:]), 1, 2)
 
 
 def _einsum(precision: Precision, dtype, sums):
