@@ -50,6 +50,7 @@ VARIANTS = (
     ("sasrec", None, True, "float32"),
 )
 PLACES = (50, 200, 1000, 2600)
+DTYPES = ("float32", "bfloat16")
 FEW = 40  # entries of a user, so that the history is short for any number of places
 K = 10
 _METRICS = (f"recall@{K}", f"ndcg@{K}")
@@ -127,19 +128,19 @@ def _trained(
     if dtype is not None:
         document["dtype"] = dtype
     config = sj.SequenceConfig.from_json(document).suited_to(train)
-    model, result = _fitted(config, train, seed, epochs)
+    model, fitted = _fitted(config, train, seed, epochs)
     start = time.perf_counter()
     result = {
         "model": name,
         "negatives": negatives,
         "trained on the last but one": on_all,
         "dtype": dtype,
-        **result,
+        **fitted,
     }
     for form, exclude in (("left out", before), ("kept", None)):
         found = sj.evaluate(model, before, test, k=K, exclude=exclude, popularity=None)
         result[f"test, seen {form}"] = [round(found[m], 5) for m in _METRICS]
-    seconds = result["fit_seconds"] + time.perf_counter() - start
+    seconds = fitted["fit_seconds"] + time.perf_counter() - start
     result["seconds"] = round(seconds, 2)
     return result
 
@@ -169,10 +170,11 @@ def _run_places(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     data, results = read(arguments.data), []
     before, test = data.split_last()
     few = before.row_names[np.diff(before.indptr) < FEW]
-    for seed, places in itertools.product(range(arguments.seeds), PLACES):
-        config = sj.HSTUConfig(max_length=places, divisor=50)
+    every = itertools.product(range(arguments.seeds), DTYPES, PLACES)
+    for seed, dtype, places in every:
+        config = sj.HSTUConfig(max_length=places, divisor=50, dtype=dtype)
         model, result = _fitted(config, before, seed, arguments.epochs)
-        result = {"places": places, **result}
+        result = {"places": places, "dtype": dtype, **result}
         start = time.perf_counter()
         for name, users in (("all", before.row_names), ("few", few)):
             shown = before.align_rows(users), test.align_rows(users)
@@ -180,46 +182,82 @@ def _run_places(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
             result[name] = [round(found[m], 5) for m in _METRICS]
         result["evaluate_seconds"] = round(time.perf_counter() - start, 2)
         results.append(result)
-        yield {"results": results, "few": len(few)}, result
+        about = f"{data.num_rows:,} users, {data.num_entries:,} events"
+        yield {"data": about, "few": len(few), "results": results}, result
 
 
-def _write_table(report: dict) -> None:
+def _write_table(reports: dict) -> None:
     """Puts the results between the marks in README.md."""
+    report = reports["run"]
     body = []
     for name, negatives, on_all, dtype in VARIANTS:
         rows = [
             row
-            for row in report["run"]["results"]
+            for row in report["results"]
             if (row["model"], row["negatives"], row["dtype"])
             == (name, negatives, dtype)
             and row["trained on the last but one"] == on_all
         ]
         if not rows:
             continue
-        cells = []
-        for form in ("left out", "kept"):
-            for i in range(len(_METRICS)):
-                values = [row[f"test, seen {form}"][i] for row in rows]
-                spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-                cells.append(f"{statistics.mean(values):.4f}{spread}")
-        # The first training of each kind compiles. Those that shared a GPU have no time.
-        seconds = [row["fit_seconds"] for row in rows if "fit_seconds" in row][1:]
+        cells = [
+            _mean([row[f"test, seen {form}"][i] for row in rows])
+            for form in ("left out", "kept")
+            for i in range(len(_METRICS))
+        ]
         body.append(
             [
                 name,
                 "all items" if negatives is None else f"{negatives:,} sampled",
                 "yes" if on_all else "no",
+                dtype or "float32",
                 len(rows),
                 *cells,
-                f"{statistics.median(seconds):.1f}" if seconds else "-",
+                _seconds(rows, "fit_seconds"),
             ]
         )
-    columns = ["model", "softmax over", "last but one trained on", "seeds"]
+    columns = ["model", "softmax over", "last but one trained on", "dtype", "seeds"]
     for form in ("left out", "kept"):
         columns += [f"{metric}, seen {form}" for metric in ("R@10", "nDCG@10")]
     columns.append("training, s")
     lines = [f"{origin(report)} {report['data']}.", "", *table(columns, body)]
     write_section("sequences", lines)
+    _write_places(reports["places"])
+
+
+def _write_places(report: dict) -> None:
+    body = []
+    for dtype, places in itertools.product(DTYPES, PLACES):
+        rows = [
+            row
+            for row in report["results"]
+            if (row["dtype"], row["places"]) == (dtype, places)
+        ]
+        if rows:
+            cells = [
+                _mean([r[who][i] for r in rows])
+                for who in ("all", "few")
+                for i in range(2)
+            ]
+            seconds = _seconds(rows, "fit_seconds"), _seconds(rows, "evaluate_seconds")
+            body.append([f"{places:,}", dtype, len(rows), *cells, *seconds])
+    columns = ["places", "dtype", "seeds", "R@10", "nDCG@10"]
+    columns += [f"R@10, fewer than {FEW}", f"nDCG@10, fewer than {FEW}"]
+    columns += ["training, s", "evaluation, s"]
+    lines = [f"{origin(report)} {report['data']}; {report['few']} users of fewer than "]
+    lines[0] += f"{FEW} entries."
+    write_section("places", [*lines, "", *table(columns, body)])
+
+
+def _mean(values: list[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
+
+
+def _seconds(rows: list[dict], name: str) -> str:
+    """The median. Those that compiled, or shared a GPU, have none."""
+    seconds = [row[name] for row in rows if name in row]
+    return f"{statistics.median(seconds):.1f}" if seconds else "-"
 
 
 if __name__ == "__main__":
