@@ -147,15 +147,15 @@ def _together(digests: Mapping[str, str]) -> str:
 
 
 def _times(data, sets: Mapping[str, Mapping[str, Any]]) -> Iterator[dict]:
-    import jax
 
     import sparsejax as sj
     from sparsejax.engine.train import dispatch
+    from sparsejax.mesh.kept_programs import Keepable
 
     program = dispatch.run_steps[False]
     for name, options in sets.items():
         # As `Programs` makes the program, but with these options.
-        dispatch.run_steps[False] = jax.jit(
+        dispatch.run_steps[False] = Keepable(
             inspect.unwrap(program),
             static_argnames=("how", "sizes"),
             donate_argnames="state",

@@ -1,16 +1,22 @@
-"""Compiled programs, which a command keeps for the commands after it."""
+"""Compiled programs, which a command keeps for the commands after it.
+
+JAX finds a program by what it was lowered to. `sparsejax.mesh.kept_programs` finds the large
+ones by what they are made of, so that they are not lowered again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Iterator
 
 import jax
 import platformdirs
 from jax.experimental.compilation_cache import compilation_cache
+
+from sparsejax.kept_files import check_writable
+from sparsejax.mesh import kept_programs
 
 # The least recently used programs are removed beyond this.
 MAX_BYTES = 2**30
@@ -28,9 +34,14 @@ def folder() -> pathlib.Path:
     return platformdirs.user_cache_path("sparsejax", appauthor=False) / "programs"
 
 
+def ready_folder() -> pathlib.Path:
+    """Where those are kept that are found before they are traced."""
+    return folder().with_name("ready_programs")
+
+
 @contextlib.contextmanager
-def kept_programs() -> Iterator[None]:
-    """Within it, JAX keeps compiled programs in `folder()`, and looks there for them.
+def programs_kept(*, since: float) -> Iterator[None]:
+    """Within it, compiled programs are kept in two folders, and looked for there.
 
     If JAX has a folder already, such as that of `JAX_COMPILATION_CACHE_DIR`, it keeps that
     one. Programs are kept on a best effort: if a program cannot be read or written, a
@@ -65,7 +76,8 @@ def kept_programs() -> Iterator[None]:
     _set(settings)
     warnings.showwarning = notice
     try:
-        yield
+        with kept_programs.kept_in(ready_folder(), since=since):
+            yield
     finally:
         warnings.showwarning = show
         _set(before)
@@ -88,14 +100,3 @@ def _set(settings: dict[str, object]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-
-
-def check_writable(path: pathlib.Path) -> None:
-    """Makes a folder that only the user can read, if it does not exist.
-
-    Raises:
-      OSError: files cannot be made in it.
-    """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path):
-        pass

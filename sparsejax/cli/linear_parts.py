@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pathlib
@@ -17,11 +16,10 @@ import scipy
 from jaxtyping import Float
 
 import sparsejax
-from sparsejax.cli.compilation_cache import check_writable
+from sparsejax import kept_files
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.verbs.build import matrix_of
-from sparsejax.whole_files import whole_file
 
 # The least recently used parts are removed beyond this.
 MAX_BYTES = 2**29
@@ -98,18 +96,5 @@ def _read(path: pathlib.Path) -> Arrays | None:
 
 
 def _write(path: pathlib.Path, arrays: Arrays) -> None:
-    check_writable(path.parent)
-    with whole_file(path) as file:
+    with kept_files.kept_file(path, MAX_BYTES) as file:
         np.savez(file, kernel=arrays[0], scale=arrays[1])
-    size = 0
-    for other in sorted(path.parent.glob("*.npz"), key=_last_used, reverse=True):
-        with contextlib.suppress(OSError):  # another command has removed it
-            size += other.stat().st_size
-            if size > MAX_BYTES:
-                other.unlink()
-
-
-def _last_used(path: pathlib.Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
@@ -21,6 +22,9 @@ import sparsejax
 from sparsejax.cli import flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
+
+# What is imported from now on is what is in its file at this time.
+_BEGUN = time.time()
 
 # Names of some flags in other programs, too different for tyro to suggest ours.
 _CALLED_OTHERWISE = {
@@ -224,9 +228,9 @@ def _programs(
     # Processes that find different programs would wait for each other's compiler.
     if compilation is None or not compilation.compilation_cache or devices.several:
         return contextlib.nullcontext()
-    from sparsejax.cli.compilation_cache import kept_programs
+    from sparsejax.cli.compilation_cache import programs_kept
 
-    return kept_programs()
+    return programs_kept(since=_BEGUN)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from sparsejax.mesh.kept_programs import Keepable
+
 # XLA then times no programs to choose one, and has no operation whose result depends on
 # the order in which threads end. A CPU ignores it.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
@@ -55,8 +57,8 @@ def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
     return taken
 
 
-class Programs(dict[bool, jax.stages.Wrapped]):
-    """`jax.jit(f, ...)` in two forms, by whether it is deterministic.
+class Programs(dict[bool, Keepable]):
+    """`Keepable(f, ...)` in two forms, by whether it is deterministic.
 
     A deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
@@ -82,7 +84,7 @@ class Programs(dict[bool, jax.stages.Wrapped]):
         self._loops_in_graphs = loops_in_graphs
         self._options = options
 
-    def __missing__(self, deterministic: bool) -> jax.stages.Wrapped:
+    def __missing__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask which devices there are.
         f, chosen = self._f, {}
         if not self._inside_others:
@@ -90,7 +92,7 @@ class Programs(dict[bool, jax.stages.Wrapped]):
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC
-        self[deterministic] = jax.jit(
+        self[deterministic] = Keepable(
             f, compiler_options=chosen or None, **self._options
         )
         return self[deterministic]

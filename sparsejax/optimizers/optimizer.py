@@ -67,9 +67,8 @@ def updates_whole(rows: int, entries: int, *, in_programs: bool = False) -> bool
 _settle = Programs(
     row_update.settle,
     inside_others=True,
-    static_argnums=0,
-    static_argnames=("divided", "beyond", "young"),
-    donate_argnums=1,
+    static_argnames=("rule", "divided", "beyond", "young"),
+    donate_argnames="trained",
 )
 
 

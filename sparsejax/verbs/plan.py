@@ -318,7 +318,7 @@ def program(job: Workload, data: int, model: int) -> jax.stages.Compiled:
         entries = dispatch.entries_of_step(capacities, data, sparse_inputs)
         return (
             dispatch.run_steps[False]
-            .lower(
+            .program.lower(
                 dispatch.How(graphdef, layout, job.fused),
                 state,
                 resident,

@@ -68,6 +68,8 @@ def test_what_training_compiles_is_once_and_for_all(small, folder, tmp_path):
     path, run = small[1], small[3]
     small[small.index("--linear") + 1] = "3"
     small[small.index("--optimizer") + 1] = "adam"
+    ready = compilation_cache.ready_folder()
+    counts = []
     for argv in (
         small,
         ["evaluate", run, path, path, "--k", "2", "--keep-seen"],
@@ -75,11 +77,43 @@ def test_what_training_compiles_is_once_and_for_all(small, folder, tmp_path):
     ):
         jax.clear_caches()
         assert main(argv) == 0
+        counts.append(len(list(ready.glob("*.program"))))
+    # Its order, steps, checksums and flush; then the rankings of the model and of the
+    # baseline, and what measures both.
+    assert counts == [4, 7, 7]
     kept = Counter(file.name.partition("-")[0] for file in folder.glob("*-cache"))
-    names = ("jit_run_steps", "jit_settle", "jit__checksums")
-    assert {name: kept[name] for name in names} == dict.fromkeys(names, 1)
     # What NumPy makes needs no programs.
     assert not {"jit_convert_element_type", "jit_broadcast_in_dim"} & kept.keys()
+
+
+def test_ready_programs_are_not_traced(small, tmp_path, capsys):
+    path, out = small[1], tmp_path / "out.csv"
+    small[small.index("--optimizer") + 1] = "adam"
+    traced = set()
+
+    def note(event: str, duration_secs: float, **more: str | int) -> None:
+        if event == "/jax/core/compile/jaxpr_trace_duration":
+            traced.add(more["fun_name"])
+
+    def results(name: str) -> tuple[str, bytes]:
+        jax.clear_caches()
+        traced.clear()
+        run = small[3] = str(tmp_path / name)
+        assert main(small) == 0
+        assert main(["evaluate", run, path, path, "--k", "2", "--keep-seen"]) == 0
+        assert main(["predict", run, path, "--k", "2", "--out", str(out)]) == 0
+        return capsys.readouterr().out, out.read_bytes()
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        found = results("first")
+        names = {"run_steps", "settle", "_ordered", "_checksums"}
+        names |= {"recommended", "measured"}
+        assert names <= traced
+        assert results("second") == found
+        assert not names & traced
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_a_folder_of_the_user_stays(similar, folder, tmp_path):

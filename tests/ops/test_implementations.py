@@ -62,7 +62,7 @@ def traced(name: str, *, deterministic: bool = False) -> jax.stages.Traced:
     )
     h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
     jax.clear_caches()  # else what was traced for another GPU is found again
-    return xla_options.Programs(function)[deterministic].trace(x, h, kernel)
+    return xla_options.Programs(function)[deterministic].program.trace(x, h, kernel)
 
 
 def lowered(name: str) -> str:

@@ -26,6 +26,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from sparsejax.mesh import processes
+from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.sparse import CSR
 
 _KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
@@ -371,7 +372,7 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     return {name: int(value) for name, value in _checksums(dict(arrays)).items()}
 
 
-@jax.jit
+@Keepable
 def _checksums(arrays):
     def checksum(array):
         if array.dtype == jnp.bool_:

@@ -31,6 +31,7 @@ from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import Examples, Resident, Trainable, first_row
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.mesh import interrupts
+from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axes_are_explicit,
@@ -575,7 +576,7 @@ def epoch_order(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("batch_size", "parts", "shuffle"))
+@functools.partial(Keepable, static_argnames=("batch_size", "parts", "shuffle"))
 def _ordered(
     key,
     epoch,

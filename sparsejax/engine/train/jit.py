@@ -403,7 +403,7 @@ def _compiled(
 
     program.__name__ = _name(f)  # a profile shows it
     programs = Programs(program, loops_in_graphs=True, donate_argnums=(0, 1))
-    return programs[deterministic]
+    return programs[deterministic].program
 
 
 def _forget(step: Callable[[], _Step | None], key: Any, _: Any) -> None:

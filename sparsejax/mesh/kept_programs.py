@@ -1,0 +1,400 @@
+"""Compiled programs in a folder, found again without being traced.
+
+JAX's own cache knows a program by what it was lowered to, so each process traces and
+lowers its programs before it finds them there. Here a program is known by all that this
+reads: the sources of these packages and the versions of those below, the devices, JAX's
+settings, and the arguments, of arrays all but their values.
+
+Arguments may name functions and classes of these packages and of those below, no others.
+So programs of a model of one's own are not kept: its sources are not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import io
+import os
+import pathlib
+import pickle
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+import pallas_kernels
+import sparsejax
+from sparsejax import kept_files
+from sparsejax.mesh.layout import device_memory
+
+# The least recently used programs are removed beyond this.
+MAX_BYTES = 2**30
+
+_SUFFIX = ".program"
+_SEAL = 16  # bytes at the beginning of a file
+_OURS = sparsejax, pallas_kernels
+_PACKAGES = "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"
+_OF_CUDA = "jax-cuda", "nvidia-"
+# Whose functions and classes arguments may name: sources and versions say what these are.
+_KNOWN = {"pallas_kernels", "sparsejax", *_PACKAGES, *sys.stdlib_module_names}
+# Settings of JAX that say where programs are kept, not which they are.
+_PLACES = "jax_compilation_cache_", "jax_persistent_cache_"
+_VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"  # of the environment
+
+_folder: _Folder | None = None
+
+
+class _UnknownError(Exception):
+    """It cannot be told here what a program is made of."""
+
+
+# What cannot be pickled says so in many ways.
+_UNKNOWN = _UnknownError, OSError, TypeError, ValueError, pickle.PicklingError
+
+
+@contextlib.contextmanager
+def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
+    """Within it, programs of `Keepable` are read from a folder, and written there.
+
+    It is on a best effort: what cannot be read is compiled.
+
+    Args:
+      folder: only this user can write there. A program that is read can do anything.
+      since: when this process began to import modules. If one of ours was changed later,
+        nothing is kept: its file may not be what was imported.
+    """
+    global _folder
+    before, _folder = _folder, _Folder(folder, since)
+    try:
+        yield
+    finally:
+        _folder = before
+
+
+class Keepable:
+    """A function under `jax.jit`, whose programs are kept within `kept_in`.
+
+    Args:
+      f: the function, which its module and its name tell from others.
+      static_argnames: see `jax.jit`.
+      options: other options of `jax.jit`.
+
+    Attributes:
+      program: of `jax.jit`, which is not kept.
+      static: names of the static arguments.
+      options: the other options.
+      signature: of the function.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        *,
+        static_argnames: str | Iterable[str] = (),
+        **options: Any,
+    ):
+        if isinstance(static_argnames, str):
+            static_argnames = (static_argnames,)
+        self.static, self.options = frozenset(static_argnames), options
+        self.program = jax.jit(f, static_argnames=tuple(static_argnames), **options)
+        self.signature = inspect.signature(f)
+        functools.update_wrapper(self, f)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if _folder is None:
+            return self.program(*arguments, **named)
+        return _folder.run(self, self.signature.bind(*arguments, **named))
+
+
+class _Types(NamedTuple):
+    """What a program is compiled for.
+
+    Attributes:
+      static: the static arguments, with their types.
+      tree: the structure of the others.
+      leaves: shape, dtype and place of each array of them.
+      mesh: the mesh that is set.
+      settings: those of JAX.
+    """
+
+    static: tuple[tuple[type, Any], ...]
+    tree: jax.tree_util.PyTreeDef
+    leaves: tuple[Any, ...]
+    mesh: Any
+    settings: tuple[Any, ...]
+
+
+class _Folder:
+    """The programs of a folder, and those of them that are loaded."""
+
+    def __init__(self, path: pathlib.Path, since: float):
+        self._path, self._since = path, since
+        self._loaded: dict[tuple[Keepable, _Types], Callable[..., Any]] = {}
+        self._writes = True
+
+    def run(self, keepable: Keepable, bound: inspect.BoundArguments) -> Any:
+        """Calls the program for some arguments."""
+        bound.apply_defaults()
+        static, by_place, by_name = [], [], {}
+        for name, value in bound.arguments.items():
+            kind = keepable.signature.parameters[name].kind
+            if name in keepable.static:
+                static.append((type(value), value))
+            elif kind is inspect.Parameter.KEYWORD_ONLY:
+                by_name[name] = value
+            else:
+                by_place.append(value)
+        leaves, tree = jax.tree.flatten((tuple(by_place), by_name))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return keepable.program(*bound.args, **bound.kwargs)
+        types = _Types(
+            tuple(static),
+            tree,
+            tuple(map(_type, leaves)),
+            None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh(),
+            tuple(jax.config.values.values()),
+        )
+        program = self._loaded.get((keepable, types))
+        if program is None:
+            program = self._found(keepable, types, bound)
+            self._loaded[keepable, types] = program
+        if program is keepable.program:
+            return program(*bound.args, **bound.kwargs)
+        return program(*by_place, **by_name)
+
+    def _found(
+        self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
+    ) -> Callable[..., Any]:
+        """The program that was kept, or one that is kept from now on."""
+        name = _name(keepable, types, self._since)
+        if name is None:
+            return keepable.program
+        path = self._path / f"{name}{_SUFFIX}"
+        if (found := _read(path, types.tree)) is not None:
+            return found
+        with _without_cache():
+            compiled = keepable.program.lower(*bound.args, **bound.kwargs).compile()
+        if self._writes:
+            try:
+                _write(path, compiled)
+            except OSError as error:
+                self._writes = False
+                warnings.warn(
+                    f"programs are not kept ready: {error.filename}: {error.strerror}",
+                    stacklevel=4,
+                )
+        return compiled
+
+
+def _type(leaf: Any) -> tuple[Any, ...]:
+    """All that a program knows of an argument that is an array, or becomes one."""
+    aval = jax.typeof(leaf)
+    found = aval.shape, str(aval.dtype), getattr(aval, "weak_type", False)
+    if isinstance(leaf, jax.Array):
+        return (*found, leaf.sharding, leaf.committed)
+    return found
+
+
+def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
+    """A name for all that a program is made of; None if that is not known here."""
+    settings = {
+        name: value
+        for name, value in zip(jax.config.values, types.settings, strict=True)
+        if not name.startswith(_PLACES)
+    }
+    f = inspect.unwrap(keepable)
+    if not _is_known(f.__module__) or "<" in f.__qualname__:
+        return None
+    file = io.BytesIO()
+    try:
+        parts = (
+            _process(since),
+            sorted(settings.items()),
+            (f.__module__, f.__qualname__),
+            sorted(keepable.static),
+            sorted(keepable.options.items()),
+            types[:-1],
+        )
+        _Pickler(file).dump(parts)
+    except _UNKNOWN:
+        return None
+    return hashlib.blake2b(file.getbuffer(), digest_size=16).hexdigest()
+
+
+def _is_known(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _KNOWN
+
+
+def _process(since: float) -> tuple[Any, ...]:
+    """What is the same for all programs of a process."""
+    devices = jax.devices()
+    environment = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES)
+    }
+    return (
+        _packages(since),
+        [(each.id, each.platform, each.device_kind) for each in devices],
+        devices[0].client.platform_version,
+        _processor() if devices[0].platform == "cpu" else device_memory(),
+        jax.process_count(),
+        environment,
+    )
+
+
+@functools.cache
+def _packages(since: float) -> tuple[Any, ...]:
+    """The sources of our packages, and the versions of others.
+
+    Raises:
+      _UnknownError: a source was changed after `since`.
+    """
+    names = list(_PACKAGES)
+    if jax.default_backend() == "gpu":
+        names += _packages_of_cuda()
+    return (
+        [sources(pathlib.Path(*each.__path__), since) for each in _OURS],
+        [(name, importlib.metadata.version(name)) for name in names],
+        sys.version,
+        platform.machine(),
+    )
+
+
+def _packages_of_cuda() -> list[str]:
+    """What compiles programs of a GPU or runs in them, as far as it is a package."""
+    names = (each.metadata["Name"] for each in importlib.metadata.distributions())
+    return sorted({name for name in names if name.startswith(_OF_CUDA)})
+
+
+def sources(folder: pathlib.Path, since: float) -> str:
+    """A hash of all modules in a folder.
+
+    Raises:
+      _UnknownError: one was changed after `since`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        if path.stat().st_ctime > since:  # an older file may have been moved here
+            raise _UnknownError
+        name = path.relative_to(folder).as_posix()
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _processor() -> Any:
+    """What a program for a CPU is compiled for: its features, and the number of cores."""
+    names = "flags", "Features", "model name"
+    found: list[Any] = [len(os.sched_getaffinity(0))]
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        found += [x for x in lines.splitlines() if x.startswith(names)]
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what a program is made of: the same bytes in each process.
+
+    Raises:
+      _UnknownError: a function or a class is of a package that is not known here, or has
+        no name in its module, as those within functions.
+    """
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        # Else bytes would tell whether equal objects are one object.
+        self.fast = True
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, jax.Device):
+            return "device", value.id
+        name = getattr(value, "__qualname__", None)
+        if not isinstance(name, str):
+            return None
+        if (module := value.__module__) == "builtins":
+            return None  # some have no place there; each is pickled
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not value or not _is_known(module):
+            raise _UnknownError
+        return module, name
+
+    def reducer_override(self, value: Any) -> Any:
+        params = getattr(value, "__dataclass_params__", None)
+        if (
+            params is None
+            or isinstance(value, type)
+            or not (params.frozen and params.eq)
+        ):
+            return NotImplemented
+        # What is no field is remembered there, such as a hash, and differs by process.
+        fields = [getattr(value, each.name) for each in dataclasses.fields(value)]
+        return type(value), tuple(fields)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Generator[None]:
+    """Within it JAX compiles what its own cache may have.
+
+    A program for a CPU that comes from there cannot be written: it has lost its functions.
+    """
+    name = "jax_enable_compilation_cache"
+    before = getattr(jax.config, name)
+    try:
+        jax.config.update(name, False)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update(name, before)
+        compilation_cache.reset_cache()
+
+
+def _write(path: pathlib.Path, program: jax.stages.Compiled) -> None:
+    """Writes a program, if it is one that can be written."""
+    try:
+        content, _, out_tree = serialize_executable.serialize(program)
+        executable: Any = program.runtime_executable()
+        devices = [each.id for each in executable.local_devices()]
+        content = pickle.dumps((content, out_tree, devices), protocol=5)
+    except Exception:  # noqa: BLE001 - XLA and JAX have no class for it
+        return
+    with kept_files.kept_file(path, MAX_BYTES) as file:
+        file.write(_seal(path, content) + content)
+
+
+def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
+    """The program in a file; None if it is not there, or damaged."""
+    try:
+        content = path.read_bytes()
+        seal, content = content[:_SEAL], content[_SEAL:]
+        if seal != _seal(path, content):
+            return None
+        os.utime(path)  # it was used
+        if jax.default_backend() == "gpu":
+            # Says where the library is that launches a program of Mosaic, as tracing does.
+            importlib.import_module("jax.experimental.mosaic.gpu")
+        content, out_tree, ids = pickle.loads(content)
+        devices = {each.id: each for each in jax.devices()}
+        return serialize_executable.deserialize_and_load(
+            content, tree, out_tree, execution_devices=[devices[i] for i in ids]
+        )
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, it can be compiled
+        return None
+
+
+def _seal(path: pathlib.Path, content: bytes) -> bytes:
+    """What tells that a file is whole and has the name that it was written with."""
+    name = path.name.encode()
+    return hashlib.blake2b(content, digest_size=_SEAL, key=name).digest()
