@@ -5,12 +5,17 @@ python benchmarks/structure.py table BEFORE AFTER                  results besid
 
 A *kind* is items, histories or clicks. A *branch on kinds* tests the class of a model, a
 configuration or a data set of one of them, or compares with a kind's name, or asks a
-predicate such as `of_histories`. A *room* is a module, a *wing* a package, and the import
+predicate such as `of_histories`. What a module of one kind asks of that kind alone is none:
+whether its data is in memory or on disk, or which of its models it is. Nor is the question
+whether a table or an object has a column or a key of such a name. A *room* is a module, a *wing* a package, and the import
 contract of the checkout says on which floor it stands.
 
 A *way* is what a call enters until the first operation of a step is traced. A *stop* is
 another room than before, in the order of calls. A *return* is a stop on a higher floor than
-the one before, and a *climb* is a call that leads to a higher floor than its caller's.
+the one before. A *climb* is a call that leads to a higher floor than its caller's, so that who
+reads the caller has to look above. A *callback* leads there, too, but the caller was handed the
+function: a decorator by its `@`, or the loss that a gradient is taken of by a room that waits
+for the result. Who reads has just been there.
 """
 
 from __future__ import annotations
@@ -32,15 +37,19 @@ from types import FrameType
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
-_MODELS = "FeedForward SASRec HSTU GRU SequenceModel HistoryModel Recommender NextItems"
-_MODELS += " DLRM DCN DeepFM WideDeep ClickModel"
-_CONFIGS = (
-    "NetworkConfig SequenceConfig SASRecConfig HSTUConfig GRUConfig ClickModelConfig"
-)
-_CONFIGS += " DLRMConfig DCNConfig DeepFMConfig WideDeepConfig"
-_DATA = "SparseDataset SequenceDataset ClickDataset ScannedDataset ScannedSequences"
-_DATA += " ScannedClicks Clicks"
-KINDS = {*_MODELS.split(), *_CONFIGS.split(), *_DATA.split()}
+_ITEMS = "FeedForward Recommender NetworkConfig SparseDataset ScannedDataset"
+_HISTORIES = "SASRec HSTU GRU SequenceModel HistoryModel NextItems SequenceConfig"
+_HISTORIES += " SASRecConfig HSTUConfig GRUConfig SequenceDataset ScannedSequences"
+_CLICKS = "DLRM DCN DeepFM WideDeep ClickModel ClickModelConfig DLRMConfig DCNConfig"
+_CLICKS += " DeepFMConfig WideDeepConfig ClickDataset ScannedClicks Clicks"
+KINDS = {
+    **dict.fromkeys(_ITEMS.split(), "items"),
+    **dict.fromkeys(_HISTORIES.split(), "histories"),
+    **dict.fromkeys(_CLICKS.split(), "clicks"),
+}
+# The kind of a module, by words in its path; of the others, by its wing.
+HOMES = {"click": "clicks", "sequence": "histories", "histor": "histories"}
+WINGS = {"embeddings": "clicks", "nn": "items", "dsstne": "items"}
 WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
 PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8
@@ -60,15 +69,24 @@ def branches(path: str, tree: ast.AST) -> Iterator[Branch]:
     """The branches on kinds of a module."""
     for node in ast.walk(tree):
         asked = _asked(node)
-        if asked:
+        if asked and {KINDS.get(name, "") for name in asked.split()} != {home(path)}:
             yield Branch(f"{path}:{getattr(node, 'lineno', 0)}", asked)
+
+
+def home(path: str) -> str | None:
+    """The kind that a module is about, if it is about one."""
+    found = [kind for word, kind in HOMES.items() if word in path]
+    parts = path.removesuffix(".py").split("/")
+    if parts[1] in ("kinds", "cli") and "items" in parts:
+        found.append("items")
+    return [*found, WINGS.get(parts[1])][0]
 
 
 def _asked(node: ast.AST) -> str:
     """What a node asks about a kind; nothing if it is no such question."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if node.func.id in ("isinstance", "issubclass") and len(node.args) == 2:
-            return " ".join(sorted(_names(node.args[1]) & KINDS))
+            return " ".join(sorted(_names(node.args[1]) & KINDS.keys()))
         if node.func.id in PREDICATES:
             return node.func.id
     if isinstance(node, ast.Compare):
@@ -77,8 +95,12 @@ def _asked(node: ast.AST) -> str:
             isinstance(side, ast.Call) and _names(side.func) == {"type"}
             for side in sides
         )
-        if is_type and (found := set[str]().union(*map(_names, sides)) & KINDS):
+        if is_type and (found := set[str]().union(*map(_names, sides)) & KINDS.keys()):
             return " ".join(sorted(found))
+        if isinstance(node.ops[0], ast.In | ast.NotIn) and isinstance(
+            node.left, ast.Constant
+        ):
+            return ""  # whether there is a column or a key of this name
         words = {
             leaf.value
             for side in sides
@@ -89,7 +111,7 @@ def _asked(node: ast.AST) -> str:
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         return " ".join(sorted(_attributes(node.test) & PREDICATES))
     if isinstance(node, ast.MatchClass):
-        return " ".join(_names(node.cls) & KINDS)
+        return " ".join(_names(node.cls) & KINDS.keys())
     return ""
 
 
@@ -178,7 +200,7 @@ class _Arrived(Exception):
 def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
     """The rooms that a call enters before the first operation of a step."""
     entered: list[str] = []
-    climbs = []
+    climbs, callbacks = [], []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
@@ -195,7 +217,8 @@ def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
         if caller is not None:
             above = caller.f_globals["__name__"]
             if floor[_wing(name)] > floor[_wing(above)]:
-                climbs.append(f"{above} -> {name}.{code}")
+                found = callbacks if _is_handed(frame, caller) else climbs
+                found.append(f"{above} -> {name}.{code}")
         entered.append(name)
         if name.startswith("sparsejax.ops.") and code in _FIRST_OPERATIONS:
             sys.setprofile(None)
@@ -219,9 +242,28 @@ def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
         "stops": len(stops),
         "returns": returns,
         "climbs": len(climbs),
+        "callbacks": len(callbacks),
         "names": rooms,
         "climbed": sorted(set(climbs)),
+        "called_back": sorted(set(callbacks)),
     }
+
+
+def _is_handed(frame: FrameType, caller: FrameType) -> bool:
+    """Whether the function of a frame was handed to its caller.
+
+    The caller has it in a variable, as the wrapper of a decorator; or the room that defines
+    it has called the caller, and waits.
+    """
+    for held in caller.f_locals.values():
+        if getattr(held, "__code__", None) is frame.f_code:
+            return True
+    room, waiting = frame.f_globals.get("__name__"), caller.f_back
+    while waiting is not None:
+        if waiting.f_globals.get("__name__") == room:
+            return True
+        waiting = waiting.f_back
+    return False
 
 
 def ways(floor: dict[str, int]) -> dict[str, Any]:
@@ -304,7 +346,7 @@ def count(root: pathlib.Path) -> dict[str, Any]:
     found["wings"] = {wing: dict(numbers) for wing, numbers in sorted(wings.items())}
     found["ways"] = ways(floors(root))
     for verb, numbers in found["ways"].items():
-        for what in ("rooms", "stops", "returns", "climbs"):
+        for what in ("rooms", "stops", "returns", "climbs", "callbacks"):
             found["totals"][f"{verb}: {what}"] = numbers[what]
     return found
 

@@ -136,9 +136,8 @@ class Clicks(Commands):
     ) -> tuple[str, bool | None]:
         known = _known_to_plan(command)
         rule = how["rule"]
-        model, _ = nnx.eval_shape(
-            lambda: self.kind.new(config, rule, seed=0, **self.sizes(known))
-        )
+        make = self.kind.maker(config, known)
+        model, _ = nnx.eval_shape(lambda: make(rule=rule, seed=0))
         tables, features = {}, {}
         for _, node in nnx.iter_graph(model):
             if not isinstance(node, EmbeddingCollection):
@@ -168,9 +167,6 @@ class Clicks(Commands):
     def fingerprint_of(self, known: ClickDataset) -> str:
         schema = as_names([json.dumps(known.schema.to_json())])
         return fingerprint(schema, *known.vocabularies.values())
-
-    def sizes(self, known: ClickDataset) -> dict[str, Any]:
-        return self.kind.sizes(known, None)
 
     def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:
         if command.test is not None:

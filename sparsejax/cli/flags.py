@@ -35,6 +35,8 @@ _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
 _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
+# Trained unless --model names another one.
+DEFAULT_MODEL = "autoencoder"
 # Not called model, which in messages is an axis of the mesh.
 Kind = Annotated[
     Literal[
@@ -44,7 +46,7 @@ Kind = Annotated[
     arg(
         name="model",
         metavar="{autoencoder,sasrec,hstu,gru,dlrm,dcn,deepfm,wide_deep}",
-        help_behavior_hint="(default: autoencoder)",
+        help_behavior_hint=f"(default: {DEFAULT_MODEL})",
     ),
 ]
 # Off unless given.

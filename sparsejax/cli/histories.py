@@ -15,7 +15,6 @@ from sparsejax.cli.reading import (
     fingerprint_of_heldout,
     meanwhile,
     read_file,
-    read_heldout,
     read_histories,
     time_column,
     validation_split,
@@ -64,7 +63,7 @@ class Histories(interactions.Interactions):
         if (text := command.validation) is not None:
             parts = validation_split(text, data)
             if parts is None:
-                heldout = read_heldout(text, command, data, command.data)
+                heldout = self.heldout(text, command, data, command.data)
             else:
                 data, heldout = parts
                 split = text
@@ -131,9 +130,6 @@ class Histories(interactions.Interactions):
         tuned = ("width", "dropout", "temperature")
         return {name: getattr(config, name) for name in tuned}
 
-    def sizes(self, known: Names) -> dict[str, Any]:
-        return {"inputs": len(known)}
-
     def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:
         if command.test is None:
             raise ValueError("name the TEST file, what the model should find")
@@ -145,13 +141,16 @@ class Histories(interactions.Interactions):
         return evaluate(
             model,
             train,
-            read_heldout(command.test, command, train, command.train),
+            self.heldout(command.test, command, train, command.train),
             candidates=candidates,
             **interactions.counted(command),
         )
 
     def read_shown(self, path, command, run: Opened) -> SequenceDataset:
         return read_histories(path, command, features=run.known)
+
+    def read_heldout(self, path, command, data: SequenceDataset) -> SequenceDataset:
+        return read_histories(path, command, features=data)
 
     def excluded(
         self, command: flags.Predict, run: Opened, data: SequenceDataset

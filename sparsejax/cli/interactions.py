@@ -11,7 +11,7 @@ import numpy as np
 from sparsejax.cli import flags
 from sparsejax.cli.flags import Reading
 from sparsejax.cli.kind import Commands, Opened
-from sparsejax.cli.reading import meanwhile, read_heldout, some_rows
+from sparsejax.cli.reading import check_heldout, meanwhile, some_rows
 from sparsejax.data import SparseDataset
 from sparsejax.data.names import Names
 from sparsejax.data.vocabulary import popularity_ranks
@@ -35,6 +35,15 @@ class Interactions(Commands):
         """Reads what a model is shown."""
 
     @abc.abstractmethod
+    def read_heldout(self, path: str, command: Reading, data: Any) -> Any:
+        """Reads what was held out of `data`, with its features."""
+
+    def heldout(self, path: str, command: Reading, data: Any, data_path: str) -> Any:
+        """`read_heldout`, checked to be of rows of `data`, which `data_path` holds."""
+        found = self.read_heldout(path, command, data)
+        return check_heldout(path, found, data, data_path)
+
+    @abc.abstractmethod
     def excluded(self, command: flags.Predict, run: Opened, data: Any) -> Any:
         """What is not to be recommended."""
 
@@ -42,10 +51,13 @@ class Interactions(Commands):
     def counts(self, data: Any) -> np.ndarray:
         """`[items]` how often each occurs."""
 
-    def save_known(self, path: pathlib.Path, known: Names) -> None:
+    def like(self, known: Names) -> SparseDataset:
         none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
         matrix = CSR(None, none, start, num_cols=len(known))
-        SparseDataset(matrix, known[:0], known).save(path)
+        return SparseDataset(matrix, known[:0], known)
+
+    def save_known(self, path: pathlib.Path, known: Names) -> None:
+        self.like(known).save(path)
 
     def load_known(self, path: pathlib.Path) -> Names:
         return SparseDataset.load(path).feature_names
@@ -119,7 +131,7 @@ class Interactions(Commands):
             shown = self.read_shown(command.train, command, run)
             counts = self.counts(shown)
             if command.test is not None:
-                heldout = read_heldout(command.test, command, shown, command.train)
+                heldout = self.heldout(command.test, command, shown, command.train)
                 measured = evaluate(
                     model,
                     shown,

@@ -12,12 +12,11 @@ import numpy as np
 
 from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, interactions
-from sparsejax.cli.kind import CLICKS, Commands, Opened, Source
+from sparsejax.cli.kind import CLICKS, Opened, Source
 from sparsejax.cli.reading import (
     fingerprint_of_heldout,
     meanwhile,
     read_file,
-    read_heldout,
     validation_split,
     with_times,
 )
@@ -66,7 +65,7 @@ class Items(interactions.Interactions):
                 with_times(data, command.data)
             parts = validation_split(text, data)
             if parts is None:
-                heldout = read_heldout(text, command, data, command.data)
+                heldout = self.heldout(text, command, data, command.data)
             else:
                 data, heldout = parts.train, parts.heldout.without_values()
                 split = text
@@ -158,9 +157,6 @@ class Items(interactions.Interactions):
         network = dataclasses.replace(command.network, temperature=temperature)
         return dataclasses.replace(command, network=network)
 
-    def sizes(self, known: Names) -> dict[str, Any]:
-        return {"inputs": len(known), "outputs": len(known)}
-
     def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:
         if (command.test is None) == (command.fold_in is None):
             raise ValueError(
@@ -208,6 +204,9 @@ class Items(interactions.Interactions):
         data = self.read_shown(command.data, command, run)
         return vector_files.user_vectors(model, data), data.row_names
 
+    def read_heldout(self, path, command, data: SparseDataset) -> SparseDataset:
+        return read_file(path, command, features=data, indicator=True)
+
     def counts(self, data: SparseDataset) -> np.ndarray:
         return np.bincount(data.matrix.indices, minlength=data.num_features)
 
@@ -249,7 +248,7 @@ def _data_to_evaluate(command: flags.Evaluate, run: Opened) -> dict[str, Any]:
         more = (valued(path, features=names) for path in command.history)
         files = " or ".join([command.train, *command.history])
         given["inputs"] = shown = train.merge(*more)
-        given["heldout"] = read_heldout(command.test, command, shown, files)
+        given["heldout"] = COMMANDS.heldout(command.test, command, shown, files)
         given["popularity"] = train
     for name, path in (
         ("candidates", command.candidates),
@@ -260,4 +259,4 @@ def _data_to_evaluate(command: flags.Evaluate, run: Opened) -> dict[str, Any]:
     return given
 
 
-COMMANDS: Commands = Items()
+COMMANDS = Items()

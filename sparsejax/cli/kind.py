@@ -16,7 +16,7 @@ from sparsejax.kinds.kind import Kind, kind_called, kind_of
 
 # The kind of each `--model`.
 _MODELS = {
-    "autoencoder": "items",
+    flags.DEFAULT_MODEL: "items",
     **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),
     **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), "clicks"),
 }
@@ -167,9 +167,9 @@ class Commands(abc.ABC):
     def fingerprint_of(self, known: Any) -> str:
         """What a run's settings say of `Source.known`."""
 
-    @abc.abstractmethod
-    def sizes(self, known: Any) -> dict[str, Any]:
-        """The sizes of a model, for `Kind.new`."""
+    def like(self, known: Any) -> Any:
+        """Data without rows, to which `Kind.maker` makes models fit."""
+        return known
 
     @abc.abstractmethod
     def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:
@@ -215,7 +215,7 @@ def commands_of(config: Any) -> Commands:
 
 def commands_for(model: str | None) -> Commands:
     """What the commands do for `--model`."""
-    return called(_MODELS[model or "autoencoder"])
+    return called(_MODELS[model or flags.DEFAULT_MODEL])
 
 
 def config_of(document: object) -> Any:
@@ -229,6 +229,6 @@ def config_of(document: object) -> Any:
         return called("items").read_config(document)
     model = codec.value(str, document["model"], "the model", "model")
     if model not in _MODELS:
-        known = ", ".join(name for name in _MODELS if name != "autoencoder")
+        known = ", ".join(name for name in _MODELS if name != flags.DEFAULT_MODEL)
         raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
     return called(_MODELS[model]).read_config(document)

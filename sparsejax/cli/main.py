@@ -173,8 +173,11 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
         why = "--from takes the network of its run: leave out {}, or --from"
     elif config is not None:
         why = "--config describes the whole network: leave out {}, or --config"
-    elif model not in (None, "autoencoder"):
-        why = f"{{}} is for an autoencoder; options of --model {model} are in --config"
+    elif model not in (None, flags.DEFAULT_MODEL):
+        why = (
+            f"{{}} is for an {flags.DEFAULT_MODEL}; options of --model {model} are in "
+            "--config"
+        )
     else:
         return
     for name, flag in flags.flags_of(flags.Network).items():

@@ -117,27 +117,20 @@ def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
     return result.result
 
 
-def read_heldout[Data: SparseDataset | SequenceDataset](
-    path: str, command: Reading, data: Data, data_path: str
+def check_heldout[Data: SparseDataset | SequenceDataset](
+    path: str, heldout: Data, data: Data, data_path: str
 ) -> Data:
-    """Reads held-out entries of rows of `data`; warns of rows that `data` does not have.
+    """Held-out entries of rows of `data`; warns of rows that `data` does not have.
 
     Args:
-      path: the file.
-      command: see `read_file`.
-      data: the data set whose rows and features count.
+      path: where they were read from, for messages.
+      heldout: the entries.
+      data: the data set whose rows count.
       data_path: where `data` was read from, for messages.
-
-    Returns:
-      A data set of the same kind.
 
     Raises:
       DataError: `data` has none of the rows.
     """
-    if isinstance(data, SequenceDataset):
-        heldout = cast(Data, read_histories(path, command, features=data))
-    else:
-        heldout = cast(Data, read_file(path, command, features=data, indicator=True))
     unknown = find_names(heldout.row_names, data.row_names) < 0
     if unknown.any():
         names = heldout.row_names[unknown]

@@ -195,14 +195,16 @@ def means_over(measured: Mapping[str, float]) -> str:
 def features_of(data: SparseDataset | SequenceDataset, row: int) -> list[str]:
     """The names of a row's features."""
     start, end = _indptr(data)[row : row + 2]
-    is_order = isinstance(data, SequenceDataset)
-    indices = data.indices if is_order else data.matrix.indices
-    return data.feature_names[indices[start:end]].tolist()
+    return data.feature_names[_rows(data).indices[start:end]].tolist()
 
 
 def _indptr(data: SparseDataset | SequenceDataset) -> np.ndarray:
-    is_order = isinstance(data, SequenceDataset)
-    return np.asarray(data.indptr if is_order else data.matrix.indptr)
+    return np.asarray(_rows(data).indptr)
+
+
+def _rows(data: Any) -> Any:
+    """What has the entries of the rows: the data's matrix, or histories themselves."""
+    return getattr(data, "matrix", data)
 
 
 def _text(value: object) -> str:

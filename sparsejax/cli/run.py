@@ -28,7 +28,7 @@ from sparsejax import codec, optimizers
 from sparsejax.cli.kind import Commands, commands_of, config_of
 from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
@@ -104,8 +104,7 @@ class Run:
         Raises:
           ValueError: no such network can be built.
         """
-        sizes = self.commands.sizes(known)
-        modules = new_modules(self.network, self.optimizer, seed=self.seed, **sizes)
+        modules = new_modules(self._maker(known), self.optimizer, seed=self.seed)
         if linear_part is not None:
             modules[0].output.linear.set_to(*linear_part())
         _put_where_restored(modules)
@@ -128,15 +127,16 @@ class Run:
                 jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
             )
 
-        make = functools.partial(
-            kind_of(self.network).new, self.network, self.optimizer
-        )
-        sizes = self.commands.sizes(known)
-        modules = nnx.eval_shape(lambda: make(seed=self.seed, **sizes))
+        make = self._maker(known)
+        modules = nnx.eval_shape(lambda: make(rule=self.optimizer, seed=self.seed))
         is_variable = lambda node: isinstance(node, nnx.Variable)
         state = jax.tree.map(placed, nnx.state(modules), is_leaf=is_variable)
         nnx.update(modules, state)
         return modules
+
+    def _maker(self, known: Any) -> Maker:
+        like = self.commands.like(known)
+        return kind_of(self.network).maker(self.network, like)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""

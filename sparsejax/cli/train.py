@@ -119,7 +119,7 @@ def config_of(command: flags.Train | flags.Plan) -> Any:
     model, origin = command.kind, getattr(command, "origin", None)
     if command.config is not None:
         config = _load_config(command.config)
-        found = getattr(config, "model", "autoencoder")
+        found = getattr(config, "model", flags.DEFAULT_MODEL)
         if model not in (None, found):
             raise ValueError(f"--model {model}: {command.config} describes {found}")
     elif origin is not None:

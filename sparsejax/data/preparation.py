@@ -19,7 +19,6 @@ import pyarrow as pa
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
-from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.events import Events, events_of
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
@@ -40,9 +39,8 @@ from sparsejax.data.folder_files import (
 from sparsejax.data.names import (
     Names,
     as_names,
-    check_unique,
     find_names,
-    given_names,
+    of_features,
     quoted,
     to_arrow,
 )
@@ -323,14 +321,7 @@ def settings_of(
     for name, least in (("min_user", min_user), ("min_item", min_item)):
         if least < 1:
             raise ValueError(f"{name} must be 1 or more, got {least}")
-    known = None
-    if features is not None:
-        known = (
-            features.feature_names
-            if isinstance(features, SparseDataset)
-            else given_names(features)
-        )
-        check_unique(known, "feature")
+    known = None if features is None else of_features(features)
     settings = {
         "columns": columns,
         "duplicates": duplicates,

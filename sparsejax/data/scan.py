@@ -16,10 +16,10 @@ import scipy.sparse
 from sparsejax.data import parquet, scan_tables, tables
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
-from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
+from sparsejax.data.dataset import UnknownFeaturesWarning
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.folder import DataFolder, check_no_part
-from sparsejax.data.names import Names, as_names, check_unique, given_names, quoted
+from sparsejax.data.names import Names, as_names, of_features, quoted
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.tables import TableLayout
@@ -290,13 +290,7 @@ def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
 
 def _names(features: Features) -> Names | None:
     """The names of a vocabulary that the caller gives, or None."""
-    if features is None:
-        return None
-    if isinstance(features, SparseDataset):
-        return features.feature_names
-    names = given_names(features)
-    check_unique(names, "feature")
-    return names
+    return None if features is None else of_features(features)
 
 
 def _saved(

@@ -6,9 +6,9 @@ Flax layers.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ Dense = Float[Array | np.ndarray, "batch columns"]
 
 class _ClickModel(nnx.Module):
     """What click models share: the sizes of their inputs, and tables of one width."""
+
+    kind = "clicks"
 
     def __init__(
         self,
@@ -368,6 +370,15 @@ class _Linear(nnx.Module):
         return rows + dense @ self.weights[...] + self.bias[...]
 
 
+# By the names that their configurations have.
+_MODELS: Mapping[str, type[Any]] = {
+    "dlrm": DLRM,
+    "dcn": DCN,
+    "deepfm": DeepFM,
+    "wide_deep": WideDeep,
+}
+
+
 def build_click_model(
     config: ClickModelConfig,
     *,
@@ -390,21 +401,13 @@ def build_click_model(
       plan: see `EmbeddingCollection`.
       rngs: random streams.
     """
-    match config:
-        case DLRMConfig():
-            make = functools.partial(DLRM, config)
-        case DCNConfig():
-            make = functools.partial(DCN, config)
-        case DeepFMConfig():
-            make = functools.partial(DeepFM, config)
-        case WideDeepConfig():
-            make = functools.partial(WideDeep, config)
-        case _:
-            raise TypeError(
-                "expected a DLRMConfig, DCNConfig, DeepFMConfig or WideDeepConfig, got "
-                f"{type(config).__name__}"
-            )
-    return make(num_dense=num_dense, features=features, plan=plan, rngs=rngs)
+    make = _MODELS.get(getattr(config, "model", ""))
+    if make is None:
+        raise TypeError(
+            "expected a DLRMConfig, DCNConfig, DeepFMConfig or WideDeepConfig, got "
+            f"{type(config).__name__}"
+        )
+    return make(config, num_dense=num_dense, features=features, plan=plan, rngs=rngs)
 
 
 def _tables(config, features, dim, plan, rngs, *, init=None) -> EmbeddingCollection:

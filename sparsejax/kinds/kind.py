@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from jax.typing import ArrayLike
 
@@ -18,6 +18,7 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 
 # Lest little data be learned by heart.
@@ -51,6 +52,12 @@ class Defaults:
         return min(wanted, _MOST_EPOCHS)
 
 
+class Maker(Protocol):
+    """Makes a new model and its optimizer, not placed on a mesh."""
+
+    def __call__(self, *, rule: Rule, seed: int) -> tuple[Any, Optimizer]: ...
+
+
 class Kind(abc.ABC):
     """A kind of model and of its data, as verbs see it.
 
@@ -68,12 +75,8 @@ class Kind(abc.ABC):
     unused: ClassVar[Mapping[str, Collection[str]]] = {}
 
     @abc.abstractmethod
-    def sizes(self, data: Any, targets: Any) -> dict[str, Any]:
-        """The sizes of a model that fits the data, for `new`. Of `build`."""
-
-    @abc.abstractmethod
-    def new(self, config: Any, rule: Rule, *, seed: int, **sizes: Any) -> Any:
-        """A new model and its optimizer, not placed on a mesh. Of `build`."""
+    def maker(self, config: Any, data: Any, targets: Any = None) -> Maker:
+        """What makes models that fit the data, of which it keeps nothing. Of `build`."""
 
     @abc.abstractmethod
     def examples(
@@ -96,6 +99,10 @@ class Kind(abc.ABC):
         """Metrics of what was held out. Of `evaluate`."""
 
     @abc.abstractmethod
+    def portable(self, model: Any, names: Any, **options: Any) -> Any:
+        """The model as a function of arrays, a `Portable`. Of `export_predictor`."""
+
+    @abc.abstractmethod
     def workload(self, network: Any, **sizes: Any) -> Workload:
         """What the memory of training depends on. Of `plan`."""
 
@@ -105,15 +112,29 @@ _KINDS = ("items", "histories", "clicks")
 
 
 def kind_of(described: object) -> Kind:
-    """The kind of data or of a configuration.
+    """The kind of data, of a configuration or of a model.
 
-    Their class says it by an attribute `kind`; what says nothing is of items.
+    Their class says it by an attribute `kind`; what says nothing is of items. A module of
+    one's own that says nothing is told by how it is called, see `kind_of_model`.
 
     >>> kind_of(train).name
     'items'
     """
     name = getattr(type(described), "kind", None)
     return kind_called(name if name in _KINDS else "items")
+
+
+def kind_of_model(model: object) -> Kind:
+    """`kind_of`, of models also by their methods: a class of one's own need not say its kind.
+
+    What ranks items has `top_k`, and `num_features` if it reads rows of items. What predicts
+    clicks is only called.
+    """
+    if getattr(type(model), "kind", None) in _KINDS:
+        return kind_of(model)
+    if not hasattr(model, "top_k"):
+        return kind_called("clicks")
+    return kind_called("items" if hasattr(model, "num_features") else "histories")
 
 
 @functools.cache

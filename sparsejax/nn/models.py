@@ -44,6 +44,8 @@ class FeedForward(nnx.Module):
       rngs: random streams: "params" for the parameters, "dropout" for noise.
     """
 
+    kind = "items"
+
     def __init__(
         self, config: NetworkConfig, *, inputs: int, outputs: int, rngs: nnx.Rngs
     ):

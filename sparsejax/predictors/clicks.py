@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -28,12 +28,15 @@ class Clicks:
     """Predicts clicks; see `Predictor` for its methods.
 
     Attributes:
+      has: what it can be asked for, for messages.
       programs: of the predictor.
       num_dense: number of dense columns.
       stacks: how the ids of features become rows of the tables.
       schema: what the columns of records are; None if the file does not say.
       vocabularies: for each `VocabularyColumn` its categories.
     """
+
+    has: ClassVar[str] = "predict and predict_records"
 
     programs: Programs
     num_dense: int
@@ -114,8 +117,10 @@ class Clicks:
         dense, ids = examples_of(records, self.schema, self.vocabularies)
         return self.predict(dense, ids)
 
-    def warm_up(self, *, rows: int) -> None:
+    def warm_up(self, *, rows: int, max_items: int | None) -> None:
         """Compiles and runs what requests of so many rows need."""
+        if max_items is not None:
+            raise ValueError("max_items is of no use for clicks: leave it out")
         check_positive(rows=rows)
         for size in self.programs.sizes_up_to(rows):
             dense = np.zeros((size, self.num_dense), np.float32)

@@ -37,7 +37,7 @@ _FORMS = {
 # What a predictor of a kind does. Imported when it is first needed.
 _KINDS = {
     "items": ("ranking", "Items"),
-    "histories": ("ranking", "Ordered"),
+    "histories": ("histories", "Ordered"),
     "clicks": ("clicks", "Clicks"),
 }
 

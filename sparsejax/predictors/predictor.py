@@ -269,10 +269,7 @@ class Predictor:
         Raises:
           ValueError: an argument is not positive, or of no use.
         """
-        options = {} if max_items is None else {"max_items": max_items}
-        if options and self.signature.kind == "clicks":
-            raise ValueError("max_items is of no use for clicks: leave it out")
-        self._method("warm_up")(rows=rows, **options)
+        self._method("warm_up")(rows=rows, max_items=max_items)
 
     def _method(self, name: str) -> Callable[..., Any]:
         """What the kind does for a method."""
@@ -284,8 +281,7 @@ class Predictor:
 
     def _lacks(self, name: str) -> str:
         kind = self.signature.kind
-        use = "predict and predict_records" if kind == "clicks" else "recommend"
-        return f"a predictor of {kind} has no {name}; it has {use}"
+        return f"a predictor of {kind} has no {name}; it has {self.model.has}"
 
 
 # Predictors of clicks had a class of their own.

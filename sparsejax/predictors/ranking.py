@@ -1,4 +1,4 @@
-"""What predictors of items and of histories do: the best items of each row."""
+"""What predictors of items do: the best items of each row."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import jax
 import numpy as np
 
-from sparsejax.data.histories import (
-    HISTORIES,
-    TIMES,
-    arrays_of,
-    inputs_of,
-    unordered,
-)
 from sparsejax.data.names import Names, quoted
-from sparsejax.data.sequences import Histories, SequenceDataset
+from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import (
     Features,
     Inputs,
-    NamedArray,
     NamedCSR,
     check_columns,
     check_inputs,
@@ -37,14 +29,13 @@ from sparsejax.predictors.signature import (
     Signature,
     features_of,
     of_ranking,
-    reads_histories,
 )
 from sparsejax.sparse import CSR, host_rows
 
 ITEMS = "items"  # the vocabulary of a file that has names
 # Room for this many entries a row, but at least so many in all.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
-_NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
+NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
 
 
 def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
@@ -62,12 +53,15 @@ class Items:
     """Recommends to rows of matrices and arrays; see `Predictor` for its methods.
 
     Attributes:
+      has: what it can be asked for, for messages.
       programs: of the predictor.
       k: most items for a row.
       num_features: number of input features; with several inputs a dict.
       num_items: number of items.
       items: their names, or None.
     """
+
+    has: ClassVar[str] = "recommend"
 
     programs: Programs
     k: int
@@ -164,11 +158,12 @@ class Items:
         """The names of recommended items."""
         return found.names(self._item_names())
 
-    def warm_up(self, *, rows: int, max_items: int = 256) -> None:
+    def warm_up(self, *, rows: int, max_items: int | None) -> None:
         """Compiles and runs what requests of so many rows and entries need."""
+        max_items = 256 if max_items is None else max_items
         check_positive(max_items=max_items, rows=rows)
         empty = [
-            _NOTHING if each.sparse else np.zeros((0, *each.shape), each.dtype)
+            NOTHING if each.sparse else np.zeros((0, *each.shape), each.dtype)
             for each in self.programs.inputs
         ]
         for size in self.programs.sizes_up_to(rows):
@@ -307,7 +302,7 @@ class Items:
                     host_rows(matrix, rows) if isinstance(matrix, CSR) else matrix[rows]
                     for matrix in matrices
                 ]
-                unwanted = _NOTHING
+                unwanted = NOTHING
                 if seen is not None and seen_rows is not None:
                     unwanted = host_rows(seen, seen_rows[rows])
                 given.append(unwanted)
@@ -316,68 +311,6 @@ class Items:
 
         counts = [part.stop - part.start for _, part in batches]
         return collect(x, k, counts, results())
-
-
-class Ordered(Items):
-    """Recommends to histories, whose last items a model reads in order."""
-
-    @classmethod
-    def of(
-        cls, signature: Signature, vocabularies: Mapping[str, Names]
-    ) -> Callable[[Programs], Self]:
-        if not reads_histories(features_of(signature.inputs[:-1])):
-            raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
-        return super().of(signature, vocabularies)
-
-    @property
-    def _length(self) -> int:
-        """How many items are read."""
-        assert isinstance(self.num_features, Mapping)
-        return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
-
-    @property
-    def _times(self) -> bool:
-        assert isinstance(self.num_features, Mapping)
-        return TIMES in self.num_features
-
-    def _excluded(self, exclude: Any, inputs: Any) -> Any:
-        if isinstance(inputs, SequenceDataset):
-            return unordered("exclude", exclude, inputs)
-        return exclude
-
-    def _inputs(self, inputs: Any) -> Inputs:
-        if isinstance(inputs, Mapping):
-            return Inputs.of(inputs)
-        if not isinstance(inputs, SequenceDataset):
-            raise ValueError(
-                "this predictor is of a model of histories; pass a SequenceDataset, as "
-                f"read_sequences makes it, not a {type(inputs).__name__}"
-            )
-        check_columns("inputs", inputs.num_features, self.num_items, "items")
-        if self.items is not None:
-            names = inputs.feature_names, self.items
-            both = zip(("inputs", "the predictor"), names, strict=True)
-            check_same_features(*(NamedCSR(w, _NOTHING, None, n) for w, n in both))
-        return inputs_of(inputs, self._length, times=self._times)
-
-    def _shown(
-        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
-    ) -> Inputs:
-        indptr = np.cumsum([0, *map(len, known)])
-        items = np.fromiter(itertools.chain(*known), np.int32)
-        ordered = Histories(indptr, items, times)
-        arrays = arrays_of(ordered, self._length, times=times is not None)
-        parts = {name: NamedArray(name, array) for name, array in arrays.items()}
-        return Inputs(parts, alone=False)
-
-    def _check_names_suffice(self, times: object) -> None:
-        self._item_names()
-        if self._times and times is None:
-            raise ValueError(
-                "the predictor also reads times; give times=, one number for each name"
-            )
-        if times is not None and not self._times:
-            raise ValueError("the predictor reads no times; leave out times")
 
 
 def _room(rows: int, entries: int) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flax import nnx
 
-from sparsejax.sequence.config import (
-    GRUConfig,
-    HSTUConfig,
-    SASRecConfig,
-    SequenceConfig,
-)
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sequence.gru import GRU
 from sparsejax.sequence.hstu import HSTU
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.sasrec import SASRec
+
+# By the names that their configurations have.
+_MODELS: Mapping[str, type[SequenceModel]] = {
+    "sasrec": SASRec,
+    "hstu": HSTU,
+    "gru": GRU,
+}
 
 
 def build_sequence_model(
@@ -33,15 +37,19 @@ def build_sequence_model(
     Raises:
       TypeError: the configuration is of no model.
     """
-    match config:
-        case SASRecConfig():
-            return SASRec(config, items=items, rngs=rngs)
-        case HSTUConfig():
-            return HSTU(config, items=items, rngs=rngs)
-        case GRUConfig():
-            return GRU(config, items=items, rngs=rngs)
-        case _:
-            raise TypeError(
-                "expected a SASRecConfig, HSTUConfig or GRUConfig, got "
-                f"{type(config).__name__}"
-            )
+    return model_of(config)(config, items=items, rngs=rngs)
+
+
+def model_of(config: SequenceConfig) -> type[SequenceModel]:
+    """The class of a configuration's model.
+
+    Raises:
+      TypeError: the configuration is of no model.
+    """
+    model = _MODELS.get(getattr(config, "model", ""))
+    if model is None:
+        raise TypeError(
+            "expected a SASRecConfig, HSTUConfig or GRUConfig, got "
+            f"{type(config).__name__}"
+        )
+    return model

@@ -62,6 +62,7 @@ class SequenceModel(nnx.Module):
       ValueError: `items` is not positive.
     """
 
+    kind = "histories"
     uses_times: bool = False
 
     def __init__(self, config: SequenceConfig, *, items: int, rngs: nnx.Rngs):

@@ -12,7 +12,7 @@ from flax import nnx
 from sparsejax import optimizers
 from sparsejax.data import ScannedDataset
 from sparsejax.embeddings.model_config import ClickModelConfig
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.config import NetworkConfig
@@ -95,8 +95,7 @@ def build(
       NotImplementedError: the data of a linear part is scanned.
     """
     rule = optimizers.adam(1e-3) if rule is None else rule
-    sizes = kind_of(config).sizes(data, targets)
-    modules = new_modules(config, rule, seed=seed, **sizes)
+    modules = new_modules(kind_of(config).maker(config, data, targets), rule, seed=seed)
     set_linear_part(modules[0], data)
     return modules
 
@@ -127,9 +126,9 @@ def matrix_of(data: Any) -> Any:
 
 
 @promoting()
-def new_modules(config: Any, rule: Rule, *, seed: int, **sizes: Any) -> Any:
+def new_modules(maker: Maker, rule: Rule, *, seed: int) -> tuple[Any, Optimizer]:
     """A new model and its optimizer, on the mesh if one is set. See `build`."""
-    make = functools.partial(kind_of(config).new, config, rule, seed=seed, **sizes)
+    make = functools.partial(maker, rule=rule, seed=seed)
     if not mesh_is_set():
         modules = nnx.jit(make)()  # one program in place of a dozen small ones
         jax.block_until_ready(nnx.state(modules))  # if memory is short, it fails here

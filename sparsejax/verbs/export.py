@@ -11,42 +11,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.names import as_names
 from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import features_of
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.kinds.clicks.scores import ClickModel, Clicks
-from sparsejax.kinds.histories.next_items import (
-    HistoryModel,
-    NextItems,
-    check_history_model,
-    has_times,
-)
-from sparsejax.kinds.kind import Kind, kind_called, refused, used
-from sparsejax.mesh.layout import replicated, to_host_in_pieces
+from sparsejax.kinds.histories.next_items import HistoryModel
+from sparsejax.kinds.kind import kind_of_model, refused, used
+from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
-from sparsejax.nn.layers import SparseOutput
-from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.files import save_predictor
 from sparsejax.predictors.programs import program
-from sparsejax.predictors.ranking import ITEMS, unflattened
 from sparsejax.predictors.runtime import sizes_of_programs
-from sparsejax.predictors.signature import PLATFORMS, Array, Signature, of_ranking
-from sparsejax.sparse import CSR
-from sparsejax.verbs.export_clicks import is_click_model, portable_clicks
-from sparsejax.verbs.portable import Portable, copied, split
-
-
-def _kind(model: Any) -> Kind:
-    if is_click_model(model):
-        return kind_called("clicks")
-    return kind_called("items" if hasattr(model, "num_features") else "histories")
+from sparsejax.predictors.signature import PLATFORMS, Array, Signature
 
 
 @promoting()
-@refused("model", _kind)
+@refused("model", kind_of_model)
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
@@ -109,9 +90,9 @@ def export_predictor(
     """
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)
-    kind = _kind(model)
+    kind = kind_of_model(model)
     options = used(kind, "export_predictor", {"k": k, "table_dtype": table_dtype})
-    portable = _PORTABLE[kind.name](model, names, **options)
+    portable = kind.portable(model, names, **options)
     signature = Signature(
         kind=cast(Any, kind.name),
         **portable.stated,
@@ -144,45 +125,3 @@ def _check_weights(model: Any) -> None:
 @jax.jit
 def _has_nan(weights: jax.Array) -> jax.Array:
     return replicated(jnp.isnan(weights).any())
-
-
-def _items(model: Any, names: Any, *, k: int) -> Portable:
-    features = features_of(model)
-    vocabularies: dict[str, list[str]] = {}
-    if names is not None:
-        has_them = isinstance(names, SparseDataset | SequenceDataset)
-        items = as_names(names.feature_names if has_them else names)
-        if len(items) != model.num_items:
-            raise ValueError(
-                f"{len(items):,} names were given but the model has "
-                f"{model.num_items:,} items"
-            )
-        vocabularies[ITEMS] = items.tolist()
-    model = copied(model)
-    for _, node in list(nnx.iter_graph(model)):
-        if isinstance(node, SparseOutput):
-            node.fold()
-    merged, state = split(model)
-    weights, structure = jax.tree.flatten(state)
-
-    def top_k(weights, inputs):
-        model = merged(jax.tree.unflatten(structure, weights))
-        *given, exclude = inputs
-        seen = CSR(None, *exclude, num_cols=model.num_items)
-        return model.top_k(unflattened(features, given), k, exclude=seen)
-
-    return Portable(
-        stated=of_ranking(features, model.num_items, k),
-        function=top_k,
-        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
-        vocabularies=vocabularies,
-    )
-
-
-def _histories(model: Any, names: Any, *, k: int) -> Portable:
-    check_history_model(model)
-    timed = isinstance(names, SequenceDataset) and has_times(model, names)
-    return _items(NextItems(model, times=timed), names, k=k)
-
-
-_PORTABLE = {"items": _items, "histories": _histories, "clicks": portable_clicks}

@@ -18,7 +18,14 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import SparseDataset
 from sparsejax.data.batching import Shown, rows_in_a_batch, taken
-from sparsejax.data.names import Names, as_names, find_names, quoted, to_arrow
+from sparsejax.data.names import (
+    FeatureNames,
+    Names,
+    as_names,
+    find_names,
+    quoted,
+    to_arrow,
+)
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.engine.rank.loop import check_positive
@@ -296,7 +303,7 @@ def _ids(items, num_items: int, names) -> np.ndarray:
     given = np.asarray(items)
     known = None
     if names is not None:
-        has_them = isinstance(names, SparseDataset | SequenceDataset)
+        has_them = isinstance(names, FeatureNames)
         known = as_names(names.feature_names if has_them else names)
         if len(known) != num_items:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
-from sparsejax.kinds.kind import Defaults, Kind, kind_of
+from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 
 
 class Clicks(Kind):
@@ -37,19 +38,17 @@ class Clicks(Kind):
         ),
     }
 
-    def sizes(self, data, targets):
+    def maker(self, config, data, targets=None) -> Maker:
+        from sparsejax.kinds.clicks.modules import new_click_model
+
         _check_targets(targets)
         if kind_of(data) is not self:
             raise TypeError(
                 "a click model reads a ClickDataset or ScannedClicks, got "
                 f"{type(data).__name__}"
             )
-        return {"num_dense": len(data.schema.dense), "features": data.num_ids}
-
-    def new(self, config, rule, *, seed, **sizes):
-        from sparsejax.kinds.clicks.modules import new_click_model
-
-        return new_click_model(config, rule, seed=seed, **sizes)
+        sizes = {"num_dense": len(data.schema.dense), "features": data.num_ids}
+        return functools.partial(new_click_model, config, **sizes)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.clicks.job import click_examples
@@ -75,6 +74,11 @@ class Clicks(Kind):
         from sparsejax.kinds.clicks.scores import evaluate_clicks
 
         return evaluate_clicks(model, inputs, **options)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.clicks.portable import portable_clicks
+
+        return portable_clicks(model, names, **options)
 
     def workload(self, network, **sizes) -> Workload:
         raise TypeError("the memory of a click model is planned by plan_embeddings")

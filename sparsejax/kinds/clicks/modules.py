@@ -14,8 +14,8 @@ from sparsejax.optimizers.rules import Rule
 
 def new_click_model(
     config: ClickModelConfig,
-    rule: Rule,
     *,
+    rule: Rule,
     num_dense: int,
     features: Mapping[str, int],
     seed: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -11,8 +12,13 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
-from sparsejax.kinds.histories.next_items import NextItems, has_times, shown_of
-from sparsejax.kinds.kind import Defaults, Kind
+from sparsejax.kinds.histories.next_items import (
+    NextItems,
+    check_history_model,
+    has_times,
+    shown_of,
+)
+from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 
 
 class Histories(Kind):
@@ -33,14 +39,12 @@ class Histories(Kind):
         "export_predictor": ("table_dtype",),
     }
 
-    def sizes(self, data, targets):
-        _check_targets(targets)
-        return {"inputs": num_columns("data", data)}
-
-    def new(self, config, rule, *, seed, **sizes):
+    def maker(self, config, data, targets=None) -> Maker:
         from sparsejax.kinds.histories.modules import new_sequence_model
 
-        return new_sequence_model(config, rule, seed=seed, **sizes)
+        _check_targets(targets)
+        inputs = num_columns("data", data)
+        return functools.partial(new_sequence_model, config, inputs=inputs)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.histories.job import sequence_examples
@@ -66,6 +70,13 @@ class Histories(Kind):
             raise ValueError("give heldout, as split_last makes it")
         prepared = prepared_sequences(model, inputs, heldout, **options)
         return prepared.run(_ranker(model, inputs), optimizer=optimizer)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.portable import portable_ranker
+
+        check_history_model(model)
+        timed = kind_of(names) is self and has_times(model, names)
+        return portable_ranker(NextItems(model, times=timed), names, **options)
 
     def workload(self, network, **sizes) -> Workload:
         from sparsejax.kinds.histories.footprint import history_workload

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data import SparseDataset
 from sparsejax.data.histories import Unordered, unordered
-from sparsejax.data.names import find_names
+from sparsejax.data.names import RowNames, find_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Source
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepare
@@ -54,7 +53,7 @@ def _with_new_rows(
     inputs: SequenceDataset, heldout: Source | SequenceDataset
 ) -> SequenceDataset:
     """The inputs, with an empty history for each row that only `heldout` has."""
-    if not isinstance(heldout, SparseDataset | SequenceDataset):
+    if not isinstance(heldout, RowNames):
         return inputs
     names = heldout.row_names
     new = names[find_names(names, inputs.row_names) < 0]

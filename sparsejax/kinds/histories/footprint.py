@@ -39,8 +39,9 @@ from sparsejax.mesh.layout import padded_rows
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sequence.config import HSTUConfig, SASRecConfig, SequenceConfig
-from sparsejax.sequence.model import SequenceModel
+from sparsejax.sequence.build import model_of
+from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
 # Arrays of [tokens, width] besides those that the blocks keep for the backward pass:
@@ -121,7 +122,7 @@ class HistoryWorkload(Workload):
     @property
     def _of_tokens(self) -> bool:
         """Whether nothing is computed for padding."""
-        return isinstance(self.network, SASRecConfig | HSTUConfig)
+        return issubclass(model_of(self.network), TokenModel)
 
     def _read(self, data: int, model: int) -> int:
         """Number of tokens that each part of a batch is computed on."""
@@ -130,7 +131,9 @@ class HistoryWorkload(Workload):
         return self.batch // data * self.network.max_length
 
     def new(self) -> tuple[SequenceModel, Optimizer]:
-        return new_sequence_model(self.network, self.rule, inputs=self.inputs, seed=0)
+        return new_sequence_model(
+            self.network, rule=self.rule, inputs=self.inputs, seed=0
+        )
 
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
         size = data, self.rows_of(data, model) + 1, self.window
@@ -299,6 +302,5 @@ def history_workload(
             "a fused update needs a kernel that only the output reads, and histories are "
             "read with it, too; leave out fused"
         )
-    # Only this model reads times.
-    reads = times and isinstance(network, HSTUConfig)
+    reads = times and model_of(network).uses_times
     return HistoryWorkload(network=network, times=reads, **shared)

@@ -12,7 +12,7 @@ from sparsejax.sequence.model import SequenceModel
 
 
 def new_sequence_model(
-    config: SequenceConfig, rule: Rule, *, inputs: int, seed: int
+    config: SequenceConfig, *, rule: Rule, inputs: int, seed: int
 ) -> tuple[SequenceModel, Optimizer]:
     """A model and its optimizer."""
     model = build_sequence_model(config, items=inputs, rngs=nnx.Rngs(seed))

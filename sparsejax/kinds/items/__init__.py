@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds.items.job import item_job
-from sparsejax.kinds.kind import Defaults, Kind
+from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 
 
 class Items(Kind):
@@ -26,20 +27,18 @@ class Items(Kind):
         "export_predictor": ("table_dtype",),
     }
 
-    def sizes(self, data, targets):
-        if getattr(data, "kind", "items") == "histories":
+    def maker(self, config, data, targets=None) -> Maker:
+        from sparsejax.kinds.items.modules import new_network
+
+        if (kind := kind_of(data)) is not self:
             raise ValueError(
-                "a network does not read histories: pass data.to_sparse(), or the "
-                "configuration of a model of histories, such as SASRecConfig()"
+                f"a network does not read {kind.name}: pass a SparseDataset, as "
+                "data.to_sparse() makes it of histories, or the configuration of a model of "
+                f"{kind.name}"
             )
         inputs = num_columns("data", data)
         outputs = inputs if targets is None else num_columns("targets", targets)
-        return {"inputs": inputs, "outputs": outputs}
-
-    def new(self, config, rule, *, seed, **sizes):
-        from sparsejax.kinds.items.modules import new_network
-
-        return new_network(config, rule, seed=seed, **sizes)
+        return functools.partial(new_network, config, inputs=inputs, outputs=outputs)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         return Examples.of(inputs, targets, weights)
@@ -61,6 +60,11 @@ class Items(Kind):
             )
         prepared = prepared_for(inputs, **options)
         return prepared.run(model, optimizer=optimizer)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.portable import portable_ranker
+
+        return portable_ranker(model, names, **options)
 
     def workload(self, network, **sizes) -> Workload:
         from sparsejax.kinds.items.footprint import network_workload

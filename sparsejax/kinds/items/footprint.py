@@ -73,7 +73,7 @@ class NetworkWorkload(Workload):
 
     def new(self) -> tuple[FeedForward, Optimizer]:
         sizes = {"inputs": self.inputs, "outputs": self.outputs}
-        return new_network(self.network, self.rule, seed=0, **sizes)
+        return new_network(self.network, rule=self.rule, seed=0, **sizes)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Entries and columns of the inputs, and of the targets if they are separate."""

@@ -11,7 +11,7 @@ from sparsejax.optimizers.rules import Rule
 
 
 def new_network(
-    config: NetworkConfig, rule: Rule, *, inputs: int, outputs: int, seed: int
+    config: NetworkConfig, *, rule: Rule, inputs: int, outputs: int, seed: int
 ) -> tuple[FeedForward, Optimizer]:
     """A network and its optimizer."""
     model = FeedForward(config, inputs=inputs, outputs=outputs, rngs=nnx.Rngs(seed))

@@ -10,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparsejax.data.names import FeatureNames, as_names
+from sparsejax.data.sources import features_of
 from sparsejax.embeddings.collection import EmbeddingCollection
-from sparsejax.mesh.layout import without_mesh
+from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.ranking import ITEMS, unflattened
+from sparsejax.predictors.signature import of_ranking
 from sparsejax.sequence.tokens import Attention
+from sparsejax.sparse import CSR
 
 
 class Portable(NamedTuple):
@@ -23,7 +28,7 @@ class Portable(NamedTuple):
 
     Attributes:
       stated: what the signature says of inputs and outputs, by the names of its fields.
-      function: `(weights, inputs) -> outputs`, see `programs`.
+      function: `(weights, inputs) -> outputs`, see `predictors.programs`.
       weights: the function's first argument.
       vocabularies: names, by what they are names of.
     """
@@ -65,3 +70,43 @@ def _on_this_process(state: jax.Array) -> jax.Array:
         return jnp.asarray(np.asarray(state))
     words = jnp.asarray(np.asarray(jax.random.key_data(state)))
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))
+
+
+def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
+    """A `Recommender` that recommends up to `k` items.
+
+    Args:
+      model: the recommender.
+      names: of its items, or a data set whose features they are, or None.
+      k: most items for a row.
+    """
+    features = features_of(model)
+    vocabularies: dict[str, list[str]] = {}
+    if names is not None:
+        has_them = isinstance(names, FeatureNames)
+        items = as_names(names.feature_names if has_them else names)
+        if len(items) != model.num_items:
+            raise ValueError(
+                f"{len(items):,} names were given but the model has "
+                f"{model.num_items:,} items"
+            )
+        vocabularies[ITEMS] = items.tolist()
+    model = copied(model)
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, SparseOutput):
+            node.fold()
+    merged, state = split(model)
+    weights, structure = jax.tree.flatten(state)
+
+    def top_k(weights, inputs):
+        model = merged(jax.tree.unflatten(structure, weights))
+        *given, exclude = inputs
+        seen = CSR(None, *exclude, num_cols=model.num_items)
+        return model.top_k(unflattened(features, given), k, exclude=seen)
+
+    return Portable(
+        stated=of_ranking(features, model.num_items, k),
+        function=top_k,
+        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
+        vocabularies=vocabularies,
+    )

@@ -17,19 +17,14 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.embeddings.table_files import table_rows
-from sparsejax.kinds.clicks.scores import Clicks, check_columns
+from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
+from sparsejax.kinds.portable import Portable, copied, split
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.signature import ClickFeature, ClickStack, of_clicks
 from sparsejax.sparse import CSR
-from sparsejax.verbs.portable import Portable, copied, split
-
-
-def is_click_model(model: Any) -> bool:
-    """Whether a model has tables of an `EmbeddingCollection`."""
-    return bool(_collections(model))
 
 
 def portable_clicks(
@@ -42,6 +37,12 @@ def portable_clicks(
       clicks: what it was trained on, or None.
       table_dtype: see `export_predictor`.
     """
+    check_click_model(model)
+    if not _collections(model):
+        raise TypeError(
+            "a click model reads its ids by an EmbeddingCollection, and "
+            f"{type(model).__name__} has none"
+        )
     if not isinstance(clicks, Clicks | None):
         raise TypeError(
             "names of a click model are the clicks that it was trained on, got "

@@ -1,0 +1,98 @@
+"""What predictors of histories do: the items that are most likely next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
+
+import jax
+import numpy as np
+
+from sparsejax.data.histories import (
+    HISTORIES,
+    TIMES,
+    arrays_of,
+    inputs_of,
+    unordered,
+)
+from sparsejax.data.names import Names
+from sparsejax.data.sequences import Histories, SequenceDataset
+from sparsejax.data.sources import (
+    Inputs,
+    NamedArray,
+    NamedCSR,
+    check_columns,
+    check_same_features,
+)
+from sparsejax.predictors.ranking import NOTHING, Items
+from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.signature import (
+    LABEL,
+    Signature,
+    features_of,
+    reads_histories,
+)
+from sparsejax.sparse import CSR
+
+
+class Ordered(Items):
+    """Recommends to histories, whose last items a model reads in order."""
+
+    @classmethod
+    def of(
+        cls, signature: Signature, vocabularies: Mapping[str, Names]
+    ) -> Callable[[Programs], Self]:
+        if not reads_histories(features_of(signature.inputs[:-1])):
+            raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
+        return super().of(signature, vocabularies)
+
+    @property
+    def _length(self) -> int:
+        """How many items are read."""
+        assert isinstance(self.num_features, Mapping)
+        return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
+
+    @property
+    def _times(self) -> bool:
+        assert isinstance(self.num_features, Mapping)
+        return TIMES in self.num_features
+
+    def _excluded(self, exclude: Any, inputs: Any) -> Any:
+        if isinstance(inputs, SequenceDataset):
+            return unordered("exclude", exclude, inputs)
+        return exclude
+
+    def _inputs(self, inputs: Any) -> Inputs:
+        if isinstance(inputs, Mapping):
+            return Inputs.of(inputs)
+        if not isinstance(inputs, SequenceDataset):
+            raise ValueError(
+                "this predictor is of a model of histories; pass a SequenceDataset, as "
+                f"read_sequences makes it, not a {type(inputs).__name__}"
+            )
+        check_columns("inputs", inputs.num_features, self.num_items, "items")
+        if self.items is not None:
+            names = inputs.feature_names, self.items
+            both = zip(("inputs", "the predictor"), names, strict=True)
+            check_same_features(*(NamedCSR(w, NOTHING, None, n) for w, n in both))
+        return inputs_of(inputs, self._length, times=self._times)
+
+    def _shown(
+        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
+    ) -> Inputs:
+        indptr = np.cumsum([0, *map(len, known)])
+        items = np.fromiter(itertools.chain(*known), np.int32)
+        ordered = Histories(indptr, items, times)
+        arrays = arrays_of(ordered, self._length, times=times is not None)
+        parts = {name: NamedArray(name, array) for name, array in arrays.items()}
+        return Inputs(parts, alone=False)
+
+    def _check_names_suffice(self, times: object) -> None:
+        self._item_names()
+        if self._times and times is None:
+            raise ValueError(
+                "the predictor also reads times; give times=, one number for each name"
+            )
+        if times is not None and not self._times:
+            raise ValueError("the predictor reads no times; leave out times")
