@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jax.typing import ArrayLike
 
@@ -36,9 +36,7 @@ class Fittable(Trainable, Recommender, Protocol):
 
 
 @promoting()
-@loop.on_auto_axes
 @refused("inputs")
-@loop.alone
 def fit(
     model: Fittable | HistoryModel | ClickModel,
     optimizer: Optimizer,
@@ -174,6 +172,12 @@ def fit(
         one of them was told to end by Ctrl-C or SIGTERM, and all have saved.
     """
     check_modules(model, optimizer)
+    if validation is None and early_stopping is not None:
+        raise ValueError("early_stopping needs validation=... to measure its metric on")
+    if validation is None and k is not None:
+        raise ValueError("k is the cut-off of validation metrics: give validation, too")
+    if fused and isinstance(targets, Mapping):
+        raise NotImplementedError("several targets cannot have a fused update")
     how = loop.How(
         batch_size=batch_size,
         num_epochs=num_epochs,
@@ -182,18 +186,11 @@ def fit(
         fused=fused,
         deterministic=deterministic,
         early_stopping=early_stopping,
-        checkpoints=cast(Checkpoints | None, checkpoint_dir),
         checkpoint_seconds=checkpoint_seconds,
         resume=resume,
         log=log,
         after_epoch=after_epoch,
     )
-    if validation is None and early_stopping is not None:
-        raise ValueError("early_stopping needs validation=... to measure its metric on")
-    if validation is None and k is not None:
-        raise ValueError("k is the cut-off of validation metrics: give validation, too")
-    if fused and isinstance(targets, Mapping):
-        raise NotImplementedError("several targets cannot have a fused update")
     kind = kind_of(inputs)
     options = {
         "targets": targets,
@@ -202,5 +199,6 @@ def fit(
         "stopping": early_stopping,
         "k": 20 if k is None else k,
     }
-    job = kind.job(model, inputs, **used(kind, "fit", options))
-    return loop.train(model, optimizer, job, how)
+    with loop.on_auto_axes(model, optimizer), loop.alone(checkpoint_dir) as checkpoints:
+        job = kind.job(model, inputs, **used(kind, "fit", options))
+        return loop.train(model, optimizer, job, how, checkpoints)

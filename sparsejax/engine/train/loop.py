@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import jax
@@ -44,7 +44,6 @@ class How:
     fused: bool
     deterministic: bool
     early_stopping: EarlyStopping | None
-    checkpoints: Checkpoints | None
     checkpoint_seconds: float
     resume: bool
     log: Callable[[int, Mapping[str, float]], None] | None
@@ -59,7 +58,11 @@ class How:
 
 
 def train(
-    model: Any, optimizer: Optimizer, job: Job, how: How
+    model: Any,
+    optimizer: Optimizer,
+    job: Job,
+    how: How,
+    checkpoints: Checkpoints | None,
 ) -> list[dict[str, float]]:
     """Trains a model in place. Returns an entry for each epoch, see `fit`."""
     examples = job.examples
@@ -89,10 +92,10 @@ def train(
         deterministic=how.deterministic,
     )
     measure = None if job.prepare is None else job.prepare(epochs.batch_size)
-    if how.checkpoints is not None or jax.process_count() > 1:
+    if checkpoints is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
         _check_same_everywhere(settings)
-    saver = Saver(how.checkpoints, program.modules, how.checkpoint_seconds)
+    saver = Saver(checkpoints, program.modules, how.checkpoint_seconds)
     progress = _begun(Progress(settings), saver, how.resume)
     training = _Training(epochs, program, progress, saver, how, measure)
     with contextlib.closing(examples), training.bar, interrupts.deferred():
@@ -103,36 +106,32 @@ def train(
     return training.progress.history
 
 
-def on_auto_axes[Fit: Callable[..., Any]](fit: Fit) -> Fit:
-    """`fit` with Auto axes inside, also under a mesh with Explicit axes."""
-
-    @functools.wraps(fit)
-    def wrapped(model, optimizer, *args, **kwargs):
-        if not axes_are_explicit():
-            return fit(model, optimizer, *args, **kwargs)
-        axis_sizes()  # checks the mesh
-        try:
-            with using_auto_axes():
-                return fit(model, optimizer, *args, **kwargs)
-        finally:
-            nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
-
-    return cast(Fit, wrapped)
+@contextlib.contextmanager
+def on_auto_axes(model: Any, optimizer: Optimizer) -> Generator[None]:
+    """Within it axes are Auto. After it the arrays lie on the mesh that is set."""
+    if not axes_are_explicit():
+        yield
+        return
+    axis_sizes()  # checks the mesh
+    try:
+        with using_auto_axes():
+            yield
+    finally:
+        nnx.update((model, optimizer), put_on_mesh(nnx.state((model, optimizer))))
 
 
-def alone[Fit: Callable[..., Any]](fit: Fit) -> Fit:
-    """`fit`, during which no other process works in the directory of its checkpoints."""
-
-    @functools.wraps(fit)
-    def wrapped(*args, checkpoint_dir=None, **kwargs):
-        if checkpoint_dir is None:
-            return fit(*args, **kwargs)
-        if not isinstance(checkpoint_dir, Checkpoints):
-            checkpoint_dir = Checkpoints(checkpoint_dir)
-        with checkpoint_dir.held():
-            return fit(*args, checkpoint_dir=checkpoint_dir, **kwargs)
-
-    return cast(Fit, wrapped)
+@contextlib.contextmanager
+def alone(
+    directory: str | pathlib.Path | Checkpoints | None,
+) -> Generator[Checkpoints | None]:
+    """The checkpoints of a directory, in which no other process trains meanwhile."""
+    if directory is None:
+        yield None
+        return
+    if not isinstance(directory, Checkpoints):
+        directory = Checkpoints(directory)
+    with directory.held():
+        yield directory
 
 
 def _check_same_everywhere(settings: Mapping[str, Any]) -> None:
