@@ -46,17 +46,40 @@ def _plain_json(value: Any) -> Any:
     return value
 
 
-def parse(text: str | bytes) -> Any:
+def text(value: Any, *, indent: int | None = None) -> str:
+    """JSON text of a dataclass, or of a value that has dataclasses in it.
+
+    >>> text({"k": 10})
+    '{"k": 10}'
+    """
+    return json.dumps(value, indent=indent, default=_as_json)
+
+
+def _as_json(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else document(value)
+
+
+def plain(value: Any) -> Any:
+    """What is read of a value after it was written: lists in place of tuples."""
+    return parse(text(value), finite=False)
+
+
+def parse(text: str | bytes, *, finite: bool = True) -> Any:
     """What JSON text says.
 
     >>> parse('{"k": 10}')
     {'k': 10}
 
+    Args:
+      text: to be read.
+      finite: refuse NaN and infinities, which JSON has not, but Python writes.
+
     Raises:
-      ValueError: it is not JSON; or it has NaN or an infinity, which JSON has not.
+      ValueError: it is not JSON; or it has a number that is refused.
     """
+    strict: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, **(strict if finite else {}))
     except RecursionError as error:
         raise ValueError(f"is nested too deeply: {error}") from error
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 from collections.abc import Collection, Mapping
@@ -165,7 +164,7 @@ class Clicks(Commands):
         return sum(known.num_ids.values())
 
     def fingerprint_of(self, known: ClickDataset) -> str:
-        schema = as_names([json.dumps(known.schema.to_json())])
+        schema = as_names([codec.text(known.schema.to_json())])
         return fingerprint(schema, *known.vocabularies.values())
 
     def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:

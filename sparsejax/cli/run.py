@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 from collections.abc import Callable, Generator, Sequence
@@ -457,7 +456,7 @@ def begun(
 
         def write(settings: Run):
             with whole_text_file(directory / _SETTINGS) as file:
-                file.write(json.dumps(settings.to_json(), indent=2) + "\n")
+                file.write(codec.text(settings.to_json(), indent=2) + "\n")
 
         def make():
             run.commands.save_known(directory / _VOCABULARY, known)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import re
@@ -27,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsejax import codec
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
 from sparsejax.cli.kind import Source, commands_for
@@ -154,8 +154,7 @@ def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
             n_startup_trials=_FIRST_TRIALS, n_warmup_steps=_FIRST_EPOCHS
         ),
     )
-    identity = settings.identity() | {"epochs": settings.num_epochs}
-    identity = json.loads(json.dumps(identity))
+    identity = codec.plain(settings.identity() | {"epochs": settings.num_epochs})
     before = study.user_attrs.setdefault("identity", identity)
     for name, value in identity.items():
         if before.get(name) != value:
@@ -334,7 +333,7 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
     )
     config = command.run / _NETWORK
     with whole_text_file(config) as file:
-        file.write(json.dumps(network.to_json(), indent=2) + "\n")
+        file.write(codec.text(network.to_json(), indent=2) + "\n")
     folder = command.run / f"trial-{trial.number}"
     print(
         f"the best is trial {trial.number}: {_metric(command)} {trial.value:.4f} in epoch "

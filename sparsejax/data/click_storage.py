@@ -9,7 +9,6 @@ columns end in nulls, which take no room. The schema's metadata is a JSON object
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -84,14 +83,14 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
             for name, c in columns.items()
         }
     )
-    facts = {
-        "version": _VERSION,
-        "schema": parts.schema.to_json(),
-        "rows": len(parts.labels),
-        "vocabularies": {name: len(v) for name, v in parts.vocabularies.items()},
-        "crc32": _checksum(parts),
-    }
-    table = table.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
+    stated = _Stated(
+        schema=parts.schema.to_json(),
+        rows=len(parts.labels),
+        vocabularies={name: len(v) for name, v in parts.vocabularies.items()},
+        crc32=_checksum(parts),
+    )
+    facts = codec.text({"version": _VERSION, **codec.document(stated)})
+    table = table.replace_schema_metadata({_KEY: facts.encode()})
     parquet.write_whole(path, table, group_rows=_GROUP_ROWS)
 
 

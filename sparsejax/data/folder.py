@@ -23,7 +23,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import zlib
@@ -152,7 +151,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps({"version": VERSION, **codec.document(self)}, indent=1)
+        return codec.text({"version": VERSION, **codec.document(self)}, indent=1)
 
     @classmethod
     def from_json(cls, path: Path, text: bytes) -> Manifest:

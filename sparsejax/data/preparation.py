@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from sparsejax import codec
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
@@ -266,7 +267,7 @@ def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None
         if folder is None:
             raise other
         manifest = folder.manifest
-        if manifest.settings != json.loads(json.dumps(settings)):
+        if manifest.settings != codec.plain(settings):
             raise FileExistsError(
                 f"{shown(out)}: already exists, prepared with other settings; name another "
                 "folder"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
 
+from sparsejax import codec
 from sparsejax.data import parquet
 from sparsejax.data.click_columns import (
     Counter,
@@ -122,7 +122,7 @@ class ScannedClicks:
         document = self.schema.to_json()
         for column in document["ids"].values():
             column.pop("as_written", None)  # as it was before there was one spelling
-        digest.update(json.dumps(document).encode())
+        digest.update(codec.text(document).encode())
         for name, known in self.vocabularies.items():
             digest.update("\0".join([name, *known.tolist()]).encode())
         for group in self._parquet_groups():

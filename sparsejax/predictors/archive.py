@@ -22,7 +22,6 @@ import functools
 import hashlib
 import io
 import itertools
-import json
 import os
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -111,7 +110,7 @@ def _write(path, documents, programs, parts) -> None:
                 for piece in pieces:
                     entry.write(_bytes_of(piece))
         for name, document in documents.items():
-            archive.writestr(zipfile.ZipInfo(name), json.dumps(document))
+            archive.writestr(zipfile.ZipInfo(name), codec.text(document))
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -16,7 +16,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparsejax import codec
 from sparsejax.data import arrow
 from sparsejax.data.dataset import offsets
 from sparsejax.data.files import DataError, Path, shown
@@ -126,7 +126,7 @@ class Parts:
             [(g.file.crc32, g.number) for g in folder.groups()],
             [count, k, exclude_seen, indicator],
         ]
-        identity = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8)
+        identity = hashlib.blake2b(codec.text(facts).encode(), digest_size=8)
         paths = {"predictor": predictor, "data": data, "out": out}
         return cls(
             identity=identity.hexdigest(),
@@ -240,25 +240,22 @@ class Parts:
             )
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
             files = list(threads.map(self._stated, range(self.count)))
-        manifest = {
-            "version": _VERSION,
-            "kind": "recommendations",
-            "id": self.identity,
-            "k": self.k,
-            "exclude_seen": self.exclude_seen,
-            "indicator": self.indicator,
-            "files": files,
-        }
+        manifest = _Manifest(
+            kind="recommendations",
+            id=self.identity,
+            k=self.k,
+            exclude_seen=self.exclude_seen,
+            indicator=self.indicator,
+            files=files,
+        )
+        text = codec.text({"version": _VERSION, **codec.document(manifest)}, indent=1)
         with self.out.below(_MANIFEST).writing() as file:
-            file.write(json.dumps(manifest, indent=1).encode())
+            file.write(text.encode())
 
-    def _stated(self, part: int) -> dict[str, Any]:
+    def _stated(self, part: int) -> _Written:
         """What the manifest says of a part."""
-        return {
-            "path": self._name(part),
-            "size": self._place(part).size(),
-            "rows": sum(group.rows for group in self.groups(part)),
-        }
+        rows = sum(group.rows for group in self.groups(part))
+        return _Written(self._name(part), self._place(part).size(), rows)
 
     def _name(self, part: int) -> str:
         return f"part-{self.identity}-{part:05}.parquet"
@@ -319,6 +316,27 @@ class Parts:
         matrix = CSR(values, rows.indices, indptr, num_cols=size)
         exclude = matrix if self.exclude_seen else None
         return predictor.recommend(matrix, k=self.k, exclude=exclude)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """The file of a part."""
+
+    path: str
+    size: int | None
+    rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    """What `_manifest.json` says beside its version."""
+
+    kind: str
+    id: str
+    k: int
+    exclude_seen: bool
+    indicator: bool
+    files: Sequence[_Written]
 
 
 _SCHEMA = pa.schema(

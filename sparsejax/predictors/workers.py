@@ -12,7 +12,6 @@ import collections
 import contextlib
 import functools
 import glob
-import json
 import os
 import queue
 import select
@@ -26,6 +25,7 @@ from typing import Any
 
 import jax
 
+from sparsejax import codec
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.parts import Parts
 
@@ -105,7 +105,7 @@ class Scorer:
         """Asks for a part. `answer` must be called before another one is asked for."""
         asked = {"arguments": parts.arguments, "identity": parts.identity, "part": part}
         with contextlib.suppress(OSError):  # it has died, as `answer` will say
-            print(json.dumps(asked), file=self._asking, flush=True)
+            print(codec.text(asked), file=self._asking, flush=True)
 
     def answer(self) -> bool:
         """Whether the part was written; if not, it was there. Waits for it.
@@ -121,7 +121,7 @@ class Scorer:
             if status < 0:
                 how = f"was killed by {signal.Signals(-status).name}"
             raise ChildProcessError(f"the process {self.pid} {how}")
-        answer = json.loads(line)
+        answer = codec.parse(line)
         if "error" in answer:
             raise _KINDS.get(answer["kind"], RuntimeError)(answer["error"])
         return answer["wrote"]
@@ -209,13 +209,13 @@ def serve() -> None:
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while True:
         try:
-            answer: dict[str, Any] = {"wrote": _write(**json.loads(asked.get()))}
+            answer: dict[str, Any] = {"wrote": _write(**codec.parse(asked.get()))}
         except Exception as error:  # noqa: BLE001 - the asking process raises it
             kinds = [kind.__name__ for kind in type(error).__mro__]
             kind = next((name for name in kinds if name in _KINDS), "")
             message = str(error) if kind else traceback.format_exc()
             answer = {"kind": kind, "error": message}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(codec.text(answer), file=answers, flush=True)
 
 
 def _listen(asked: queue.SimpleQueue[str]) -> None:
@@ -228,7 +228,7 @@ _kept = Kept()  # the last predictor stays on the device
 
 
 def _write(arguments: dict[str, Any], identity: str, part: int) -> bool:
-    parts = _parts(json.dumps(arguments), identity)
+    parts = _parts(codec.text(arguments), identity)
     return parts.write(
         part, lambda: _kept.load(arguments["predictor"], parts.predictor)
     )
@@ -236,7 +236,7 @@ def _write(arguments: dict[str, Any], identity: str, part: int) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _parts(arguments: str, identity: str) -> Parts:
-    found = Parts.of(**json.loads(arguments))
+    found = Parts.of(**codec.parse(arguments))
     if found.identity != identity:
         raise ValueError(
             "the predictor or the data was changed meanwhile; repeat the command"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 
+from sparsejax import codec
 from sparsejax.data.files import Path, shown
 from sparsejax.data.folder import DataFolder
 from sparsejax.predictors.parts import Parts
@@ -77,7 +77,7 @@ def predict(
     count = prediction.count
     task = functools.partial(
         _write,
-        arguments=json.dumps(prediction.arguments),
+        arguments=codec.text(prediction.arguments),
         identity=prediction.identity,
     )
     results = workers.map_batches(
@@ -126,7 +126,7 @@ def _parts(arguments: str, identity: str) -> Parts:
 
     What the driver has stays there: its file systems may hold credentials.
     """
-    parts = Parts.of(**json.loads(arguments))
+    parts = Parts.of(**codec.parse(arguments))
     if parts.identity != identity:
         predictor, data = parts.arguments["predictor"], parts.arguments["data"]
         raise ValueError(

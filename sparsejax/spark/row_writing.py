@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from sparsejax import codec
 from sparsejax.data import arrow
 from sparsejax.data.folder import DataFile, Part
 from sparsejax.data.folder_files import SortedEntries, whole_users, write_rows
@@ -20,6 +20,18 @@ from sparsejax.data.stores import Place
 _BLOCK = 2**18  # entries that a task sorts into rows at a time
 
 WRITTEN = pa.schema({"parts": pa.string(), "checksum": pa.int64()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What a task has written of a part, see `Found`."""
+
+    files: tuple[DataFile, ...]
+    left_out: int
+    repeated: int
+
+
+_Parts = Mapping[Part, _Written]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +70,10 @@ class Write:
             numbers=numbers,
         )
         parts = {
-            part: {
-                "files": [dataclasses.asdict(file) for file in writer.files],
-                "left_out": writer.left_out,
-                "repeated": writer.repeated,
-            }
+            part: _Written(tuple(writer.files), writer.left_out, writer.repeated)
             for part, writer in writers.items()
         }
-        yield pa.record_batch([[json.dumps(parts)], [sum(sums)]], schema=WRITTEN)
+        yield pa.record_batch([[codec.text(parts)], [sum(sums)]], schema=WRITTEN)
 
     def _users(
         self, batches: Iterator[pa.RecordBatch]
@@ -147,12 +155,11 @@ class Found:
         left_out: dict[Part, int] = {"train": 0, "test": 0}
         repeated = 0
         for text, _ in rows:
-            for part, written in json.loads(text).items():
-                left_out[part] += written["left_out"]
-                repeated += written["repeated"] if part == "test" else 0
-                for file in written["files"]:
-                    groups = tuple(tuple(group) for group in file["groups"])
-                    files[part].append(DataFile(**file | {"groups": groups}))
+            written = codec.value(_Parts, codec.parse(text), "what a task has written")
+            for part, some in written.items():
+                left_out[part] += some.left_out
+                repeated += some.repeated if part == "test" else 0
+                files[part] += some.files
         in_order = {
             part: tuple(sorted(some, key=lambda file: file.path))
             for part, some in files.items()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -185,7 +184,7 @@ class RunCopy:
         # Complete, unless it was removed meanwhile.
         if folder.is_dir() and all((folder / name).is_file() for name in stated):
             with to.below(_list(step)).writing() as file:
-                file.write(json.dumps(stated).encode())
+                file.write(codec.text(stated).encode())
 
 
 def _stated(checkpoints: Place, step: str, text: bytes) -> dict[str, tuple[int, int]]:

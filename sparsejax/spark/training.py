@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import pathlib
 import shutil
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from sparsejax import codec
 from sparsejax.data.files import Path, is_address
 from sparsejax.data.stores import Place
 from sparsejax.mesh import locks
@@ -207,12 +207,15 @@ class _Job:
     def run_process(self, context: Any) -> Ended:
         """The process of this task."""
         number = context.partitionId()
-        told = [json.loads(text) for text in context.allGather(json.dumps(_facts()))]
-        hosts = {facts["host"] for facts in told}
+        told = [
+            codec.read(_Facts, codec.parse(text), "a task")
+            for text in context.allGather(codec.text(_Facts.here()))
+        ]
+        hosts = {facts.host for facts in told}
         argv = ["train", self.data, *self.options, "--resume"]
         if self.processes > 1:
             host = context.getTaskInfos()[0].address.rpartition(":")[0]
-            argv += ["--coordinator", f"{host}:{told[0]['port']}"]
+            argv += ["--coordinator", f"{host}:{told[0].port}"]
             argv += [
                 "--num-processes",
                 f"{self.processes}",
@@ -262,10 +265,23 @@ def _refused(problem: str) -> Ended:
     return Ended(1, (f"{_ERROR}{problem}",))
 
 
-def _facts() -> dict[str, Any]:
-    """What the other tasks must know of this one."""
-    with socket.create_server(("", 0)) as server:
-        return {"host": socket.gethostname(), "port": server.getsockname()[1]}
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What the other tasks must know of one.
+
+    Attributes:
+      host: its name.
+      port: that is free there.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def here(cls) -> _Facts:
+        """Of this task."""
+        with socket.create_server(("", 0)) as server:
+            return cls(socket.gethostname(), server.getsockname()[1])
 
 
 def _gpus(context: Any) -> dict[str, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import hashlib
-import json
 import logging
 import math
 import os
@@ -25,6 +25,7 @@ from etils import epath
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
+from sparsejax import codec
 from sparsejax.mesh import processes
 from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.sparse import CSR
@@ -67,7 +68,7 @@ class Checkpoints:
         identity: Mapping[str, Any] = types.MappingProxyType({}),
     ):
         self.directory = epath.Path(directory).resolve()
-        self.identity = json.loads(json.dumps(dict(identity)))
+        self.identity = codec.plain(identity)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -108,15 +109,13 @@ class Checkpoints:
           OSError: the checkpoint cannot be written. Earlier ones are unharmed.
         """
         arrays = _arrays(nnx.state(modules))
-        record: dict[str, Any] = {
-            "version": VERSION,
-            "identity": self.identity,
-            "progress": dict(progress),
-            "shapes": {name: list(array.shape) for name, array in arrays.items()},
-            "checksums": checksums(arrays),
-        }
-        if score is not None:
-            record["score"] = score
+        record = _Record(
+            identity=self.identity,
+            progress=progress,
+            shapes={name: array.shape for name, array in arrays.items()},
+            checksums=checksums(arrays),
+            score=score,
+        )
         policies = ocp.training.preservation_policies
         policy = policies.AnyPreservationPolicy(
             [
@@ -191,7 +190,7 @@ class Checkpoints:
             progress, arrays, failure = {}, {}, ""
             try:
                 record = self._record(step)
-                progress = record["progress"]
+                progress = dict(record.progress)
                 arrays = self._load(step, modules, record)
             except _Damaged as error:
                 failure = str(error)
@@ -224,14 +223,14 @@ class Checkpoints:
         """
         for step in reversed(self.steps()):
             with contextlib.suppress(_Damaged):  # `restore` will say so
-                return self._record(step)["progress"]
+                return dict(self._record(step).progress)
         return None
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _record(self, step: int) -> _Record:
         """The record of a checkpoint of this run."""
         path = self.directory / str(step)
         record = _opened(path)
-        theirs, ours = record["identity"], self.identity
+        theirs, ours = record.identity, self.identity
         for name in [*ours, *theirs]:
             if theirs.get(name) != ours.get(name):
                 raise ValueError(
@@ -243,12 +242,13 @@ class Checkpoints:
 
     def _score(self, step: int) -> float:
         try:
-            return self._record(step).get("score", -math.inf)
+            score = self._record(step).score
         except _Damaged:
             return math.inf  # tried first, so that the user is warned
+        return -math.inf if score is None else score
 
     def _load(
-        self, step: int, modules: tuple[Any, ...], record: dict[str, Any]
+        self, step: int, modules: tuple[Any, ...], record: _Record
     ) -> dict[str, jax.Array]:
         """The arrays of a checkpoint, compared with their checksums."""
         path = self.directory / str(step)
@@ -256,7 +256,7 @@ class Checkpoints:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in _arrays(nnx.state(modules)).items()
         }
-        shapes = {name: tuple(shape) for name, shape in record["shapes"].items()}
+        shapes = record.shapes
         for name in sorted({*abstract, *shapes}):
             if name not in shapes or name not in abstract:
                 where = "the checkpoint" if name not in shapes else "this model"
@@ -282,7 +282,7 @@ class Checkpoints:
                 gc.collect()
         if failure:
             raise _Damaged(f"its arrays cannot be read: {failure}")
-        if checksums(arrays) != record["checksums"]:
+        if checksums(arrays) != record.checksums:
             raise _Damaged("its checksum does not match")
         return arrays
 
@@ -301,20 +301,41 @@ class _Damaged(Exception):
     pass
 
 
-def _sealed(record: Mapping[str, Any]) -> dict[str, str]:
-    text = json.dumps(record)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Record:
+    """What a checkpoint says beside its arrays and the version.
+
+    Attributes:
+      identity: of the run.
+      progress: how far training had come.
+      shapes: of the arrays.
+      checksums: of the arrays.
+      score: how good it is, if that was measured.
+    """
+
+    identity: Mapping[str, Any]
+    progress: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    checksums: Mapping[str, int]
+    score: float | None = None
+
+
+def _sealed(record: _Record) -> dict[str, str]:
+    stated = codec.document(record, skip_defaults=True)
+    text = codec.text({"version": VERSION, **stated})
     return {"record": text, "digest": _digest(text)}
 
 
-def _opened(path: epath.Path) -> dict[str, Any]:
+def _opened(path: epath.Path) -> _Record:
     """The record of the checkpoint in a folder. Nothing that it names is run."""
     try:
-        metadata = json.loads((path / _METADATA).read_text())
+        metadata = codec.parse((path / _METADATA).read_text(), finite=False)
         handlers = metadata["item_handlers"].values()
         sealed = metadata["custom_metadata"]
         is_whole = sealed["digest"] == _digest(sealed["record"])
-        record = json.loads(sealed["record"])
-        version = record["version"]
+        # The best score of a training is -inf before its first epoch.
+        stated = codec.parse(sealed["record"], finite=False)
+        version = stated.pop("version")
     except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
         raise _Damaged(f"its record cannot be read: {_first_line(error)}") from None
     # Orbax looks for a handler only among those that it has; it imports none.
@@ -328,7 +349,10 @@ def _opened(path: epath.Path) -> dict[str, Any]:
             f"{path}: a checkpoint of version {version!r}; this release reads version "
             f"{VERSION}"
         )
-    return record
+    try:
+        return codec.read(_Record, stated, "the record")
+    except ValueError as error:
+        raise _Damaged(f"its record cannot be read: {error}") from None
 
 
 def _digest(text: str) -> str:
