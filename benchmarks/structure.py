@@ -42,7 +42,7 @@ _HISTORIES = "SASRec HSTU GRU SequenceModel HistoryModel NextItems SequenceConfi
 _HISTORIES += " SASRecConfig HSTUConfig GRUConfig SequenceDataset ScannedSequences"
 _CLICKS = "DLRM DCN DeepFM WideDeep ClickModel ClickModelConfig DLRMConfig DCNConfig"
 _CLICKS += " DeepFMConfig WideDeepConfig ClickDataset ScannedClicks Clicks"
-KINDS = {
+KINDS: dict[str, str] = {
     **dict.fromkeys(_ITEMS.split(), "items"),
     **dict.fromkeys(_HISTORIES.split(), "histories"),
     **dict.fromkeys(_CLICKS.split(), "clicks"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 from flax import nnx
 
-from sparsejax import codec, whole_files
+from sparsejax import codec
 from sparsejax.cli import flags
 from sparsejax.cli.kind import (
     COLUMNS,
@@ -20,9 +20,10 @@ from sparsejax.cli.kind import (
     Source,
 )
 from sparsejax.cli.reading import meanwhile, validation_share
+from sparsejax.data import writers
 from sparsejax.data.click_schema import ClickSchema, DenseColumn, VocabularyColumn
 from sparsejax.data.click_storage import is_saved
-from sparsejax.data.clicks import ClickDataset, read_clicks
+from sparsejax.data.clicks import ClickDataset, read_clicks, read_unlabelled
 from sparsejax.data.files import shown
 from sparsejax.data.names import as_names
 from sparsejax.data.parquet import first_schema, parquet_files
@@ -178,13 +179,13 @@ class Clicks(Commands):
         return evaluate_clicks(model, reading(), groups=command.groups)
 
     def predict(self, command: flags.Predict, run: Opened) -> None:
-        if command.out.endswith(".parquet"):
-            raise ValueError(
-                f"{command.out}: probabilities are written as .npy, .csv or text"
-            )
-        reading = meanwhile(lambda: _read_like(command.data, run.known))
+        reading = meanwhile(
+            lambda: _read_like(command.data, run.known, read_unlabelled)
+        )
         found = predict_clicks(run.model(), reading())
-        processes.in_first(lambda: _write(command.out, found))
+        processes.in_first(
+            lambda: writers.save_numbers(command.out, "probability", found)
+        )
 
     def report(self, command: flags.Report, run: Opened) -> dict[str, Any]:
         model = run.model()
@@ -264,8 +265,17 @@ def _read(path: str, schema: ClickSchema | None) -> ClickDataset:
     return data
 
 
-def _read_like(path: str, known: ClickDataset | ScannedClicks) -> ClickDataset:
+def _read_like(
+    path: str,
+    known: ClickDataset | ScannedClicks,
+    read: Callable[..., ClickDataset] = read_clicks,
+) -> ClickDataset:
     """Reads examples of the same columns, with the same ids, and prints what was read.
+
+    Args:
+      path: the file.
+      known: whose columns and ids they are.
+      read: reads a file that is no saved data set.
 
     Raises:
       ValueError: a saved data set has other columns or other ids.
@@ -278,7 +288,7 @@ def _read_like(path: str, known: ClickDataset | ScannedClicks) -> ClickDataset:
             text = "has other columns or categories than the data of the model"
             raise ValueError(f"{path}: {text}") from error
     else:
-        data = read_clicks(path, known.schema, vocabulary=dict(known.vocabularies))
+        data = read(path, known.schema, vocabulary=dict(known.vocabularies))
     print(f"{shown(path)}: {data!r}", file=sys.stderr)
     return data
 
@@ -316,17 +326,6 @@ def _known_to_plan(command: flags.Plan) -> Any:
             "--examples, or give the columns hashed ids"
         )
     return ScannedClicks("", schema, {}, 1)
-
-
-def _write(out: str, probabilities: np.ndarray) -> None:
-    if out.endswith(".npy"):
-        with whole_files.whole_file(out) as file:
-            np.save(file, probabilities)
-        return
-    with whole_files.whole_text_file(out) as file:
-        if out.removesuffix(".gz").removesuffix(".xz").endswith(".csv"):
-            file.write("probability\n")
-        file.writelines(f"{p!s}\n" for p in probabilities)
 
 
 COMMANDS: Commands = Clicks()

@@ -9,6 +9,7 @@ import numbers
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np

@@ -46,18 +46,29 @@ class ClickBlock(NamedTuple):
 
 
 def click_blocks(
-    paths: Paths, schema: ClickSchema, names: Sequence[str] | None = None
+    paths: Paths,
+    schema: ClickSchema,
+    names: Sequence[str] | None = None,
+    *,
+    labelled: bool = True,
 ) -> Iterator[ClickBlock]:
     """The columns of the schema, or only some of them, file by file.
+
+    Args:
+      paths: the files.
+      schema: what the columns are.
+      names: of the columns that are read; by default all that the schema uses.
+      labelled: whether the files have labels, which are not read otherwise.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or a line has another number of
         columns.
     """
-    names = schema.used if names is None else names
+    used = schema.used if labelled else schema.used[1:]
+    names = used if names is None else names
     for path in as_paths(paths):
         if not is_parquet(path):
-            yield from _text_blocks(path, schema, names)
+            yield from _text_blocks(path, schema, names, used)
             continue
         files = parquet.parquet_files(path)
         with progress_bar(path, sum(file.size for file in files)) as bar:
@@ -173,9 +184,9 @@ class _TextLayout:
 
 
 def _text_blocks(
-    path: Path, schema: ClickSchema, names: Sequence[str]
+    path: Path, schema: ClickSchema, names: Sequence[str], used: Sequence[str]
 ) -> Iterator[ClickBlock]:
-    layout = _layout(path, schema)
+    layout = _layout(path, schema, used)
     places = {name: layout.columns.index(name) for name in names}
     # Categories repeat, so that a dictionary of a block is smaller than the block.
     encoded = pa.dictionary(pa.int32(), pa.string())
@@ -206,7 +217,8 @@ def _text_blocks(
             yield ClickBlock({n: found[at] for n, at in places.items()}, error, path)
 
 
-def _layout(path: Path, schema: ClickSchema) -> _TextLayout:
+def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> _TextLayout:
+    """How a file is written, which has the columns `used`."""
     lines = head(path)
     first_line = lines.data.decode().lstrip("\n").partition("\n")[0]
     delimiter = schema.delimiter or ("\t" if "\t" in first_line else ",")
@@ -214,15 +226,18 @@ def _layout(path: Path, schema: ClickSchema) -> _TextLayout:
     line, end, cells = next(records)
     cells = [cell.strip() for cell in cells]
     lists: frozenset[int] = frozenset()
-    if (typed := typed_header(cells)) and not set(schema.used) <= set(cells):
+    if (typed := typed_header(cells)) and not set(used) <= set(cells):
         cells = [name for name, _ in typed]
         lists = frozenset(n for n, (_, kind) in enumerate(typed) if kind == "token_seq")
     if schema.columns is not None:
-        names, is_header = schema.columns, tuple(cells) == schema.columns
+        names = schema.columns
+        if schema.label not in used and len(cells) == len(names) - 1:
+            names = tuple(name for name in names if name != schema.label)
+        is_header = tuple(cells) == names
     else:
         names, is_header = tuple(cells), True
         columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
-        _check_names(path, columns, schema.used, line=line)
+        _check_names(path, columns, used, line=line)
     if not is_header:
         return _TextLayout(names, delimiter, line)
     return _TextLayout(names, delimiter, end, lines.text(line, end), lists)

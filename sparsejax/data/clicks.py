@@ -225,7 +225,23 @@ def read_clicks(
       ValueError: the vocabulary lacks a column, or there are more than 2^31 - 1 ids in a
         column of lists.
     """
-    known = known_vocabularies(schema, vocabulary)
+    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=True)
+
+
+def read_unlabelled(
+    path: Paths, schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names]
+) -> ClickDataset:
+    """`read_clicks` of files that need no labels: those of the data set are 0."""
+    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=False)
+
+
+def _read(
+    path: Paths,
+    schema: ClickSchema,
+    known: Mapping[str, Names] | None,
+    *,
+    labelled: bool,
+) -> ClickDataset:
     numbering = {
         name: Numbering(column, None if known is None else known.get(name))
         for name, column in schema.ids.items()
@@ -235,9 +251,10 @@ def read_clicks(
     labels, dense = [], []
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
     lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
-    for block in click_blocks(path, schema):
-        labels.append(labels_of(block, schema.label))
+    for block in click_blocks(path, schema, labelled=labelled):
         dense.append(dense_of(block, schema.dense))
+        none = np.zeros(len(dense[-1]), np.float32)
+        labels.append(labels_of(block, schema.label) if labelled else none)
         for name in schema.ids:
             found = categories_of(block, name)
             lengths[name].append(found.lengths)

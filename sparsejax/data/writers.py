@@ -1,21 +1,25 @@
-"""Writes data sets as text files."""
+"""Writes data sets as text files, and numbers as files of several forms."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from sparsejax.data import SparseDataset
+from sparsejax.data import SparseDataset, arrow, parquet
 from sparsejax.data.lines import ESCAPES
 from sparsejax.data.names import Names, as_names
+from sparsejax.whole_files import whole_file, whole_text_file
 
+_GROUP_ROWS = 2**18
 _ESCAPED = str.maketrans(ESCAPES)
 _ESCAPED_ROW = {char: text for char, text in _ESCAPED.items() if chr(char) not in ",:"}
 
@@ -147,6 +151,40 @@ def _record_writer(
     # The csv module would quote names that contain a quote. In files that are separated by
     # TAB a quote is an ordinary character.
     return lambda records: file.writelines("\t".join(r) + "\n" for r in records)
+
+
+def save_numbers(path: str, name: str, numbers: np.ndarray) -> None:
+    """Writes numbers, whole or not at all, in the form that the file's name asks for.
+
+    ::
+
+        .npy       an array
+        .parquet   a column
+        .csv       a number a line, under the name
+        others     a number a line
+
+    Text is compressed if the name ends in `.gz` or `.xz`.
+
+    Args:
+      path: the file, which is replaced if it exists.
+      name: of the column.
+      numbers: `[n]`.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    match pathlib.Path(path.removesuffix(".gz").removesuffix(".xz")).suffix:
+        case ".npy" if path.endswith(".npy"):
+            with whole_file(path) as file:
+                np.save(file, numbers)
+        case ".parquet" if path.endswith(".parquet"):
+            column = pa.table({name: arrow.from_numbers(numbers)})
+            parquet.write_whole(path, column, group_rows=_GROUP_ROWS)
+        case ending:
+            with whole_text_file(path) as file:
+                if ending == ".csv":
+                    file.write(f"{name}\n")
+                file.writelines(f"{number!s}\n" for number in numbers)
 
 
 def _rows(

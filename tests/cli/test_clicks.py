@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import numpy as np
+import pandas
 import pytest
 import scipy.special
 from run_folders import kill_in_training, parameters
@@ -78,15 +79,38 @@ def test_probabilities(clicks, capsys):
     model, known = sj.load_model(clicks / "run")
     test = sj.read_clicks(clicks / "test.tsv", known.schema, vocabulary=known)
     wanted = sj.predict_clicks(model, test)
-    out = {end: str(clicks / f"out{end}") for end in (".npy", ".csv", ".txt")}
+    ends = (".npy", ".csv", ".txt", ".parquet")
+    out = {end: str(clicks / f"out{end}") for end in ends}
     for path in out.values():
         assert main(["predict", *files(clicks), "--out", path]) == 0
     np.testing.assert_array_equal(np.load(out[".npy"]), wanted)
     text = pathlib.Path(out[".txt"]).read_text()
     assert pathlib.Path(out[".csv"]).read_text() == "probability\n" + text
     np.testing.assert_array_equal(np.array(text.split(), np.float32), wanted)
-    assert main(["predict", *files(clicks), "--out", "out.parquet"]) == 1
-    assert "are written as .npy, .csv or text" in capsys.readouterr().err
+    table = pandas.read_parquet(out[".parquet"])
+    assert [*table.columns] == ["probability"]
+    np.testing.assert_array_equal(table["probability"], wanted)
+
+
+def test_examples_without_labels(clicks, tmp_path):
+    """Who asks for probabilities does not know them. Labels are not read if there are any."""
+    run, out = str(clicks / "run"), tmp_path / "out.npy"
+    table = pandas.read_csv(clicks / "test.tsv", sep="\t").head(50)
+    _, known = sj.load_model(clicks / "run")
+    label, found = known.schema.label, {}
+    unknown = table.assign(**{label: "?"})
+    for name, examples in {
+        "all": table,
+        "none": table.drop(columns=label),
+        "unknown": unknown,
+    }.items():
+        examples.to_csv(path := tmp_path / f"{name}.tsv", sep="\t", index=False)
+        assert main(["predict", run, str(path), "--out", str(out)]) == 0
+        found[name] = np.load(out)
+    assert len(found["all"]) == 50
+    np.testing.assert_array_equal(found["none"], found["all"])
+    np.testing.assert_array_equal(found["unknown"], found["all"])
+    assert main(["evaluate", run, str(tmp_path / "none.tsv")]) == 1
 
 
 def test_export(clicks):
