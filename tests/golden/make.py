@@ -7,6 +7,8 @@ of older files::
 
     PYTHONPATH=. python tests/golden/make.py tests/golden
 
+`documented.txt` are the names in `docs/api/index.md` at that commit.
+
 With an empty folder instead, at two commits on one machine and with one version of JAX, the
 two `expected.json` say whether bits have changed.
 
