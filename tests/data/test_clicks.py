@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.data import click_files, tables
+from sparsejax.data import click_files, clicks, tables
 from sparsejax.data.xxh64 import xxh64
 
 DENSE, IDS = ["I1", "I2"], ["C1", "C2"]
@@ -194,6 +194,42 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
             scanned.read(0, 1)
     again = sj.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
     assert_equal(next(again.chunks()), later, lines)
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "tsv.gz"])
+def test_labels_may_be_missing(tmp_path, form):
+    """With them, their column is not read; files that have no header may lack it."""
+    schema = WITHOUT_HEADER if form == "tsv.gz" else SCHEMA
+    lines = records()
+    write(path := tmp_path / f"train.{form}", lines, form)
+    train = sj.read_clicks(path, schema)
+    write(
+        path, [["?" if form != "parquet" else "0", *cells] for _, *cells in lines], form
+    )
+    found = [clicks.read_unlabelled(path, schema, train)]
+    if form == "parquet":
+        pq.write_table(pq.read_table(path).drop_columns("label"), path)
+    else:
+        text = (
+            gzip.decompress(path.read_bytes()).decode()
+            if form == "tsv.gz"
+            else path.read_text()
+        )
+        delimiter = "\t" if form == "tsv.gz" else ","
+        text = "".join(
+            f"{line.partition(delimiter)[2]}\n" for line in text.splitlines()
+        )
+        path.write_bytes(
+            gzip.compress(text.encode()) if form == "tsv.gz" else text.encode()
+        )
+    found.append(clicks.read_unlabelled(path, schema, train))
+    for each in found:
+        assert not each.labels.any()
+        np.testing.assert_array_equal(each.dense, train.dense)
+        for name, ids in train.ids.items():
+            np.testing.assert_array_equal(each.ids[name], ids)
+    with pytest.raises(sj.DataError, match=r"no column 'label'|expected 5 columns"):
+        sj.read_clicks(path, schema, vocabulary=train)
 
 
 def test_a_header_may_be_there_although_columns_are_named(tmp_path):

@@ -1,7 +1,8 @@
 """Files as an earlier release wrote them, and what it read in them.
 
 `tests/test_golden.py` reads each of them, compares it with `expected.json`, and trains on.
-They were written at 13e5ba8 (2026-11-25). How `run_sasrec` and `run_hstu` go on was
+They were written at 13e5ba8 (2026-11-25), and `run_dlrm` with `schema.json` at ab05a49, as commands did not
+train click models before. How `run_sasrec` and `run_hstu` go on was
 expected anew on 2026-11-26, when dropout drew other bits. Write them anew only if a release drops the reading
 of older files::
 
@@ -41,12 +42,12 @@ from sparsejax.cli.main import main
 USERS, ITEMS, CLICKS = 40, 24, 160
 BEGUN, ENDED = 2, 4  # epochs: of a stored run, and of the run that goes on
 K, SHOWN = 5, 6  # items of a list, and rows whose lists are expected
-QUICK = ["--batch-size", "16", "--decay", "none", "--learning-rate", "0.02", "--k", "5"]
+QUICK = ["--batch-size", "16", "--decay", "none", "--learning-rate", "0.02"]
 QUICK += ["--deterministic", "--no-compilation-cache"]
 NETWORK = ["--hidden", "4", "--linear", "None", "--temperature", "0.2"]
 
 # The runs of `sparsejax train`: the data, and the other flags.
-COMMANDS = {
+RANKING = {
     "run_float32": (
         "items_valued.parquet",
         [*NETWORK, "--optimizer", "adam", "--validation", "0.8"],
@@ -74,6 +75,17 @@ COMMANDS = {
         "histories.parquet",
         ["--config", "gru.json", "--optimizer", "adagrad", "--negatives", "7"],
     ),
+}
+CLICKED = {
+    "run_dlrm": (
+        "clicks_table.parquet",
+        ["--config", "dlrm.json", "--schema", "schema.json", "--validation", "0.8"]
+        + ["--optimizer", "adagrad"],
+    )
+}
+COMMANDS = {
+    **{name: (data, [*more, "--k", "5"]) for name, (data, more) in RANKING.items()},
+    **CLICKED,
 }
 SEQUENCES: dict[str, dict[str, Any]] = {
     "sasrec": {"dropout": 0.2},
@@ -138,6 +150,7 @@ def write(folder: pathlib.Path) -> None:
     os.chdir(folder)  # a run names its data
     here = pathlib.Path()
     write_data(here)
+    pathlib.Path("schema.json").write_text(json.dumps(SCHEMA.to_json(), indent=1))
     for name, config in CONFIGS.items():
         pathlib.Path(name).write_text(json.dumps(config().to_json(), indent=1) + "\n")
     write_plan(here)
@@ -300,7 +313,7 @@ def train(
     lines = re.findall(
         r"^epoch (\d+)/\d+  loss (\S+) (.*)$", said.getvalue(), re.MULTILINE
     )
-    metrics = [re.findall(r"(\w+@\d+) (\S+)", rest) for *_, rest in lines]
+    metrics = [re.findall(r"(\w+@\d+|auc) (\S+)", rest) for *_, rest in lines]
     return [
         {"epoch": int(epoch), "loss": float(loss)} | {n: float(v) for n, v in measured}
         for (epoch, loss, _), measured in zip(lines, metrics, strict=True)
@@ -308,8 +321,14 @@ def train(
 
 
 def read_run(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    """The lists of a run's model."""
+    """The lists of a run's model, or its probabilities of clicks."""
     model, names = sj.load_model(folder / name)
+    if name in CLICKED:
+        table = folder / COMMANDS[name][0]
+        data = sj.read_clicks(table, names.schema, vocabulary=names)
+        scores = sj.predict_clicks(model, data)[: 2 * SHOWN]
+        vocabularies = {n: v.tolist() for n, v in names.vocabularies.items()}
+        return {"clicks": scores.astype(float).tolist(), "vocabulary": vocabularies}
     data = data_of(folder, name)
     return lists(sj.recommend(model, data, k=K)) | {"vocabulary": names.tolist()}
 
