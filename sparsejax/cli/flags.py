@@ -35,8 +35,13 @@ _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
 _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
-# Trained unless --model names another one.
-DEFAULT_MODEL = "autoencoder"
+# The kind of each `--model`. The first is trained unless the flag names another one.
+MODELS = {
+    "autoencoder": "items",
+    **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),
+    **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), "clicks"),
+}
+DEFAULT_MODEL, *_ = MODELS
 # Not called model, which in messages is an axis of the mesh.
 Kind = Annotated[
     Literal[
@@ -45,7 +50,7 @@ Kind = Annotated[
     | None,
     arg(
         name="model",
-        metavar="{autoencoder,sasrec,hstu,gru,dlrm,dcn,deepfm,wide_deep}",
+        metavar=f"{{{','.join(MODELS)}}}",
         help_behavior_hint=f"(default: {DEFAULT_MODEL})",
     ),
 ]

@@ -14,12 +14,6 @@ from sparsejax import codec
 from sparsejax.cli import flags
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 
-# The kind of each `--model`.
-_MODELS = {
-    flags.DEFAULT_MODEL: "items",
-    **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),
-    **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), "clicks"),
-}
 # Which columns of a table of interactions hold what.
 COLUMNS = ("user", "item", "value", "time", "no_value", "no_time", "delimiter")
 # How held-out items count, and which are ranked.
@@ -215,7 +209,7 @@ def commands_of(config: Any) -> Commands:
 
 def commands_for(model: str | None) -> Commands:
     """What the commands do for `--model`."""
-    return called(_MODELS[model or flags.DEFAULT_MODEL])
+    return called(flags.MODELS[model or flags.DEFAULT_MODEL])
 
 
 def config_of(document: object) -> Any:
@@ -228,7 +222,7 @@ def config_of(document: object) -> Any:
     if not isinstance(document, Mapping) or "model" not in document:
         return called("items").read_config(document)
     model = codec.value(str, document["model"], "the model", "model")
-    if model not in _MODELS:
-        known = ", ".join(name for name in _MODELS if name != flags.DEFAULT_MODEL)
+    if model not in flags.MODELS:
+        known = ", ".join(name for name in flags.MODELS if name != flags.DEFAULT_MODEL)
         raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
-    return called(_MODELS[model]).read_config(document)
+    return called(flags.MODELS[model]).read_config(document)

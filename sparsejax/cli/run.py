@@ -25,14 +25,12 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax import codec, optimizers
 from sparsejax.cli.kind import Commands, commands_of, config_of
-from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sequence.config import SequenceConfig
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
@@ -68,7 +66,7 @@ class Run:
       origin: the folder of the run whose model was trained on, as the command named it.
     """
 
-    network: NetworkConfig | SequenceConfig | ClickModelConfig
+    network: NetworkConfig | codec.ModelConfig
     optimizer: optimizers.Rule
     num_features: int
     num_epochs: int

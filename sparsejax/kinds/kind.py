@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from jax.typing import ArrayLike
 
@@ -20,6 +20,17 @@ from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+
+
+@runtime_checkable
+class OfKind(Protocol):
+    """Data whose class says its kind, in memory or on disk. Matrices of items say none.
+
+    `SequenceDataset`, `ClickDataset` and what scans them are such classes.
+    """
+
+    kind: ClassVar[str]
+
 
 # Lest little data be learned by heart.
 _MOST_EPOCHS = 300

@@ -25,7 +25,7 @@ from sparsejax.predictors import archive, earlier, programs
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
-from sparsejax.predictors.signature import Signature
+from sparsejax.predictors.signature import LABEL, Signature
 
 _SETTINGS, _CLICKS = "predictor.json", "clicks.json"
 # For each form what reads its settings, and the part with its names.
@@ -147,6 +147,10 @@ def model_of(
     Raises:
       ValueError: no model of the kind has this signature, or these names.
     """
+    if signature.kind not in _KINDS:
+        raise ValueError(
+            f'{LABEL}: "kind" must be one of {", ".join(_KINDS)}, got {signature.kind!r}'
+        )
     module, name = _KINDS[signature.kind]
     kind = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     return kind.of(signature, vocabularies)

@@ -17,7 +17,6 @@ from sparsejax.data.sources import Features, dense_row
 
 VERSION = 3
 LABEL = "the signature"  # what messages call it
-Kind = Literal["items", "histories", "clicks"]
 Platform = Literal["cpu", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for
 
@@ -144,7 +143,7 @@ class Signature:
       schema: of clicks, what the columns of records are; None if the file does not say.
     """
 
-    kind: Kind
+    kind: str
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
     weights: tuple[Array, ...]

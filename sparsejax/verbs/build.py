@@ -10,8 +10,8 @@ import scipy.sparse
 from flax import nnx
 
 from sparsejax import optimizers
+from sparsejax.codec import ModelConfig
 from sparsejax.data import ScannedDataset
-from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.mesh.promotion import promoting
@@ -42,12 +42,12 @@ def build(
 
 @overload
 def build(
-    config: ClickModelConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+    config: ModelConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
 ) -> tuple[Any, Optimizer]: ...
 
 
 def build(
-    config: NetworkConfig | SequenceConfig | ClickModelConfig,
+    config: NetworkConfig | ModelConfig,
     data: Any,
     rule: Rule | None = None,
     *,

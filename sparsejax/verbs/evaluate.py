@@ -8,25 +8,22 @@ from typing import Literal
 from jax.typing import ArrayLike
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.histories import Unordered
-from sparsejax.data.scan_clicks import ScannedClicks
-from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Source, Sources
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.kinds.clicks.scores import ClickModel
 from sparsejax.kinds.histories.next_items import (
     HistoryModel,
 )
-from sparsejax.kinds.kind import kind_of, refused, used
+from sparsejax.kinds.kind import OfKind, kind_of, refused, used
 from sparsejax.optimizers.optimizer import Optimizer
 
 
 @refused("inputs")
 def evaluate(
     model: Recommender | HistoryModel | ClickModel,
-    inputs: Sources | SequenceDataset | ClickDataset | ScannedClicks,
-    heldout: Source | SequenceDataset | None = None,
+    inputs: Sources | OfKind,
+    heldout: Source | OfKind | None = None,
     *,
     k: int | Sequence[int] = 20,
     fold_in: float | None = None,
@@ -35,7 +32,7 @@ def evaluate(
     exclude: Unordered = "inputs",
     unknown: Literal["miss", "skip"] = "miss",
     unknown_users: Literal["count", "skip"] = "count",
-    candidates: Source | SequenceDataset | None = None,
+    candidates: Source | OfKind | None = None,
     popularity: Unordered = "inputs",
     groups: str | ArrayLike | None = None,
     optimizer: Optimizer | None = None,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.data import SparseDataset
-from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.names import FeatureNames
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.kinds.clicks.scores import ClickModel, Clicks
+from sparsejax.kinds.clicks.scores import ClickModel
 from sparsejax.kinds.histories.next_items import HistoryModel
-from sparsejax.kinds.kind import kind_of_model, refused, used
+from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
 from sparsejax.predictors.files import save_predictor
@@ -33,7 +32,7 @@ def export_predictor(
     path: str | os.PathLike[str],
     *,
     k: int = 10,
-    names: SparseDataset | SequenceDataset | Clicks | Iterable[object] | None = None,
+    names: FeatureNames | OfKind | Iterable[object] | None = None,
     table_dtype: TableDtype | None = None,
     batch_size: int = 512,
 ) -> None:
@@ -94,7 +93,7 @@ def export_predictor(
     options = used(kind, "export_predictor", {"k": k, "table_dtype": table_dtype})
     portable = kind.portable(model, names, **options)
     signature = Signature(
-        kind=cast(Any, kind.name),
+        kind=kind.name,
         **portable.stated,
         weights=tuple(Array.of(weight.like, None) for weight in portable.weights),
         rows=sizes_of_programs(batch_size),

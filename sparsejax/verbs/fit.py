@@ -9,10 +9,6 @@ from typing import Protocol, runtime_checkable
 from jax.typing import ArrayLike
 
 from sparsejax.data import ScannedDataset
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.scan_clicks import ScannedClicks
-from sparsejax.data.scan_sequences import ScannedSequences
-from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Source, Sources
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train import loop
@@ -22,7 +18,7 @@ from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Targets, Trainable
 from sparsejax.kinds.clicks.scores import ClickModel
 from sparsejax.kinds.histories.next_items import HistoryModel
-from sparsejax.kinds.kind import kind_of, refused, used
+from sparsejax.kinds.kind import OfKind, kind_of, refused, used
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -40,12 +36,7 @@ class Fittable(Trainable, Recommender, Protocol):
 def fit(
     model: Fittable | HistoryModel | ClickModel,
     optimizer: Optimizer,
-    inputs: Sources
-    | ScannedDataset
-    | SequenceDataset
-    | ScannedSequences
-    | ClickDataset
-    | ScannedClicks,
+    inputs: Sources | ScannedDataset | OfKind,
     targets: Targets | ScannedDataset = None,
     *,
     weights: ArrayLike | None = None,
@@ -53,7 +44,7 @@ def fit(
     num_epochs: int = 20,
     seed: int = 0,
     shuffle: bool = True,
-    validation: Source | SequenceDataset | ClickDataset | ScannedClicks | None = None,
+    validation: Source | OfKind | None = None,
     k: int | None = None,
     early_stopping: EarlyStopping | None = None,
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,

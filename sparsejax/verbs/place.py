@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from jax.typing import ArrayLike
 
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Sources
 from sparsejax.engine.train.resident import Examples, Targets
 from sparsejax.kinds.histories.next_items import HistoryModel
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import OfKind, kind_of
 
 
 def place(
-    inputs: Sources | SequenceDataset | ClickDataset,
+    inputs: Sources | OfKind,
     targets: Targets = None,
     *,
     weights: ArrayLike | None = None,

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.codec import ModelConfig
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     Footprint,
@@ -32,7 +33,6 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
-from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import MAX_ENTRIES
 
 
@@ -161,7 +161,7 @@ class Plan(Footprint):
 
 
 def plan(
-    network: NetworkConfig | SequenceConfig,
+    network: NetworkConfig | ModelConfig,
     rule: Rule,
     *,
     inputs: int,

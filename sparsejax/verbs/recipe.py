@@ -5,17 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from sparsejax import optimizers
-from sparsejax.data import SequenceDataset, SparseDataset
+from sparsejax.codec import ModelConfig
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
 from sparsejax.optimizers.schedules import Schedule, schedule
-from sparsejax.sequence.config import SequenceConfig
 
 # Chosen on held-out training entries of six data sets: docs/choosing.md.
 LEARNING_RATE = 2e-3
+
+
+class HasExamples(Protocol):
+    """Data that says how many examples of it there are to train on."""
+
+    @property
+    def num_examples(self) -> int:
+        """Its rows; of histories those with two entries or more."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +70,8 @@ def learning_rate(
 
 
 def recipe(
-    config: NetworkConfig | SequenceConfig,
-    data: SparseDataset | SequenceDataset | int,
+    config: NetworkConfig | ModelConfig,
+    data: HasExamples | int,
     *,
     batch_size: int | None = None,
     num_epochs: int | None = None,

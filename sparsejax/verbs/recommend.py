@@ -8,7 +8,6 @@ import numpy as np
 
 from sparsejax.data.batching import rows_in_a_batch
 from sparsejax.data.histories import Unordered
-from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import (
     NamedCSR,
     Source,
@@ -24,7 +23,7 @@ from sparsejax.engine.rank.recommender import Recommender, recommended, split
 from sparsejax.kinds.histories.next_items import (
     HistoryModel,
 )
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import OfKind, kind_of
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
@@ -34,7 +33,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 @using_auto_axes()
 def recommend(
     model: Recommender | HistoryModel,
-    inputs: Sources | SequenceDataset,
+    inputs: Sources | OfKind,
     k: int = 10,
     *,
     exclude: Unordered = None,

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data import SparseDataset
 from sparsejax.data.batching import Shown, rows_in_a_batch, taken
 from sparsejax.data.names import (
     FeatureNames,
@@ -26,7 +25,6 @@ from sparsejax.data.names import (
     quoted,
     to_arrow,
 )
-from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommendations import Recommendations
@@ -132,7 +130,7 @@ def similar_items(
     items: Sequence[int] | Sequence[str] | np.ndarray,
     k: int = 10,
     *,
-    names: SparseDataset | SequenceDataset | Iterable[object] | None = None,
+    names: FeatureNames | Iterable[object] | None = None,
 ) -> Recommendations:
     """The `k` items whose vectors have the largest cosine with each given item's.
 
