@@ -17,6 +17,7 @@ from sparsejax.cli.kind import (
     COUNTING,
     Commands,
     Opened,
+    Range,
     Source,
 )
 from sparsejax.cli.reading import meanwhile, validation_share
@@ -50,6 +51,7 @@ class Clicks(Commands):
     """The commands of a `ClickModelConfig`."""
 
     name = "clicks"
+    tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {"dim": (4, 8, 16, 32, 64)}
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "train": ("origin", "format", "k", "negatives", "fused", *COLUMNS[:-1]),
         "tune": ("format", "k", *COLUMNS[:-1]),

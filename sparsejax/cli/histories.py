@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsejax.cli import flags, interactions
-from sparsejax.cli.kind import CLICKS, Commands, Opened, Source
+from sparsejax.cli.kind import CLICKS, TEMPERATURES, Commands, Opened, Range, Source
 from sparsejax.cli.reading import (
     fingerprint_of_heldout,
     meanwhile,
@@ -32,6 +32,11 @@ class Histories(interactions.Interactions):
     """The commands of a `SequenceConfig`."""
 
     name = "histories"
+    tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {
+        "width": (32, 64, 128, 256, 512),
+        "dropout": Range(0.0, 0.7),
+        "temperature": TEMPERATURES,
+    }
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "train": CLICKS,
         "plan": ("examples", *CLICKS),

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsejax.baselines.models import BASELINES
 from sparsejax.cli import flags, interactions
-from sparsejax.cli.kind import CLICKS, Opened, Source
+from sparsejax.cli.kind import CLICKS, TEMPERATURES, Opened, Range, Source
 from sparsejax.cli.reading import (
     fingerprint_of_heldout,
     meanwhile,
@@ -35,6 +35,11 @@ class Items(interactions.Interactions):
     """The commands of a `NetworkConfig`."""
 
     name = "items"
+    tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {
+        "hidden": (64, 128, 256, 512, 1024),
+        "temperature": TEMPERATURES,
+        "corruption": Range(0.0, 0.8),
+    }
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "train": ("negatives", *CLICKS),
         "plan": ("negatives", "examples", *CLICKS),

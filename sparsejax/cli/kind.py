@@ -8,7 +8,7 @@ import functools
 import importlib
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from sparsejax import codec
 from sparsejax.cli import flags
@@ -50,6 +50,24 @@ class Source:
     split: str | None = None
 
 
+class Range(NamedTuple):
+    """Numbers that `tune` draws from.
+
+    Attributes:
+      low: the least.
+      high: the largest.
+      log: whether the logarithm is drawn evenly.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+
+# Of models whose scores are cosines.
+TEMPERATURES = Range(0.03, 1.0, log=True)
+
+
 class Commands(abc.ABC):
     """What the commands do for a kind of models.
 
@@ -57,11 +75,13 @@ class Commands(abc.ABC):
       name: of the kind.
       unused: by command the fields of its flags that the kind has no use for.
       held_out: what `tune` holds out of the data by default.
+      tuned: what `tune` draws: one of some sizes, or of a range.
     """
 
     name: ClassVar[str]
     unused: ClassVar[Mapping[str, Collection[str]]] = {}
     held_out: ClassVar[str] = ".1"
+    tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {}
 
     @property
     def kind(self) -> Kind:
@@ -131,7 +151,7 @@ class Commands(abc.ABC):
 
     @abc.abstractmethod
     def start(self, command: flags.Tune) -> dict[str, Any]:
-        """What `tune` tunes of the model, and its values in the first trial."""
+        """Which of `tuned` the model has, and their values in the first trial."""
 
     def with_flags(self, command: flags.Tune, chosen: Mapping[str, Any]) -> Any:
         """The flags of the network for some choice of what is tuned."""

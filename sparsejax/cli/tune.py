@@ -29,7 +29,7 @@ import numpy as np
 from sparsejax import codec
 from sparsejax.cli import flags, run
 from sparsejax.cli import train as training
-from sparsejax.cli.kind import Source, commands_for
+from sparsejax.cli.kind import Range, Source, commands_for
 from sparsejax.data.files import shown
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
@@ -37,17 +37,7 @@ from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 _TRIALS, _NETWORK = "trials.log", "network.json"
-_SIZES = {
-    "hidden": (64, 128, 256, 512, 1024),
-    "width": (32, 64, 128, 256, 512),
-    "dim": (4, 8, 16, 32, 64),
-}
-_RANGES = {  # the last is whether the logarithm is drawn evenly
-    "temperature": (0.03, 1.0, True),
-    "corruption": (0.0, 0.8, False),
-    "dropout": (0.0, 0.7, False),
-    "learning_rate": (2e-4, 1e-2, True),
-}
+_LEARNING_RATES = Range(2e-4, 1e-2, log=True)
 # Trials that are not pruned, and that are drawn without a look at those before.
 _FIRST_TRIALS = 5
 # Epochs before which no trial is pruned.
@@ -208,15 +198,15 @@ def _start(command: flags.Tune) -> dict[str, Any]:
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
     """What the trial draws for each of the settings in `_start`."""
-    chosen = {}
+    chosen, tuned = {}, commands_for(command.kind).tuned
     for name, start in _start(command).items():
-        if name in _SIZES:
-            sizes = sorted({*_SIZES[name], start})
+        choices = tuned.get(name, _LEARNING_RATES)
+        if not isinstance(choices, Range):
+            sizes = sorted({*choices, start})
             chosen[name] = trial.suggest_categorical(name, sizes)
             continue
-        low, high, log = _RANGES[name]
-        low, high = min(low, start), max(high, start)
-        drawn = trial.suggest_float(name, low, high, log=log)
+        low, high = min(choices.low, start), max(choices.high, start)
+        drawn = trial.suggest_float(name, low, high, log=choices.log)
         chosen[name] = start if drawn == start else _short(drawn)
     return chosen
 
