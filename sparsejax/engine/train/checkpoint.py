@@ -449,6 +449,8 @@ def _arrays(state) -> dict[str, Any]:
 
 def _plain(leaf):
     if isinstance(leaf, jax.ShapeDtypeStruct):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
         shape = jax.eval_shape(_plain, leaf)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=leaf.sharding)
     leaf = jnp.asarray(leaf)
