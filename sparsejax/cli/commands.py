@@ -57,8 +57,11 @@ def _commands(command: Any, opened: run.Folder) -> Commands:
 
 def export(command: flags.Export) -> None:
     """`sparsejax export`."""
+    from sparsejax.predictors.files import load_predictor
     from sparsejax.verbs.export import export_predictor
 
+    if command.compile and not command.compilation.compilation_cache:
+        raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
     opened = run.Folder.of(command.run)
     commands = _commands(command, opened)
     whole_files.check_writable(command.out)
@@ -77,6 +80,8 @@ def export(command: flags.Export) -> None:
         **used(commands.kind, "export_predictor", {"k": command.k}),
     )
     print(f"the predictor is in {command.out}", file=sys.stderr)
+    if command.compile:
+        load_predictor(command.out).warm_up(rows=command.batch_size)
 
 
 def convert(command: flags.Convert) -> None:

@@ -506,6 +506,8 @@ class Export(OfKinds):
       out: File to write. An existing file is replaced.
       k: Largest number of items that the predictor recommends to a row.
       batch_size: Largest number of rows that the predictor scores at a time.
+      compile: Also compile its programs for the device here, up to 256 items a row, and keep
+        them for the processes that load it.
       compilation: How programs for the device are compiled.
     """
 
@@ -513,6 +515,7 @@ class Export(OfKinds):
     out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
     k: int = 10
     batch_size: int = 512
+    compile: bool = False
     compilation: Compilation = Compilation()
 
 

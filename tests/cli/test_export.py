@@ -1,9 +1,12 @@
 """`sparsejax export`."""
 
+from collections import Counter
+
+import jax
 import pytest
 
 import sparsejax as sj
-from sparsejax.cli import run
+from sparsejax.cli import compilation_cache, run
 from sparsejax.cli.main import main
 
 
@@ -23,3 +26,29 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert predictor.recommend_names(history, exclude_seen=False) == expected
     assert main(["export", board.run, str(tmp_path / "no" / "file")]) == 1
     assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("symbolic_sizes", "no_kept_programs")
+def test_programs_are_compiled_for_those_who_load_it(
+    board, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, counts = tmp_path / "model.predictor", Counter()
+
+    def note(event: str, **_: str | int) -> None:
+        counts[event.rpartition("/")[2]] += 1
+
+    argv = ["export", board.run, str(path), "--k", "4", "--batch-size", "8"]
+    assert main([*argv, "--compile", "--no-compilation-cache"]) == 1
+    assert "--compile keeps programs" in capsys.readouterr().err
+    assert main([*argv, "--compile"]) == 0
+    jax.clear_caches()
+    jax.monitoring.register_event_listener(note)
+    try:
+        with compilation_cache.programs_kept(since=0.0):
+            predictor = sj.load_predictor(path)
+            for rows in 1, 8:
+                predictor.recommend(board.train.to_scipy()[:rows])
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+    assert counts["cache_hits"] >= 2 and not counts["cache_misses"]
