@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -181,9 +181,7 @@ class Clicks(Commands):
         return evaluate_clicks(model, reading(), groups=command.groups)
 
     def predict(self, command: flags.Predict, run: Opened) -> None:
-        reading = meanwhile(
-            lambda: _read_like(command.data, run.known, read_unlabelled)
-        )
+        reading = meanwhile(lambda: _read_like(command.data, run.known, labelled=False))
         found = predict_clicks(run.model(), reading())
         processes.in_first(
             lambda: writers.save_numbers(command.out, "probability", found)
@@ -270,14 +268,15 @@ def _read(path: str, schema: ClickSchema | None) -> ClickDataset:
 def _read_like(
     path: str,
     known: ClickDataset | ScannedClicks,
-    read: Callable[..., ClickDataset] = read_clicks,
+    *,
+    labelled: bool = True,
 ) -> ClickDataset:
     """Reads examples of the same columns, with the same ids, and prints what was read.
 
     Args:
       path: the file.
       known: whose columns and ids they are.
-      read: reads a file that is no saved data set.
+      labelled: whether labels are read.
 
     Raises:
       ValueError: a saved data set has other columns or other ids.
@@ -290,8 +289,10 @@ def _read_like(
             text = "has other columns or categories than the data of the model"
             raise ValueError(f"{path}: {text}") from error
     else:
+        read = read_clicks if labelled else read_unlabelled
         data = read(path, known.schema, vocabulary=dict(known.vocabularies))
-    print(f"{shown(path)}: {data!r}", file=sys.stderr)
+    said = repr(data) if labelled else f"{data.num_rows:,} examples"
+    print(f"{shown(path)}: {said}", file=sys.stderr)
     return data
 
 

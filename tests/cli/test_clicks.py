@@ -92,7 +92,7 @@ def test_probabilities(clicks, capsys):
     np.testing.assert_array_equal(table["probability"], wanted)
 
 
-def test_examples_without_labels(clicks, tmp_path):
+def test_examples_without_labels(clicks, tmp_path, capsys):
     """Who asks for probabilities does not know them. Labels are not read if there are any."""
     run, out = str(clicks / "run"), tmp_path / "out.npy"
     table = pandas.read_csv(clicks / "test.tsv", sep="\t").head(50)
@@ -108,6 +108,8 @@ def test_examples_without_labels(clicks, tmp_path):
         assert main(["predict", run, str(path), "--out", str(out)]) == 0
         found[name] = np.load(out)
     assert len(found["all"]) == 50
+    said = capsys.readouterr().err
+    assert "none.tsv: 50 examples\n" in said and "% clicks" not in said
     np.testing.assert_array_equal(found["none"], found["all"])
     np.testing.assert_array_equal(found["unknown"], found["all"])
     assert main(["evaluate", run, str(tmp_path / "none.tsv")]) == 1
