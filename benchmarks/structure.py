@@ -15,7 +15,8 @@ another room than before, in the order of calls. A *return* is a stop on a highe
 the one before. A *climb* is a call that leads to a higher floor than its caller's, so that who
 reads the caller has to look above. A *callback* leads there, too, but the caller was handed the
 function: a decorator by its `@`, or the loss that a gradient is taken of by a room that waits
-for the result. Who reads has just been there.
+for the result. Who reads has just been there. What Python or JAX calls to make, hash or compare
+a value is neither.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ast
 import collections
 import dataclasses
 import importlib
+import inspect
 import itertools
 import json
 import pathlib
@@ -54,6 +56,7 @@ WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
 PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8
 _JSON = {"json.loads", "json.dumps", "json.load", "json.dump"}
+_OF_VALUES = {"__init__", "__post_init__", "__hash__", "__eq__"}
 _FIRST_OPERATIONS = {"gather_matmul", "history_attention"}
 
 
@@ -216,7 +219,7 @@ def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
             caller = caller.f_back
         if caller is not None:
             above = caller.f_globals["__name__"]
-            if floor[_wing(name)] > floor[_wing(above)]:
+            if floor[_wing(name)] > floor[_wing(above)] and code not in _OF_VALUES:
                 found = callbacks if _is_handed(frame, caller) else climbs
                 found.append(f"{above} -> {name}.{code}")
         entered.append(name)
@@ -252,11 +255,13 @@ def way(call: Any, floor: dict[str, int]) -> dict[str, Any]:
 def _is_handed(frame: FrameType, caller: FrameType) -> bool:
     """Whether the function of a frame was handed to its caller.
 
-    The caller has it in a variable, as the wrapper of a decorator; or the room that defines
-    it has called the caller, and waits.
+    The caller has it in a variable or an attribute, as the wrapper of a decorator; or the
+    room that defines it has called the caller, and waits.
     """
-    for held in caller.f_locals.values():
-        if getattr(held, "__code__", None) is frame.f_code:
+    held = [*caller.f_locals.values()]
+    held += getattr(caller.f_locals.get("self"), "__dict__", {}).values()
+    for value in filter(callable, held):
+        if getattr(inspect.unwrap(value), "__code__", None) is frame.f_code:
             return True
     room, waiting = frame.f_globals.get("__name__"), caller.f_back
     while waiting is not None:
