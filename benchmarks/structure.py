@@ -25,6 +25,7 @@ import argparse
 import ast
 import collections
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -34,7 +35,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -57,7 +58,7 @@ PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8
 _JSON = {"json.loads", "json.dumps", "json.load", "json.dump"}
 _OF_VALUES = {"__init__", "__post_init__", "__hash__", "__eq__"}
-_FIRST_OPERATIONS = {"gather_matmul", "history_attention"}
+_FIRST_OPERATIONS = {"gather_matmul", "gather_sum", "history_attention"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,32 +273,56 @@ def _is_handed(frame: FrameType, caller: FrameType) -> bool:
 
 
 def ways(floor: dict[str, int]) -> dict[str, Any]:
-    """The ways of `fit`, `evaluate` and `recommend` of items, on a small data set."""
+    """The ways of `fit`, `evaluate` and `recommend` of items, and of `fit` of other kinds."""
     import numpy as np
     import scipy.sparse
     from flax import nnx
 
     import sparsejax as sj
 
-    def data(rows: int) -> sj.SparseDataset:
+    def items(rows: int) -> sj.SparseDataset:
         held = np.random.default_rng(rows).random((rows, 30)) < 0.3
         return sj.SparseDataset.from_scipy(scipy.sparse.csr_array(held))
 
+    def histories(rows: int) -> sj.SequenceDataset:
+        named: Any = [[f"{n}" for n in range(count)] for count in (rows, 30)]
+        drawn = np.random.default_rng(rows).integers(0, 30, 5 * rows)
+        return sj.SequenceDataset(np.arange(0, 5 * rows + 1, 5), drawn, *named)
+
+    schema = sj.ClickSchema("click", ids={"user": sj.HashedColumn(30)})
+
+    def clicks(rows: int) -> sj.ClickDataset:
+        drawn = np.random.default_rng(rows).integers(0, 30, rows).astype(np.int32)
+        labels = (drawn % 2).astype(np.float32)
+        dense = np.zeros((rows, 0), np.float32)
+        return sj.ClickDataset(labels, dense, {"user": drawn}, schema, {})
+
     config = sj.NetworkConfig.autoencoder((4,))
     model = sj.FeedForward(config, inputs=30, outputs=30, rngs=nnx.Rngs(0))
-    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    ordered = sj.SASRec(sj.SASRecConfig(width=8, blocks=1), items=30, rngs=nnx.Rngs(0))
+    clicked = sj.WideDeep(
+        sj.WideDeepConfig(dim=4), num_dense=0, features={"user": 30}, rngs=nnx.Rngs(0)
+    )
+
+    def fit(model: Any) -> Callable[[Any, int], Any]:
+        optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+        return lambda d, n: sj.fit(model, optimizer, d, batch_size=n, num_epochs=1)
+
     calls = {
-        "fit": lambda d, n: sj.fit(model, optimizer, d, batch_size=n, num_epochs=1),
-        "evaluate": lambda d, n: sj.evaluate(
-            model, d, d, k=3, exclude=None, batch_size=n
+        "fit": (items, fit(model)),
+        "fit of histories": (histories, fit(ordered)),
+        "fit of clicks": (clicks, fit(clicked)),
+        "evaluate": (
+            items,
+            lambda d, n: sj.evaluate(model, d, d, k=3, exclude=None, batch_size=n),
         ),
-        "recommend": lambda d, n: sj.recommend(model, d, k=3, batch_size=n),
+        "recommend": (items, lambda d, n: sj.recommend(model, d, k=3, batch_size=n)),
     }
     found = {}
-    for name, call in calls.items():
+    for name, (data, call) in calls.items():
         call(data(20), 8)  # imports what it uses
-        # Of another size, so that its program is traced.
-        found[name] = way(lambda call=call: call(data(52), 16), floor)
+        other = data(52)  # of another size, so that its program is traced
+        found[name] = way(functools.partial(call, other, 16), floor)
     return found
 
 
