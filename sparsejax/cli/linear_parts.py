@@ -54,7 +54,7 @@ def linear_part(
     matrix = matrix_of(data)
     if not keep or jax.process_count() > 1:
         return closed_form.closed_form(matrix, config)
-    path = folder() / f"{_key(fingerprint, matrix.shape, config)}.npz"
+    path = _path(fingerprint, matrix.shape, config)
     if (found := _read(path)) is not None:
         return found
     computed = closed_form.closed_form(matrix, config)
@@ -69,8 +69,19 @@ def linear_part(
     return computed
 
 
-def _key(fingerprint: str, shape: tuple[int, ...], config: LinearConfig) -> str:
-    """The name of all that decides the bits."""
+def is_kept(data: Any, config: LinearConfig, *, fingerprint: str) -> bool:
+    """Whether a command before has kept what `linear_part` gives.
+
+    Raises:
+      NotImplementedError: the data is scanned.
+    """
+    return _path(fingerprint, matrix_of(data).shape, config).exists()
+
+
+def _path(
+    fingerprint: str, shape: tuple[int, ...], config: LinearConfig
+) -> pathlib.Path:
+    """Where it is kept: a name for all that decides the bits."""
     modules = sparsejax, jax, np, scipy
     parts = [
         fingerprint,
@@ -81,7 +92,7 @@ def _key(fingerprint: str, shape: tuple[int, ...], config: LinearConfig) -> str:
     ]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
     digest.update(pathlib.Path(closed_form.__file__).read_bytes())
-    return digest.hexdigest()
+    return folder() / f"{digest.hexdigest()}.npz"
 
 
 def _read(path: pathlib.Path) -> Arrays | None:

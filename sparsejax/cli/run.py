@@ -15,11 +15,10 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -88,22 +87,18 @@ class Run:
         """What commands do for the kind of the model."""
         return commands_of(self.network)
 
-    def build(
-        self, known: Any, linear_part: Callable[[], Sequence[np.ndarray]] | None = None
-    ) -> tuple[Any, Optimizer]:
+    def build(self, known: Any) -> tuple[Any, Optimizer]:
         """A new model and its optimizer, placed on the mesh if one is set.
+
+        The arrays of a linear part are 0.
 
         Args:
           known: see `load_run`.
-          linear_part: what `closed_form` computes from the data, if the network has a
-            linear part. None leaves its arrays 0, for a caller who restores a checkpoint.
 
         Raises:
           ValueError: no such network can be built.
         """
         modules = new_modules(self._maker(known), self.optimizer, seed=self.seed)
-        if linear_part is not None:
-            modules[0].output.linear.set_to(*linear_part())
         _put_where_restored(modules)
         return modules
 

@@ -17,13 +17,14 @@ from sparsejax.cli import flags, kind, linear_parts, printing, run
 from sparsejax.cli.kind import Commands, Source, commands_for, commands_of
 from sparsejax.cli.reading import meanwhile
 from sparsejax.data.files import shown
-from sparsejax.engine.train.dispatch import check_seed
+from sparsejax.engine.train.dispatch import Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.kind import Defaults, kind_of, used
-from sparsejax.mesh import processes
+from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.verbs import plan as planning
 from sparsejax.verbs.fit import fit
+from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import (
     LEARNING_RATE,
     learning_rate,
@@ -52,9 +53,11 @@ def train(command: flags.Train) -> None:
     if command.origin is None or restored:
         keeps = command.compilation.compilation_cache
         linear_part = None if restored else linear_part_of(settings, source, keep=keeps)
-        if linear_part is not None:  # computed while the first program is compiled
-            linear_part = meanwhile(linear_part)
-        model, optimizer = settings.build(source.known, linear_part)
+        computed = None if linear_part is None else meanwhile(linear_part)
+        model, optimizer = settings.build(source.known)
+        if computed is not None:
+            _compile_meanwhile(command, settings, source, model, optimizer)
+            model.output.linear.set_to(*computed())
     else:
         model, optimizer = _continued(command, settings, source)
     cutoff = {"k": None if source.heldout is None else command.k}
@@ -227,6 +230,34 @@ def linear_part_of(
         fingerprint=settings.data_fingerprint,
         keep=keep,
     )
+
+
+def _compile_meanwhile(
+    command: flags.Train,
+    settings: run.Run,
+    source: Source,
+    model: Any,
+    optimizer: Optimizer,
+) -> None:
+    """Compiles the training program while the linear part is computed.
+
+    Its numbers make no difference to the program.
+    """
+    linear: Any = getattr(settings.network, "linear", None)
+    if not kept_programs.are_kept() or linear_parts.is_kept(
+        source.data, linear, fingerprint=settings.data_fingerprint
+    ):
+        return
+    epochs = Epochs(
+        place(source.data),
+        batch_size=settings.batch_size,
+        num_epochs=settings.num_epochs,
+        seed=settings.seed,
+    )
+    program = Program(
+        model, optimizer, fused=command.fused, deterministic=command.deterministic
+    )
+    program.prepare(next(epochs.dispatches(0)))
 
 
 def _continued(

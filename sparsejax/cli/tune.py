@@ -285,7 +285,9 @@ def _trained(
 
     pruned = optuna.trial.TrialState.PRUNED
     try:
-        model, optimizer = settings.build(source.known, linear_part)
+        model, optimizer = settings.build(source.known)
+        if linear_part is not None:
+            model.output.linear.set_to(*linear_part())
         fit(
             model,
             optimizer,

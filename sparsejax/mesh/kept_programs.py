@@ -44,11 +44,15 @@ _SUFFIX = ".program"
 _SEAL = 16  # bytes at the beginning of a file
 _OURS = sparsejax, pallas_kernels
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"
-_OF_CUDA = "jax-cuda", "nvidia-"
+_OF_CUDA = "jax_cuda", "nvidia_"
 # Whose functions and classes arguments may name: sources and versions say what these are.
 _KNOWN = {"pallas_kernels", "sparsejax", *_PACKAGES, *sys.stdlib_module_names}
 # Settings of JAX that say where programs are kept, not which they are.
-_PLACES = "jax_compilation_cache_", "jax_persistent_cache_"
+_PLACES = (
+    "jax_compilation_cache_",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_",
+)
 _VARIABLES = "JAX_", "LIBTPU_", "TF_", "XLA_"  # of the environment
 
 _folder: _Folder | None = None
@@ -79,6 +83,11 @@ def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
         yield
     finally:
         _folder = before
+
+
+def are_kept() -> bool:
+    """Whether this is within `kept_in`."""
+    return _folder is not None
 
 
 class Keepable:
@@ -115,6 +124,11 @@ class Keepable:
             return self.program(*arguments, **named)
         return _folder.run(self, self.signature.bind(*arguments, **named))
 
+    def prepare(self, *arguments: Any, **named: Any) -> None:
+        """Compiles the program for some arguments, if programs are kept; runs nothing."""
+        if _folder is not None:
+            _folder.prepare(self, self.signature.bind(*arguments, **named))
+
 
 class _Types(NamedTuple):
     """What a program is compiled for.
@@ -144,8 +158,32 @@ class _Folder:
 
     def run(self, keepable: Keepable, bound: inspect.BoundArguments) -> Any:
         """Calls the program for some arguments."""
+        types, by_place, by_name = self._taken_apart(keepable, bound)
+        if types is None:
+            return keepable.program(*bound.args, **bound.kwargs)
+        program = self._loaded.get((keepable, types))
+        if program is None:
+            program = self._found(keepable, types, bound)
+            self._loaded[keepable, types] = program
+        if program is keepable.program:
+            return program(*bound.args, **bound.kwargs)
+        return program(*by_place, **by_name)
+
+    def prepare(self, keepable: Keepable, bound: inspect.BoundArguments) -> None:
+        """Makes the program for some arguments ready."""
+        types, _, _ = self._taken_apart(keepable, bound)
+        if types is not None and (keepable, types) not in self._loaded:
+            self._loaded[keepable, types] = self._found(keepable, types, bound)
+
+    def _taken_apart(
+        self, keepable: Keepable, bound: inspect.BoundArguments
+    ) -> tuple[_Types | None, list[Any], dict[str, Any]]:
+        """What a program is compiled for, and the arguments that it takes by place and by
+        name. No types if it is part of another program."""
         bound.apply_defaults()
-        static, by_place, by_name = [], [], {}
+        static: list[tuple[type, Any]] = []
+        by_place: list[Any] = []
+        by_name: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             kind = keepable.signature.parameters[name].kind
             if name in keepable.static:
@@ -156,7 +194,7 @@ class _Folder:
                 by_place.append(value)
         leaves, tree = jax.tree.flatten((tuple(by_place), by_name))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return keepable.program(*bound.args, **bound.kwargs)
+            return None, by_place, by_name
         types = _Types(
             tuple(static),
             tree,
@@ -164,13 +202,7 @@ class _Folder:
             None if jax.sharding.get_abstract_mesh().empty else jax.sharding.get_mesh(),
             tuple(jax.config.values.values()),
         )
-        program = self._loaded.get((keepable, types))
-        if program is None:
-            program = self._found(keepable, types, bound)
-            self._loaded[keepable, types] = program
-        if program is keepable.program:
-            return program(*bound.args, **bound.kwargs)
-        return program(*by_place, **by_name)
+        return types, by_place, by_name
 
     def _found(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
@@ -260,21 +292,16 @@ def _packages(since: float) -> tuple[Any, ...]:
     Raises:
       _UnknownError: a source was changed after `since`.
     """
-    names = list(_PACKAGES)
-    if jax.default_backend() == "gpu":
-        names += _packages_of_cuda()
+    # The names of these folders have versions. To read what is in them takes a tenth of a
+    # second.
+    beside = pathlib.Path(jax.__file__).parents[1].glob("*.dist-info")
     return (
         [sources(pathlib.Path(*each.__path__), since) for each in _OURS],
-        [(name, importlib.metadata.version(name)) for name in names],
+        [(name, importlib.metadata.version(name)) for name in _PACKAGES],
+        sorted(each.name for each in beside if each.name.startswith(_OF_CUDA)),
         sys.version,
         platform.machine(),
     )
-
-
-def _packages_of_cuda() -> list[str]:
-    """What compiles programs of a GPU or runs in them, as far as it is a package."""
-    names = (each.metadata["Name"] for each in importlib.metadata.distributions())
-    return sorted({name for name in names if name.startswith(_OF_CUDA)})
 
 
 def sources(folder: pathlib.Path, since: float) -> str:

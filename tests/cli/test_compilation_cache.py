@@ -5,6 +5,7 @@ import pathlib
 import resource
 import subprocess
 import sys
+import threading
 from collections import Counter
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from sparsejax.cli import compilation_cache
 from sparsejax.cli.main import main
+from sparsejax.nn import closed_form
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +114,26 @@ def test_ready_programs_are_not_traced(small, tmp_path, capsys):
         assert names <= traced
         assert results("second") == found
         assert not names & traced
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_training_is_compiled_while_a_linear_part_is_computed(small, monkeypatch):
+    small[small.index("--linear") + 1] = "3"
+    compute, compiled = closed_form.closed_form, threading.Event()
+
+    def note(event: str, duration_secs: float, **more: str | int) -> None:
+        if "backend_compile" in event and more["fun_name"] == "jit(run_steps)":
+            compiled.set()
+
+    def last(*arguments):
+        assert compiled.wait(timeout=100)
+        return compute(*arguments)
+
+    monkeypatch.setattr(closed_form, "closed_form", last)
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        assert main(small) == 0
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
 

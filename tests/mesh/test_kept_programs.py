@@ -86,6 +86,21 @@ def test_a_program_is_found_without_being_traced(run, tmp_path):
     assert jax.config.jax_enable_compilation_cache
 
 
+def test_a_program_is_prepared_and_not_run(tmp_path, known, no_kept_programs):
+    program = Keepable(plus, static_argnames="how", donate_argnames="y")
+    program.prepare(*given())  # nothing is kept here
+    assert not TRACED and not files(tmp_path)
+    with kept_in(tmp_path, since=time.time()):
+        arguments = given()
+        program.prepare(*arguments, how=2)
+        assert TRACED and not arguments[1].is_deleted() and len(files(tmp_path)) == 1
+        forget()
+        found = program(*arguments, how=2)
+    assert not TRACED and same(
+        found, jax.jit(plus, static_argnames="how")(*given(), how=2)
+    )
+
+
 def test_outside_nothing_is_kept(tmp_path, known):
     assert same(Keepable(plus)(*given()), jax.jit(plus)(*given()))
     assert not files(tmp_path)

@@ -341,20 +341,29 @@ class Program[Model: nnx.Module | Trainable]:
         dispatch.data.roles.check(self.modules[0])
 
         def program(arrays):
-            state, losses = self._run_steps(
-                self._how,
-                jax.tree.unflatten(self._flat.structure, arrays),
-                dispatch.data,
-                dispatch.rows,
-                dispatch.first,
-                dispatch.count,
-                dispatch.sizes,
-            )
+            state, losses = self._run_steps(*self._arguments(dispatch, arrays))
             return jax.tree.leaves(state), losses
 
         losses = self._flat.run(program)
         # Cut now: after the next launch, it would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
+
+    def prepare(self, dispatch: Dispatch) -> None:
+        """Compiles the program of a dispatch, if a command keeps programs."""
+        arrays = [variable.get_raw_value() for variable in self.variables]
+        self._run_steps.prepare(*self._arguments(dispatch, arrays))
+
+    def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of `run_steps`."""
+        return (
+            self._how,
+            jax.tree.unflatten(self._flat.structure, arrays),
+            dispatch.data,
+            dispatch.rows,
+            dispatch.first,
+            dispatch.count,
+            dispatch.sizes,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
