@@ -6,7 +6,8 @@
 `lowered` lowers a step for CUDA, and fails if it has more kernels, sorts or collectives with
 more tables. `traffic` compiles a step for 8 CPU devices, adds up what its collectives send, and
 fails if that is not within 10 % of what `sparsejax.mesh.exchange.bytes_sent` predicts. It
-counts a step in which all ids have places. `embedding_times.py` has times.
+counts a step in which all ids have places. With a law of the ids, rows cross once for each
+distinct id. `embedding_times.py` has times.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 from report import table
 
 import sparsejax as sj
+from sparsejax.embeddings.placement import Distinct
+from sparsejax.embeddings.planner import distinct_ids
 from sparsejax.mesh.exchange import bytes_sent
 
 _TABLES = 1, 26, 260
@@ -142,19 +145,29 @@ def traffic() -> list[str]:
     """A table of the bytes that a device sends in a step, counted and predicted."""
     rows, tables, batch = [], 26, 4096
     cases = [
-        ((1, 8), 16, "rows", None),
-        ((1, 8), 128, "rows", None),
-        ((1, 8), 128, "rows", "bfloat16"),
-        ((2, 4), 128, "rows", None),
-        ((2, 4), 128, "rows", "bfloat16"),
-        ((8, 1), 16, "rows", None),
-        ((2, 4), 16, "replicated", None),
+        ((1, 8), 16, "rows", None, None),
+        ((1, 8), 16, "rows", None, 1.2),
+        ((1, 8), 128, "rows", None, None),
+        ((1, 8), 128, "rows", None, 1.2),
+        ((1, 8), 128, "rows", "bfloat16", None),
+        ((1, 8), 128, "rows", "bfloat16", 1.2),
+        ((2, 4), 128, "rows", None, None),
+        ((2, 4), 128, "rows", None, 1.2),
+        ((2, 4), 128, "rows", "bfloat16", None),
+        ((8, 1), 16, "rows", None, None),
+        ((2, 4), 16, "replicated", None, None),
     ]
-    for shape, dim, placement, wire in cases:
+    for shape, dim, placement, wire, zipf in cases:
         with _mesh(shape):
             model = _Features(tables, 1000, dim, placement, wire_dtype=wire)
+            stack, known = model.embeddings.stacks[0], None
+            examples = batch // math.prod(shape)
+            if zipf is not None:
+                each = distinct_ids("t", zipf, 1000, examples)
+                rows_of = tuple((f"t{i}", each) for i in range(tables))
+                known = Distinct(examples, rows_of)
+                model.embeddings.expect(known)
             text = _traced(model, batch).lower().compile().as_text()
-            stack = model.embeddings.stacks[0]
         entries = tables * batch
         replicated = stack.num_rows if placement == "replicated" else None
         sent = bytes_sent(
@@ -164,18 +177,20 @@ def traffic() -> list[str]:
             data=shape[0],
             model=shape[1],
             wire_dtype=wire or jnp.float32,
+            distinct=stack.distinct_of_owner(shape[1], examples, known),
             replicated_rows=replicated,
         )
         counted = counted_bytes(text or "")
         mesh, wire = f"{shape[0]} x {shape[1]}", wire or "float32"
         share = counted / sent.total
         parts = (f"{part:,}" for part in (*sent, sent.total, counted))
-        rows.append([mesh, str(dim), placement, wire, *parts, f"{share:.3f}"])
+        case = [mesh, str(dim), placement, wire, str(zipf or "-")]
+        rows.append([*case, *parts, f"{share:.3f}"])
         print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
         if not 0.9 < share < 1.1:
             raise ValueError(f"counted {counted:,}, predicted {sent.total:,}")
     names = ["ids", "sums", "gradients", "predicted", "counted", "counted / predicted"]
-    return table(["mesh", "dim", "placement", "on the wire", *names], rows)
+    return table(["mesh", "dim", "placement", "on the wire", "zipf", *names], rows)
 
 
 def counted_bytes(text: str) -> int:

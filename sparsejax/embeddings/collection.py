@@ -27,6 +27,7 @@ from sparsejax.embeddings.config import (
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
+    Distinct,
     Stack,
     StackedFeature,
     StackedTable,
@@ -131,10 +132,11 @@ class EmbeddingCollection(nnx.Module):
                     f"are {sorted(tables)}"
                 )
         self.dtype = None if dtype is None else jnp.dtype(dtype)
-        self.wire = _wire(wire_dtype, exchange_room)
         self.implementation: Implementation = implementation
+        distinct = None
         if isinstance(plan, EmbeddingPlan):
             placements, hotness = plan.placements(tables), plan.hotness
+            distinct = plan.distinct_rows()
         elif plan is None or isinstance(plan, Mapping):
             placements, hotness = plan or {}, {}
         else:
@@ -143,6 +145,7 @@ class EmbeddingCollection(nnx.Module):
                 f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
             )
         self.stacks = stack_tables(tables, configs, placements, hotness)
+        self.wire = _wire(wire_dtype, exchange_room, distinct)
         self.names = tuple(configs)
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -184,6 +187,27 @@ class EmbeddingCollection(nnx.Module):
         found = [part.reshape(len(part), math.prod(part.shape[1:])) for part in found]
         return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
+    def joined(
+        self,
+        first: Float[Array, "batch dim"],
+        ids: Mapping[str, Ids] | FeatureBatch,
+        *,
+        blank: int = 0,
+    ) -> Float[Array, "batch vectors dim"]:
+        """`first`, `blank` zeros, and the vectors of all features, whose tables are as wide.
+
+        Of one stack these are written where they stay: nothing is copied.
+        """
+        batch, dim = first.shape
+        if [stack.dim for stack in self.stacks] == [dim]:
+            (rows,) = self._rows(ids, blank=1 + blank).values()
+            return _with_first(rows.astype(first.dtype), first)
+        rows = self.concat(ids).astype(first.dtype).reshape(batch, -1, dim)
+        # A sum takes a third of a concatenation's time on a GPU.
+        behind = jnp.pad(rows, ((0, 0), (1 + blank, 0), (0, 0)))
+        more = behind.shape[1] - 1
+        return behind + jnp.pad(first[:, None], ((0, 0), (0, more), (0, 0)))
+
     def pack(
         self,
         ids: Mapping[str, Ids],
@@ -209,6 +233,25 @@ class EmbeddingCollection(nnx.Module):
           TypeError: ids are not int32.
         """
         return feature_batch.pack(self.stacks, ids, nse=nse)
+
+    def expect(
+        self,
+        distinct: Distinct | None,
+        *,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
+    ) -> None:
+        """Says what the exchange has room for, as `fit` does, which has seen the ids.
+
+        Args:
+          distinct: how many rows of each table the examples of a device ask for.
+          wire_dtype: that of the collection by default.
+          exchange_room: the same.
+        """
+        given = _wire(wire_dtype, exchange_room, distinct)
+        self.wire = Wire(
+            given.dtype or self.wire.dtype, given.room or self.wire.room, distinct
+        )
 
     @property
     def num_outputs(self) -> int:
@@ -321,8 +364,10 @@ class EmbeddingCollection(nnx.Module):
                 break
         return stack, pieces
 
-    def _rows(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
-        """`[batch, bags, dim]` of each stack."""
+    def _rows(
+        self, ids: Mapping[str, Ids] | FeatureBatch, *, blank: int = 0
+    ) -> dict[str, jax.Array]:
+        """`[batch, bags, dim]` of each stack; see `look_up`."""
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
         read = {stack.name for stack in self.stacks if stack.features}
         if not read <= batch.stacks.keys():
@@ -339,6 +384,7 @@ class EmbeddingCollection(nnx.Module):
                 self.kernels[stack.name],
                 batch.stacks[stack.name],
                 wire=self.wire,
+                blank=blank,
                 implementation=self.implementation,
             )
             rows[stack.name] = found if self.dtype is None else found.astype(self.dtype)
@@ -350,13 +396,15 @@ class EmbeddingCollection(nnx.Module):
         return rows
 
 
-def _wire(dtype: jax.typing.DTypeLike | None, room: float | None) -> Wire:
+def _wire(
+    dtype: jax.typing.DTypeLike | None, room: float | None, distinct: Distinct | None
+) -> Wire:
     kind = None if dtype is None else jnp.dtype(dtype)
     if kind is not None:
         check_floating("wire_dtype", kind)
     if room is not None and not room > 0:
         raise ValueError(f"exchange_room must be positive, got {room}")
-    return Wire(kind, room)
+    return Wire(kind, room, distinct)
 
 
 def _spec(stack: Stack) -> P:
@@ -383,6 +431,19 @@ def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
     pieces = [rows[:, part.bag_range] for part in parts]
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
     return whole if parts[0].config.length else whole[:, 0]
+
+
+@jax.custom_vjp
+def _with_first(rows: jax.Array, first: jax.Array) -> jax.Array:
+    """`rows`, whose first bag becomes `first`."""
+    return rows.at[:, 0].set(first)
+
+
+# The first bag has no ids, so nothing reads its gradient, and it need not be zero.
+_with_first.defvjp(
+    lambda rows, first: (_with_first(rows, first), None),
+    lambda _, slope: (slope, slope[:, 0]),
+)
 
 
 def _rows_of(stack: Stack, table: StackedTable) -> jax.Array:

@@ -8,6 +8,7 @@ others, see `sparsejax.mesh.exchange`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from sparsejax.embeddings.feature_batch import divides_batch
-from sparsejax.embeddings.placement import Stack
+from sparsejax.embeddings.placement import Distinct, Stack
 from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
@@ -39,12 +40,14 @@ class Wire:
 
     Attributes:
       dtype: of sums and gradients that cross; None for that of the table.
-      room: places for ids of each pair of devices, as a multiple of an even share; None for
-        the default of `exchange.places`.
+      room: places for ids of each pair of devices, as a multiple of what is expected; None
+        for the default of `exchange.places`.
+      distinct: how many rows of each table devices ask for, if that is known.
     """
 
     dtype: np.dtype | None
     room: float | None
+    distinct: Distinct | None = None
 
 
 def look_up(
@@ -53,6 +56,7 @@ def look_up(
     x: CSR,
     *,
     wire: Wire,
+    blank: int = 0,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """What all features of a stack make of a batch.
@@ -62,6 +66,8 @@ def look_up(
       kernel: its tables.
       x: its matrix of a `FeatureBatch`.
       wire: how devices exchange.
+      blank: so many more bags each example has before the others, without ids: room for a
+        vector that is not of a table. To put it there later would copy all of them.
       implementation: see `gather_matmul`.
 
     Returns:
@@ -70,20 +76,27 @@ def look_up(
       had too little room, or None if there was none.
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
-    rows = _rows(stack, kernel, x, wire)
+    rows = _rows(stack, kernel, x, wire, blank)
     y = gradients.lookup(kernel, rows, implementation=implementation)
-    shape = (rows.num_rows // stack.bags, stack.bags, stack.dim)
+    bags = stack.bags + blank
+    shape = (rows.num_rows // bags, bags, stack.dim)
     y = call_with_auto_axes(lambda y: y.reshape(shape), y, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
 
 def _rows(
-    stack: Stack, kernel: gradients.RowParam, x: CSR, wire: Wire
+    stack: Stack, kernel: gradients.RowParam, x: CSR, wire: Wire, blank: int
 ) -> CSR | DividedRows:
     """The matrix with its combiners, as the kernel is divided."""
+    bags = stack.bags + blank
+
+    def made(x):
+        x = combined(stack, x)
+        return _with_blank(x, stack.bags, blank) if blank else x
+
     if x.indptr.ndim == 1:
-        x = call_with_auto_axes(lambda x: combined(stack, x), x, out_specs=P())
-        if x.nse == 0 or not divides_batch(x.num_rows // stack.bags):
+        x = call_with_auto_axes(made, x, out_specs=P())
+        if x.nse == 0 or not divides_batch(x.num_rows // bags):
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
@@ -92,9 +105,9 @@ def _rows(
                 f"the batch is packed for a mesh of data and model {x.indptr.shape[:-1]}, "
                 "which is not set; pack it under the mesh where it is used"
             )
-        nse, parts = x.indices.size, _combined_parts(stack, x)
+        nse, parts = x.indices.size, _on_parts(made, x)
     model = axis_sizes()[1]
-    owned, examples = stack.ids_of_owners(model), parts.num_rows // stack.bags
+    owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
     return exchange.divided(
         parts,
         nse=nse,
@@ -103,18 +116,26 @@ def _rows(
         wire_dtype=wire.dtype,
         share=float(owned.max() / owned.sum()),
         owner_rows=stack.bags_of_owner(model) * examples,
+        distinct=stack.distinct_of_owner(model, examples, wire.distinct),
     )
 
 
-def _combined_parts(stack: Stack, parts: CSR) -> CSR:
-    """`combined` of the matrix of each device."""
+def _on_parts(f: Callable[[CSR], CSR], parts: CSR) -> CSR:
+    """`f` of the matrix of each device."""
     spec = P("data", "model")
 
     def part(parts):
-        mine = combined(stack, own_block(parts))
-        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+        return jax.tree.map(lambda leaf: leaf[None, None], f(own_block(parts)))
 
     return call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
+
+
+def _with_blank(x: CSR, bags: int, blank: int) -> CSR:
+    """`x` with empty rows before the rows of each example."""
+    starts = jnp.asarray(x.indptr)[:-1].reshape(-1, bags)
+    starts = jnp.pad(starts, ((0, 0), (blank, 0)), mode="edge").reshape(-1)
+    indptr = jnp.concatenate([starts, x.indptr[-1:]])
+    return CSR.tree_unflatten(x.num_cols, (x.data, x.indices, indptr, None))
 
 
 def combined(stack: Stack, x: CSR) -> CSR:

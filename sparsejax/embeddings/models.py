@@ -6,9 +6,9 @@ Flax layers.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,21 @@ from sparsejax.embeddings.model_config import (
     DLRMConfig,
     WideDeepConfig,
 )
+from sparsejax.embeddings.plan import EmbeddingPlan
 
 # The factors of second order start small: they are multiplied with each other.
 _factor_init = nnx.initializers.normal(0.01)
 _PLAN: Mapping[str, Placement] = {}
 
 Dense = Float[Array | np.ndarray, "batch columns"]
+
+
+class _OnMesh(NamedTuple):
+    """How tables lie on a mesh, and what crosses; see `EmbeddingCollection`."""
+
+    plan: EmbeddingPlan | Mapping[str, Placement]
+    wire_dtype: jax.typing.DTypeLike | None
+    exchange_room: float | None
 
 
 class _ClickModel(nnx.Module):
@@ -44,7 +53,7 @@ class _ClickModel(nnx.Module):
         config: ClickModelConfig,
         num_dense: int,
         features: Mapping[str, int],
-        plan: Mapping[str, Placement],
+        on_mesh: _OnMesh,
         rngs: nnx.Rngs,
     ):
         if not features:
@@ -52,7 +61,7 @@ class _ClickModel(nnx.Module):
         self.config, self.num_dense = config, num_dense
         self.dtype = jnp.dtype(config.dtype)
         self.names = tuple(features)
-        self.embeddings = _tables(config, features, config.dim, plan, rngs)
+        self.embeddings = _tables(config, features, config.dim, on_mesh, rngs)
 
     @property
     def num_ids(self) -> dict[str, int]:
@@ -127,6 +136,8 @@ class DLRM(_ClickModel):
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has a table of its own.
       plan: see `EmbeddingCollection`.
+      wire_dtype: the same.
+      exchange_room: the same.
       rngs: random streams.
     """
 
@@ -136,10 +147,13 @@ class DLRM(_ClickModel):
         *,
         num_dense: int,
         features: Mapping[str, int],
-        plan: Mapping[str, Placement] = _PLAN,
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, num_dense, features, plan, rngs)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        super().__init__(config, num_dense, features, on_mesh, rngs)
         bottom, vectors, inputs = None, len(features), 0
         if num_dense:
             sizes = (*config.bottom, config.dim)
@@ -160,43 +174,54 @@ class DLRM(_ClickModel):
     ) -> Float[Array, "batch"]:
         """The logit of each example, in float32."""
         dense = self._dense(dense)
-        rows = _vectors(self.embeddings.concat(ids), self.config.dim).astype(self.dtype)
-        given = []
         if self.bottom is not None:
             given = [self.bottom(dense)]
-            rows = _joined(given[0], rows)
-        pairs = _pairs(jnp.einsum("bid,bjd->bij", rows, rows))
+            # XLA would copy vectors of 16 bits to make their number a multiple of 8.
+            narrow = self.dtype.itemsize == 2
+            blank = -(1 + len(self.names)) % 8 if narrow else 0
+            rows = self.embeddings.joined(given[0], ids, blank=blank)
+        else:
+            given, blank, rows = [], 0, self.embeddings.concat(ids).astype(self.dtype)
+            rows = _vectors(rows, self.config.dim)
+        pairs = _pairs(rows, blank)
         return _logit(self.top(jnp.concatenate([*given, pairs], axis=1)))
 
 
-def _joined(first: Float[Array, "batch dim"], rows: jax.Array) -> jax.Array:
-    """`rows` behind `first`. A sum takes a third of a concatenation's time on a GPU."""
-    behind = jnp.pad(rows, ((0, 0), (1, 0), (0, 0)))
-    return behind + jnp.pad(first[:, None], ((0, 0), (0, rows.shape[1]), (0, 0)))
-
-
-@jax.custom_vjp
-def _pairs(products: Float[Array, "batch n n"]) -> Float[Array, "batch pairs"]:
-    """The products of i and j for all i < j.
-
-    No product is in two pairs, so the gradient gathers too. Scattering takes ten times as long.
-    """
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pairs(
+    rows: Float[Array, "batch vectors dim"], blank: int
+) -> Float[Array, "batch pairs"]:
+    """The products of vectors i and j for all i < j, but those of blank ones."""
+    products = jnp.einsum("bid,bjd->bij", rows, rows)
     batch, n, _ = products.shape
-    return products.reshape(batch, n * n)[
-        :, np.flatnonzero(np.triu(np.ones((n, n)), 1))
-    ]
+    above = np.triu(_are_used(n, blank), 1)
+    return products.reshape(batch, n * n)[:, np.flatnonzero(above)]
 
 
-def _pairs_forward(products: jax.Array) -> tuple[jax.Array, None]:
-    return _pairs(products), None
+def _are_used(n: int, blank: int) -> np.ndarray:
+    """`[n, n]`: whether both vectors are used. The blank ones follow the first."""
+    used = np.ones(n, bool)
+    used[1 : 1 + blank] = False
+    return used[:, None] & used[None]
 
 
-def _pairs_backward(_: None, slopes: jax.Array) -> tuple[jax.Array]:
-    n = (1 + math.isqrt(1 + 8 * slopes.shape[1])) // 2  # there are n (n - 1) / 2 pairs
-    above = np.triu(np.ones((n, n), bool), 1).reshape(-1)
-    place = np.where(above, np.cumsum(above) - 1, slopes.shape[1])
+def _pairs_forward(rows: jax.Array, blank: int) -> tuple[jax.Array, jax.Array]:
+    return _pairs(rows, blank), rows
+
+
+def _pairs_backward(blank: int, rows: jax.Array, slopes: jax.Array) -> tuple[jax.Array]:
+    """The slope of vector i is the sum of those of its pairs, times the others.
+
+    So it is one product, where autodiff has two. No product is in two pairs, so the slopes are
+    gathered. To scatter them takes ten times as long.
+    """
+    n = rows.shape[1]
+    above = np.triu(_are_used(n, blank), 1).reshape(-1)
+    place = np.where(above, np.cumsum(above) - 1, slopes.shape[1]).reshape(n, n)
+    place = np.minimum(place, place.T).reshape(-1)
     slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]  # zero where there is no pair
-    return (slopes.reshape(len(slopes), n, n),)
+    slopes = slopes.reshape(len(slopes), n, n)
+    return (jnp.einsum("bij,bjd->bid", slopes, rows),)
 
 
 _pairs.defvjp(_pairs_forward, _pairs_backward)
@@ -220,6 +245,8 @@ class DCN(_ClickModel):
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has a table of its own.
       plan: see `EmbeddingCollection`.
+      wire_dtype: the same.
+      exchange_room: the same.
       rngs: random streams.
     """
 
@@ -229,10 +256,13 @@ class DCN(_ClickModel):
         *,
         num_dense: int,
         features: Mapping[str, int],
-        plan: Mapping[str, Placement] = _PLAN,
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, num_dense, features, plan, rngs)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        super().__init__(config, num_dense, features, on_mesh, rngs)
         size, dtype = self.num_inputs, self.dtype
 
         def cross():
@@ -276,6 +306,8 @@ class DeepFM(_ClickModel):
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has two tables of its own.
       plan: see `EmbeddingCollection`.
+      wire_dtype: the same.
+      exchange_room: the same.
       rngs: random streams.
     """
 
@@ -285,11 +317,14 @@ class DeepFM(_ClickModel):
         *,
         num_dense: int,
         features: Mapping[str, int],
-        plan: Mapping[str, Placement] = _PLAN,
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, num_dense, features, plan, rngs)
-        self.linear = _Linear(config, num_dense, features, plan, rngs)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        super().__init__(config, num_dense, features, on_mesh, rngs)
+        self.linear = _Linear(config, num_dense, features, on_mesh, rngs)
         self.factors = nnx.Param(_factor_init(rngs.params(), (num_dense, config.dim)))
         self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
 
@@ -330,6 +365,8 @@ class WideDeep(_ClickModel):
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has two tables of its own.
       plan: see `EmbeddingCollection`.
+      wire_dtype: the same.
+      exchange_room: the same.
       rngs: random streams.
     """
 
@@ -339,11 +376,14 @@ class WideDeep(_ClickModel):
         *,
         num_dense: int,
         features: Mapping[str, int],
-        plan: Mapping[str, Placement] = _PLAN,
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, num_dense, features, plan, rngs)
-        self.linear = _Linear(config, num_dense, features, plan, rngs)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        super().__init__(config, num_dense, features, on_mesh, rngs)
+        self.linear = _Linear(config, num_dense, features, on_mesh, rngs)
         self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
 
     def __call__(
@@ -358,9 +398,9 @@ class WideDeep(_ClickModel):
 class _Linear(nnx.Module):
     """A number for each id and each dense column, and a bias. All begin at 0."""
 
-    def __init__(self, config, num_dense, features, plan, rngs):
+    def __init__(self, config, num_dense, features, on_mesh, rngs):
         zeros = nnx.initializers.zeros
-        self.embeddings = _tables(config, features, 1, plan, rngs, init=zeros)
+        self.embeddings = _tables(config, features, 1, on_mesh, rngs, init=zeros)
         self.weights = nnx.Param(jnp.zeros(num_dense))
         self.bias = nnx.Param(jnp.zeros(()))
 
@@ -384,7 +424,9 @@ def build_click_model(
     *,
     num_dense: int,
     features: Mapping[str, int],
-    plan: Mapping[str, Placement] = _PLAN,
+    plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    exchange_room: float | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Module:
     """The model of a configuration.
@@ -399,6 +441,8 @@ def build_click_model(
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each.
       plan: see `EmbeddingCollection`.
+      wire_dtype: the same.
+      exchange_room: the same.
       rngs: random streams.
     """
     make = _MODELS.get(getattr(config, "model", ""))
@@ -407,13 +451,25 @@ def build_click_model(
             "expected a DLRMConfig, DCNConfig, DeepFMConfig or WideDeepConfig, got "
             f"{type(config).__name__}"
         )
-    return make(config, num_dense=num_dense, features=features, plan=plan, rngs=rngs)
+    return make(
+        config,
+        num_dense=num_dense,
+        features=features,
+        plan=plan,
+        wire_dtype=wire_dtype,
+        exchange_room=exchange_room,
+        rngs=rngs,
+    )
 
 
-def _tables(config, features, dim, plan, rngs, *, init=None) -> EmbeddingCollection:
+def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
     tables = {n: TableConfig(rows, dim, init=init) for n, rows in features.items()}
     read = {name: FeatureConfig(name, combiner=config.combiner) for name in features}
-    return EmbeddingCollection(tables, read, plan=plan, rngs=rngs)
+    plan = on_mesh.plan
+    if isinstance(plan, EmbeddingPlan):
+        plan = plan.of_width(dim)
+    options: dict[str, Any] = on_mesh._asdict() | {"plan": plan}
+    return EmbeddingCollection(tables, read, rngs=rngs, **options)
 
 
 def _vectors(rows: jax.Array, dim: int) -> jax.Array:

@@ -114,6 +114,24 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Distinct:
+    """How many rows of each table some examples have ids of, on average.
+
+    Attributes:
+      examples: so many.
+      rows: of each table with its name.
+    """
+
+    examples: int
+    rows: tuple[tuple[str, float], ...]
+
+    def of(self, table: str, examples: int) -> float:
+        """An upper bound for other examples: twice as many have at most twice the rows."""
+        rows = dict(self.rows).get(table, math.inf)
+        return rows * max(1.0, examples / self.examples)
+
+
+@dataclasses.dataclass(frozen=True)
 class StackedTable:
     """A table within a stack, or a piece of a table that is cut by its columns.
 
@@ -236,6 +254,19 @@ class Stack:
             owners = feature.table.owners(model)
             owned[owners] += feature.hotness / len(owned[owners])
         return owned
+
+    def distinct_of_owner(
+        self, model: int, examples: int, known: Distinct | None
+    ) -> float:
+        """Of how many rows of a device some examples have ids, on the device of most."""
+        owned = np.zeros(model)
+        for table in dict.fromkeys(feature.table for feature in self.features):
+            rows = float(table.config.num_rows)
+            if known is not None:
+                rows = min(rows, known.of(table.name, examples))
+            owners = table.owners(model)
+            owned[owners] += rows / len(owned[owners])
+        return float(owned.max(initial=0))
 
     def bags_of_owner(self, model: int) -> int:
         """The most bags of an example for which a device may have ids."""

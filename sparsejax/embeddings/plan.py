@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsejax import codec
 from sparsejax.embeddings.config import TableConfig
-from sparsejax.embeddings.placement import TablePlacement, is_range
+from sparsejax.embeddings.placement import Distinct, TablePlacement, is_range
 from sparsejax.mesh.layout import readable_bytes
 
 VERSION = 1
@@ -85,6 +85,8 @@ class EmbeddingPlan:
       model: size of the axis.
       memory: bytes of a device that there are; None if that is not known.
       hotness: ids of an example, by feature.
+      distinct: how many rows of each table the examples of one device have ids of; empty if
+        that is not known.
       tables: what it says of each table.
       devices: what it says of each device along "model".
     """
@@ -96,6 +98,26 @@ class EmbeddingPlan:
     hotness: dict[str, float]
     tables: tuple[PlannedTable, ...]
     devices: tuple[PlannedDevice, ...]
+    distinct: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def distinct_rows(self) -> Distinct | None:
+        """`distinct`, with its number of examples."""
+        if not self.distinct:
+            return None
+        examples = self.batch_size // (self.data * self.model)
+        return Distinct(examples, tuple(self.distinct.items()))
+
+    def of_width(self, dim: int) -> EmbeddingPlan:
+        """The plan for tables of the same ids and another width, which are not cut."""
+        if all(table.dim == dim for table in self.tables):
+            return self
+        tables = []
+        for table in self.tables:
+            placement = table.placement
+            if placement.kind == "columns":
+                placement = TablePlacement("rows")
+            tables.append(dataclasses.replace(table, dim=dim, placement=placement))
+        return dataclasses.replace(self, tables=tuple(tables))
 
     def placements(
         self, tables: Mapping[str, TableConfig]
@@ -146,8 +168,9 @@ class EmbeddingPlan:
             return (
                 f'"model" is {self.model}, but there are {len(self.devices)} "devices"'
             )
-        if (self.memory or 0) < 0 or min(self.hotness.values(), default=0) < 0:
-            return '"memory" and "hotness" must not be negative'
+        numbers = (*self.hotness.values(), *self.distinct.values())
+        if (self.memory or 0) < 0 or min(numbers, default=0) < 0:
+            return '"memory", "hotness" and "distinct" must not be negative'
         names = [table.name for table in self.tables]
         if len({*names}) < len(names):
             return 'two "tables" have one name'

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
@@ -20,6 +21,9 @@ from sparsejax.optimizers.rules import Rule
 # Bytes of the numbers that sorts and gathers of ids make for each of them.
 _ENTRY = 48
 
+# Ids of Zipf's law that are counted one by one.
+_RANKS = 2**16
+
 
 def plan_embeddings(
     tables: Mapping[str, TableConfig],
@@ -29,6 +33,7 @@ def plan_embeddings(
     data: int = 1,
     model: int = 1,
     hotness: Mapping[str, float] | None = None,
+    popularity: Mapping[str, float | ArrayLike] | None = None,
     rule: Rule,
     memory: int | None = None,
 ) -> EmbeddingPlan:
@@ -60,6 +65,9 @@ def plan_embeddings(
       model: devices over which tables are divided.
       hotness: ids of an example that there is room for, by feature. By default 1, and `length`
         for a feature in order.
+      popularity: how often ids of a feature occur, by feature: how many times each id was
+        counted, `[n]`, or the exponent of Zipf's law. Rows of which many ids ask then cross
+        once. By default all ids of a device differ.
       rule: of the optimizer.
       memory: bytes of a device; by default what JAX may take of the first device here, if
         that is known.
@@ -94,7 +102,10 @@ def plan_embeddings(
             raise ValueError(f"hotness of {name!r} must be positive, got {hot}")
     hotness = {name: float(hotness.get(name, f.bags)) for name, f in configs.items()}
     memory = device_memory() if memory is None else memory
-    job = Job(dict(tables), configs, hotness, rule, batch_size, data, model)
+    distinct = _distinct(
+        tables, configs, hotness, popularity or {}, batch_size // (data * model)
+    )
+    job = Job(dict(tables), configs, hotness, rule, batch_size, data, model, distinct)
     stack_tables(job.tables, configs, {})  # raises for widths that cannot be cut
     kept = memory  # for rows and state
     for _ in range(2):
@@ -122,11 +133,65 @@ def plan_embeddings(
         model=model,
         memory=memory,
         hotness=hotness,
+        distinct=distinct,
         tables=tuple(
             _table(job, name, best.placed[name], sent[name]) for name in tables
         ),
         devices=devices,
     )
+
+
+def _distinct(
+    tables, features, hotness, popularity: Mapping[str, Any], examples: int
+) -> dict[str, float]:
+    """How many rows of each table so many examples have ids of, on average."""
+    if not popularity:
+        return {}
+    rows = dict.fromkeys(tables, 0.0)
+    for name, config in features.items():
+        num_rows, ids = tables[config.table].num_rows, hotness[name] * examples
+        found = min(ids, num_rows)
+        if name in popularity:
+            found = distinct_ids(name, popularity[name], num_rows, ids)
+        rows[config.table] = min(num_rows, rows[config.table] + found)
+    if unknown := popularity.keys() - features.keys():
+        raise ValueError(
+            f"popularity has a feature {min(unknown)!r}; there are {sorted(features)}"
+        )
+    return rows
+
+
+def distinct_ids(
+    name: str, popularity: float | ArrayLike, num_rows: int, count: float
+) -> float:
+    """How many of the ids of a feature differ, of so many, on average.
+
+    ::
+
+        sum over ids i of  1 - (1 - p_i)^count
+
+    Raises:
+      ValueError: `popularity` is neither a number nor counts of ids of the table.
+    """
+    given = np.asarray(popularity, np.float64)
+    sound = np.isfinite(given).all() and (given >= 0).all()
+    if given.ndim == 0 and sound:
+        # Ranks beyond the first 65,536 in groups, whose ids occur alike.
+        edges = np.arange(1, min(num_rows, _RANKS) + 2, dtype=np.float64)
+        if num_rows > _RANKS:
+            more = np.geomspace(_RANKS + 1, num_rows + 1, _RANKS // 16)
+            edges = np.concatenate([edges, more[1:]])
+        sizes = np.diff(edges)
+        given = np.sqrt(edges[:-1] * (edges[1:] - 1)) ** -given
+    elif given.ndim == 1 and sound and 0 < len(given) <= num_rows and given.any():
+        sizes = np.ones(len(given))
+    else:
+        raise ValueError(
+            f"popularity of {name!r} must be the exponent of Zipf's law, or how often each "
+            f"of its up to {num_rows:,} ids occurs, got {popularity!r}"
+        )
+    share = np.minimum(given / np.sum(sizes * given), 1 - 1e-15)
+    return float(np.sum(sizes * -np.expm1(count * np.log1p(-share))))
 
 
 class _Figures(NamedTuple):
@@ -168,6 +233,7 @@ def _figures(job: Job, stacks: Sequence[Stack]) -> _Figures:
             weighted=any(weighted),
             owned=owned,
             owner_bags=stack.bags_of_owner(job.model),
+            distinct=stack.distinct_of_owner(job.model, *job.known()),
             replicated_rows=None if stack.divided else stack.num_rows,
         )
         sent += crossing.total

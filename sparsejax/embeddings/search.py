@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
-from sparsejax.embeddings.placement import Range, TablePlacement
+from sparsejax.embeddings.placement import Distinct, Range, TablePlacement
 from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import ROW_MULTIPLE, padded_rows
 from sparsejax.optimizers.rules import Rule
+from sparsejax.sparse import MAX_ENTRIES
 
 # How long an id takes on the device that has its row, and a byte of this row, as bytes that NVLink
 # of an H200 sends meanwhile, 450 GB/s. A lookup, sort and update of 1.7 million ids takes 504 us
@@ -46,6 +47,14 @@ class Job:
     batch: int
     data: int
     model: int
+    distinct: dict[str, float]
+
+    def known(self) -> tuple[int, Distinct | None]:
+        """Examples of a device, and of how many rows they have ids."""
+        examples = self.batch // (self.data * self.model)
+        if not self.distinct:
+            return examples, None
+        return examples, Distinct(examples, tuple(self.distinct.items()))
 
     @functools.cached_property
     def readers(self) -> dict[str, list[str]]:
@@ -103,7 +112,8 @@ class Load:
         self.row_and_state = self.row + job.state(rule, dim)
         self.dtype = dtype
         # Of tables that are divided by rows or replicated, and of those of each device.
-        self.rows, self.ids, self.bags = (np.zeros(job.model + 1) for _ in range(3))
+        zeros = np.zeros((4, job.model + 1))
+        self.rows, self.ids, self.bags, self.distinct = zeros
         self.weighted = 0
         self._cost: tuple[np.ndarray, float] | None = None
 
@@ -113,6 +123,9 @@ class Load:
             self.rows[part] += sign * self.job.tables[name].num_rows
             self.ids[part] += sign * self.job.ids(name)
             self.bags[part] += sign * self.job.bags(name)
+            rows = self.job.tables[name].num_rows
+            if self.job.ids(name):
+                self.distinct[part] += sign * self.job.distinct.get(name, rows)
         self.weighted += sign * self.job.is_weighted(name)
         self._cost = None
 
@@ -144,6 +157,7 @@ class Load:
                 weighted=self.weighted > 0,
                 owned=owned,
                 owner_bags=int(self.bags[-1] + max(self.bags[:-1])),
+                distinct=self.distinct[-1] / job.model + max(self.distinct[:-1]),
                 replicated_rows=None if self.divided else self.num_rows,
             )
             work = owned * batch * (_ID + self.row * _BYTE)
@@ -156,7 +170,17 @@ class Load:
 
 
 def sent_for(
-    job: Job, *, bags, ids, dim, dtype, weighted, owned, owner_bags, replicated_rows
+    job: Job,
+    *,
+    bags,
+    ids,
+    dim,
+    dtype,
+    weighted,
+    owned,
+    owner_bags,
+    distinct,
+    replicated_rows,
 ) -> exchange.Sent:
     """Bytes that each device sends for a stack. Sizes are those of an example."""
     if not bags:
@@ -171,6 +195,7 @@ def sent_for(
         weighted=weighted,
         share=float(owned.max() / ids),
         owner_rows=owner_bags * job.batch // (job.data * job.model),
+        distinct=distinct,
         replicated_rows=replicated_rows,
     )
 
@@ -271,6 +296,10 @@ def _copied(job: Job, name: str) -> Literal["replicated"] | None:
         return None
     if not exchange.adds_all(padded_rows(table.num_rows), math.floor(entries)):
         return None
+    if not job.distinct:
+        # Alone, all its rows might cross once. Beside tables of any popularity they do not.
+        distinct = dict.fromkeys(job.tables, float(MAX_ENTRIES))
+        job = dataclasses.replace(job, distinct=distinct)
     costs = []
     for kind in ("replicated", "rows"):
         choice = Choice(job, math.inf)

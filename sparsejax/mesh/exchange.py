@@ -13,7 +13,13 @@ With one id in each bag and M devices, that is 1/M of what a reduce-scatter of a
 of what a gather of all gradients moves. If a pair of devices has too few places, all devices
 gather all ids and take these two ways instead: the result is the same up to rounding.
 
-The sums that a bag has at one owner are added there. So a bag has one slot for each owner.
+The sums that a bag has at one owner are added there. So a bag has one slot for each owner. Where
+ids repeat, there are fewer *distinct* ids than such bags. Then a slot is a distinct id: its row
+crosses once, and the device that asks for it adds rows for its bags, and gradients for its ids::
+
+    ids         column                   device of the examples -> owner of the rows
+    forward     the row of each id       owner of the rows -> device of the examples
+    backward    its gradient             device of the examples -> owner of the rows
 """
 
 from __future__ import annotations
@@ -38,21 +44,66 @@ from sparsejax.mesh.per_device import (
     gathered_columns,
     own_block,
 )
-from sparsejax.sparse import CSR, segment_ids
+from sparsejax.sparse import CSR, Transposed, segment_ids
+
+# The product of a matrix and an array, in float32.
+Add = Callable[[CSR, jax.Array], jax.Array]
 
 # Places by default, as a multiple of an even share, and in deviations of a random share. From
-# 64 ids on the first is more.
-_ROOM, _DEVIATIONS = 1.5, 4
+# 64 ids on the first is more. The number of distinct ids changes less from batch to batch.
+_ROOM, _DISTINCT_ROOM, _DEVIATIONS = 1.5, 1.2, 4
 
 
-def places(even: float, room: float | None) -> int:
+def places(even: float, room: float | None, default: float = _ROOM) -> int:
     """Places for a share of ids: `room` times an even one.
 
-    None is 1.5 times, or four deviations of a random share if that is more.
+    None is `default` times, or four deviations of a random share if that is more.
     """
     if room is not None:
         return max(1, math.ceil(room * even))
-    return max(1, math.ceil(max(_ROOM * even, even + _DEVIATIONS * math.sqrt(even))))
+    return max(1, math.ceil(max(default * even, even + _DEVIATIONS * math.sqrt(even))))
+
+
+class Slots(NamedTuple):
+    """How much of an exchange there is room for.
+
+    Attributes:
+      ids: of a device.
+      places: ids of a device that one owner has.
+      count: slots of each pair of devices.
+      distinct: whether a slot is a distinct id, and not a bag.
+    """
+
+    ids: int
+    places: int
+    count: int
+    distinct: bool
+
+
+def slots_for(
+    entries: float,
+    bags: int,
+    *,
+    model: int,
+    room: float | None,
+    share: float | None,
+    owner_rows: int | None,
+    distinct: float | None,
+) -> Slots:
+    """Slots for `entries` ids of a device, for its `bags`; see `divided`.
+
+    They are distinct ids if there are fewer of these.
+    """
+    # A device whose examples have far more ids than others gathers too.
+    mine = places(entries, room)
+    share = 1 / model if share is None else share
+    count = min(mine, places(entries * share, room))
+    slots = min(count, bags if owner_rows is None else owner_rows)
+    if distinct is not None:
+        fewer = places(distinct, room, _DISTINCT_ROOM)
+        if fewer < slots:
+            return Slots(mine, fewer, fewer, True)
+    return Slots(mine, count, slots, False)
 
 
 class Sent(NamedTuple):
@@ -86,6 +137,7 @@ def bytes_sent(
     weighted: bool = False,
     share: float | None = None,
     owner_rows: int | None = None,
+    distinct: float | None = None,
     replicated_rows: int | None = None,
 ) -> Sent:
     """Bytes that each device sends in a training step for a stack of tables.
@@ -108,6 +160,7 @@ def bytes_sent(
       weighted: whether ids have weights (as those of a mean).
       share: see `divided`.
       owner_rows: the same.
+      distinct: the same.
       replicated_rows: rows of the kernel, if every device has them all.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -121,14 +174,23 @@ def bytes_sent(
         bags = rows // devices
         ids = others * (mine * (of_id - 4) + 4 * (bags + 1))
         return Sent(ids, 0, others * bags * dim * 4)
-    room_for, slots = mine, rows // devices
+    slots = Slots(mine, mine, rows // devices, False)
     if model > 1:
-        share = 1 / model if share is None else share
-        room_for = min(mine, places(mine * share, room))
-        slots = min(room_for, slots if owner_rows is None else owner_rows)
+        slots = slots_for(
+            entries / devices,
+            rows // devices,
+            model=model,
+            room=room,
+            share=share,
+            owner_rows=owner_rows,
+            distinct=distinct,
+        )
+    room_for = min(mine, slots.places)
+    if slots.distinct:
+        of_id = 4  # bags and weights stay
     ids = (model - 1) * room_for * of_id + (data - 1) * model * room_for * of_id
-    sums = (model - 1) * slots * dim * size
-    return Sent(ids, sums, sums + (data - 1) * model * slots * dim * size)
+    sums = (model - 1) * slots.count * dim * size
+    return Sent(ids, sums, sums + (data - 1) * model * slots.count * dim * size)
 
 
 def adds_all(num_rows: int, entries: int) -> bool:
@@ -144,17 +206,24 @@ class Route(NamedTuple):
 
     Attributes:
       owned: `[model * slots, columns]`: the entries of this device's columns, by slot, from all
-        devices along "model".
+        devices along "model". A distinct id has one entry, and none is its column `columns`,
+        whose row nobody reads.
       asked: `[bags, model * slots]`: the slots, of all owners, that each bag of this device
         adds. This and what follows is None if "model" is 1: slots are then bags.
-      bags: `[model * slots]`: the bag of each of these slots; their number if it is empty.
+      bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
+        distinct ids the transpose of `asked`: a slot has several bags.
       crowded: `[1]` whether a device has too few places for some other, on any device.
     """
 
     owned: CSR
     asked: CSR | None
-    bags: jax.Array | None
+    bags: jax.Array | CSR | None
     crowded: jax.Array | None
+
+    @property
+    def distinct(self) -> bool:
+        """Whether slots are distinct ids."""
+        return isinstance(self.bags, CSR)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -257,19 +326,23 @@ class DividedRows:
         """Within: the gradients of the rows of `block`, by a gather."""
         return lax.all_gather(dy, "model", tiled=True)
 
-    def owned_slopes(self, dy: jax.Array) -> jax.Array:
+    def owned_slopes(self, dy: jax.Array, add: Add) -> jax.Array:
         """Within: the gradients of the rows of `route.owned`, in the dtype that crosses."""
         assert self.route is not None
-        if self.route.bags is None:
+        bags = self.route.bags
+        if bags is None:
             return self._narrow(dy)
-        sent = dy.at[self.route.bags].get(mode="fill", fill_value=0)
+        if isinstance(bags, CSR):
+            sent = add(bags, dy).astype(dy.dtype)
+        else:
+            sent = dy.at[bags].get(mode="fill", fill_value=0)
         return _crossing(_exchanged, self._narrow(sent))
 
-    def sums(
-        self,
-        read: Callable[[CSR], jax.Array],
-        add: Callable[[CSR, jax.Array], jax.Array],
-    ) -> jax.Array:
+    def sent_back(self, sums: jax.Array) -> jax.Array:
+        """Within: the sums or rows of this device's slots, from those of `route.owned`."""
+        return _crossing(_exchanged, self._narrow(sums))
+
+    def sums(self, read: Callable[[CSR], jax.Array], add: Add) -> jax.Array:
         """Within: the sums of this device's rows.
 
         Args:
@@ -290,8 +363,7 @@ class DividedRows:
 
         def exchange():
             sums = read(owned)
-            came = _crossing(_exchanged, self._narrow(sums))
-            return add(asked, came).astype(sums.dtype)
+            return add(asked, self.sent_back(sums)).astype(sums.dtype)
 
         return self.by_way(gather, exchange)
 
@@ -367,6 +439,7 @@ def divided(
     wire_dtype: jax.typing.DTypeLike | None = None,
     share: float | None = None,
     owner_rows: int | None = None,
+    distinct: float | None = None,
 ) -> DividedRows:
     """The rows of a batch, and the way of its ids to the owners of the kernel's rows.
 
@@ -382,6 +455,8 @@ def divided(
         that of an even one.
       owner_rows: of a device's rows, the most for which one owner may have ids; by default
         all. If there are more, all devices gather, as with too few places.
+      distinct: how many distinct ids a device has on average of the owner of most; by default
+        as many as ids.
     """
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
@@ -390,14 +465,23 @@ def divided(
     if model == 1:
         return DividedRows(parts, Route(parts, None, None, None), nse, wire)
     width = padded_rows(parts.num_cols) // model
-    # A device whose examples have far more ids than others gathers too.
-    mine = min(parts.nse, places(nse / (data * model), room))
-    share = 1 / model if share is None else share
-    count = min(mine, places(nse / (data * model) * share, room))
-    slots = min(count, parts.num_rows if owner_rows is None else owner_rows)
+    slots = slots_for(
+        nse / (data * model),
+        parts.num_rows,
+        model=model,
+        room=room,
+        share=share,
+        owner_rows=owner_rows,
+        distinct=distinct,
+    )
+    mine = min(parts.nse, slots.ids)
+    count, slot_count = min(mine, slots.places), min(mine, slots.count)
 
     def part(parts):
-        route = _route(own_block(parts), width, mine, count, slots)
+        if slots.distinct:
+            route = _distinct_route(own_block(parts), width, mine, slot_count)
+        else:
+            route = _route(own_block(parts), width, mine, count, slot_count)
         return jax.tree.map(lambda leaf: leaf[None, None], route)
 
     spec = P("data", "model")
@@ -425,8 +509,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     owner = jnp.where(bag < bags, owner, model)  # not of padding
     owner, order = lax.sort_key_val(owner, position, is_stable=True)
     column, bag = column[order], bag[order]
-    starts = jnp.searchsorted(owner, jnp.arange(model + 1, dtype=jnp.int32))
-    starts = starts.astype(jnp.int32)
+    starts = _first_at_least(owner, jnp.arange(model + 1, dtype=jnp.int32))
     counts = jnp.diff(starts)
 
     # A bag gets a slot with its first entry of an owner.
@@ -473,7 +556,8 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     of_slot = device * slots + in_order(of_slot)
     is_first = jnp.concatenate([jnp.ones(1, bool), of_slot[1:] != of_slot[:-1]])
     is_first &= entry < before[-1]
-    ptr = jnp.repeat(before[1:], slots, total_repeat_length=model * slots)
+    # Not `repeat`, which XLA computes when it compiles.
+    ptr = jnp.broadcast_to(before[1:, None], (model, slots)).reshape(-1)
     ptr = ptr.at[jnp.where(is_first, of_slot, model * slots + entry)].set(
         entry, mode="drop", unique_indices=True
     )
@@ -502,6 +586,60 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     )
     ptr = passed.at[part.indptr].get(mode="clip")
     asked = CSR.tree_unflatten(model * slots, (None, asked, ptr, None))
+    return Route(owned, asked, bag_of, crowded[None])
+
+
+def _first_at_least(ascending: jax.Array, bounds: jax.Array) -> jax.Array:
+    """`searchsorted` for few bounds by one pass: a search is a loop of launches on a GPU."""
+    found = jnp.searchsorted(ascending, bounds, method="compare_all")
+    return found.astype(jnp.int32)
+
+
+def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
+    """Within: sends this device's distinct ids to their owners.
+
+    Args:
+      part: the rows of this device.
+      width: columns of an owner.
+      mine: how many entries a device can send.
+      count: slots of each pair of devices.
+    """
+    model, bags = axis_sizes()[1], part.num_rows
+    end = model * width  # behind the last column; of entries that do not count
+    bag = segment_ids(part.indptr, mine)
+    by_column = Transposed.of(part.columns(padding=end)[:mine], bag, end)
+    column = by_column.columns
+    owners = jnp.arange(model + 1, dtype=jnp.int32)
+    starts = _first_at_least(column, owners * width)
+    # The number of the first distinct id of each owner.
+    firsts = _first_at_least(by_column.indptr, starts)
+    counts = jnp.diff(firsts)
+    crowded = (jnp.max(counts) > count) | (part.indptr[-1] > mine)
+    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
+
+    place = jnp.arange(count, dtype=jnp.int32)[None]
+    number = firsts[:-1, None] + jnp.minimum(place, counts[:, None])
+    ptr = by_column.indptr.at[number.reshape(-1)].get(mode="clip")
+    ptr = jnp.concatenate([ptr, starts[-1:]])
+    sent = column.at[ptr[:-1]].get(mode="clip").reshape(model, count)
+    sent = jnp.where(place < counts[:, None], sent - owners[:-1, None] * width, width)
+    every = jnp.arange(model * count + 1, dtype=jnp.int32)
+    owned = CSR.tree_unflatten(width, (None, _exchanged(sent).reshape(-1), every, None))
+
+    data = None if part.data is None else jnp.asarray(part.data)[:mine]
+    of_slot = None if data is None else data[by_column.order]
+    bag_of = CSR.tree_unflatten(bags, (of_slot, by_column.rows, ptr, None))
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), column[:-1]])
+    number = jnp.cumsum(column != before, dtype=jnp.int32) - 1
+    owner = column // width
+    slot = owner * count + number - firsts.at[owner].get(mode="clip")
+    # An id that no owner has is a slot that there is not, which makes its bag NaN.
+    asked = jnp.zeros(mine, jnp.int32)
+    asked = asked.at[by_column.order].set(
+        jnp.where(column < end, slot, -1), unique_indices=True
+    )
+    leaves = (data, asked, part.indptr, None)
+    asked = CSR.tree_unflatten(model * count, leaves)
     return Route(owned, asked, bag_of, crowded[None])
 
 
@@ -534,17 +672,23 @@ class OwnTerms(NamedTuple):
     slopes: Float[Array, "rows hidden"]
 
 
-def own_terms(x: DividedRows, dy: jax.Array, width: int, *, gather: bool) -> OwnTerms:
+def own_terms(
+    x: DividedRows, dy: jax.Array, width: int, add: Add, *, gather: bool
+) -> OwnTerms:
     """Within: the terms of one matrix, by a gather or an exchange.
 
     A device has `width` rows of the kernel.
     """
+    assert x.route is not None
     if gather:
         block, slopes = x.block(), x.block_slopes(dy)
     else:
-        assert x.route is not None
-        block, slopes = x.route.owned, x.owned_slopes(dy)
-    column, row = entries_over_data(block)
+        block, slopes = x.route.owned, x.owned_slopes(dy, add)
+    if x.route.distinct and not gather:
+        column = gather_over_data(block.columns(padding=block.num_cols))
+        row = jnp.arange(len(column), dtype=jnp.int32)
+    else:
+        column, row = entries_over_data(block)
     column = jnp.where(column < block.num_cols, column, width)
     slopes = _crossing(gather_over_data, slopes)
     return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dy.dtype))

@@ -272,7 +272,7 @@ def _data_gradients(
     def part(x, w, dy):
         x = own_block(x)
 
-        def of(block, dy):
+        def of(block, dy, w=w):
             slope = _data_gradient(block, w, dy, implementation)
             return slope.astype(block.data.dtype)
 
@@ -285,13 +285,24 @@ def _data_gradients(
 
             _, pull = jax.vjp(lambda d: entries(d).data, x.parts.data)
             (slope,) = pull(of(entries(x.parts.data), x.block_slopes(dy)))
-            return slope, jnp.zeros_like(x.route.owned.data)
+            owned = x.route.owned.data
+            return slope, None if owned is None else jnp.zeros_like(owned)
 
         def exchange():
-            slopes = x.owned_slopes(dy).astype(dy.dtype)
+            slopes = x.owned_slopes(dy, add).astype(dy.dtype)
             return jnp.zeros_like(x.parts.data), of(x.route.owned, slopes)
 
-        found = x.by_way(gather, exchange)
+        def exchange_distinct():
+            rows = x.sent_back(gather_sum(x.route.owned, w, implementation))
+            slope = of(x.route.asked, dy, rows)
+            slope = jnp.pad(slope, (0, x.parts.nse - len(slope)))
+            return slope, None
+
+        add = functools.partial(gather_sum, implementation=implementation, wide=True)
+        if x.route.distinct:
+            found = x.by_way(gather, exchange_distinct)
+        else:
+            found = x.by_way(gather, exchange)
         return jax.tree.map(lambda a: a[None, None], found)
 
     spec = P("data", "model")

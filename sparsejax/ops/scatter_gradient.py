@@ -237,6 +237,7 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
     routed = sum(_capacity_over_data(x) for x in xs)
     nse = max(sum(x.nse for x in xs), routed)
     crowded = [flag for flag in (x.crowded() for x in xs) if flag is not None]
+    weighted = [accumulator(x.data.dtype) for x in xs if x.data is not None]
 
     def part(xs, dys, crowded):
         xs = [own_block(x) for x in xs]
@@ -244,7 +245,7 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
         def made(gather: bool):
             parts, slopes, first = [], [], 0
             for x, dy in zip(xs, dys, strict=True):
-                found = own_terms(x, dy, width, gather=gather)
+                found = own_terms(x, dy, width, _add, gather=gather)
                 parts.append((found.column, found.row + first, found.data))
                 slopes.append(found.slopes)
                 first += len(found.slopes)
@@ -252,8 +253,13 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
             by_column = Transposed.of(column, row, width)
             if data is not None:
                 data = _sized(_wide(data)[by_column.order], nse, 0)
+            elif weighted:  # distinct ids have none, but all ids have
+                data = jnp.ones(nse, jnp.result_type(*weighted))
             slopes = jnp.concatenate(slopes)
-            slopes = jnp.pad(slopes, ((0, batch - len(slopes)), (0, 0)))
+            if len(slopes) < batch:
+                # No entry names a row behind them, and zeros there would take .3 ms.
+                room = lax.empty((batch, slopes.shape[1]), slopes.dtype)
+                slopes = lax.dynamic_update_slice(room, slopes, (0, 0))
             return _sized_transposed(by_column, nse, width), data, slopes
 
         if crowded:
@@ -272,6 +278,10 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
         out_specs=P("model"),
     )
     return Terms(by_column, data, dy, num_rows, divided=True)
+
+
+def _add(x: CSR, dy: jax.Array) -> jax.Array:
+    return gather_sum(x, dy, None, wide=True)
 
 
 def _capacity_over_data(x: DividedRows) -> int:
@@ -405,7 +415,7 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
             return lax.psum(of(x.parts, dy), ("data", "model"))
         total = x.by_way(
             lambda: of(x.block(), x.block_slopes(dy)),
-            lambda: of(x.route.owned, x.owned_slopes(dy).astype(dy.dtype)),
+            lambda: of(x.route.owned, x.owned_slopes(dy, _add).astype(dy.dtype)),
         )
         return lax.psum(total, "data")
 

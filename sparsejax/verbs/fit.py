@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
+import jax
 from jax.typing import ArrayLike
 
 from sparsejax.data import ScannedDataset
@@ -46,6 +47,8 @@ def fit(
     shuffle: bool = True,
     validation: Source | OfKind | None = None,
     k: int | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    exchange_room: float | None = None,
     early_stopping: EarlyStopping | None = None,
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None,
     checkpoint_seconds: float = 30.0,
@@ -122,6 +125,13 @@ def fit(
         twice, items that a row has are ranked, too. Of clicks: examples of the same
         columns, read with the same vocabularies.
       k: cut-off of the validation metrics of items; 20 by default.
+      wire_dtype: of clicks on a mesh: the dtype in which rows and gradients of the tables
+        cross between devices, such as bfloat16. By default that of the model's collections.
+      exchange_room: of clicks on a mesh: for how many ids there are places between each pair
+        of devices, as a multiple of what is expected. How many of the ids of a batch differ
+        is counted in some batches. "overflows" in the history counts lookups for which the
+        places did not suffice; there is a warning if these are above one in a hundred steps.
+        By default that of the model's collections.
       early_stopping: stop on a validation metric, and end with the best epoch's weights.
       checkpoint_dir: where to save checkpoints. Only one training at a time can use it.
       checkpoint_seconds: save when this much time has passed since the last checkpoint,
@@ -144,7 +154,7 @@ def fit(
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
-      validation metrics.
+      validation metrics. Of clicks on a mesh that divides tables also "overflows".
 
     Raises:
       FloatingPointError: the loss is not finite. The message names epoch and step. The
@@ -189,6 +199,8 @@ def fit(
         "validation": validation,
         "stopping": early_stopping,
         "k": 20 if k is None else k,
+        "wire_dtype": wire_dtype,
+        "exchange_room": exchange_room,
     }
     with loop.on_auto_axes(model, optimizer), loop.alone(checkpoint_dir) as checkpoints:
         job = kind.job(model, inputs, **used(kind, "fit", options))

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.embeddings import planner
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
 
 RULE = sj.optimizers.rowwise_adagrad(0.1)
@@ -120,6 +121,47 @@ def test_the_compiled_program():
     sent = bytes_sent(program.as_text(), {"data": data, "model": model})
     assert device.sent == pytest.approx(sent, rel=0.1)
     assert sum(t.sent for t in plan.tables) == pytest.approx(device.sent, rel=1e-3)
+
+
+def test_how_many_ids_differ():
+    """Against draws, by counts and by Zipf's law, also of more ids than are counted singly."""
+    rng = np.random.default_rng(0)
+    for num_rows, zipf in (50, 0.8), (3_000, 1.2), (200_000, 1.05):
+        weights = np.arange(1, num_rows + 1) ** -zipf
+        share = weights / weights.sum()
+        draws = [np.unique(rng.choice(num_rows, 2_000, p=share)) for _ in range(20)]
+        want = np.mean([len(ids) for ids in draws])
+        for popularity in zipf, 1e6 * weights:
+            found = planner.distinct_ids("item", popularity, num_rows, 2_000)
+            assert found == pytest.approx(want, rel=0.02)
+    assert planner.distinct_ids("item", 0.0, 1, 9) == pytest.approx(1)
+    wrongs: list[Any] = [-1.0, math.nan, [0, 0], [1, -1], [[1.0]], np.ones(51)]
+    for wrong in wrongs:
+        with pytest.raises(
+            ValueError, match="popularity of 'item' must be the exponent"
+        ):
+            planner.distinct_ids("item", wrong, 50, 10)
+
+
+def test_what_is_popular_crosses_once():
+    """A plan knows it from the law of the ids, keeps it, and a collection has it from there."""
+    plain = plan_of()
+    plan = plan_of(popularity={"sum": 1.2, "recent": 1.2})
+    assert not plain.distinct and plain.distinct_rows() is None
+    assert plan.devices[0].sent < 0.85 * plain.devices[0].sent
+    assert 100 < plan.distinct["big"] < 7 * BATCH / 8 and plan.distinct["small"] == 100
+    assert sj.EmbeddingPlan.from_json(plan.to_json()) == plan
+    old = plain.to_json()
+    del old["distinct"]  # as earlier releases wrote it
+    assert sj.EmbeddingPlan.from_json(old) == plain
+    known = plan.distinct_rows()
+    assert known is not None and known.examples == BATCH // 8
+    # Of twice as many examples at most twice as many; of fewer, not more.
+    assert (
+        known.of("big", BATCH // 4) == 2 * known.of("big", 8) == 2 * known.of("big", 1)
+    )
+    with pytest.raises(ValueError, match="popularity has a feature 'sums'"):
+        plan_of(popularity={"sums": 1.2})
 
 
 def test_each_table_gets_what_is_cheapest():

@@ -19,13 +19,14 @@ ROWS, FEATURES, HIDDEN = 64, 700, 16
 PADDED = 768
 
 
-def few_each(*, wrong=False):
+def few_each(*, wrong=False, repeat=1):
     """A few entries a row, with duplicates; or one wrong id, and nine that do not fit."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 4, ROWS)
     lengths[:2] = 0, 3
     indices = rng.integers(0, FEATURES, lengths.sum()).astype(np.int32)
     indices[:3] = 7, 7, 600
+    indices -= indices % repeat
     if wrong:
         indices[5] = FEATURES
         lengths[-9:] += 1
@@ -39,22 +40,28 @@ def mesh_of(shape):
     return jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
 
 
-def divided(x, room, wire=None):
+def divided(x, room, wire=None, distinct=None):
     nse, parts = x.nse, exchange.parts_of(x)
-    return exchange.divided(parts, nse=nse, by_rows=True, room=room, wire_dtype=wire)
+    return exchange.divided(
+        parts, nse=nse, by_rows=True, room=room, wire_dtype=wire, distinct=distinct
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("room", "wire", "on_mesh"))
-def used(x, dy, w, *, room=None, wire=None, on_mesh=False):
+@functools.partial(jax.jit, static_argnames=("room", "wire", "distinct", "on_mesh"))
+def used(x, dy, w, *, room=None, wire=None, distinct=None, on_mesh=False):
     """The lookup, gradients, and new rows of a step whose terms are added at last."""
 
     def total(data, w):
         y = x.with_data(data)
-        y = sj.gather_matmul(divided(y, room, wire) if on_mesh else y, w)
+        y = sj.gather_matmul(divided(y, room, wire, distinct) if on_mesh else y, w)
         return jnp.sum(jnp.where(jnp.isnan(y), 0, y) * dy), y
 
     (_, y), slopes = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x.data, w)
-    xs = [divided(x, room, wire), divided(x, None)] if on_mesh else [x, x]
+    xs = [x, x]
+    if on_mesh:
+        xs = [divided(x, room, wire, distinct), divided(x, None)]
+        ways = [x.route is not None and x.route.distinct for x in xs]
+        assert ways == [distinct is not None, False]
     terms = scatter_gradient.row_terms(xs, [dy, 2 * dy], len(w))
     rule = sj.optimizers.adagrad(0.1)
     trained = TrainedKernel(w, rule.init(w.shape), None)
@@ -71,19 +78,32 @@ def operands():
 
 # A room is a program. Of the last mesh each device has all rows, so it has no places.
 @pytest.mark.parametrize(
-    ("shape", "rooms"), [((1, 8), [0.5]), ((2, 4), [8.0, 0.5]), ((8, 1), [8.0])]
+    ("shape", "rooms", "distinct"),
+    [
+        ((1, 8), [0.5], None),
+        ((2, 4), [8.0, 0.5], None),
+        ((8, 1), [8.0], None),
+        ((1, 8), [8.0], 0.8),
+        ((2, 4), [8.0, 0.5], 0.8),
+    ],
 )
-def test_places_change_no_result(shape, rooms):
-    """Enough places, and too few, where all devices gather all ids."""
+def test_places_change_no_result(shape, rooms, distinct):
+    """Enough places, and too few, where all devices gather all ids.
+
+    Distinct ids have 7 places of each pair of devices, or one.
+    """
     for wrong in False, True:
-        x, (dy, w) = few_each(wrong=wrong), operands()
+        repeat = 1 if distinct is None else 64
+        x, (dy, w) = few_each(wrong=wrong, repeat=repeat), operands()
         dy = jnp.where(jnp.isnan(sj.gather_matmul(x, w)), 0, dy)
         want, _ = used(x, dy, w)
         assert bool(np.isnan(want[0]).any()) == wrong
         with mesh_of(shape):
             w = jax.device_put(w, P("model", None))
             for room in rooms:
-                got, crowded = used(x, dy, w, room=room, on_mesh=True)
+                got, crowded = used(
+                    x, dy, w, room=room, distinct=distinct, on_mesh=True
+                )
                 if shape[1] > 1:
                     assert bool(crowded) == (room == 0.5 or wrong)
                 jax.tree.map(

@@ -163,6 +163,43 @@ def test_streamed_clicks(tmp_path):
         trained(sj.scan_clicks(tmp_path / "none.parquet"))
 
 
+def test_ids_that_repeat_cross_a_mesh_once():
+    """`fit` counts them. With too few places the losses are the same, and it says so."""
+    clicks, found = made(600), dict[str, Any]()
+
+    def history(shape=(1, 8), **options):
+        with on(shape):
+            model, optimizer = build(placement="rows")
+            assert isinstance(model, sj.DLRM)
+            result = sj.fit(
+                model, optimizer, clicks, batch_size=256, num_epochs=2, **options
+            )
+            wire = model.embeddings.wire
+            found.update(wire=wire.dtype, counted=wire.distinct and vars(wire.distinct))
+            return result
+
+    want = history(None)
+    assert "overflows" not in want[0] and not found["counted"]
+    got = history()
+    np.testing.assert_allclose(losses(got), losses(want), rtol=1e-5)
+    assert [entry["overflows"] for entry in got] == [0, 0]
+    rows = dict(found["counted"]["rows"])
+    assert found["counted"]["examples"] == 32
+    assert 15 < rows["user"] < 25 and 10 < rows["tags"] <= 20
+    with pytest.warns(UserWarning, match="in 3 of 3 steps.*larger exchange_room") as w:
+        got = history(exchange_room=0.3)
+    assert len(w) == 1 and [entry["overflows"] for entry in got] == [3, 3]
+    np.testing.assert_allclose(losses(got), losses(want), rtol=1e-5)
+    narrow = losses(history(wire_dtype="bfloat16"))
+    assert found["wire"] == jnp.bfloat16
+    np.testing.assert_allclose(narrow, losses(want), rtol=1e-3)
+    assert narrow != losses(got)
+    for name, value in {"wire_dtype": "bfloat16", "exchange_room": 2.0}.items():
+        options: dict[str, Any] = {name: value}
+        with pytest.raises(ValueError, match=f"{name} is of no use here"):
+            history(None, **options)
+
+
 def test_streamed_clicks_on_a_mesh(tmp_path):
     made().save(tmp_path / "clicks.parquet")
     chunks = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=130)

@@ -30,11 +30,14 @@ class Job:
       metric: the validation metric that decides which epoch is the best; None without
         validation.
       prepare: makes the validation data ready for batches of some size; None without it.
+      exchange: makes the model ready to exchange ids of batches of some size over a mesh. It
+        gives what counts the lookups that had too little room for them, if any can have.
     """
 
     examples: Examples | Stream
     metric: str | None
     prepare: Callable[[int], Measure] | None
+    exchange: Callable[[int], Callable[[], int] | None] | None = None
 
 
 def metric_of(

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
+from sparsejax.data.split import INSIDE
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import Epochs, Program
@@ -84,6 +86,7 @@ def train(
         seed=how.seed,
         shuffle=how.shuffle,
     )
+    overflows = None if job.exchange is None else job.exchange(epochs.batch_size)
     # Made before a checkpoint is read: it places the arrays, and reading keeps the places.
     program = Program(
         cast(Trainable, model),
@@ -97,7 +100,7 @@ def train(
         _check_same_everywhere(settings)
     saver = Saver(checkpoints, program.modules, how.checkpoint_seconds)
     progress = _begun(Progress(settings), saver, how.resume)
-    training = _Training(epochs, program, progress, saver, how, measure)
+    training = _Training(epochs, program, progress, saver, how, measure, overflows)
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
     if how.early_stopping is not None:
@@ -172,7 +175,9 @@ class _Training:
         saver: Saver,
         how: How,
         measure: Measure | None,
+        overflows: Callable[[], int] | None,
     ):
+        self._overflows, self._warned = overflows, False
         self.epochs, self.program, self.how = epochs, program, how
         self.measure = measure
         self.progress, self.saver = progress, saver
@@ -193,10 +198,31 @@ class _Training:
         progress = self.progress
         while progress.epoch < self.epochs.num_epochs and not progress.stopped:
             began, before = time.monotonic(), progress.examples
+            crowded = self._crowded()
             self._run_epoch()
             seconds = time.monotonic() - began
+            steps = progress.position
             entry = progress.end_epoch((progress.examples - before) / seconds)
+            if self._overflows is not None:
+                entry["overflows"] = self._crowded() - crowded
+                self._warn_if_crowded(entry["overflows"], steps)
             self._end_epoch(entry)
+
+    def _crowded(self) -> int:
+        """Lookups up to now that had too little room."""
+        return 0 if self._overflows is None else self._overflows()
+
+    def _warn_if_crowded(self, overflows: float, steps: int) -> None:
+        """Warns once, if too many steps of an epoch were slow."""
+        if overflows <= steps / 100 or self._warned or not processes.is_first():
+            return
+        self._warned = True
+        warnings.warn(
+            f"in {overflows:,.0f} of {steps:,} steps the devices had too few places for the "
+            "ids that they exchange, and gathered all of them, which takes longer; give "
+            "fit a larger exchange_room",
+            skip_file_prefixes=INSIDE,
+        )
 
     def _run_epoch(self) -> None:
         """Trains on an epoch; after a resume, on what is left of it."""

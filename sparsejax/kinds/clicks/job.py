@@ -19,6 +19,7 @@ from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, checked_weights
 from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.kinds.clicks.exchange import exchange_of
 from sparsejax.kinds.clicks.scores import (
     METRICS,
     Clicks,
@@ -135,9 +136,12 @@ def click_job(
     weights: ArrayLike | None,
     validation: Any,
     stopping: EarlyStopping | None,
+    wire_dtype: jax.typing.DTypeLike | None,
+    exchange_room: float | None,
 ) -> Job:
     """The arguments of `fit`, checked."""
     check_columns(model, clicks)
+    exchange = exchange_of(model, clicks, wire_dtype, exchange_room)
     metric, prepare = None, None
     if validation is not None:
         metric = metric_of(stopping, METRICS[0], METRICS[:-1], "of clicks")
@@ -157,8 +161,8 @@ def click_job(
             )
         prepare = functools.partial(_measure, validation)
     if isinstance(clicks, ClickDataset):
-        return Job(click_examples(clicks, weights), metric, prepare)
-    return Job(Stream(ScanOfClicks(clicks), weights), metric, prepare)
+        return Job(click_examples(clicks, weights), metric, prepare, exchange)
+    return Job(Stream(ScanOfClicks(clicks), weights), metric, prepare, exchange)
 
 
 def _measure(validation: Clicks, batch_size: int) -> Measure:

@@ -37,6 +37,7 @@ class Histories(Kind):
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("fold_in", "features", "seed", "groups"),
         "export_predictor": ("table_dtype",),
+        "fit": ("wire_dtype", "exchange_room"),
     }
 
     def maker(self, config, data, targets=None) -> Maker:

@@ -25,6 +25,7 @@ class Items(Kind):
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("groups",),
         "export_predictor": ("table_dtype",),
+        "fit": ("wire_dtype", "exchange_room"),
     }
 
     def maker(self, config, data, targets=None) -> Maker:

@@ -1,0 +1,286 @@
+"""Times training steps of a DLRM on one GPU and on two, under three laws of ids.
+
+    python benchmarks/dlrm_mesh.py run [--commit NAME]     on two GPUs of one host
+    python benchmarks/dlrm_mesh.py table                   anywhere
+
+The model has 26 tables of 128 columns: 4 of 5 M rows, 7 of 1 M, 15 of 20,000. An example has one
+id of each. Bottom layers are 13-512-256-128, top ones 1,024-1,024-512-256-1. Tables are trained by
+row-wise Adagrad, layers by Adagrad. A step is a loop of a person's own: `sj.jit` around
+`value_and_grad` and `update`. *Rows* divides all tables by their rows over "model". *Sums* is the
+same without knowing the law of the ids: a sum crosses for each id. *Narrow* is *rows* with bfloat16
+on the wire. *Copies* has all tables on both GPUs. *Planned* is what `plan_embeddings` chooses for two
+devices along "model". The first step is timed where no compiled program is found again.
+
+What passes through the memory of each GPU in a step, in MB, predicted. B are the examples of a
+device, D its distinct ids of each owner (with room 1.2), of B = 32,768 on two GPUs::
+
+    pass                                    rows of      one GPU     two, zipf 1.05
+                                            512 bytes    B = 65,536  B = 32,768
+    ids as one matrix, sorts, places        -              80          80
+    owner: rows of distinct ids             2 D             -         300 read, 300 written
+    rows of the bags                        2 * 26 B    1,740         870
+    beside z_0, in the layers' dtype        2 * 26 B    1,740         870
+    products, pairs, their gradients        4 * 26 B    3,600       1,800
+    layers and ReLU, three products         -           5,000       2,500
+    gradients of distinct ids               26 B + D        -         440 read, 150 written
+    received, put behind each other         2 D             -         300
+    sort, sums, row-wise Adagrad            26 B + 2 D  1,900         600
+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import command, origin, reported, table, write_section
+from timing import time_kernels
+from workloads import zipf_ids
+
+if TYPE_CHECKING:
+    import sparsejax as sj
+    from sparsejax.embeddings.config import Placement
+
+_ROWS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
+_DENSE, _DIM = 13, 128
+_BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
+_RATE, _EPS = 0.02, 1e-8
+_BATCH, _BATCHES, _STEPS, _ROUNDS, _PROFILED = 65_536, 3, 30, 3, 4
+_SKEWS = 1.05, 1.2, 0.8
+
+# Data and model, and how tables lie.
+_WAYS: dict[str, tuple[tuple[int, int], Placement | None]] = {
+    "one": ((1, 1), None),
+    "rows": ((1, 2), "rows"),
+    "narrow": ((1, 2), "rows"),
+    "sums": ((1, 2), "rows"),
+    "copies": ((2, 1), "replicated"),
+    "planned": ((1, 2), None),
+}
+# How tables lie, the batch as a multiple of 65,536, and the dtype of the layers.
+_MEASURED = (
+    *(f"{way} 1 float32" for way in ("one", "rows", "sums", "copies", "planned")),
+    *(f"{way} 1 bfloat16" for way in ("one", "rows", "narrow")),
+    "one 2 float32",
+    "rows 2 float32",
+    "one 2 bfloat16",
+    "narrow 2 bfloat16",
+)
+_PARTS = {
+    part: {"CUDA_VISIBLE_DEVICES": "0" if part.startswith("one") else "0,1"}
+    for part in _MEASURED
+}
+
+
+def main() -> None:
+    command(__doc__, __file__, _PARTS, _measure, _write_table)
+
+
+def _measure(part: str) -> Iterator[dict]:
+    import jax
+
+    way, times, dtype = part.split()
+    on_gpu = jax.default_backend() == "gpu"
+    batch = int(times) * (_BATCH if on_gpu else 64)
+    rows = _ROWS if on_gpu else tuple(n // 10_000 + 50 for n in _ROWS)
+    before = None
+    for skew in _SKEWS:
+        with reported(part, str(skew)):
+            before = _Case(way, batch, rows, dtype, skew, before)
+            yield before.result()
+
+
+class _Case:
+    """A model on its mesh, and batches of a law of ids.
+
+    A model of another law is used again, if its tables and their places are the same.
+    """
+
+    def __init__(self, way, batch, rows, dtype, skew, before):
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from flax import nnx
+
+        import sparsejax as sj
+
+        self.way, self.batch, self.dtype, self.skew = way, batch, dtype, skew
+        (data, model), placement = _WAYS[way]
+        self.mesh = None
+        if data * model > 1:
+            self.mesh = sj.make_mesh(data=data, model=model)
+        rule = sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS)
+        names = [f"C{i}" for i in range(1, len(rows) + 1)]
+        features = dict(zip(names, rows, strict=True))
+        tables = {
+            name: sj.TableConfig(n, _DIM, placement=placement)
+            for name, n in features.items()
+        }
+        self.plan: sj.EmbeddingPlan | dict[str, Placement] = {}
+        if placement is not None:
+            self.plan = dict.fromkeys(names, placement)
+        if way in ("rows", "narrow", "planned"):
+            self.plan = sj.plan_embeddings(
+                tables,
+                dict(zip(names, names, strict=True)),
+                batch_size=batch,
+                data=data,
+                model=model,
+                popularity=dict.fromkeys(names, skew),
+                rule=rule,
+            )
+        if before is not None and before.plan == self.plan:
+            self.modules, self._step, self.seconds = (
+                before.modules,
+                before._step,
+                before.seconds,
+            )
+        else:
+            if before is not None:  # its tables leave the memory
+                del before.modules, before._step
+            config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype=dtype)
+            with self.on_mesh():
+                model = sj.DLRM(
+                    config,
+                    num_dense=_DENSE,
+                    features=features,
+                    plan=self.plan,
+                    wire_dtype="bfloat16" if way == "narrow" else None,
+                    rngs=nnx.Rngs(0),
+                )
+                optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(_RATE))
+            self.modules = model, optimizer
+            jax.block_until_ready(nnx.state(self.modules))
+
+            @sj.jit
+            def step(model, optimizer, dense, ids, click):
+                def loss_fn(model):
+                    logits = model(dense, ids)
+                    return optax.sigmoid_binary_cross_entropy(logits, click).mean()
+
+                loss, grads = optimizer.value_and_grad(loss_fn)(model)
+                optimizer.update(model, grads)
+                return loss
+
+            self._step, self.seconds = step, None
+        rng = np.random.default_rng(0)
+
+        def put(array):
+            if self.mesh is None:
+                return jnp.asarray(array)
+            lies = jax.NamedSharding(self.mesh, jax.P(("data", "model")))
+            return jax.device_put(array, lies)
+
+        self.batches = []
+        for _ in range(_BATCHES):
+            ids = {n: put(zipf_ids(rng, batch, r, skew)) for n, r in features.items()}
+            dense = rng.standard_normal((batch, _DENSE), np.float32)
+            click = (rng.random(batch) < 0.2).astype(np.float32)
+            self.batches.append((put(dense), ids, put(click)))
+
+    def on_mesh(self):
+        import jax
+
+        if self.mesh is None:
+            return contextlib.nullcontext()
+        return jax.set_mesh(self.mesh)
+
+    def step(self, i: int):
+        dense, ids, click = self.batches[i % _BATCHES]
+        model, optimizer = self.modules
+        return self._step(model, optimizer, dense, ids, click)
+
+    def result(self) -> dict:
+        import jax
+
+        overflows = self.modules[0].embeddings.overflows
+        with self.on_mesh():
+            start = time.perf_counter()
+            first = float(self.step(0))
+            seconds = round(time.perf_counter() - start, 2)
+            if jax.config.jax_compilation_cache_dir or self.seconds is not None:
+                seconds = None
+            self.seconds = 0.0
+            before, times = int(overflows[...]), []
+            for _ in range(_ROUNDS):
+                start = time.perf_counter()
+                losses = [self.step(i) for i in range(_STEPS)]
+                jax.block_until_ready(losses)
+                times.append(1e3 * (time.perf_counter() - start) / _STEPS)
+            crowded = int(overflows[...]) - before
+            if not float(self.step(0)) < first:
+                raise ValueError(f"the loss did not fall from {first}")
+            kernels = time_kernels(
+                lambda i: jax.block_until_ready(self.step(i)), _PROFILED
+            )
+        devices = 1 if self.mesh is None else self.mesh.size
+        kernels = {name: t / devices for name, t in kernels.items()}
+        largest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
+        milliseconds = statistics.median(times)
+        placements = {}
+        if not isinstance(self.plan, dict):
+            placements = {t.name: t.placement.kind for t in self.plan.tables}
+        return {
+            "way": self.way,
+            "batch": self.batch,
+            "dtype": self.dtype,
+            "zipf": self.skew,
+            "milliseconds": round(milliseconds, 3),
+            "examples_per_second": round(1e3 * self.batch / milliseconds),
+            "first_step_seconds": seconds,
+            "steps_with_too_few_places": f"{crowded} of {_ROUNDS * _STEPS}",
+            "loss": first,
+            "placements": placements,
+            "kernel_microseconds": round(sum(kernels.values()), 1),
+            "kernels": [(name[:80], round(t, 1)) for name, t in largest],
+            "versions": {
+                "jax": jax.__version__,
+                "device": jax.devices()[0].device_kind,
+            },
+        }
+
+
+def _write_table(report: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    rows, results = [], report["results"]
+    one = {
+        (r["dtype"], r["zipf"]): r
+        for r in results
+        if r["way"] == "one" and r["batch"] == _BATCH
+    }
+    for r in results:
+        base = one.get((r["dtype"], r["zipf"]))
+        times = "-"
+        if base:
+            rate = r["examples_per_second"] / base["examples_per_second"]
+            times = f"{rate:.2f}x"
+        rows.append(
+            [
+                r["way"],
+                f"{r['batch']:,}",
+                r["dtype"],
+                r["zipf"],
+                f"{r['milliseconds']:.2f}",
+                f"{r['examples_per_second'] / 1e6:.1f}",
+                times,
+                r["first_step_seconds"] or "-",
+                r["steps_with_too_few_places"],
+            ]
+        )
+    columns = ["tables", "batch", "layers", "zipf", "ms a step", "M examples/s"]
+    columns += ["of one GPU", "first step, s", "steps with too few places"]
+    write_section("dlrm_mesh", [origin(report), "", *table(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()
