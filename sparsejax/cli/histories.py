@@ -113,7 +113,15 @@ class Histories(interactions.Interactions):
         if described or command.chunk_rows is not None:
             return config, ""
         config = config.suited_to(source.data)
-        return config, f"max_length {config.max_length}"
+        lengths = np.diff(source.data.indptr)
+        # The last entry is a target only.
+        older = np.maximum(lengths - config.max_length - 1, 0).sum()
+        said = f"max_length {config.max_length}"
+        if older:
+            said += (
+                f", from which {older / lengths.sum():.1%} of the entries are cut off"
+            )
+        return config, said
 
     def plan_config(
         self, config: SequenceConfig, command: flags.Plan

@@ -236,7 +236,7 @@ def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
         # Runs of earlier releases do not have these.
-        for name, default in {"dtype": "float32", "divisor": None}.items():
+        for name, default in {"dtype": None, "divisor": None}.items():
             if name in settings and settings[name] == default:
                 del settings[name]
         return settings

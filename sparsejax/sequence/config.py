@@ -9,10 +9,13 @@ import numpy as np
 
 from sparsejax.codec import ModelConfig
 from sparsejax.data.sequences import SequenceDataset
+from sparsejax.ops.implementations import HOPPER, custom_call_can_run
 
 # `suited_to`: lengths of histories to choose from, and the share of entries to cut off.
-# Found on the validation of Amazon Beauty and of MovieLens.
-_LENGTHS, _CUT = (50, 100, 200), 0.05
+# Found on Amazon Beauty and on MovieLens.
+_LENGTHS, _CUT = (50, 100, 200, 500, 1000, 2000), 0.05
+# Devices hold the data in rows of this length: that many numbers at most.
+_MOST_PLACES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class SequenceConfig(ModelConfig):
     """
 
     kind: ClassVar[str] = "histories"
+    _longest: ClassVar[int] = _LENGTHS[-1]
 
     max_length: int = 50
     width: int = 128
@@ -66,10 +70,13 @@ class SequenceConfig(ModelConfig):
     def suited_to[Config: SequenceConfig](  # noqa: PYI019
         self: Config, data: SequenceDataset
     ) -> Config:
-        """The same with the `max_length` that suits the data.
+        """The same with the `max_length` that suits the data, and a `dtype` for this device.
 
-        Of 50, 100 and 200 it is the least from which 5 % of the entries or less are cut
-        off, or else 200.
+        Of 50, 100, 200, 500, 1,000 and 2,000 it is the least from which 5 % of the entries
+        or less are cut off, or else the largest. Of a length above 50 there are at most
+        2^28 places of all rows, as devices hold them. A GRU has 200 at most, since it
+        takes one place after the other. A `dtype` of None becomes "bfloat16" on a GPU with
+        programs for it.
 
         >>> long = SequenceDataset([0, 80], [0] * 80, ["ann"], ["tea"])
         >>> SASRecConfig(width=64).suited_to(long).max_length
@@ -85,12 +92,14 @@ class SequenceConfig(ModelConfig):
         >>> SASRecConfig(width=64).suited_to_lengths(np.array([80])).max_length
         100
         """
-        for length in _LENGTHS[:-1]:
+        longest = min(self._longest, _MOST_PLACES // max(1, len(lengths)))
+        for length in _LENGTHS:
             # A window has one entry more, which is a target only.
             cut = np.maximum(lengths - length - 1, 0).sum()
             if cut <= _CUT * lengths.sum():
-                return dataclasses.replace(self, max_length=length)
-        return dataclasses.replace(self, max_length=_LENGTHS[-1])
+                break
+        fitting = [each for each in _LENGTHS if each <= min(length, longest)]
+        return dataclasses.replace(self, max_length=max(fitting, default=_LENGTHS[0]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,8 @@ class SASRecConfig(SequenceConfig):
     Attributes:
       heads: of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention. Parameters, norms, biases of attention and sums are always float32.
+        attention. None is float32; `suited_to` chooses. Parameters, norms, biases of
+        attention and sums are always float32.
 
     Raises:
       ValueError: a value is out of range.
@@ -112,11 +122,14 @@ class SASRecConfig(SequenceConfig):
 
     model = "sasrec"
     heads: int = 2
-    dtype: str = "float32"
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention(self)
+
+    def suited_to_lengths(self, lengths: np.ndarray) -> SASRecConfig:
+        return _for_device(super().suited_to_lengths(lengths))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +142,8 @@ class HSTUConfig(SequenceConfig):
     Attributes:
       heads: of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention. Parameters, norms, biases of attention and sums are always float32.
+        attention. None is float32; `suited_to` chooses. Parameters, norms, biases of
+        attention and sums are always float32.
       divisor: of the sums of attention, before a norm. None is `max_length`. A large one
         weakens short histories, so give 50 where histories may be long; `suited_to` does.
 
@@ -140,7 +154,7 @@ class HSTUConfig(SequenceConfig):
 
     model = "hstu"
     heads: int = 2
-    dtype: str = "float32"
+    dtype: str | None = None
     divisor: float | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +164,7 @@ class HSTUConfig(SequenceConfig):
             check_positive("divisor", self.divisor)
 
     def suited_to_lengths(self, lengths: np.ndarray) -> HSTUConfig:
-        suited = super().suited_to_lengths(lengths)
+        suited = _for_device(super().suited_to_lengths(lengths))
         if self.divisor is None and suited.max_length > _LENGTHS[0]:
             return dataclasses.replace(suited, divisor=float(_LENGTHS[0]))
         return suited
@@ -165,6 +179,7 @@ class GRUConfig(SequenceConfig):
     """
 
     model = "gru"
+    _longest = 200
 
 
 def check_attention(config: SASRecConfig | HSTUConfig) -> None:
@@ -173,8 +188,15 @@ def check_attention(config: SASRecConfig | HSTUConfig) -> None:
         raise ValueError(
             f"width must be a multiple of heads, got {config.width} and {config.heads}"
         )
-    if config.dtype not in ("float32", "bfloat16"):
+    if config.dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f'dtype is "float32" or "bfloat16", got {config.dtype!r}')
+
+
+def _for_device[Config: SASRecConfig | HSTUConfig](config: Config) -> Config:
+    """With bfloat16, if no dtype is given and there is a GPU with programs for it."""
+    if config.dtype is None and custom_call_can_run(HOPPER, divided=True):
+        return dataclasses.replace(config, dtype="bfloat16")
+    return config
 
 
 def check_number(name: str, value: object) -> None:

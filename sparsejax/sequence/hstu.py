@@ -67,7 +67,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config: HSTUConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
-        dtype = jnp.dtype(config.dtype)
+        dtype = jnp.dtype(config.dtype or "float32")
         self.divisor = config.divisor or config.max_length
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.gates, self.values, self.queries, self.keys = (

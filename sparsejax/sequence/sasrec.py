@@ -59,7 +59,7 @@ class Block(Attention):
 
     def __init__(self, config: SASRecConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
-        dtype = jnp.dtype(config.dtype)
+        dtype = jnp.dtype(config.dtype or "float32")
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.queries, self.keys, self.values, self.mixed = (
             nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)

@@ -12,6 +12,7 @@ from flax import nnx
 from memory import temporary_bytes
 
 import sparsejax as sj
+from sparsejax.ops import implementations
 
 ITEMS = 11
 HISTORIES = jnp.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1], [-1, -1, -1, -1, -1]])
@@ -289,6 +290,18 @@ def test_a_long_max_length_does_not_weaken_short_histories():
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_allclose(found[2], found[0], rtol=1e-5, atol=1e-6)
     assert np.abs(found[3] - found[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [sj.HSTUConfig(), sj.SASRecConfig()])
+def test_the_dtype_that_suits_a_device(config, monkeypatch):
+    lengths = np.array([9])
+    assert config.suited_to_lengths(lengths) == config
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+    assert config.suited_to_lengths(lengths).dtype == "bfloat16"
+    given = dataclasses.replace(config, dtype="float32")
+    assert given.suited_to_lengths(lengths) == given
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 8.0)
+    assert config.suited_to_lengths(lengths) == config
 
 
 def test_the_divisor_of_a_configuration():

@@ -56,10 +56,19 @@ def test_the_rate_falls_to_zero_at_the_last_of_enough_steps(
         ([53, 0, 1], 50),
         ([54, 1], 100),
         ([101] * 3, 100),
-        ([500, 3], 200),
+        ([500, 3], 500),
+        ([9_000, 3], 2_000),
         ([2] * 5_000 + [500], 50),
     ],
 )
 def test_histories_are_as_long_as_most_entries_need(lengths, expected):
     config = sj.SASRecConfig(width=32).suited_to(histories(*lengths))
     assert config == sj.SASRecConfig(width=32, max_length=expected)
+
+
+def test_few_places_for_many_rows_and_for_models_that_take_one_after_the_other():
+    lengths = np.full(1_000_000, 900)
+    assert sj.HSTUConfig().suited_to_lengths(lengths).max_length == 200
+    assert sj.HSTUConfig().suited_to_lengths(lengths[:1000]).max_length == 1000
+    assert sj.HSTUConfig().suited_to_lengths(np.tile(lengths, 9)).max_length == 50
+    assert sj.GRUConfig().suited_to_lengths(lengths[:1000]).max_length == 200
