@@ -1,17 +1,19 @@
-"""Causal attention by SiLU within histories, forward and backward: Mosaic GPU, Hopper.
+"""Causal attention within histories, forward and backward: Mosaic GPU, Hopper.
 
 The formula is that of `sparsejax.ops.history_attention`. Histories lie one after the other,
 so that a tile of 128 entries may have many of them, or a part of one. For each entry a range
 of others counts: for a query the keys from the first of its history up to itself, for a
-key the queries from itself to the last of its history. All three programs are made alike:
+key the queries from itself to the last of its history. All programs are made alike:
 
     program  has 64 entries a warpgroup    meets tiles of    makes
+    norms    queries                       keys              the logarithms of softmax's sums
     forward  queries                       keys              y
     queries  queries, slopes of y          keys              dq, the biases' gradients
     keys     keys                          queries, slopes   dk, dv
 
 Scores are made again in each of them, and nothing of their size is written. Nobody adds to
-what another program has written.
+what another program has written. Softmax has a program for its sums, which takes a product
+more; the others then need no largest score, and are the same for both activations.
 
 The bias by distance is the same for all tiles that are as far apart, so that it comes as a
 tile from a table. The bias by time is found by comparing differences of times with the
@@ -23,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,6 +55,8 @@ _FIRST_CELL = 127 << 2  # of 1.0
 # a warp that writes 8 rows meets all banks of memory alike.
 _PITCH = TILE + 8
 _RATIO = 0.301  # see `sparsejax.ops.history_attention`
+_LOG2E = math.log2(math.e)
+_LEAST = -3e38  # below any score, and finite, so that differences of two are numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +137,8 @@ class Spans:
         return order, *ranges, jnp.max(low, axis=1), jnp.min(high, axis=1)
 
 
-def unsupported(q: jax.Array, activation: str) -> str | None:
+def unsupported(q: jax.Array) -> str | None:
     """Why the programs cannot take these operands; None if they can."""
-    if activation != "silu":
-        return f"takes the activation 'silu', not {activation!r}"
     if q.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {q.dtype}"
     if q.shape[2] != DIM:
@@ -155,11 +158,14 @@ def attend(
     time_bias: Float[Array, "buckets"] | None,
     thresholds: Float[Array, "buckets"] | None,
     *,
+    activation: str,
     scale: float,
     divisor: float,
     config: Config | None = None,
-) -> Float[Array, "tokens heads dim"]:
-    """`y`. Rows without entries are 0, and NaN if `starts` is negative.
+) -> tuple[Float[Array, "tokens heads dim"], Float[Array, "heads tokens"] | None]:
+    """`y`, and for softmax the logarithms of its sums to base 2, for `slopes`.
+
+    Rows without entries are 0, and NaN if `starts` is negative.
 
     Args:
       q: see `unsupported`, as are `k` and `v`.
@@ -168,13 +174,19 @@ def attend(
       times: float32, or None.
       time_bias: float32, or None.
       thresholds: float32, of the buckets.
+      activation: "silu" or "softmax".
+      scale: of the products.
+      divisor: of the results.
       config: how the work is cut.
     """
     config = config or Config()
     step = _Scores(place_bias, times, time_bias, thresholds, scale, config.columns)
+    spans = Spans(starts, times)
     wrong = jnp.where(starts < 0, jnp.nan, 0.0).astype(jnp.float32)
+    softmax = activation == "softmax"
+    norms = _norms(q, k, step, spans, config) if softmax else None
 
-    def work(scores, rows_smem, columns, sums, of_rows, refs):
+    def work(scores, rows_smem, columns, sums, refs, carry):
         (q_smem,), (k_smem, v_smem) = rows_smem, columns
         (y,) = sums
 
@@ -183,11 +195,15 @@ def attend(
             return scores.bias(), *_arrived(raw)
 
         bias, raw = pl.run_scoped(products, plgpu.ACC((ROWS, config.columns)))
-        half = scores.half(raw, bias)
-        weights = scores.masked(half + half * jnp.tanh(half))
-        scores.multiply(y, weights.astype(q.dtype), v_smem)
+        if softmax:
+            weights = scores.softmax(raw, bias)
+        else:
+            half = scores.half(raw, bias)
+            weights = half + half * jnp.tanh(half)
+        scores.multiply(y, scores.masked(weights).astype(q.dtype), v_smem)
+        return carry
 
-    def finish(sums, row, outputs, head):
+    def finish(sums, carry, row, outputs, head):
         wrong_gmem, out = outputs
         (y,) = sums
         spoilt = spread_rows(row_vector(wrong_gmem, row), q.shape[2])
@@ -196,17 +212,65 @@ def attend(
     (y,) = _run(
         "history_attention",
         step,
-        Spans(starts, times),
+        spans,
         work,
         finish,
         rows=[q],
         columns=[k, v],
         sums=1,
         of_queries=True,
+        by_head=[norms] if norms is not None else [],
         extra=[wrong],
         config=config,
     )
-    return y
+    return y, norms
+
+
+def _norms(q, k, step: _Scores, spans: Spans, config: Config):
+    """`[heads, tokens]`: the logarithms of the sums of softmax to base 2, 0 for none."""
+
+    def start():
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        least, zero = (jnp.full(ROWS, x, jnp.float32) for x in (_LEAST, 0.0))
+        return tuple(plgpu.layout_cast(x, layout) for x in (least, zero))
+
+    def work(scores, rows_smem, columns, sums, refs, carry):
+        (q_smem,), (k_smem,) = rows_smem, columns
+        largest, total = carry
+
+        def products(raw):
+            plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
+            return scores.bias(), *_arrived(raw)
+
+        bias, raw = pl.run_scoped(products, plgpu.ACC((ROWS, config.columns)))
+        mine = scores.masked(_LOG2E * scores.whole(raw, bias), -jnp.inf)
+        top = jnp.maximum(largest, jnp.max(mine, axis=1))
+        weights = jnp.exp2(mine - spread_rows(top, config.columns))
+        total = total * jnp.exp2(largest - top) + jnp.sum(weights, axis=1)
+        return top, total
+
+    def finish(sums, carry, row, outputs, head):
+        (norms_gmem,) = outputs
+        largest, total = carry
+        norm = largest + _LOG2E * jnp.log(total)
+        norms_gmem[head, pl.ds(row, ROWS)] = jnp.where(total == 0, 0.0, norm)
+
+    (norms,) = _run(
+        "history_attention_norms",
+        step,
+        spans,
+        work,
+        finish,
+        rows=[q],
+        columns=[k],
+        sums=0,
+        of_queries=True,
+        by_head=[],
+        extra=[],
+        config=config,
+        start=start,
+    )
+    return norms
 
 
 def slopes(
@@ -220,6 +284,8 @@ def slopes(
     time_bias: Float[Array, "buckets"] | None,
     thresholds: Float[Array, "buckets"] | None,
     *,
+    y: Float[Array, "tokens heads dim"] | None = None,
+    norms: Float[Array, "heads tokens"] | None = None,
     scale: float,
     divisor: float,
     of_queries: Config | None = None,
@@ -227,7 +293,8 @@ def slopes(
 ):
     """dq, dk, dv, and the gradients of the biases: by distance `[distances]`, by bucket.
 
-    The other arguments are those of `attend`.
+    With `y` and `norms`, which `attend` returned, they are those of softmax. The other
+    arguments are those of `attend`.
     """
     biased = place_bias is not None or time_bias is not None
     # With the sums for biases there is no room for more.
@@ -236,13 +303,25 @@ def slopes(
     spans = Spans(starts, times)
     arguments = place_bias, times, time_bias, thresholds, scale
     inverse = 1 / divisor
+    by_head = []
+    if norms is not None:
+        assert y is not None
+        # What a query's slopes have in common, if padding is anything.
+        of_y = jnp.where(spans.inside[:, None, None], y.astype(jnp.float32), 0)
+        products = jnp.where(of_y == 0, 0, dy * of_y)
+        by_head = [norms, divisor * jnp.sum(products, axis=2).T]
 
-    def pull(half):
-        """SiLU's derivative at twice `half`, and its value."""
+    def pull(scores, raw, bias, pulled):
+        """The slopes of scores, and the weights."""
+        if by_head:
+            weights = scores.softmax(raw, bias)
+            return weights * (pulled - scores.vector(1)), weights
+        half = scores.half(raw, bias)
         t = jnp.tanh(half)
-        return 0.5 + 0.5 * (t + half * (1.0 - t * t)), half + half * t
+        slope = 0.5 + 0.5 * (t + half * (1.0 - t * t))
+        return pulled * slope, half + half * t
 
-    def work_on_queries(scores, rows_smem, columns, sums, of_rows, refs):
+    def work_on_queries(scores, rows_smem, columns, sums, refs, carry):
         (q_smem, dy_smem), (k_smem, v_smem) = rows_smem, columns
         (dq,) = sums
         size = plgpu.ACC((ROWS, of_queries.columns))
@@ -253,13 +332,13 @@ def slopes(
             return scores.bias(), *_arrived(raw, pulled)
 
         bias, raw, pulled = pl.run_scoped(products, size, size)
-        slope, _ = pull(scores.half(raw, bias))
-        ds = scores.masked(inverse * pulled * slope)
+        ds = scores.masked(inverse * pull(scores, raw, bias, pulled)[0])
         scores.multiply(dq, ds.astype(q.dtype), k_smem)
         if refs is not None:
             scores.add_to_biases(ds, refs)
+        return carry
 
-    def finish_queries(sums, row, outputs, head):
+    def finish_queries(sums, carry, row, outputs, head):
         (dq,) = sums
         (out,) = outputs
         out(0, scale * dq)
@@ -274,12 +353,13 @@ def slopes(
         columns=[k, v],
         sums=1,
         of_queries=True,
+        by_head=by_head,
         extra=[],
         config=of_queries,
         with_biases=biased,
     )
 
-    def work_on_keys(scores, rows_smem, columns, sums, of_rows, refs):
+    def work_on_keys(scores, rows_smem, columns, sums, refs, carry):
         (k_smem, v_smem), (q_smem, dy_smem) = rows_smem, columns
         dk, dv = sums
         size = plgpu.ACC((ROWS, of_keys.columns))
@@ -290,13 +370,12 @@ def slopes(
             return scores.bias(), *_arrived(raw, pulled)
 
         bias, raw, pulled = pl.run_scoped(products, size, size)
-        slope, weights = pull(scores.half(raw, bias))
-        weights = scores.masked(weights)
-        ds = scores.masked(pulled * slope)
+        ds, weights = map(scores.masked, pull(scores, raw, bias, pulled))
         scores.multiply(dv, weights.astype(q.dtype), dy_smem)
         scores.multiply(dk, ds.astype(q.dtype), q_smem, 1)
+        return carry
 
-    def finish_keys(sums, row, outputs, head):
+    def finish_keys(sums, carry, row, outputs, head):
         dk, dv = sums
         (out,) = outputs
         out(0, (scale * inverse) * dk)
@@ -312,6 +391,7 @@ def slopes(
         columns=[q, dy],
         sums=2,
         of_queries=False,
+        by_head=by_head,
         extra=[],
         config=of_keys,
     )
@@ -384,8 +464,9 @@ class _Scores:
         self.edges, self.of_cells = mine.get("edges"), mine.get("of_cells")
         return refs[len(self.names) :]
 
-    def at(self, row, column, of_rows) -> None:
-        self.row, self.column = row, column
+    def at(self, row, column, head, of_rows, by_head, of_heads) -> None:
+        self.row, self.column, self.head = row, column, head
+        self.by_head, self.of_heads = by_head, of_heads
         self.low, self.high, self.all_low, self.all_high, *of_times = of_rows
         self.longest, self.gap, self.own = of_times
         last = column + self.columns - 1
@@ -400,20 +481,35 @@ class _Scores:
             weights = own
         plgpu.wgmma(sums, weights, columns_smem)
 
+    def vector(self, n):
+        """`[64, columns]` with the n-th number of each query and head."""
+        if self.of_queries:
+            return spread_rows(self.of_heads[n], self.columns)
+        return spread_columns(self.by_head[n].at[self.head], self.column, self.columns)
+
+    def softmax(self, raw, bias):
+        """The weights; anything where a column does not count."""
+        return jnp.exp2(_LOG2E * self.whole(raw, bias) - self.vector(0))
+
+    def whole(self, raw, bias):
+        """The scores."""
+        whole = raw * self.scale
+        return whole if bias is None else whole + bias
+
     def half(self, raw, bias):
         """Half of the scores."""
         half = raw * (0.5 * self.scale)
         return half if bias is None else half + 0.5 * bias
 
-    def masked(self, values):
-        """`values`, and 0 where a column does not count for a row."""
+    def masked(self, values, rest=0.0):
+        """`values`, and `rest` where a column does not count for a row."""
 
         def mask(values):
             shape, layout = (ROWS, self.columns), plgpu.Layout.WGMMA
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
             low = spread_rows(self.low - self.column, self.columns)
             high = spread_rows(self.high - self.column, self.columns)
-            return jnp.where((column >= low) & (column <= high), values, 0.0)
+            return jnp.where((column >= low) & (column <= high), values, rest)
 
         return lax.cond(self.full, lambda: values, lambda: mask(values))
 
@@ -575,9 +671,11 @@ def _run(
     columns,
     sums: int,
     of_queries: bool,
+    by_head,
     extra,
     config: Config,
     with_biases: bool = False,
+    start: Callable[[], tuple] = tuple,
 ):
     """Runs a program, see the text of this file.
 
@@ -585,15 +683,19 @@ def _run(
       name: the name that a profiler shows.
       scores: of such tiles.
       spans: which columns count for a row.
-      work: called for a tile: (scores, blocks of rows, blocks of columns, sums).
-      finish: called with the sums after a row's last tile.
+      work: called for a tile: (scores, blocks of rows, blocks of columns, sums, references
+        for the biases' gradients, carry). It returns the carry for the next tile.
+      finish: called with the sums and the carry after a row's last tile.
       rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
       columns: the same, of which tiles come one after the other.
-      sums: number of `[64, dim]` sums; the results are as many.
+      sums: number of `[64, dim]` sums; the results are as many. Without sums the result is
+        `[heads, tokens]` float32, and `finish` writes it.
       of_queries: whether rows are queries.
+      by_head: `[heads, tokens]` float32 of the queries, for `scores.vector`.
       extra: vectors for `finish`.
       config: how the work is cut.
       with_biases: whether the gradients of the biases are made.
+      start: makes the carry before a row's first tile.
     """
     tokens, heads, dim = rows[0].shape
     dtype, size, stages = rows[0].dtype, config.columns, config.stages
@@ -619,12 +721,16 @@ def _run(
         *rows,
         *columns,
         *tails,
+        *by_head,
         *extra,
         *scores.arrays,
     ]
     of_places = with_biases and scores.tiles > 0
     of_times = with_biases and scores.buckets > 0
     outs = [jax.ShapeDtypeStruct((tokens, heads, dim), dtype)] * sums
+    if not sums:
+        outs = [jax.ShapeDtypeStruct((heads, tokens), jnp.float32)]
+    results = len(outs)
     if of_places:
         shape = programs, _WARPGROUPS, scores.tiles, TILE
         outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -644,9 +750,10 @@ def _run(
         longest, gaps = take(2) if spans.times is not None else (None, None)
         rows_gmem, columns_gmem = take(len(rows)), take(len(columns))
         rows_tail, columns_tail = take(len(rows)), take(len(columns))
+        by_head_gmem = take(len(by_head))
         extra_gmem = take(len(extra))
         refs[:] = scores.bind(refs)
-        outs_gmem = take(sums)
+        outs_gmem = take(results)
         places_gmem: Any = take(1)[0] if of_places else None
         times_gmem: Any = take(1)[0] if of_times else None
         warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
@@ -762,6 +869,9 @@ def _run(
                 else:
                     of_rows += [longest[block], gaps[block]]  # pyrefly: ignore
                     of_rows += [row_vector(scores.times, row)]
+                of_heads = [
+                    row_vector(ref.at[head], row) for ref in by_head_gmem if of_queries
+                ]
                 place = rem(i, row_slots)
                 mine = [smem.at[place, warpgroup] for smem in rows_smem]
                 plgpu.barrier_wait(rows_full.at[place])
@@ -777,20 +887,23 @@ def _run(
                     begin, end = own[0] - first, own[1] - first
                     skip(0, begin)
 
-                    @pl.loop(begin, end)
-                    def _(j):
+                    def tile(j, carry):
                         slot = rem(done + j, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        scores.at(row, (first + j) * size, of_rows)
+                        column = (first + j) * size
+                        scores.at(row, column, head, of_rows, by_head_gmem, of_heads)
                         here = [smem.at[slot] for smem in columns_smem]
-                        work(scores, mine, here, sums, of_rows, refs)
+                        carry = work(scores, mine, here, sums, refs, carry)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(free.at[slot])
+                        return carry
 
+                    carry = lax.fori_loop(begin, end, tile, start())
                     skip(end, count)
-                    return _arrived(*sums)
+                    return _arrived(*sums), carry
 
-                found = pl.run_scoped(multiply, *[plgpu.ACC((ROWS, dim))] * sums)
+                made = [plgpu.ACC((ROWS, dim))] * sums
+                found, carry = pl.run_scoped(multiply, *made) if made else multiply()
                 plgpu.barrier_arrive(rows_free.at[place])
 
                 def out(n, values):
@@ -802,7 +915,8 @@ def _run(
 
                 # Earlier copies must have read what was there.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                finish(found, row, [*extra_gmem, out], head)
+                out = out if sums else outs_gmem[0]
+                finish(found, carry, row, [*extra_gmem, out], head)
 
             each_item(of_item)
             if with_biases:
@@ -860,14 +974,16 @@ def _run(
             scope,
             [smem(row_slots, _WARPGROUPS, ROWS)] * len(rows),
             [smem(stages, size)] * len(columns),
-            smem(_WARPGROUPS, sums, ROWS),
+            smem(_WARPGROUPS, sums, ROWS) if sums else None,
             [
                 plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32) if of_places else None,
                 plgpu.SMEM((_WARPGROUPS, scores.buckets, ROWS), f32)
                 if of_times
                 else None,
             ],
-            plgpu.SMEM((_WARPGROUPS, sums, ROWS, size), dtype, transforms=transforms())
+            plgpu.SMEM(
+                (_WARPGROUPS, max(1, sums), ROWS, size), dtype, transforms=transforms()
+            )
             if config.interpretable
             else None,
             plgpu.Barrier(num_arrivals=len(rows) * _WARPGROUPS, num_barriers=row_slots),

@@ -97,8 +97,8 @@ def history_attention(
       times: `[tokens]`, ascending within a history. In a NumPy array times that go back, or
         that are not finite, are an error; elsewhere the results of that history are NaN.
       time_bias: by bucket, the same for all heads.
-      implementation: "mosaic_gpu" are GPU programs for Hopper: "silu", bfloat16 and heads
-        of 64 numbers; "xla" is made of XLA's operations, on a CPU some blocks of 64 entries at
+      implementation: "mosaic_gpu" are GPU programs for Hopper: bfloat16 and heads of 64
+        numbers; "xla" is made of XLA's operations, on a CPU some blocks of 64 entries at
         a time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
         what is fastest here.
       precision: of the products of float32 operands, see `output_loss`.
@@ -130,8 +130,8 @@ def history_attention(
     )
     rule = Rule(activation, float(scale), float(divisor))
     if implementation is None and custom_call_can_run(HOPPER):
-        implementation = None if _unsupported(q, activation) else "mosaic_gpu"
-    if implementation == "mosaic_gpu" and (why := _unsupported(q, activation)):
+        implementation = None if _unsupported(q) else "mosaic_gpu"
+    if implementation == "mosaic_gpu" and (why := _unsupported(q)):
         raise NotImplementedError(f"the GPU program {why}")
     q, k, v, starts, times, biases = vary_alike(
         q, k, v, starts, times, Biases(place_bias, time_bias)
@@ -321,8 +321,8 @@ def _attend(operands, rule, implementation, precision):
     if implementation == "mosaic_gpu":
         q, k, v, *others = _for_program(operands)
         tokens = len(operands[0])
-        y = mosaic.attend(q, k, v, *others, scale=rule.scale, divisor=rule.divisor)
-        return vary_over(y[:tokens], varying_axes(operands)), None
+        y, norms = mosaic.attend(q, k, v, *others, **dataclasses.asdict(rule))
+        return vary_over((y[:tokens], norms), varying_axes(operands))
 
     def attend(form, *operands):
         blocks = _Blocks.of(operands, form)
@@ -338,6 +338,8 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
         tokens, biases = len(dy), operands[3]
         dq, dk, dv, place, time = mosaic.slopes(
             *(q, k, v, _padded(dy, 0), *others),
+            y=None if y is None else _padded(y, 0),
+            norms=norms,
             scale=rule.scale,
             divisor=rule.divisor,
         )
@@ -354,9 +356,9 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
     return _by_platform(slopes, implementation, (*operands, y, norms, dy))
 
 
-def _unsupported(q: jax.Array, activation: Activation) -> str | None:
+def _unsupported(q: jax.Array) -> str | None:
     """Why the GPU program cannot take these; any number of tokens is padded."""
-    return mosaic.unsupported(_padded(q, 0), activation)
+    return mosaic.unsupported(_padded(q, 0))
 
 
 def _for_program(operands) -> Any:

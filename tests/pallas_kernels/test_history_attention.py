@@ -30,7 +30,9 @@ def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0):
     return *operands, jnp.asarray(starts), jnp.asarray(times), *biases, least
 
 
-def oracle(q, k, v, dy, starts, times, place, time, least, scale, divisor):
+def oracle(q, k, v, dy, starts, times, place, time, least, rule):
+    """`rule` is the activation, the scale and the divisor."""
+    activation, scale, divisor = rule
     q, k, v, dy = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v, dy))
     tokens = len(q)
     apart = np.arange(tokens)[:, None] - np.arange(tokens)
@@ -43,10 +45,16 @@ def oracle(q, k, v, dy, starts, times, place, time, least, scale, divisor):
         scores += np.asarray(place)[distance]
     if time is not None:
         scores += np.asarray(time)[bucket]
-    share = 1 / (1 + np.exp(-scores))
-    weights = np.where(seen, scores * share, 0) / divisor
     pulled = np.einsum("thd,shd->hts", dy, v) / divisor
-    ds = np.where(seen, pulled * share * (1 + scores * (1 - share)), 0)
+    if activation == "softmax":
+        weights = np.where(seen, np.exp(scores), 0)
+        weights /= np.maximum(weights.sum(axis=2, keepdims=True), 1e-300)
+        ds = weights * (pulled - (weights * pulled).sum(axis=2, keepdims=True))
+        weights /= divisor
+    else:
+        share = 1 / (1 + np.exp(-scores))
+        weights = np.where(seen, scores * share, 0) / divisor
+        ds = np.where(seen, pulled * share * (1 + scores * (1 - share)), 0)
     found = [
         np.einsum("hts,shd->thd", weights, v),
         scale * np.einsum("hts,shd->thd", ds, k),
@@ -65,47 +73,76 @@ def close(actual, want, error=1e-2):
 
 
 @pytest.mark.parametrize(
-    ("columns", "of_places", "of_times"), [(128, False, False), (64, True, True)]
+    ("activation", "columns", "of_places", "of_times"),
+    [
+        ("silu", 128, False, False),
+        ("silu", 64, True, True),
+        ("softmax", 64, False, False),
+        ("softmax", 64, True, True),
+    ],
 )
-def test_forward(run_program, columns, of_places, of_times):
+def test_forward(run_program, activation, columns, of_places, of_times):
     q, k, v, dy, starts, times, place, time, least = make()
     place = place if of_places else None
     timed = (times, time, least) if of_times else (None, None, None)
     starts = starts.at[:1].set(-1)  # the first history is wrong
 
     def call(q, k, v, starts, place, timed):
-        options = {"scale": 0.5, "divisor": 3.0}
         config = mosaic.Config(columns=columns, stages=2, interpretable=INTERPRETED)
-        return mosaic.attend(q, k, v, starts, place, *timed, **options, config=config)
+        return mosaic.attend(
+            q,
+            k,
+            v,
+            starts,
+            place,
+            *timed,
+            activation=activation,
+            scale=0.5,
+            divisor=3.0,
+            config=config,
+        )[0]
 
     y = run_program(call, q, k, v, starts, place, timed)
-    want = oracle(q, k, v, dy, starts, times, place, timed[1], least, 0.5, 3.0)[0]
+    rule = activation, 0.5, 3.0
+    want = oracle(q, k, v, dy, starts, times, place, timed[1], least, rule)[0]
     assert np.all(np.isnan(y[:1].astype(np.float32)))
     close(y[1:], want[1:])
     assert not np.any(y[sum(LENGTHS) :])
 
 
 @pytest.mark.parametrize(
-    ("of_places", "of_times"),
-    [(False, False), (True, True)],
+    ("activation", "of_places", "of_times"),
+    [
+        ("silu", False, False),
+        ("silu", True, True),
+        ("softmax", False, False),
+        ("softmax", True, True),
+    ],
 )
-def test_backward(run_program, of_places, of_times):
+def test_backward(run_program, activation, of_places, of_times):
     q, k, v, dy, starts, times, place, time, least = make()
     place = place if of_places else None
     timed = (times, time, least) if of_times else (None, None, None)
 
     def call(q, k, v, dy, starts, place, timed):
         config = mosaic.Config(stages=2, interpretable=INTERPRETED)
-        options = {
-            "of_queries": config,
-            "of_keys": config,
-            "scale": 0.5,
-            "divisor": 3.0,
-        }
-        return mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)
+        rule = {"scale": 0.5, "divisor": 3.0}
+        operands = starts, place, *timed
+        y, norms = mosaic.attend(
+            q, k, v, *operands, activation=activation, config=config, **rule
+        )
+        return mosaic.slopes(
+            *(q, k, v, dy, *operands),
+            y=y,
+            norms=norms,
+            of_queries=config,
+            of_keys=config,
+            **rule,
+        )
 
     dq, dk, dv, dplace, dtime = run_program(call, q, k, v, dy, starts, place, timed)
-    _, *want = oracle(q, k, v, dy, starts, times, place, timed[1], least, 0.5, 3.0)
+    rule = activation, 0.5, 3.0
+    _, *want = oracle(q, k, v, dy, starts, times, place, timed[1], least, rule)
     for found, exact in zip((dq, dk, dv), want, strict=False):
         close(found, exact)
         assert not np.any(found[sum(LENGTHS) :])
@@ -116,16 +153,19 @@ def test_backward(run_program, of_places, of_times):
         close(dtime, want[4])
 
 
-def test_lowers_for_cuda():
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_lowers_for_cuda(activation):
     q, k, v, dy, starts, times, place, time, least = make(
         tokens=256, heads=2, lengths=(100,)
     )
     timed = times, time, least
 
     def call(q, k, v, dy):
-        options = {"scale": 0.5, "divisor": 3.0}
-        y = mosaic.attend(q, k, v, starts, place, *timed, **options)  # pyrefly: ignore
-        return y, mosaic.slopes(q, k, v, dy, starts, place, *timed, **options)  # pyrefly: ignore
+        rule = {"scale": 0.5, "divisor": 3.0}
+        operands = starts, place, *timed
+        y, norms = mosaic.attend(q, k, v, *operands, activation=activation, **rule)
+        return y, mosaic.slopes(q, k, v, dy, *operands, y=y, norms=norms, **rule)
 
     lowered = jax.jit(call).trace(q, k, v, dy).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu") >= 3
+    programs = 3 + (activation == "softmax")
+    assert lowered.as_text().count("mosaic_gpu") >= programs
