@@ -27,7 +27,8 @@ def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0):
     biases = [jnp.float32(rng.standard_normal(n) / 2) for n in (PLACES, BUCKETS)]
     least = np.exp(0.301 * np.arange(BUCKETS)).astype(np.float32)
     least[0] = -np.inf
-    return *operands, jnp.asarray(starts), jnp.asarray(times), *biases, least
+    starts, times, least = map(jnp.asarray, (starts, times, least))
+    return *operands, starts, times, *biases, least
 
 
 def oracle(q, k, v, dy, starts, times, place, time, least, rule):
