@@ -73,7 +73,10 @@ def main() -> None:
         case "run":
             _run(arguments)
         case "table":
-            _write_table(json.loads(results.read_text()))
+            before = RESULTS / "first_result_before.json"
+            _write_table(
+                json.loads(results.read_text()), json.loads(before.read_text())
+            )
         case "compare":
             if len(arguments.files) not in (0, 2):
                 parser.error("compare takes TRAIN and TEST, or neither")
@@ -251,20 +254,23 @@ def _exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
     return seconds
 
 
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
+def _write_table(report: dict, before: dict) -> None:
+    """Puts the results between the marks in README.md, beside those of a commit before."""
+    earlier = {(r["command"], r["cache"]): r["seconds"] for r in before["results"]}
     rows = [
         [
             f"`{r['command']}`",
             r["cache"],
+            f"{earlier[r['command'], r['cache']]:.1f}",
             f"**{r['seconds']:.1f}**",
             *(f"{r['parts'].get(part, 0):.1f}" for part in _PARTS),
             r["programs"],
         ]
         for r in report["results"]
     ]
-    columns = ["command", "cache", "seconds", *_PARTS, "programs"]
-    write_section("first_result", [origin(report), "", *table(columns, rows)])
+    columns = ["command", "cache", "before", "seconds", *_PARTS, "programs"]
+    lines = [f"{origin(report)} Before: commit {before['commit']}."]
+    write_section("first_result", [*lines, "", *table(columns, rows)])
 
 
 if __name__ == "__main__":
