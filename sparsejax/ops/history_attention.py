@@ -701,4 +701,6 @@ def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
 def _clipped(sums: Float[Array, "distances"], places: int) -> Float[Array, "places"]:
     """The gradient of a bias whose last number stands for all further distances."""
     sums = jnp.pad(sums, (0, max(0, places - len(sums))))
-    return jnp.append(sums[: places - 1], jnp.sum(sums[places - 1 :]))
+    # With what follows in one GPU program, each place's thread would sum anew.
+    rest = lax.optimization_barrier(jnp.sum(sums[places - 1 :]))
+    return jnp.append(sums[: places - 1], rest)

@@ -356,9 +356,10 @@ def test_lowers_for_hopper_also_in_a_shard_map(monkeypatch):
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     # 135 tokens a device are padded to 256.
-    assert "mosaic_gpu" in lowered(64, jnp.bfloat16, "silu")
-    for others in ((32, jnp.bfloat16, "silu"), (64, jnp.bfloat16, "softmax")):
-        assert "mosaic_gpu" not in lowered(*others)
+    for rule in ("silu", "softmax"):
+        assert "mosaic_gpu" in lowered(64, jnp.bfloat16, rule)
+        for others in ((32, jnp.bfloat16), (64, jnp.float32)):
+            assert "mosaic_gpu" not in lowered(*others, rule)
 
 
 @pytest.mark.parametrize("form", FORMS)
