@@ -200,8 +200,8 @@ class EmbeddingCollection(nnx.Module):
         """
         batch, dim = first.shape
         if [stack.dim for stack in self.stacks] == [dim]:
-            (rows,) = self._rows(ids, blank=1 + blank).values()
-            return _with_first(rows.astype(first.dtype), first)
+            rows = self._rows(ids, blank=1 + blank, dtype=first.dtype)
+            return _with_first(*rows.values(), first)
         rows = self.concat(ids).astype(first.dtype).reshape(batch, -1, dim)
         # A sum takes a third of a concatenation's time on a GPU.
         behind = jnp.pad(rows, ((0, 0), (1 + blank, 0), (0, 0)))
@@ -365,7 +365,11 @@ class EmbeddingCollection(nnx.Module):
         return stack, pieces
 
     def _rows(
-        self, ids: Mapping[str, Ids] | FeatureBatch, *, blank: int = 0
+        self,
+        ids: Mapping[str, Ids] | FeatureBatch,
+        *,
+        blank: int = 0,
+        dtype: jax.typing.DTypeLike | None = None,
     ) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack; see `look_up`."""
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
@@ -385,9 +389,10 @@ class EmbeddingCollection(nnx.Module):
                 batch.stacks[stack.name],
                 wire=self.wire,
                 blank=blank,
+                dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
             )
-            rows[stack.name] = found if self.dtype is None else found.astype(self.dtype)
+            rows[stack.name] = found
             crowded += [] if flag is None else [flag]
         if crowded:
             # In a program that Flax does not know, such as jax.jit, state cannot change.

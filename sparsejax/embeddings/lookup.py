@@ -57,6 +57,7 @@ def look_up(
     *,
     wire: Wire,
     blank: int = 0,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """What all features of a stack make of a batch.
@@ -68,6 +69,7 @@ def look_up(
       wire: how devices exchange.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
+      dtype: of the result; that of the tables by default.
       implementation: see `gather_matmul`.
 
     Returns:
@@ -77,7 +79,7 @@ def look_up(
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
     rows = _rows(stack, kernel, x, wire, blank)
-    y = gradients.lookup(kernel, rows, implementation=implementation)
+    y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     bags = stack.bags + blank
     shape = (rows.num_rows // bags, bags, stack.dim)
     y = call_with_auto_axes(lambda y: y.reshape(shape), y, out_specs=P("data"))
@@ -113,7 +115,7 @@ def _rows(
         nse=nse,
         by_rows=gradients.is_divided(kernel),
         room=wire.room,
-        wire_dtype=wire.dtype,
+        wire_dtype=wire.dtype or stack.dtype,
         share=float(owned.max() / owned.sum()),
         owner_rows=stack.bags_of_owner(model) * examples,
         distinct=stack.distinct_of_owner(model, examples, wire.distinct),

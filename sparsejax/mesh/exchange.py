@@ -242,7 +242,7 @@ class DividedRows:
       parts: the rows of each device; leaves are `[data, model, n]`.
       route: for a kernel that is divided.
       nse: number of entries that there is room for on all devices (static).
-      wire_dtype: in which sums and gradients cross; None for that of the kernel (static).
+      wire_dtype: the widest in which sums and gradients cross; None for their own (static).
     """
 
     parts: CSR
@@ -300,6 +300,11 @@ class DividedRows:
             out_specs=P(),
         )
 
+    @property
+    def crosses(self) -> bool:
+        """Whether sums or rows cross."""
+        return self.route is not None and self.route.asked is not None
+
     def with_gradient(self, parts: Any, owned: Any) -> DividedRows:
         """The cotangent, from those of the data."""
         route = self.route
@@ -333,7 +338,7 @@ class DividedRows:
         if bags is None:
             return self._narrow(dy)
         if isinstance(bags, CSR):
-            sent = add(bags, dy).astype(dy.dtype)
+            sent = add(bags, dy)
         else:
             sent = dy.at[bags].get(mode="fill", fill_value=0)
         return _crossing(_exchanged, self._narrow(sent))
@@ -342,12 +347,15 @@ class DividedRows:
         """Within: the sums or rows of this device's slots, from those of `route.owned`."""
         return _crossing(_exchanged, self._narrow(sums))
 
-    def sums(self, read: Callable[[CSR], jax.Array], add: Add) -> jax.Array:
+    def sums(
+        self, read: Callable[[CSR], jax.Array], add: Add, dtype: np.dtype
+    ) -> jax.Array:
         """Within: the sums of this device's rows.
 
         Args:
           read: the sums of a matrix whose columns are this device's part of the kernel.
           add: the product of a matrix and an array; sums are computed in float32.
+          dtype: of the result.
         """
         if self.route is None:
             return read(self.parts)
@@ -359,11 +367,10 @@ class DividedRows:
             sums = read(self.block())
             wide = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
             total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
-            return total.astype(sums.dtype)
+            return total.astype(dtype)
 
         def exchange():
-            sums = read(owned)
-            return add(asked, self.sent_back(sums)).astype(sums.dtype)
+            return add(asked, self.sent_back(read(owned))).astype(dtype)
 
         return self.by_way(gather, exchange)
 
@@ -382,7 +389,10 @@ class DividedRows:
         )
 
     def _narrow(self, values: jax.Array) -> jax.Array:
-        return values if self.wire_dtype is None else values.astype(self.wire_dtype)
+        wire = self.wire_dtype
+        if wire is None or wire.itemsize >= values.dtype.itemsize:
+            return values
+        return values.astype(wire)
 
 
 def _only_data(x: CSR, data: Any) -> CSR:
@@ -691,4 +701,8 @@ def own_terms(
         column, row = entries_over_data(block)
     column = jnp.where(column < block.num_cols, column, width)
     slopes = _crossing(gather_over_data, slopes)
-    return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dy.dtype))
+    # Of distinct ids they are sums, which are as wide as what they are added in.
+    dtype = dy.dtype
+    if x.route.distinct:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+    return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dtype))

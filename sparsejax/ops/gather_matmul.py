@@ -41,6 +41,7 @@ def gather_matmul(
     *,
     combiner: Combiner = "sum",
     kernel_spec: P | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """Multiplies sparse rows with a dense matrix: an embedding bag.
@@ -58,7 +59,7 @@ def gather_matmul(
                    "sqrtn" s_b = 1 / sqrt(sum_j v_j^2)
 
     A row without entries, or whose weights sum to zero, gives zeros. Sums are computed in
-    float32 (float64 for a float64 `w`) and returned in `w`'s dtype. Memory traffic:
+    float32 (float64 for a float64 `w`) and rounded once to `dtype`. Memory traffic:
     `nse * hidden` elements of `w`, and the result. No `[nse, hidden]` array is made.
 
     Differentiable in `w` (a dense gradient; see `sparsejax.value_and_grad` for one of
@@ -73,6 +74,7 @@ def gather_matmul(
         its rows. Then each device sums the rows it has for its part of the batch, and the
         sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
+      dtype: of the result, floating; that of `w` by default.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
         reference, "xla_gpu" the reference as GPUs run it, "cusparse" cuSPARSE's product
         (float32; two runs differ in their last bits). None picks what is fastest here.
@@ -80,11 +82,14 @@ def gather_matmul(
     Raises:
       ValueError: shapes do not match, an unknown combiner or implementation, or a spec
         that does not fit the mesh.
-      TypeError: `w` is not of a real floating dtype.
+      TypeError: `w` or `dtype` is not of a real floating dtype.
     """
     w = jnp.asarray(w)
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise TypeError(f"w is {w.dtype}; cast it to a floating dtype, as float32")
+    dtype = jnp.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype is {dtype}; results are floating, as float32")
     if w.ndim != 2 or w.shape[0] < x.num_cols:
         raise ValueError(
             f"x has {x.num_cols:,} columns but w has shape {w.shape}; "
@@ -97,7 +102,7 @@ def gather_matmul(
     if isinstance(x, ShardedCSR):
         check_kernel_rows("w", w, x)
     x, w = vary_alike(combined(x, combiner), w)
-    return _gather_sum(x, w, implementation)
+    return _gather_sum(x, w, implementation, dtype)
 
 
 def check_combiner(combiner: str) -> None:
@@ -203,18 +208,18 @@ def _over_rows(
     return total(values)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gather_sum(
-    x: LookupRows, w: jax.Array, implementation: Implementation
+    x: LookupRows, w: jax.Array, implementation: Implementation, dtype: jnp.dtype
 ) -> jax.Array:
-    return gather_sum(x, w, implementation)
+    return gather_sum(x, w, implementation, dtype=dtype)
 
 
-def _forward(x, w, implementation):
-    return gather_sum(x, w, implementation), (x, w)
+def _forward(x, w, implementation, dtype):
+    return gather_sum(x, w, implementation, dtype=dtype), (x, w)
 
 
-def _backward(implementation, residuals, dy):
+def _backward(implementation, dtype, residuals, dy):
     x, w = residuals
     dw = dense_gradient(x, dy, w.shape[0], implementation=implementation).astype(
         w.dtype

@@ -45,25 +45,28 @@ def gather_sum(
     implementation: Implementation,
     *,
     wide: bool = False,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` with the combiner "sum", without a derivative.
 
     With `wide` the sums are returned in the dtype in which they are made, not rounded to
-    that of `w`.
+    `dtype`, which is that of `w` by default.
     """
-    dtype = accumulator(w.dtype) if wide else w.dtype
+    dtype = jnp.dtype(w.dtype if dtype is None else dtype)
+    dtype = accumulator(w.dtype) if wide else dtype
     if isinstance(x, CSR):
         return _sum_on_device(*vary_alike(x, w), implementation, dtype)
 
-    def summed(x, w):
-        return gather_sum(x, w, implementation, wide=wide)
+    def summed(x, w, dtype=dtype):
+        return gather_sum(x, w, implementation, dtype=dtype)
 
     if isinstance(x, DividedRows):
 
         def part(x, w):
+            # What crosses is not rounded before it is added.
+            read = w.dtype if x.crosses else dtype
             return own_block(x).sums(
-                lambda block: summed(block, w),
-                functools.partial(gather_sum, implementation=implementation, wide=True),
+                lambda block: summed(block, w, read), summed, dtype
             )
 
         return call_on_each_device(
@@ -94,7 +97,7 @@ def _sum_on_device(
     if implementation is None and _cusparse_is_fastest(x, w):
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):
-        return by_cusparse(x, w)
+        return by_cusparse(x, w).astype(dtype)
     if implementation in ("xla_gpu", "cusparse"):
         return by_pieces(x, w, dtype)
     return lax.platform_dependent(

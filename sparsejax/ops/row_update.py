@@ -560,7 +560,7 @@ def gather_current(
             add = functools.partial(
                 gather_sum, implementation=implementation, wide=True
             )
-            return own_block(x).sums(read, add)
+            return own_block(x).sums(read, add, trained.w.dtype)
 
         return call_on_each_device(
             sums,

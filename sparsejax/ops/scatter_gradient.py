@@ -411,11 +411,14 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
         def of(block, dy):
             return dense_gradient(block, dy, rows, implementation=implementation)
 
+        def wide(slopes):
+            return slopes.astype(jnp.promote_types(slopes.dtype, dy.dtype))
+
         if x.route is None:
             return lax.psum(of(x.parts, dy), ("data", "model"))
         total = x.by_way(
             lambda: of(x.block(), x.block_slopes(dy)),
-            lambda: of(x.route.owned, x.owned_slopes(dy, _add).astype(dy.dtype)),
+            lambda: of(x.route.owned, wide(x.owned_slopes(dy, _add))),
         )
         return lax.psum(total, "data")
 

@@ -66,6 +66,7 @@ def lookup(
     x: LookupRows,
     *,
     combiner: gather.Combiner = "sum",
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul(x, kernel)`; `value_and_grad` differentiates the touched rows only.
@@ -79,6 +80,7 @@ def lookup(
         `sparsejax.value_and_grad`, this is the plain operation with a dense gradient.
       x: `[batch, features]`.
       combiner: see `gather_matmul`.
+      dtype: see `gather_matmul`.
       implementation: see `gather_matmul`.
     """
     if is_divided(kernel) and isinstance(x, CSR):
@@ -88,8 +90,8 @@ def lookup(
         w = kernel[...]
         if isinstance(x, ShardedCSR):  # the gradient has this type
             w = reshard_if_explicit(w, BY_ROWS)
-        return _plain(x, w, implementation)
-    return scope.read(kernel, x, implementation)
+        return _read(None, x, w, implementation, dtype)
+    return scope.read(kernel, x, implementation, dtype)
 
 
 def rows_of(
@@ -311,7 +313,7 @@ def reading(
     """
     kernels, wholes = row_params(model, ...), settlers or {}
     scope = _Reading(
-        {id(v): readers.get(path, _plain) for path, v in kernels.items()},
+        {id(v): readers.get(path) for path, v in kernels.items()},
         {id(v): wholes[path] for path, v in kernels.items() if path in wholes},
     )
     token = _scope.set(scope)
@@ -353,8 +355,18 @@ def _dense_gradient(xs, dys, kernel: RowParam) -> jax.Array:
     return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
-def _plain(x: LookupRows, w: jax.Array, implementation: Implementation) -> jax.Array:
-    return gather.gather_matmul(x, w, implementation=implementation)
+def _read(
+    reader: Reader | None,
+    x: LookupRows,
+    w: jax.Array,
+    implementation: Implementation,
+    dtype: jax.typing.DTypeLike | None,
+) -> jax.Array:
+    """Sums of rows, as a reader has them; without one, of rows as they are."""
+    if reader is None:
+        return gather.gather_matmul(x, w, dtype=dtype, implementation=implementation)
+    y = reader(x, w, implementation)
+    return y if dtype is None else y.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,19 +393,20 @@ class _Recorder:
         self.readers: Mapping[Path, Reader] = {}
         self.dense: AbstractSet[Path] = frozenset()
 
-    def read(self, kernel, x, implementation):
+    def read(self, kernel, x, implementation, dtype):
         w, path = kernel[...], self.paths.get(id(kernel))
         if path is None:
             if self.readers and id(kernel) not in self.known:
                 _raise_unknown("the loss")
-            return _plain(x, w, implementation)
+            return _read(None, x, w, implementation, dtype)
         outermost = _trace_state() == self.trace
         abstract = self.taps is None
         if not outermost and (abstract or path in self.dense):
-            return _plain(x, w, implementation)  # `_trace` sees an ordinary use
+            # `_trace` sees an ordinary use.
+            return _read(None, x, w, implementation, dtype)
         stop = abstract or path in self.dense
         w = jax.lax.stop_gradient(w) if stop else _not_differentiable(w)
-        y = self.readers.get(path, _plain)(x, w, implementation)
+        y = _read(self.readers.get(path), x, w, implementation, dtype)
         if not outermost:
             return y
         self.calls.append(_Call(path, x.nse, y.shape, y.dtype))
@@ -409,13 +422,15 @@ class _Recorder:
 class _Reading:
     """What `lookup` and `whole` do within `reading`."""
 
-    def __init__(self, readers: Mapping[int, Reader], settlers: Mapping[int, Settler]):
+    def __init__(
+        self, readers: Mapping[int, Reader | None], settlers: Mapping[int, Settler]
+    ):
         self.readers, self.settlers = readers, settlers
 
-    def read(self, kernel, x, implementation):
+    def read(self, kernel, x, implementation, dtype):
         if id(kernel) not in self.readers:
             _raise_unknown("`reading`")
-        return self.readers[id(kernel)](x, kernel[...], implementation)
+        return _read(self.readers[id(kernel)], x, kernel[...], implementation, dtype)
 
     def whole(self, kernel):
         if id(kernel) not in self.readers:

@@ -125,6 +125,39 @@ def test_narrow_numbers_on_the_wire():
         assert 1e-5 < error < 1e-2
 
 
+@pytest.mark.parametrize("distinct", [None, 0.8])
+def test_results_of_another_dtype(distinct):
+    """They are rounded once, behind the exchange, and so are the sums of their gradients."""
+    x, (dy, w) = few_each(repeat=64), operands()
+    dy = dy.astype(jnp.bfloat16)
+    want = sj.gather_matmul(x, w)
+    narrow = sj.gather_matmul(x, w, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(narrow, want.astype(jnp.bfloat16))
+    gradient = scatter_gradient.row_terms([x], [dy], PADDED)
+
+    @jax.jit
+    def both(x, dy, w):
+        mine = divided(x, 8.0, distinct=distinct)
+        y = sj.gather_matmul(mine, w, dtype=jnp.bfloat16)
+        terms = scatter_gradient.row_terms([mine], [dy], PADDED)
+        return y, terms.ids(), terms.values()
+
+    with mesh_of((2, 4)):
+        y, ids, values = both(x, dy, jax.device_put(w, P("model", None)))
+    assert y.dtype == jnp.bfloat16 and values.dtype == jnp.float32
+    np.testing.assert_allclose(
+        y.astype(jnp.float32), narrow.astype(jnp.float32), rtol=2**-7, atol=1e-6
+    )
+    used = np.asarray(ids) < PADDED
+    count = int(used.sum())
+    np.testing.assert_array_equal(np.asarray(ids)[used], gradient.ids()[:count])
+    np.testing.assert_allclose(
+        np.asarray(values)[used], gradient.values()[:count], rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(TypeError, match="dtype is int32; results are floating"):
+        sj.gather_matmul(x, w, dtype=jnp.int32)
+
+
 def test_all_rows_of_a_replicated_kernel():
     """Added as a whole, and gathered, which is better for many rows."""
     x, (dy, w) = few_each(), operands()
