@@ -16,6 +16,7 @@ from sparsejax.embeddings.placement import (
     TablePlacement,
     stack_tables,
 )
+from sparsejax.mesh import exchange
 
 KINDS = ["rows", "table", "columns", "replicated"]
 TABLES = {
@@ -48,6 +49,32 @@ def test_training_does_not_depend_on_the_placement():
     # On (8, 1) nothing is divided over "model".
     first, last = placed_training(size, rule, meshes=MESHES[:3])
     assert error(last, numpy_training(size, rule, first)) < 1e-6
+    assert error(last, first) > 0.1
+
+
+def test_training_with_ids_that_repeat(monkeypatch):
+    """Rows cross once; tables of every placement, missing ids, bags without any."""
+    ways = []
+
+    def slots_for(*args, **kwargs):
+        ways.append(made(*args, **kwargs))
+        return ways[-1]
+
+    made = exchange.slots_for
+    monkeypatch.setattr(exchange, "slots_for", slots_for)
+    size = Size(
+        num_rows=(40, 16, 24, 20),
+        dims=(4, 4, 8, 4),
+        hotness=(2, 1, 2, 1),
+        combiners=("mean", "sum", "sum", "sum"),
+        placements=("rows", "table", "columns", "replicated"),
+        batch=1024,
+        steps=4,
+    )
+    rule = sj.optimizers.adagrad(0.3)
+    first, last = placed_training(size, rule, meshes=[(1, 8), (2, 4)])
+    assert ways and all(way.distinct for way in ways)
+    assert error(last, numpy_training(size, rule, first)) < 2e-6
     assert error(last, first) > 0.1
 
 
