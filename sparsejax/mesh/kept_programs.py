@@ -18,7 +18,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
-import io
 import os
 import pathlib
 import pickle
@@ -60,10 +59,6 @@ _folder: _Folder | None = None
 
 class _UnknownError(Exception):
     """It cannot be told here what a program is made of."""
-
-
-# What cannot be pickled says so in many ways.
-_UNKNOWN = _UnknownError, OSError, TypeError, ValueError, pickle.PicklingError
 
 
 @contextlib.contextmanager
@@ -247,20 +242,19 @@ def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
     f = inspect.unwrap(keepable)
     if not _is_known(f.__module__) or "<" in f.__qualname__:
         return None
-    file = io.BytesIO()
     try:
-        parts = (
-            _process(since),
-            sorted(settings.items()),
-            (f.__module__, f.__qualname__),
-            sorted(keepable.static),
-            sorted(keepable.options.items()),
-            types[:-1],
+        return _digest_of(
+            (
+                _process(since),
+                sorted(settings.items()),
+                (f.__module__, f.__qualname__),
+                sorted(keepable.static),
+                sorted(keepable.options.items()),
+                types[:-1],
+            )
         )
-        _Pickler(file).dump(parts)
-    except _UNKNOWN:
+    except Exception:  # noqa: BLE001 - what cannot be pickled says so in many ways
         return None
-    return hashlib.blake2b(file.getbuffer(), digest_size=16).hexdigest()
 
 
 def _is_known(module: Any) -> bool:
@@ -330,45 +324,81 @@ def _processor() -> Any:
     return found
 
 
-class _Pickler(pickle.Pickler):
-    """Writes what a program is made of: the same bytes in each process.
+class _Digest:
+    """A hash of what a program is made of: the same in each process.
 
-    Raises:
-      _UnknownError: a function or a class is of a package that is not known here, or has
-        no name in its module, as those within functions.
+    It has what pickle would write, but not whether equal objects are one object.
     """
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=5)
-        # Else bytes would tell whether equal objects are one object.
-        self.fast = True
+    def __init__(self):
+        self._digest = hashlib.blake2b(digest_size=16)
 
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, jax.Device):
-            return "device", value.id
-        name = getattr(value, "__qualname__", None)
-        if not isinstance(name, str):
-            return None
-        if (module := value.__module__) == "builtins":
-            return None  # some have no place there; each is pickled
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+    def add(self, value: Any) -> None:
+        """Adds an object, with all that it has.
+
+        Raises:
+          _UnknownError: it has a function or a class of a package that is not known here,
+            or one without a name in its module, as those within functions.
+          Exception: it cannot be pickled.
+        """
+        kind = type(value)
+        if value is None or kind in (bool, int, float, complex, str, bytes):
+            self._say(kind.__name__, repr(value))
+        elif kind in (tuple, list):
+            self._say(kind.__name__, len(value))
+            for each in value:
+                self.add(each)
+        elif kind is dict:
+            self._say("dict", len(value))
+            for pair in value.items():
+                self.add(pair)
+        elif kind in (set, frozenset):
+            self._say(kind.__name__, sorted(map(_digest_of, value)))
+        elif isinstance(value, jax.Device):
+            self._say("device", value.id)
+        elif isinstance(getattr(value, "__qualname__", None), str):
+            self._add_named(value)
+        elif _is_value(value):
+            # What is no field is remembered there, such as a hash, and differs by process.
+            fields = [getattr(value, each.name) for each in dataclasses.fields(value)]
+            self.add((kind, fields))
+        else:
+            parts = value.__reduce_ex__(4)
+            if isinstance(parts, str):  # its name in its module
+                self.add((kind, parts))
+                return
+            parts = (*parts, *[None] * 5)[:5]
+            self._say("object")
+            self.add((*parts[:3], *(None if x is None else [*x] for x in parts[3:])))
+
+    def _add_named(self, value: Any) -> None:
+        """Adds a function or a class by its name."""
+        module, name = value.__module__, value.__qualname__
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        if found is not value or not _is_known(module):
+        is_none = value is type(None)  # which has no place
+        if not is_none and (found is not value or not _is_known(module)):
             raise _UnknownError
-        return module, name
+        self._say("named", module, name)
 
-    def reducer_override(self, value: Any) -> Any:
-        params = getattr(value, "__dataclass_params__", None)
-        if (
-            params is None
-            or isinstance(value, type)
-            or not (params.frozen and params.eq)
-        ):
-            return NotImplemented
-        # What is no field is remembered there, such as a hash, and differs by process.
-        fields = [getattr(value, each.name) for each in dataclasses.fields(value)]
-        return type(value), tuple(fields)
+    def _say(self, *words: Any) -> None:
+        self._digest.update(f"{words}\n".encode())
+
+
+def _digest_of(value: Any) -> str:
+    digest = _Digest()
+    digest.add(value)
+    return digest.hexdigest()
+
+
+def _is_value(value: Any) -> bool:
+    """Whether this is a frozen dataclass, which equals another by its fields."""
+    params = getattr(value, "__dataclass_params__", None)
+    return params is not None and params.frozen and params.eq
 
 
 @contextlib.contextmanager

@@ -302,6 +302,33 @@ def test_results_lie_on_the_mesh_as_before(tmp_path, known, no_kept_programs):
                 assert found[name].sharding == want[name].sharding
 
 
+def laid(x, y, *, how):
+    TRACED.append("laid")
+    return jax.lax.with_sharding_constraint(y, how.factor[-1])
+
+
+def test_places_may_be_static(tmp_path, known, no_kept_programs):
+    def run(*names) -> tuple[jax.Array, bool]:
+        forget()
+        lies = tuple(
+            jax.NamedSharding(jax.sharding.get_mesh(), jax.P(n)) for n in names
+        )
+        with kept_in(tmp_path, since=time.time()):
+            y = jax.device_put(np.ones((8, 6), np.float32), jax.P())
+            program = Keepable(laid, static_argnames="how")
+            return program({}, y, how=Scale(lies)), bool(TRACED)
+
+    with jax.set_mesh(mesh := make_mesh(data=2, model=4)):
+        for names in ["data"] * 60, ["data", "model"], ["model", "data"]:
+            for is_first in True, False:
+                found, traced = run(*names)
+                assert traced == is_first
+                assert found.sharding == jax.NamedSharding(mesh, jax.P(names[-1]))
+    with jax.set_mesh(make_mesh(data=4, model=2)):
+        assert run("data", "model")[1]
+    assert len(files(tmp_path)) == 4
+
+
 def test_inside_another_program_it_is_a_part(run, tmp_path, known):
     with kept_in(tmp_path, since=time.time()):
         program = Keepable(plus, static_argnames="how")
