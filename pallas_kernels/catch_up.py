@@ -28,7 +28,7 @@ CatchUp = Callable[
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """What programs need to bring rows up to date.
+    """The operands with which programs bring rows up to date.
 
     Attributes:
       catch_up: works element by element, in float32, on pieces of a row.

@@ -56,7 +56,7 @@ def squared_gradient(
     size: int,
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "size hidden"], Float[Array, "size"]]:
-    """The gradients of kernel and bias, but for the labels' part of the kernel's.
+    """The gradients of kernel and bias, without the labels' part of the kernel's.
 
     ::
 

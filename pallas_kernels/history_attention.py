@@ -306,7 +306,7 @@ def slopes(
     by_head = []
     if norms is not None:
         assert y is not None
-        # What a query's slopes have in common, if padding is anything.
+        # These products are common to a query's slopes. Padding may be anything.
         of_y = jnp.where(spans.inside[:, None, None], y.astype(jnp.float32), 0)
         products = jnp.where(of_y == 0, 0, dy * of_y)
         by_head = [norms, divisor * jnp.sum(products, axis=2).T]
@@ -418,7 +418,7 @@ def _arrived(*sums):
 
 
 class _Scores:
-    """What all programs do with the scores of a warpgroup's 64 rows and of a tile's columns.
+    """The work of all programs on scores of a warpgroup's 64 rows and a tile's columns.
 
     `at` sets the place; it is called anew for each step.
     """

@@ -1,4 +1,4 @@
-"""What teams of lanes need of Mosaic GPU's own operations."""
+"""Operations of Mosaic GPU itself that teams of lanes need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loss of an output layer needs from its scores: Mosaic GPU programs for Hopper.
+"""Mosaic GPU programs for Hopper: what an output layer's loss needs from its scores.
 
 Scores are made in registers (`score_tiles`). There they are turned into the slopes of the
 loss, rounded to bfloat16, or into what softmax needs first. Bits say which items are
@@ -75,7 +75,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, columns: Int[Array, "batch"], size: int) -> Targets:
-        """Of `size` items; the batch is a multiple of 64."""
+        """The targets among `size` items; the batch is a multiple of 64."""
         block = jnp.where(columns < 0, -1, columns // SLOPES_COLUMNS)
         block = jnp.reshape(block, (-1, ROWS, 1))
         numbers = jnp.arange(size // SLOPES_COLUMNS, dtype=jnp.int32)
@@ -165,7 +165,7 @@ def slopes_inputs(of_labels, vectors) -> list[jax.Array]:
 
 
 class SlopesEpilogue:
-    """What `slopes` does with the scores of a tile, see `score_tiles`.
+    """The work of `slopes` on the scores of a tile, see `score_tiles`.
 
     The first `num_labels` of its inputs are `label_arrays`.
     """

@@ -34,11 +34,11 @@ class Noise(NamedTuple):
     first_row: jax.typing.ArrayLike = 0
 
     def after(self, rows: jax.typing.ArrayLike) -> Noise:
-        """Those of the rows from number `rows` of these on."""
+        """The noise of the rows from number `rows` of these on."""
         return Noise(self.seed, self.first_row + rows)
 
     def key(self, step: jax.typing.ArrayLike) -> Int32[Array, ""]:
-        """What `of_rows` needs to know of seed and step."""
+        """The key of a seed and a step, for `of_rows`."""
         seed, step = jnp.asarray(self.seed, jnp.int32), jnp.asarray(step, jnp.int32)
         return _joined(seed, _mixed(step))
 
@@ -71,12 +71,12 @@ class Noise(NamedTuple):
 def of_rows(
     key: Int32[Array, "..."], rows: Int32[Array, "*shape"]
 ) -> Int32[Array, "*shape"]:
-    """What the random bits need to know of rows, from `Noise.key` and their numbers."""
+    """The rows' part of the random bits, from `Noise.key` and the rows' numbers."""
     return _joined(key, _mixed(rows))
 
 
 def of_columns(columns: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """What the random bits need to know of columns, from their numbers."""
+    """The columns' part of the random bits, from the columns' numbers."""
     return _mixed(columns)
 
 

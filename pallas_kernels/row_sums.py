@@ -118,7 +118,7 @@ def columns_of(hidden: int, chunk: int):
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Of programs that gather or move rows."""
+    """Compiler parameters of programs that gather or move rows."""
     return plgpu.CompilerParams(
         # No program reads what it or another program has written.
         unsafe_no_auto_barriers=True,

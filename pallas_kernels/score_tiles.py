@@ -31,7 +31,7 @@ _WIDTH = 8
 
 
 def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
-    """What is wrong with such operands, as the end of a sentence; None if nothing is."""
+    """The fault of such operands, as the end of a sentence; None if there is none."""
     if dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {dtype}"
     if hidden % STEP or not hidden:

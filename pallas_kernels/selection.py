@@ -76,7 +76,7 @@ def best_places(
 def best_places_inside(
     maxima: Float[Array, "batch groups"], numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """As `best_places`, given the maxima of groups of neighbours.
+    """Does what `best_places` does, given the maxima of groups of neighbours.
 
     The k best numbers are in the k best groups, so only these groups are searched.
     """

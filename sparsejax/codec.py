@@ -60,12 +60,12 @@ def _as_json(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What is read of a value after it was written: lists in place of tuples."""
+    """The value as it is read after it was written: lists in place of tuples."""
     return parse(text(value), finite=False)
 
 
 def parse(text: str | bytes, *, finite: bool = True) -> Any:
-    """What JSON text says.
+    """The value of JSON text.
 
     >>> parse('{"k": 10}')
     {'k': 10}
@@ -87,7 +87,7 @@ def parse(text: str | bytes, *, finite: bool = True) -> Any:
 
 
 def load(path: str | os.PathLike[str]) -> Any:
-    """What a file of JSON says.
+    """The value that a file of JSON holds.
 
     Raises:
       OSError: it cannot be read.
@@ -124,7 +124,7 @@ def read[T](kind: type[T], document: object, label: str) -> T:
 def read_tagged[T](
     kinds: Mapping[str, type[T]], tag: str, document: object, label: str
 ) -> T:
-    """As `read`, of the one of several dataclasses that a key of the object names.
+    """Reads the one of several dataclasses that a key of the object names; see `read`.
 
     Args:
       kinds: the dataclasses, by the values of the key.
@@ -161,7 +161,7 @@ def read_named(
 
 
 def fields(kind: type, document: object, label: str) -> dict[str, Any]:
-    """As `read`, but the values alone, by the names of fields."""
+    """The values that `read` finds, by the names of fields."""
     given = value(dict[str, Any], document, label)
     known = {field.name: field for field in dataclasses.fields(kind)}
     check_keys(given, known, label)

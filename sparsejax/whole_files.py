@@ -33,7 +33,7 @@ from sparsejax import file_locks
 # Ends of the names of files that are compressed.
 COMPRESSED = (".gz", ".xz")
 
-# What has no lock that can be seen here has no writer if it was quiet for this time.
+# A file without a lock that can be seen here has no writer if it was quiet so long.
 _QUIET_SECONDS = 24 * 3600
 # Errors of a full disk come without the name of the file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
@@ -56,7 +56,7 @@ def whole_file(path: _Path) -> Generator[io.BufferedWriter]:
 
 @contextlib.contextmanager
 def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
-    """As `whole_file`, for UTF-8 text.
+    """Opens a `whole_file` for UTF-8 text.
 
     The file is compressed if its name ends in `.gz` or `.xz`.
     """
@@ -84,7 +84,7 @@ def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
 
 
 def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -> None:
-    """Writes several files: all of them or none, but for a kill at the very end.
+    """Writes several files: all of them or none, unless it is killed at the very end.
 
     They replace existing files. Text is written as by `whole_text_file`, and bytes as by
     `whole_file`. The files appear when all have been written, the last one first. Each is
@@ -273,7 +273,7 @@ def _hold(lock: pathlib.Path) -> int | None:
 
 
 def _kernel() -> str:
-    """What runs on this machine since its last start: it sees its own locks."""
+    """The name of this machine's run since its last start: it sees its own locks."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -44,4 +44,4 @@ class Brake(nnx.Module):
 
 
 class BrakeState(nnx.Variable):
-    """What the brake remembers."""
+    """Numbers that the brake remembers."""

@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> None:
     given.pop("carry_out")(given)
 
 
-# What carries out a command, given the values of its flags by name.
+# A function that carries out a command, given the values of its flags by name.
 _CarryOut = Callable[[dict], None]
 
 

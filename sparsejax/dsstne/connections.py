@@ -168,9 +168,9 @@ def _is_read(definition: Definition, name: str) -> bool:
 def _rows_are(
     definition: Definition, layer: LayerDefinition, source: Connection
 ) -> Literal["features", "items"] | None:
-    """What has a row each in a kernel of `SparseLinear` or `SparseOutput`.
+    """The units that have a row each in a kernel of `SparseLinear` or `SparseOutput`.
 
-    None is neither of them.
+    None if the layer is neither of them.
     """
     if layer.type != "FullyConnected":
         return None

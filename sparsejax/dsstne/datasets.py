@@ -273,7 +273,7 @@ class FileDataset:
 
 
 def _scale(dtype: np.dtype) -> np.float32:
-    """What DSSTNE multiplies values of this type with."""
+    """The number with which DSSTNE multiplies values of this type."""
     return np.float32({"u1": 1 / 256, "i1": 1 / 128}.get(dtype.str[1:], 1))
 
 
@@ -298,7 +298,7 @@ def check_fits(what: str, needed: int) -> None:
 
 
 def find_problem(dataset: FileDataset, n: int) -> str | None:
-    """What is wrong with the `n`-th data set of a file, and in which variable, or None."""
+    """The fault of a file's `n`-th data set, with its variable; None if there is none."""
     sizes = [*zip(("width", "height", "length"), dataset.size, strict=False)]
     if not 1 <= len(dataset.size) <= 3:
         return f"dimensions{n} is {len(dataset.size)}; expected 1 to 3"

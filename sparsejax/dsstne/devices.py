@@ -1,4 +1,4 @@
-"""On which devices a command of DSSTNE runs."""
+"""Devices on which a command of DSSTNE runs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _TRAINING_KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encode:
-    """What a CDL file says.
+    """The content of a CDL file.
 
     Attributes:
       command: "Train", "Predict" or "Validate".
@@ -103,7 +103,7 @@ def _encode(keys: Keys) -> Encode:
         mu=inner.number("mu", 0.9),
         optimizer=optimizer,
         seed=seed,
-        # As one interval, through which the brake lasts.
+        # All epochs are one interval, through which the brake lasts.
         interval=interval or inner.whole("Epochs", 1),
         multiplier=inner.number("AlphaMultiplier", 0.5),
         kept=inner.text("CheckpointName", "check"),
@@ -231,7 +231,7 @@ def _double(array: Any) -> Any:
 
 
 def _names_of(model: Network) -> dict[tuple, str]:
-    """What arrays that are trained are called, by their paths: by the layers' names."""
+    """Names of the arrays that are trained, by their paths; they hold the layers' names."""
     found: dict[tuple, str] = {}
     for i, module in enumerate(model.layers):
         for j, (pair, _, _) in enumerate(module.connected()):

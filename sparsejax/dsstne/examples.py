@@ -20,13 +20,13 @@ from sparsejax.dsstne.network import name_of
 from sparsejax.dsstne.order import Orders, in_order
 from sparsejax.sparse import CSR
 
-# Of dense targets, the labels that an error function knows.
+# The labels of dense targets that an error function knows.
 _LABELS = {"Hinge": (-1, 1), "ScaledMarginalCrossEntropy": (0, 1)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """What a network is trained or measured on.
+    """Examples on which a network is trained or measured.
 
     Attributes:
       inputs: as `fit` takes them.
@@ -187,7 +187,7 @@ def _shown(dataset: FileDataset) -> CSR | np.ndarray:
 def _targets(
     error: str, name: str, dataset: FileDataset
 ) -> CSR | scipy.sparse.csr_array:
-    """What `fit` takes as targets. A dense data set has a label wherever it is not 0.
+    """The targets as `fit` takes them. A dense data set has a label wherever it is not 0.
 
     Args:
       error: the error function.

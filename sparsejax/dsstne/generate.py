@@ -14,7 +14,7 @@ from sparsejax.whole_files import check_writable, write_together
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate:
-    """What `generateNetCDF` does. Attributes have the names of its flags in `cli`.
+    """The command `generateNetCDF`. Attributes have the names of its flags in `cli`.
 
     Attributes:
       dataset: name of the data set.

@@ -31,7 +31,7 @@ _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))
 # The first bytes of a global heap, and the head of an object there: number, count, size.
 _HEAP = b"GCOL\x01"
 _HEAP_OBJECT = struct.Struct("<H6sQ")
-# What attributes that are read may be.
+# Types that attributes may have which are read.
 _KINDS = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING)
 # The sizes of an attribute's name, type and dimensions in the file.
 _ATTRIBUTE_SIZES = struct.Struct("<HHH")

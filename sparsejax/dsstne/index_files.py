@@ -83,7 +83,7 @@ def read_index(path: Path) -> Names:
 
 
 def index_text(names: Iterable[object]) -> str:
-    """What an index file holds; the n-th name gets the number n.
+    """The content of an index file; the n-th name gets the number n.
 
     Raises:
       ValueError: a name occurs twice, is empty, or contains a TAB or a line end.

@@ -44,7 +44,7 @@ _REFUSED = {
 
 
 def parse(text: str) -> Any:
-    """What JSON text says. Comments, `// ...` and `/* ... */`, are allowed.
+    """The value of JSON text. Comments, `// ...` and `/* ... */`, are allowed.
 
     >>> parse('{"N": 128 /* units */} // a layer')
     {'N': 128}

@@ -35,14 +35,14 @@ SCHEMES = (
     "Constant",
     "SELU",
 )
-# Those with a window, and those of whole layers.
+# Functions with a window, and functions of whole layers.
 WINDOWS = ("Max", "Average")
 FUNCTIONS = (*WINDOWS, "LRN", "Maxout", "DotProduct", "Cosine")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activation:
-    """What a layer makes of its sums.
+    """The function that a layer applies to its sums.
 
     Attributes:
       name: one of `ACTIVATIONS`.
@@ -110,7 +110,7 @@ class LocalResponseNormalization:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Whose weights a connection uses: those from one layer to another.
+    """The connection whose weights another one uses, from one layer to another.
 
     Attributes:
       source_input: the layer that the owner of the weights reads.
@@ -131,7 +131,7 @@ class Connection:
 
     Attributes:
       layer: name of the layer that is read.
-      weight_norm: the largest L2 norm of the weights that lead to one unit; 0 is none.
+      weight_norm: the largest L2 norm of the weights that lead to one unit; 0: no limit.
       locked: whether training leaves weights and bias as they are.
       shared: if given, the weights are those of another connection. The bias is not.
     """
@@ -155,7 +155,7 @@ class LayerDefinition:
       type: one of `TYPES`.
       size: x, y, z, w, as many as the layer has. Of a convolutional layer, and of what it
         reads, the last one counts channels.
-      dataset: name of the data set; "" is none.
+      dataset: name of the data set; "" if it has none.
       sparse: of an input or output, that its data set is sparse (the data set knows
         better); of a hidden layer, that it has the sparseness penalty.
       denoising: of an input, whether the network's denoising applies to it.
@@ -164,7 +164,7 @@ class LayerDefinition:
       activation: None where there is none: in inputs and pooling layers.
       dropout: probability of dropping a unit in training.
       weight_init: how weights and biases start.
-      delta_norm: the largest L2 norm of the gradient of an example's units; 0 is none.
+      delta_norm: the largest L2 norm of the gradient of an example's units; 0: no limit.
       batch_normalization: whether the sums are normalised over the batch.
       sparseness_penalty: of a hidden layer, in place of the network's; see `penalty_of`.
       function: of a pooling layer, one of `FUNCTIONS`.
@@ -210,7 +210,7 @@ def reads(layer: LayerDefinition) -> tuple[str, ...]:
 
 
 def label_of(layer: LayerDefinition) -> str:
-    """What errors call a layer."""
+    """The name of a layer in errors."""
     return f"layer {layer.name!r}"
 
 

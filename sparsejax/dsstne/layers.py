@@ -42,7 +42,7 @@ _BATCH = P("data")
 
 
 class Held(NamedTuple):
-    """What the layers of a network hold for a batch.
+    """The values that the layers of a network hold for a batch.
 
     Attributes:
       units: by the name of a layer: an array, or sparse rows. An output may be too large
@@ -189,7 +189,7 @@ class Layer(nnx.Module):
         *,
         deterministic: bool | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """What it holds before its activation, and what it holds.
+        """The values that it holds, before its activation and after it.
 
         Args:
           held: what the layers before it hold.
@@ -238,7 +238,7 @@ class Layer(nnx.Module):
         return self._with_skips(total, held)
 
     def scores(self, held: Held) -> jax.Array:
-        """Of an output: all scores."""
+        """All scores of an output."""
         if self.layer.name in held.scores:
             return held.scores[self.layer.name]
         if self.output is not None:
@@ -267,7 +267,7 @@ class Layer(nnx.Module):
         return scores if activation is None else activate(activation, scores)
 
     def loss(self, held: Held, labels: SparseRows, weights: jax.Array) -> jax.Array:
-        """Of an output: `sum_b weights_b loss_b`."""
+        """The loss of an output: `sum_b weights_b loss_b`."""
         check_columns("targets", labels.num_cols, self.layer.units, "items")
         rule = self.rule
         assert rule is not None
@@ -298,7 +298,7 @@ class Layer(nnx.Module):
     def top_k(
         self, held: Held, k: int, exclude: SparseRows | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Of an output: ids and activations."""
+        """Ids and activations of the best units of an output."""
         if self.output is not None:
             module = self.output
             ids, scores = top_k(
@@ -432,7 +432,7 @@ def _product(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def dense(x: Any) -> jax.Array:
-    """What a layer holds, as `[batch, units]`."""
+    """The values that a layer holds, as `[batch, units]`."""
     return x.todense() if isinstance(x, SparseRows) else x
 
 

@@ -136,7 +136,7 @@ def of_units(rule: LossRule) -> LossRule:
 def activate(
     activation: Activation, scores: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """What a layer makes of its sums; SoftMax over the last axis.
+    """Applies a layer's activation to its sums; SoftMax is over the last axis.
 
     At 0 the slopes of RELU and LRELU are those of the left side, as in DSSTNE.
     """
@@ -236,7 +236,7 @@ _OF_ACTIVATIONS: dict[str, Callable[[], ElementwiseLoss]] = {
     "L2Hinge": losses.L2HingeLoss,
     "Hinge": losses.HingeLoss,
 }
-# Of a sigmoid, in the form that does not overflow.
+# Losses of a sigmoid, in the form that does not overflow.
 _OF_SCORES = (
     "CrossEntropy",
     "ScaledMarginalCrossEntropy",
@@ -279,7 +279,7 @@ def _refuse_boost(network: Definition, label: str) -> None:
 
 
 def _elu(x: Float[Array, "..."], alpha: float) -> Float[Array, "..."]:
-    # Of 0 where x is positive: there exp(x) may overflow, and 0 * inf is NaN.
+    # expm1 gets 0 where x is positive: exp(x) may overflow there, and 0 * inf is NaN.
     return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
 
 

@@ -21,7 +21,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """What `knn-search` does.
+    """The command `knn-search`.
 
     Attributes:
       data: files of vectors to find, which count as one.

@@ -333,7 +333,7 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
 
 
 def file_image(datasets: Mapping[str, FileDataset]) -> memoryview:
-    """What a file of data sets holds.
+    """The content of a file of data sets.
 
     DSSTNE itself reads no 64-bit integers as values.
 

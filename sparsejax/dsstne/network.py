@@ -86,7 +86,7 @@ class Network(nnx.Module):
       weighted: whether examples have weights of their own, which `fit` is then given.
         With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: see `of_output`.
-      brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0 is none.
+      brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0: no brake.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:
@@ -111,7 +111,7 @@ class Network(nnx.Module):
         _check_inputs(definition)
         self.output_layer = definition.ranked
         denoising = definition.denoising
-        # Of another number `check_trainable` says what is wrong.
+        # `check_trainable` says what is wrong with another number.
         denoising = denoising if 0 <= denoising < 1 else 0
         self.corruption = SparseDropout(denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
@@ -201,7 +201,7 @@ class Network(nnx.Module):
     def units(
         self, inputs: Sources, layer: str, *, batch_size: int = 512
     ) -> np.ndarray:
-        """What a layer holds for each row of `inputs`, without noise: `[rows, units]`.
+        """The values of a layer for each row of `inputs`, without noise: `[rows, units]`.
 
         Args:
           inputs: `[rows, features]`; or several by name, see `fit`.
@@ -280,7 +280,7 @@ class Network(nnx.Module):
     def values(
         self, x: Any, layer: str, *, deterministic: bool | None = None
     ) -> Float[Array, "batch units"]:
-        """What a layer holds for each example of a batch; see `units` for all rows."""
+        """The values of a layer for each example of a batch; see `units` for all rows."""
         held = self._run(x, None, deterministic)
         if layer in held.units:
             return dense(held.units[layer])
@@ -402,7 +402,7 @@ class Network(nnx.Module):
                 layer.normalization.set(parameters.normalizations[layer.layer.name])
 
     def _run(self, x: Any, batch: Counted | None, deterministic: bool | None) -> Held:
-        """What the layers hold; without outputs that may be large."""
+        """The values of the layers, without outputs that may be large."""
         inputs = self.definition.of_kind("Input")
         if len(inputs) == 1 and inputs[0].sparse:
             x = {name_of(inputs[0]): x}
@@ -427,7 +427,7 @@ class Network(nnx.Module):
         return held
 
     def _counted(self, weights: jax.Array | None, rows: int) -> Counted:
-        """What the weights of a batch say about its examples."""
+        """The examples of a batch that count, by its weights."""
         if weights is None:
             return Counted(jnp.ones(rows, bool), jnp.float32(1))
         exists = weights > 0
@@ -506,7 +506,7 @@ def name_of(layer: LayerDefinition) -> str:
 
 
 def regularization(network: Network, *, l2: float, l1: float) -> float:
-    """`l2 / 2 sum w^2 + l1 sum |w|` over all weights; biases are none.
+    """`l2 / 2 sum w^2 + l1 sum |w|` over all weights; biases are not among them.
 
     Rows must be up to date; see `Optimizer.flush`.
     """

@@ -125,7 +125,7 @@ def load_parameters(path: Path) -> tuple[Definition, Parameters]:
 
 
 def training_of(path: Path) -> str:
-    """What `save_parameters` was told of the training that ended with this network, or "".
+    """The text on a network's training that `save_parameters` was given, or "".
 
     Raises:
       DataError: the file is missing or damaged.
@@ -537,7 +537,7 @@ class _Writer:
         shape = weight_shape(before, layer)
         self.text(f"{at}inputLayer", before.name)
         self.text(f"{at}outputLayer", layer.name)
-        # Of a convolution: out, in, and the kernel in x, y, z.
+        # A convolution has out, in, and the kernel in x, y, z.
         sides = (*shape[:2], *reversed(shape[2:]), 1, 1, 1)
         if layer.type == "FullyConnected":
             sides = (shape[1], shape[0], 1, 1, 1)

@@ -28,13 +28,13 @@ from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.verbs.recommend import recommend
 from sparsejax.whole_files import check_writable, whole_text_file
 
-# What stands in C behind the % of a floating-point number.
+# The text that stands in C behind the % of a floating-point number.
 _FORMAT = re.compile(r"[-+ #0]*\d{0,3}(\.\d{0,3})?[lL]?[eEfFgG]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict:
-    """What `predict` does.
+    """The command `predict`.
 
     Attributes:
       dataset: name of the data set, without `_input`.

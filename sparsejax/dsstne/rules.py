@@ -64,7 +64,7 @@ class _Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DsstneRule(Rule):
-    """What DSSTNE's rules have in common.
+    """The common base of DSSTNE's rules.
 
     Attributes:
       l1: each weight's gradient grows by `l1 sign(w)`.
@@ -72,7 +72,7 @@ class DsstneRule(Rule):
 
     elementwise = True
     takes_weight_decay = True
-    # What `dense` keeps; the arrays have the names that `init` gives them.
+    # The state that `dense` keeps; the arrays have the names that `init` gives them.
     dense_state: ClassVar[Any] = _Count
 
     l1: float = dataclasses.field(default=0.0, kw_only=True)
@@ -141,7 +141,7 @@ class DsstneRule(Rule):
         return w + move, state
 
     def move(self, gradient, state, numbers) -> tuple[jax.Array, Any]:
-        """What is added to the weights, and the new state."""
+        """The change that is added to the weights, and the new state."""
         raise NotImplementedError
 
     def catch_up(self, w, state, lag, count):

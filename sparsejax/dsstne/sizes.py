@@ -97,7 +97,7 @@ def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
     places = padded_to(source.size, dimensions)
     windows = zip(places, layer.kernel, layer.stride, layer.padding, strict=False)
     for width, kernel, stride, padding in windows:
-        # What a convolution makes, and what DSSTNE reserves for it.
+        # The size that a convolution makes, and the size that DSSTNE reserves for it.
         size = (width + 2 * padding - kernel) // stride + 1
         reserved = size
         if layer.kind == "Hidden":
@@ -113,7 +113,7 @@ def _window(layer: LayerDefinition, source: LayerDefinition) -> tuple[int, ...]:
         made.append(size)
     channels = source.size[dimensions:]
     if layer.type == "Convolutional":
-        # Of a draft `size` is the number of channels.
+        # The `size` of a draft is the number of channels.
         channels = layer.size[-1:]
     return (*made, *channels)
 

@@ -48,7 +48,7 @@ _NO_VALUE = "elements have no value, which counts as 0"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-    """What a text holds.
+    """The content of a text.
 
     Attributes:
       rows: a row for each sample, in the order of the samples' numbers.
@@ -166,7 +166,7 @@ def read_samples(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """As `sparsejax.data.assemble.Block`."""
+    """A block of samples, like `sparsejax.data.assemble.Block`."""
 
     samples: pa.LargeStringArray
     lengths: np.ndarray

@@ -45,7 +45,7 @@ from sparsejax.whole_files import check_writable, remove_folder
 # How often a checkpoint is saved from which `resume` can go on.
 CHECKPOINT_SECONDS = 300
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "nesterov", "rmsprop", "adadelta", "adam")
-# What `-mu` and `-mu1` are if they are not given. DSSTNE's second decay rate is 0, with
+# Values of `-mu` and `-mu1` if they are not given. DSSTNE's second decay rate is 0, with
 # which Adam divides by its last gradient, and diverges.
 MU = {"mu": 0.5, "mu1": 0.0}
 MU_OF_ADAM = {"mu": 0.9, "mu1": 0.999}
@@ -53,7 +53,7 @@ MU_OF_ADAM = {"mu": 0.9, "mu1": 0.999}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """What `train` does.
+    """The command `train`.
 
     Attributes:
       config: the network's JSON.
@@ -207,7 +207,7 @@ class Training:
         modules = (self.model, self.optimizer)
         nnx.update(modules, put_on_mesh(nnx.state(modules)))
         self.examples = Examples.of(network, data, self.orders)
-        # Of the last epoch. Only the first process, which prints, has it.
+        # The error of the last epoch. Only the first process, which prints, has it.
         self.error = math.nan
         self.validation = None
         if command.validation is not None:
@@ -215,7 +215,7 @@ class Training:
             self.validation = Examples.of(network, other, self.orders)
 
     def identity(self) -> dict[str, Any]:
-        """What a training has in common with the one that it goes on with."""
+        """The settings that a training shares with the one that it goes on with."""
         may_differ = ("epochs", "resume", "mesh")
         found = {n: v for n, v in vars(self.command).items() if n not in may_differ}
         network = repr(self.model.definition).encode()

@@ -50,7 +50,7 @@ def pooled(
     lrn: LocalResponseNormalization,
     sources: list[tuple[LayerDefinition, jax.Array]],
 ) -> jax.Array:
-    """What a pooling layer makes of the layers that it reads, `[batch, units]`.
+    """The values of a pooling layer, from the layers that it reads: `[batch, units]`.
 
     Args:
       layer: has the function and, if that needs one, the window.

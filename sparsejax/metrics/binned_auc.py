@@ -126,7 +126,7 @@ class BinnedAuc:
         place = jnp.floor(jnp.clip(place, 0, bins - 1))
         is_click = labels == 1
         wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
-        # What does not count is moved out of bounds, so that it is dropped.
+        # Scores that do not count are moved out of bounds, so that they are dropped.
         place = jnp.where(where & ~wrong, place, bins).astype(jnp.int32)
         zeros = jnp.zeros(self.low.shape, jnp.int32)
         added = zeros.at[is_click.astype(jnp.int32), place].add(1, mode="drop")

@@ -125,7 +125,7 @@ class _Data:
         )
         data.data = (data.data * inverse * damping[data.indices]).astype(np.float32)
         diagonal = np.bincount(data.indices, data.data.astype(np.float64) ** 2, items)
-        # Of data without values it is the mean of the squared norms.
+        # For data without values it is the mean of the squared norms.
         mean = data.nnz / max(np.count_nonzero(squares), 1)
         return cls(
             data,

@@ -144,7 +144,7 @@ class LinearConfig:
     def for_data(
         cls, rows: int, items: int, entries: int
     ) -> tuple[LinearConfig | None, str]:
-        """What `sparsejax train` gives data of these sizes by default, and why.
+        """The linear part that `sparsejax train` gives data of these sizes, and why.
 
         >>> linear, why = LinearConfig.for_data(6_040, 3_706, 800_000)
         >>> linear.weight, linear.ridge
@@ -311,7 +311,7 @@ class NetworkConfig:
     def for_data(
         cls, rows: int, items: int, entries: int, **options: Any
     ) -> tuple[NetworkConfig, str]:
-        """What `sparsejax train` gives data of these sizes by default, and why.
+        """The network that `sparsejax train` gives data of these sizes, and why.
 
         >>> config, why = NetworkConfig.for_data(6_040, 3_706, 800_000)
         >>> config.output.temperature, config.linear.weight

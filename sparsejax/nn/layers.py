@@ -257,7 +257,7 @@ class SparseOutput(nnx.Module):
         Args:
           h: hidden vectors, of a batch of any shape if there is one label a row.
           labels: sparse rows; or one label for each row, `[*batch]` integers, as
-            `sparsejax.linear_cross_entropy` takes them: -1 is none, and the row is
+            `sparsejax.linear_cross_entropy` takes them: -1 is no label, and the row is
             ignored.
           loss: name of a rule in `sparsejax.losses`, or a rule.
           weights: of the rows. None is 1.

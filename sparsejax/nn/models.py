@@ -234,7 +234,7 @@ class FeedForward(nnx.Module):
         return self.output.item_scores(h, ids, self._linear(x))
 
     def _linear(self, x: SparseRows) -> Float[Array, "batch rank"] | None:
-        """What the output's linear part makes of the rows, if there is one."""
+        """The rows as the output's linear part encodes them, if there is one."""
         return None if self.output.linear is None else self.output.linear.encode(x)
 
 

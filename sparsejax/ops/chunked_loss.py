@@ -101,7 +101,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Updates[Carry]:
-    """What happens to the gradients of a chunk.
+    """The functions that use the gradients of a chunk.
 
     Attributes:
       layer: takes the operands of the scores from the carry, or returns constants.

@@ -63,7 +63,7 @@ def gather_sum(
     if isinstance(x, DividedRows):
 
         def part(x, w):
-            # What crosses is not rounded before it is added.
+            # Rows that cross are not rounded before they are added.
             read = w.dtype if x.crosses else dtype
             return own_block(x).sums(
                 lambda block: summed(block, w, read), summed, dtype
@@ -128,8 +128,8 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
 
 def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
     """Whether the GPU program is fast for `w [rows, hidden]` and `nse` entries."""
-    # Of another width below 128 the program pads `w`, which copies it. On an H200 the copy
-    # takes .18 us for 1,000 rows, and the program saves .15 us for 1,000 entries.
+    # For another width below 128 the program pads `w`, which copies it. On an H200
+    # the copy takes .18 us for 1,000 rows, and the program saves .15 us for 1,000 entries.
     return hidden >= 128 or mosaic.takes_narrow(hidden) or 4 * rows <= 3 * nse
 
 

@@ -41,7 +41,7 @@ _MOST_BLOCKS = 256  # the rows of a layer's kernel are a multiple of it
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
 # Rows with labels that are changed together, where a chunk has some of them.
 _CHANGED_ROWS = 8192
-# What an entry of the labels costs, in scores that the other form computes. Measured with
+# Cost of an entry of the labels, in scores that the other form computes. Measured with
 # bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/README.md.
 _CPU_LABEL, _GPU_LABEL = 32, 512
 
@@ -111,7 +111,7 @@ def loss_and_updates[Carry](
 
 # The form in XLA's operations
 
-# Of small matrices: their rounding errors would show in the loss, a difference of sums.
+# Rounding errors of small matrices would show in the loss, a difference of sums.
 _exact_dot = functools.partial(item_chunks.dot, precision="highest")
 
 
@@ -223,7 +223,7 @@ def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_onc
 
 
 def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _Labels:
-    """Of the device's items; an index outside the items of all devices is left out."""
+    """The labels of the device's items; indices outside all items are left out."""
 
     def values(data, columns):
         if denied is None:
@@ -359,7 +359,7 @@ def _times_columns(bias, kernel, for_gpu: bool):
 
 
 class _Moments(NamedTuple):
-    """What the gradient of the kernel needs to know of the batch, in float32.
+    """The sums over the batch that the kernel's gradient needs, in float32.
 
     With m the mean of the rows (or anything near to it), and w_b the weights::
 
@@ -405,7 +405,7 @@ def _gradients(
     implementation: Implementation,
     precision: Word,
 ) -> tuple[Float[Array, "size hidden"], Float[Array, "size"]]:
-    """The gradients of a chunk, but for the labels' part of the kernel's.
+    """The gradients of a chunk, without the labels' part of the kernel's.
 
     ::
 
@@ -525,7 +525,7 @@ def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool
     nse = labels.nse
     if isinstance(labels, ShardedCSR):
         nse = parts * labels.blocks.nse
-    # What does not depend on the sizes costs about as much as a chunk of scores.
+    # The work that does not depend on the sizes costs about a chunk of scores.
     label, fixed = _CPU_LABEL, chunked_loss.CPU_CHUNK_SCORES
     if xla_is_for_gpu(method.implementation):
         label, fixed = _GPU_LABEL, chunked_loss.GPU_CHUNK_SCORES

@@ -27,7 +27,7 @@ from sparsejax.sparse import segment_ids
 
 Activation = Literal["silu", "softmax"]
 
-# Of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
+# Ratio of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
 TIME_RATIO = 0.301
 _NONE = 2**30  # more than there are tokens
 # Places of a block, and numbers of scores that exist at once, at most. A CPU has small
@@ -141,7 +141,7 @@ def history_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is made of the scores, see `history_attention`."""
+    """The rule that turns scores into weights, see `history_attention`."""
 
     activation: Activation
     scale: float
@@ -175,7 +175,7 @@ class _Form:
 
 
 class Biases(NamedTuple):
-    """What is added to the scores."""
+    """The numbers that are added to the scores."""
 
     place: Float[Array, "places"] | None
     time: Float[Array, "buckets"] | None
@@ -373,7 +373,7 @@ def _for_program(operands) -> Any:
 
 
 def _padded(x: jax.Array, fill) -> jax.Array:
-    """With a multiple of the tokens that a GPU program's tile has."""
+    """The array, filled up to whole tiles of tokens of a GPU program."""
     more = -len(x) % mosaic.TILE
     pad = ((0, more), *[(0, 0)] * (x.ndim - 1))
     return jnp.pad(x, pad, constant_values=fill) if more else x
@@ -621,7 +621,7 @@ class _Blocks(NamedTuple):
         return times[:, :, None] - before[:, None]
 
     def buckets(self, c, d, count: int) -> Int[Array, "chunk block block"]:
-        """Of pairs that count; of others, any number of a bucket."""
+        """The bucket of each pair that counts; any bucket for other pairs."""
         since = self.since(c, d)
         guess = jnp.log(jnp.maximum(since, 1)) / TIME_RATIO
         guess = jnp.clip(guess, 0, count - 1).astype(jnp.int32)
@@ -640,7 +640,7 @@ class _Blocks(NamedTuple):
         return sums if self.scatter else sums - jnp.append(sums[1:], 0)
 
     def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
-        """Of each bucket: the sum of `ds` over all pairs in this or a later one."""
+        """For each bucket the sum of `ds` over all pairs in this or a later one."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         least = jnp.asarray(time_thresholds(count), times.dtype)

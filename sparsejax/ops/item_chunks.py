@@ -1,4 +1,4 @@
-"""What the operations over all items share: scores for a chunk of items at a time.
+"""The operations over all items share this: scores for a chunk of items at a time.
 
 The array of all scores, `[batch, items]`, is too large to keep. Each part of it is needed
 only once or twice.

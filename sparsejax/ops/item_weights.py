@@ -185,7 +185,7 @@ def _form(x: CSR) -> Form:
 
 
 def bytes_needed(items: int) -> int:
-    """What `ease_weights` needs for this many items: four arrays of float32."""
+    """The memory of `ease_weights` for this many items: four arrays of float32."""
     return 16 * items**2
 
 

@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What both forms of the softmax of targets begin with.
+    """The arrays with which both forms of the softmax of targets begin.
 
     Attributes:
       rows: of the batch.

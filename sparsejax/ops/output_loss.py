@@ -151,7 +151,7 @@ def output_loss_in_chunks(
     chunk_scores: int | None = None,
     form: Literal["chunks", "gram", "kept", "twice"] | None = None,
 ) -> Float[Array, ""]:
-    """What `output_loss` does with checked arguments.
+    """Computes `output_loss` from checked arguments.
 
     A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
     for `form`, see `Method`.
@@ -222,7 +222,7 @@ def output_loss_per_example_in_chunks(
     chunk_scores: int | None = None,
     form: Literal["chunks", "gram", "kept", "twice"] | None = None,
 ) -> Float[Array, "batch"]:
-    """What `output_loss_per_example` does with checked arguments.
+    """Computes `output_loss_per_example` from checked arguments.
 
     A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
     for `form`, see `Method`.

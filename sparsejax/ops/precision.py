@@ -43,7 +43,7 @@ def check_precision(precision: str | None) -> Word:
 def of_xla(
     precision: Precision, dtype: jnp.dtype
 ) -> lax.Precision | lax.DotAlgorithmPreset | None:
-    """What XLA's product of operands of this dtype takes."""
+    """The precision that XLA's product of operands of this dtype takes."""
     if dtype == jnp.float32:
         return _OF_XLA[check_precision(precision)]
     return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST

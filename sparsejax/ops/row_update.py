@@ -51,7 +51,7 @@ NEVER = -1
 
 
 class LagTable(NamedTuple):
-    """What rows need to catch up, by the number of steps that they have missed.
+    """Numbers with which rows catch up, by the number of steps that they have missed.
 
     Attributes:
       by_lag: the numbers for each lag, from 0.
@@ -69,8 +69,8 @@ class RowRule(Protocol):
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
     # with operations that Pallas has on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
-    # Whether they do so but for means over a row. Then `step` takes a function as a further
-    # argument, `mean`, which gives them. It may keep one number a row.
+    # Whether they do so apart from means over a row. Then `step` takes a function as a
+    # further argument, `mean`, which gives them. It may keep one number a row.
     by_row: ClassVar[bool]
 
     @property
@@ -84,7 +84,7 @@ class RowRule(Protocol):
         ...
 
     def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
-        """What rows need to catch up with `count` steps."""
+        """The table with which rows catch up with `count` steps."""
         ...
 
     def catch_up_by_table(
@@ -402,7 +402,7 @@ def step_whole(
         w, state = rule.catch_up(w, state, lag, count)
     slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
-    # Of the old one, so that on a mesh it stays divided as that is.
+    # It is made of the old one, so that on a mesh it stays divided as that is.
     last = None if trained.last is None else jnp.maximum(trained.last, count + 1)
     state = {name: state[name].astype(trained.state[name].dtype) for name in state}
     w = narrowed(w, trained.w.dtype, noise, count + 1)

@@ -1,4 +1,4 @@
-"""What the softmax over all items needs: its sums, its loss, and its slopes."""
+"""Parts of the softmax over all items: its sums, its loss, and its slopes."""
 
 from __future__ import annotations
 

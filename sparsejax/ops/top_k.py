@@ -170,7 +170,7 @@ def top_k_tuned(
     precision: Precision = None,
     tuning: Tuning,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
-    """What `top_k` does with checked arguments.
+    """Computes `top_k` from checked arguments.
 
     `implementation` None is "xla" here, and "xla_gpu" too: `tuning` is what differs.
     """

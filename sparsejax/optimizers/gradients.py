@@ -380,7 +380,7 @@ class _Call:
 
 
 class _Recorder:
-    """What `lookup` does within the loss of `value_and_grad`."""
+    """A record of the calls of `lookup` within the loss of `value_and_grad`."""
 
     def __init__(self, kernels: Mapping[Path, RowParam], arguments: Any):
         self.trace = _trace_state()
@@ -420,7 +420,7 @@ class _Recorder:
 
 
 class _Reading:
-    """What `lookup` and `whole` do within `reading`."""
+    """The work of `lookup` and `whole` within `reading`."""
 
     def __init__(
         self, readers: Mapping[int, Reader | None], settlers: Mapping[int, Settler]

@@ -57,7 +57,7 @@ def add_columns(parameter: nnx.Variable, added: int) -> None:
 def with_first_rows(
     variable: nnx.Variable, fresh: Shaped[Array, "rows *rest"], known: int
 ) -> None:
-    """Makes a variable `fresh`, in place, but for its first `known` rows, which stay."""
+    """Makes a variable `fresh`, in place, except its first `known` rows, which stay."""
     before = variable[...]
     fresh = fresh.astype(before.dtype)
     variable.set_value(_divided_like(variable, _joined, known, fresh, before))

@@ -155,7 +155,7 @@ def _new() -> jax.Array:
 
 
 def _copied(array: jax.Array) -> jax.Array:
-    """On the same devices. Processes need not do it together."""
+    """A copy on the same devices. Processes need not make it together."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         data = _copied(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

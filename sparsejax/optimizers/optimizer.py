@@ -158,7 +158,7 @@ class Optimizer(nnx.Pytree):
         )
 
     def noise_of(self, path: Path) -> Noise | None:
-        """What rounds a parameter at random; None rounds it to nearest."""
+        """The noise that rounds a parameter at random; None rounds it to nearest."""
         seed = self.rounding.get(_key(path))
         return None if seed is None else Noise(seed[...])
 
@@ -266,7 +266,7 @@ class Optimizer(nnx.Pytree):
         def grow(place, variable, value):
             before, after = jnp.shape(variable[...]), jnp.shape(value)
             key = getattr(place[-1], "key", None) if place else None
-            # Of rank 1 or more, with a row for each: row-wise Adagrad has one number.
+            # Such state has an entry for each row: row-wise Adagrad has one number.
             if (
                 key in rows
                 and before[1:] == after[1:]
@@ -555,7 +555,7 @@ class Optimizer(nnx.Pytree):
             for key, w in moved.items()
         }
         nnx.update(model, nnx.from_flat_state(new))
-        # What was left out comes back.
+        # The parts that were left out come back.
         after = jax.tree.map(
             lambda b, a: {**b, **a} if isinstance(b, dict) else a,
             before,

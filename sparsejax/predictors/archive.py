@@ -168,7 +168,7 @@ def reading(path: str | os.PathLike[str]) -> Generator[None]:
 
 
 def read_json(archive: zipfile.ZipFile, name: str, most: int) -> Any:
-    """What a part of the archive says; see `read_part`."""
+    """The value of a JSON part of the archive; see `read_part`."""
     try:
         return codec.parse(read_part(archive, name, most))
     except ValueError as error:
@@ -205,7 +205,7 @@ def again[Loaded](
     path: str | os.PathLike[str],
     file: io.BufferedReader,
 ) -> Callable[[], Loaded]:
-    """What loads the same file again, in any process: how a predictor is pickled.
+    """The call that loads the same file again, in any process, for pickling.
 
     Args:
       load: takes a path and the `identity` that the file must have.
@@ -217,7 +217,7 @@ def again[Loaded](
 
 
 def pickled(again: Callable[[], Any] | None) -> tuple[Callable[..., Any], tuple]:
-    """What `__reduce__` of a predictor returns.
+    """The result of a predictor's `__reduce__`.
 
     Raises:
       TypeError: it does not come from a file.

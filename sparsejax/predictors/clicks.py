@@ -1,4 +1,4 @@
-"""What predictors of clicks do: the probability of a click of each example."""
+"""Predictors of clicks: the probability of a click of each example."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Clicks:
     def of(
         cls, signature: Signature, vocabularies: Mapping[str, Names]
     ) -> Callable[[Programs], Clicks]:
-        """What makes one of its programs, if the signature is as `of_clicks` makes it.
+        """A function that makes it of programs whose signature `of_clicks` has made.
 
         Raises:
           ValueError: it is another one, or the schema's ids are not those of the

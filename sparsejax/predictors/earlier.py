@@ -1,4 +1,4 @@
-"""What files of predictors say that earlier releases wrote."""
+"""Contents of predictors' files that earlier releases wrote."""
 
 from __future__ import annotations
 

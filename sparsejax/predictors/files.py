@@ -34,7 +34,7 @@ _FORMS = {
     (_SETTINGS, 2): (earlier.items_2, "items.json"),
     (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
 }
-# What a predictor of a kind does. Imported when it is first needed.
+# The module and class of each kind's predictor. Imported when first needed.
 _KINDS = {
     "items": ("ranking", "Items"),
     "histories": ("histories", "Ordered"),
@@ -86,7 +86,7 @@ load_click_predictor = load_predictor
 
 
 def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predictor:
-    """As `load_predictor`, if the file still has the content of a `predictor_identity`.
+    """Loads a predictor if its file still has the content of a `predictor_identity`.
 
     Raises:
       OSError: the file cannot be read.
@@ -142,7 +142,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
 def model_of(
     signature: Signature, vocabularies: Mapping[str, Names]
 ) -> Callable[[Programs], Any]:
-    """What makes a `Predictor.model` of its programs.
+    """The function that makes a `Predictor.model` of its programs.
 
     Raises:
       ValueError: no model of the kind has this signature, or these names.
@@ -159,7 +159,7 @@ def model_of(
 def read_signature(
     parts: zipfile.ZipFile, length: int
 ) -> tuple[Signature, dict[str, Names]]:
-    """What a file says of its programs, and its names.
+    """The signature of a file's programs, and its names.
 
     Args:
       parts: the archive.

@@ -1,4 +1,4 @@
-"""What predictors of histories do: the items that are most likely next."""
+"""Predictors of histories: the items that are most likely next."""
 
 from __future__ import annotations
 

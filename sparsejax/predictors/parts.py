@@ -107,7 +107,7 @@ class Parts:
 
         Raises:
           DataError: `data` is no prepared folder.
-          ValueError: `count` is not positive, or `predictor` is none.
+          ValueError: `count` is not positive, or `predictor` is no predictor.
         """
         if count < 1:
             raise ValueError(f"parts must be 1 or more, got {count}")
@@ -253,7 +253,7 @@ class Parts:
             file.write(text.encode())
 
     def _stated(self, part: int) -> _Written:
-        """What the manifest says of a part."""
+        """The manifest's record of a part."""
         rows = sum(group.rows for group in self.groups(part))
         return _Written(self._name(part), self._place(part).size(), rows)
 
@@ -329,7 +329,7 @@ class _Written:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What `_manifest.json` says beside its version."""
+    """The content of `_manifest.json` beside its version."""
 
     kind: str
     id: str
@@ -348,7 +348,7 @@ _SCHEMA = pa.schema(
 )
 
 
-# As long as the predictor lives: a process may make many small parts.
+# Names are kept as long as the predictor lives: a process may make many small parts.
 _named: weakref.WeakKeyDictionary[Predictor, tuple[pa.LargeStringArray, str]] = (
     weakref.WeakKeyDictionary()
 )

@@ -225,7 +225,7 @@ class Predictor:
         Args:
           clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data set has
             the ids that its own vocabulary gives: read it with that of the training data.
-          ids: for each feature int32 `[n]` or `[n, m]`, where -1 is none, or a `CSR` without
+          ids: for each feature int32 `[n]` or `[n, m]`, where -1 is no id, or a `CSR` without
             values.
 
         Raises:
@@ -272,7 +272,7 @@ class Predictor:
         self._method("warm_up")(rows=rows, max_items=max_items)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        """What the kind does for a method."""
+        """The kind's function for a method."""
         archive.check_process()
         found = getattr(self.model, name, None)
         if found is None:

@@ -1,4 +1,4 @@
-"""What predictors of items do: the best items of each row."""
+"""Predictors of items: the best items of each row."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Items:
     def of(
         cls, signature: Signature, vocabularies: Mapping[str, Names]
     ) -> Callable[[Programs], Self]:
-        """What makes one of its programs, if the signature is as `of_ranking` makes it.
+        """A function that makes it of programs whose signature `of_ranking` has made.
 
         Raises:
           ValueError: it is another one, or there are other names.

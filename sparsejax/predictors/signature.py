@@ -1,4 +1,4 @@
-"""What the file of a predictor says of its programs, as data."""
+"""The signature of programs, which the file of a predictor holds as data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _check_sizes(sizes: Sequence[int], least: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """What programs take or give.
+    """An array that programs take or give.
 
     Attributes:
       name: None of weights, and of the only input of a model that has no names for them.
@@ -59,7 +59,7 @@ class Array:
 
     @classmethod
     def of(cls, array: jax.ShapeDtypeStruct | jax.Array, name: str | None) -> Array:
-        """What describes an array that is not sparse."""
+        """The description of an array that is not sparse."""
         return cls(dtype=jnp.dtype(array.dtype).name, shape=array.shape, name=name)
 
     @property
@@ -69,7 +69,7 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Bytes of the values."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -128,7 +128,7 @@ class ClickStack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What a predictor takes and gives, and the arguments of its programs.
+    """The inputs and outputs of a predictor, and the arguments of its programs.
 
     Attributes:
       kind: what a row of a request is.

@@ -93,7 +93,7 @@ class Scorer:
             self._asking.close()
 
     def fileno(self) -> int:
-        """What can be waited for until there is an answer, or the process has died."""
+        """A file that is ready when there is an answer, or the process has died."""
         return self._answers.fileno()
 
     @property
@@ -202,7 +202,7 @@ def gpu_addresses() -> list[str]:
 
 
 def serve() -> None:
-    """What the process of a `Scorer` does, until its input ends."""
+    """Does the work of a `Scorer`'s process, until its input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -20,7 +20,7 @@ _MOST_PLACES = 2**28
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceConfig(ModelConfig):
-    """What all sequence models have. `SASRecConfig` and the others say what else.
+    """Settings of all sequence models. `SASRecConfig` and the others add their own.
 
     >>> SequenceConfig.from_json({"version": 1, "model": "sasrec", "width": 64}).width
     64
@@ -104,7 +104,7 @@ class SequenceConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SASRecConfig(SequenceConfig):
-    """What a `SASRec` is made of; see `SequenceConfig` too.
+    """Settings of a `SASRec`; see `SequenceConfig` too.
 
     >>> SASRecConfig(width=64, temperature=0.05).to_json()
     {'version': 1, 'model': 'sasrec', 'width': 64, 'temperature': 0.05}
@@ -134,7 +134,7 @@ class SASRecConfig(SequenceConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HSTUConfig(SequenceConfig):
-    """What an `HSTU` is made of; see `SequenceConfig` too.
+    """Settings of an `HSTU`; see `SequenceConfig` too.
 
     >>> HSTUConfig(heads=4).to_json()
     {'version': 1, 'model': 'hstu', 'heads': 4}
@@ -172,7 +172,7 @@ class HSTUConfig(SequenceConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRUConfig(SequenceConfig):
-    """What a `GRU` is made of; see `SequenceConfig`.
+    """Settings of a `GRU`; see `SequenceConfig`.
 
     >>> GRUConfig(blocks=1).to_json()
     {'version': 1, 'model': 'gru', 'blocks': 1}
@@ -183,7 +183,7 @@ class GRUConfig(SequenceConfig):
 
 
 def check_attention(config: SASRecConfig | HSTUConfig) -> None:
-    """That heads divide the width, and that there is such a dtype."""
+    """Checks that heads divide the width, and that there is such a dtype."""
     if config.width % config.heads:
         raise ValueError(
             f"width must be a multiple of heads, got {config.width} and {config.heads}"
@@ -193,20 +193,20 @@ def check_attention(config: SASRecConfig | HSTUConfig) -> None:
 
 
 def _for_device[Config: SASRecConfig | HSTUConfig](config: Config) -> Config:
-    """With bfloat16, if no dtype is given and there is a GPU with programs for it."""
+    """The config with bfloat16, if it has no dtype and a GPU has programs for that."""
     if config.dtype is None and custom_call_can_run(HOPPER, divided=True):
         return dataclasses.replace(config, dtype="bfloat16")
     return config
 
 
 def check_number(name: str, value: object) -> None:
-    """That a value is a real number."""
+    """Checks that a value is a real number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def check_positive(name: str, value: float) -> None:
-    """That a value is a finite number above 0."""
+    """Checks that a value is a finite number above 0."""
     check_number(name, value)
     if not 0 < value < float("inf"):
         raise ValueError(f"{name} must be positive, got {value}")

@@ -1,4 +1,4 @@
-"""What sequence models share: the vectors of the items, the loss and the best items."""
+"""The base of sequence models: the vectors of items, the loss and the best items."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PADDING = -1  # where a history has ended
 
 
 class Tokens(NamedTuple):
-    """What a model reads of a batch of histories.
+    """The tokens that a model reads of a batch of histories.
 
     On a mesh each part of the axis "data" has its own histories, and as much room for
     their tokens as the others; else there is one part.

@@ -1,4 +1,4 @@
-"""What jobs of Spark have in common: paths that workers understand, and errors in a line."""
+"""Helpers of all jobs of Spark: paths that workers understand, and errors in a line."""
 
 from __future__ import annotations
 

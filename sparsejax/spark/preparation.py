@@ -159,7 +159,7 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What is known of the pairs.
+    """Facts about the pairs.
 
     Attributes:
       entries: their number.
@@ -463,7 +463,7 @@ class _Preparation:
 
 
 def _without_point_zero(column: str) -> Any:
-    """As `spelling.without_point_zero`."""
+    """The column with names as `spelling.without_point_zero` spells them."""
     from pyspark.sql import functions as F
 
     return F.regexp_replace(column, r"\A(-?[0-9]+)\.0\z", "$1")

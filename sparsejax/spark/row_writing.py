@@ -24,7 +24,7 @@ WRITTEN = pa.schema({"parts": pa.string(), "checksum": pa.int64()})
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What a task has written of a part, see `Found`."""
+    """The files that a task has written of a part, see `Found`."""
 
     files: tuple[DataFile, ...]
     left_out: int
@@ -134,7 +134,7 @@ def _numbered_users(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What tasks wrote.
+    """The files that tasks wrote, and figures of them.
 
     Attributes:
       files: of each part, in order.

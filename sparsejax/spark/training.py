@@ -25,7 +25,7 @@ from sparsejax.spark import jobs, workers
 from sparsejax.spark.child import Ended, run_command
 from sparsejax.spark.run_copies import RunCopy
 
-# What `train` says itself.
+# Flags that this module sets itself.
 _OURS = (
     "--run",
     "--resume",
@@ -153,7 +153,7 @@ class _Process:
 
     @property
     def message(self) -> str:
-        """What it said, or how it was ended."""
+        """The command's last words, or the way it was ended."""
         if self.status == _WRONG_USAGE:
             return self.said
         if self._last.startswith(_ERROR):
@@ -166,7 +166,7 @@ class _Process:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What each task of the stage does.
+    """The command that each task of the stage runs.
 
     Attributes:
       data: path or address of the data.
@@ -261,13 +261,13 @@ def _train_here(
 
 
 def _refused(problem: str) -> Ended:
-    """As if the command had refused to begin."""
+    """The end of a command that refused to begin."""
     return Ended(1, (f"{_ERROR}{problem}",))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """What the other tasks must know of one.
+    """The address of a task, which the others must know.
 
     Attributes:
       host: its name.
@@ -279,7 +279,7 @@ class _Facts:
 
     @classmethod
     def here(cls) -> _Facts:
-        """Of this task."""
+        """The address of this task."""
         with socket.create_server(("", 0)) as server:
             return cls(socket.gethostname(), server.getsockname()[1])
 

@@ -94,7 +94,7 @@ def _described(schema: pa.Schema) -> str:
 
 
 def spark_errors() -> tuple[type[Exception], ...]:
-    """What Spark raises when a job fails."""
+    """The errors that Spark raises when a job fails."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 

@@ -1,4 +1,4 @@
-"""What a training loop of your own needs to be as fast as `fit`."""
+"""Parts of `fit` with which a training loop of your own is as fast."""
 
 import lazy_loader
 

@@ -34,14 +34,14 @@ class Rule:
         `w`. All parameters decay, biases too.
     """
 
-    # What a step does to rows that it does not touch, weight decay apart.
+    # Changes to rows that a step does not touch, weight decay apart.
     shrinks_state: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
     # Whether `step`, and `catch_up` if weights do not drift, work element by element, by
     # operations that Pallas has on GPUs. A GPU program calls them on pieces of rows.
     elementwise: ClassVar[bool] = False
-    # Whether they do so but for means over a row, by the function `mean`, a further argument
-    # of `step`. There, state of one number a row is a number.
+    # Whether they do so apart from means over a row, by the function `mean`, a further
+    # argument of `step`. There, state of one number a row is a number.
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """What JSON and messages call the rule: the name of its class."""
+        """The rule's name in JSON and messages: the name of its class."""
         return type(self).__name__
 
     @property
@@ -151,7 +151,7 @@ class Rule:
         return 0
 
     def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
-        """What rows need to catch up with `count` steps, made once for all of them."""
+        """The table with which rows catch up with `count` steps, made once for all."""
         raise NotImplementedError
 
     def catch_up_by_table(
@@ -236,7 +236,7 @@ def power(base: float, exponent: jax.Array) -> jax.Array:
     """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
     if base == 0:
         return jnp.where(exponent > 0, 0.0, 1.0)
-    # Of the float32 number, because the dense rule multiplies by that in each step.
+    # The dense rule multiplies by the float32 number in each step, so does this.
     return jnp.exp2(exponent * math.log2(np.float32(base)))
 
 

@@ -20,7 +20,7 @@ from sparsejax.optimizers.rules.replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Rule):
-    """What adam and related rules have in common."""
+    """The common base of adam and related rules."""
 
     elementwise = True
     shrinks_state = True
@@ -124,7 +124,7 @@ class adam(_Moments):
 
 @dataclasses.dataclass(frozen=True)
 class adamw(_Moments):
-    """As `adam`, and each step also takes `learning_rate weight_decay w` off a weight.
+    """Like `adam`; each step also takes `learning_rate weight_decay w` off a weight.
 
     The decay is decoupled: the moments do not see it.
     """
@@ -135,7 +135,7 @@ class adamw(_Moments):
 
 @dataclasses.dataclass(frozen=True)
 class lazy_adam(adam):
-    """As `adam`, but rows that a step does not touch stay as they are, moments too.
+    """Like `adam`, but rows that a step does not touch stay as they are, moments too.
 
     The results are not Adam's. It is the rule of torch's SparseAdam, and of LazyAdam in
     TensorFlow Addons. Ordinary parameters have plain Adam.

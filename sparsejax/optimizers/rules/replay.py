@@ -115,7 +115,7 @@ class Replay:
         factor = jnp.where(t >= 1, factor, 0)
         if kept is not None:
             factor = factor * kept
-        # Of float32 numbers, because the dense rule multiplies by these in each step.
+        # The dense rule multiplies by float32 numbers in each step, so does this.
         shrunk = np.array([self.b1, self.b2], np.float32).astype(np.float64)
         half = jnp.asarray(-0.5 * math.log(shrunk[1]) * i, dtype)
         log_d = half - 0.5 * jnp.log(self._rest(self.b2, number, dtype))
@@ -146,7 +146,7 @@ class Replay:
         weights: Sequence[jax.Array],
         shared: Sequence[jax.Array],
     ) -> jax.Array:
-        """What `m` is multiplied by: the sum over the missed steps.
+        """The factor of `m`: the sum over the missed steps.
 
         Args:
           root: of the second moments, brought up to date.
@@ -236,7 +236,7 @@ class Replay:
         times = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
         within = power(i[:, None] - i[None] + 1)
         sums = times("ik,bkn->bin", within, terms.reshape(-1, size, n))
-        # What the blocks before leave, of which the last one is not shrunk yet.
+        # The rest that the blocks before leave. The last one of them is not shrunk yet.
         shrunk = power((block[:, None] - block[None] - 1) * size + 1) / self.b1
         before = times("bc,cn->bn", shrunk, sums[:, -1])
         sums = sums + power(i + 1)[None, :, None] * before[:, None]
