@@ -145,7 +145,7 @@ class EmbeddingCollection(nnx.Module):
                 f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
             )
         self.stacks = stack_tables(tables, configs, placements, hotness)
-        self.wire = _wire(wire_dtype, exchange_room, distinct)
+        self.given = self.wire = _wire(wire_dtype, exchange_room, distinct)
         self.names = tuple(configs)
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -243,14 +243,19 @@ class EmbeddingCollection(nnx.Module):
     ) -> None:
         """Says what the exchange has room for, as `fit` does, which has seen the ids.
 
+        What an earlier call said is forgotten.
+
         Args:
-          distinct: how many rows of each table the examples of a device ask for.
-          wire_dtype: that of the collection by default.
+          distinct: how many rows of each table the examples of a device ask for; that of
+            the plan by default.
+          wire_dtype: that which the collection was made with by default.
           exchange_room: the same.
         """
-        given = _wire(wire_dtype, exchange_room, distinct)
+        told = _wire(wire_dtype, exchange_room, distinct)
         self.wire = Wire(
-            given.dtype or self.wire.dtype, given.room or self.wire.room, distinct
+            told.dtype or self.given.dtype,
+            told.room or self.given.room,
+            told.distinct or self.given.distinct,
         )
 
     @property
