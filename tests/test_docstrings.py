@@ -32,27 +32,6 @@ OBJECTS = {
 MEASURED = {name: getattr(sj.metrics, name) for name in dir(sj.metrics)}
 DOCUMENTED = MEASURED | OBJECTS
 WITH_EXAMPLES = {n for n, v in DOCUMENTED.items() if ">>>" in (v.__doc__ or "")}
-# Wings whose docstrings and comments are mended. Those that are missing here are not yet.
-PLAIN = (
-    "pallas_kernels",
-    *(
-        f"sparsejax/{wing}"
-        for wing in (
-            "baselines",
-            "codec",
-            "dsstne",
-            "metrics",
-            "nn",
-            "ops",
-            "optimizers",
-            "predictors",
-            "sequence",
-            "spark",
-            "training",
-            "whole_files",
-        )
-    ),
-)
 PURCHASES = "ann\tmilk:rye\nbob\ttea:rye\neve\tmilk:tea\n"
 
 
@@ -127,15 +106,17 @@ def test_texts_begin_with_a_noun_or_a_verb():
 
     "Whether ..." is the answer of a function that returns a bool. A comment may begin
     with "As", "On" or "With": what follows is mostly a whole sentence, "On a GPU ...".
+    What stands behind the name of an attribute is the help of a flag if it is a sentence.
     """
     bad_begins = {
+        "help": r"(Of|What|That|Those|Whose|Lest)\b",
         "docstring": r"(Of|As|On|With|What|That|Those|Whose|Lest|But for)\b",
         "comment": r"(Of|What|That|Those|Whose|Lest|But for)\b",
     }
     # "None if there is none" is plain; "What is none has time 0" is not.
     bad_within = (
-        r"(?<!there )\b(is|are) none\b|\b(but for|lest|by and by|so too|as of an?)\b"
-        r"|\bbut of (?!the)"
+        r"(?<!there )\b(is|are) none\b"
+        r"|\b(but for|but of|lest|by and by|so too|as of an?)\b"
     )
 
     def faults(source: str) -> list[str]:
@@ -144,6 +125,11 @@ def test_texts_begin_with_a_noun_or_a_verb():
             for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and (text := ast.get_docstring(node))
+        ]
+        texts += [
+            ("help", said)
+            for _, text in texts
+            for said in re.findall(r"^ +\w+: (.*)", text, re.MULTILINE)
         ]
         blocks = re.findall(r"^([ ]*)#:? ?(.*(?:\n\1#.*)*)", source, re.MULTILINE)
         texts += [("comment", re.sub(r"\n *#", " ", text)) for _, text in blocks]
@@ -154,15 +140,22 @@ def test_texts_begin_with_a_noun_or_a_verb():
             or re.search(bad_within, " ".join(text.split()))
         ]
 
-    planted = '"""What it does."""\nx = 1\n# Kept lest it\n#   be lost.\n# Not here, if it\n# is none.\n'
-    assert len(faults(planted)) == 2
-    fine = '"""None if there is none."""\n\ndef f():\n    """Whether it is."""\n    # On a GPU it is.\n'
+    planted = [
+        '"""What it does."""',
+        'def f():\n    """Of a\n    device."""',
+        '"""Trains.\n\nAttributes:\n  k: Of clicks, a number.\n"""',
+        "# Those of a device.",
+        "x = 1\n# Kept, but\n# for the last.",
+        "# What is\n# none has time 0.",
+    ]
+    assert all(len(faults(source)) == 1 for source in planted)
+    fine = '"""None if there is none."""\ndef f():\n    """Whether it is."""\n    # On a GPU.'
     assert not faults(fine)
     root = pathlib.Path(sj.__file__).parents[1]
     found = {
         f"{path.relative_to(root)}: {fault}"
-        for wing in PLAIN
-        for path in [*root.glob(f"{wing}/**/*.py"), *root.glob(f"{wing}.py")]
+        for package in ("sparsejax", "pallas_kernels")
+        for path in root.glob(f"{package}/**/*.py")
         for fault in faults(path.read_text())
     }
     assert not found, "\n".join(sorted(found))

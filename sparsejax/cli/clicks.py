@@ -1,4 +1,4 @@
-"""What the commands do for click models."""
+"""The commands for click models."""
 
 from __future__ import annotations
 

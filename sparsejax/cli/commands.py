@@ -1,4 +1,4 @@
-"""What each command does, except `train`, `plan`, `tune`, `demo` and `predict --parts`."""
+"""Carries out the commands, except `train`, `plan`, `tune`, `demo`, `predict --parts`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def predict(command: flags.Predict) -> None:
 
 
 def _commands(command: Any, opened: run.Folder) -> Commands:
-    """What the command does for the kind of a run, if it has a use for all flags."""
+    """The commands for the kind of a run, if it has a use for all flags."""
     commands = opened.settings.commands
     commands.check(command)
     return commands

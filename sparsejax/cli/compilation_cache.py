@@ -64,7 +64,7 @@ def programs_kept(*, since: float) -> Iterator[None]:
     show = warnings.showwarning
 
     def notice(message, category, filename, lineno, file=None, line=None) -> None:
-        # What JAX says of each program; after the first time the folder is not used.
+        # JAX warns about each program; after the first warning the folder is not used.
         text = str(message)
         if text.startswith((_READING, _WRITING)):
             _set(before)
@@ -84,7 +84,7 @@ def programs_kept(*, since: float) -> Iterator[None]:
 
 
 def _after_an_error(text: str) -> str:
-    """What to tell the user. Removes programs of which one cannot be read."""
+    """A message for the user. Removes programs of which one cannot be read."""
     reason = text.partition("': ")[2]
     if text.startswith(_WRITING):
         return f"compiled programs are no longer kept in {folder()}: {reason}"

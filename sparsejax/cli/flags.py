@@ -87,8 +87,8 @@ class Network:
       tied: Use one kernel for both the first and the last layer.
       output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
         faster on GPUs.
-      precision: Of products of float32 matrices. highest is float32, high has errors of
-        2^-16. default is the fastest on this device.
+      precision: Precision of products of float32 matrices. highest is float32, high has
+        errors of 2^-16. default is the fastest on this device.
       param_dtype: Type in which the first and the last layer are stored. bfloat16 takes half
         the memory. It is rounded at random in training, so that small steps are not lost.
       linear: Rank of a linear part, which is computed from the data and whose scores are
@@ -168,8 +168,7 @@ class Columns:
       value: Column of values, or of lists of values.
       time: Column of times, or of lists of times.
       no_value: Ignore the values: every entry counts 1.
-      no_time: Leave the times out. Of histories this says that the order in the file is
-        meant.
+      no_time: Leave the times out. Histories are then in the order of the file.
       delimiter: Separator of the columns of a CSV file: one or two characters.
     """
 
@@ -184,7 +183,7 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clicks:
-    """What the columns of a file of clicks are. None of it is needed for saved data sets.
+    """The columns of a file of clicks. None of it is needed for saved data sets.
 
     Attributes:
       schema: JSON file of a ClickSchema, in place of the three flags below: it also says how
@@ -230,12 +229,12 @@ class Train(OfKinds):
         are added behind those that it knows, and no known row moves before training. Its
         network is taken over; so is the optimizer's state, if --optimizer is of the same
         kind and the learning rate is constant. DATA should hold all interactions that
-        count: what only the earlier data has is forgotten by and by.
+        count: what only the earlier data has is gradually forgotten.
       format: Format of the files.
       validation: Held-out interactions, which are ranked after each epoch: a file with
         the same rows; or the share of DATA to hold out, such as .1; or last, which holds
         out the last interaction of each row by time. Other commands then use the model
-        of the best epoch. A file called last is written ./last. Of clicks, a file or a
+        of the best epoch. A file called last is written ./last. For clicks, a file or a
         share of the examples.
       k: Cut-off of the validation metrics: the number of recommendations that count.
       patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
@@ -263,7 +262,7 @@ class Train(OfKinds):
       chunk_rows: Read DATA while training, about this many rows at a time, for Parquet
         that does not fit in memory: saved data sets, tables with a list of items on each
         row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
-        be used with --validation, but for a file of clicks.
+        be used with --validation, except with a file of clicks.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with --tied.
       deterministic: Give the same bits in every process on the same kind of GPU. It can
@@ -279,7 +278,7 @@ class Train(OfKinds):
         Needs pip install 'sparsejax[tensorboard]'.
       network: The network to train.
       columns: Which columns of a table hold what. By default their names say it.
-      clicks: What the columns of a file of clicks are.
+      clicks: The columns of a file of clicks.
       devices: The devices to train on.
       compilation: How programs for the device are compiled.
     """
@@ -325,7 +324,7 @@ class Train(OfKinds):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ColumnsOfTune(Columns):
-    """As `Columns`, but --time is something else."""
+    """The flags of `Columns`, but --time is something else."""
 
     time: Annotated[int | str | None, arg(name="time-column", metavar="COLUMN")] = None
 
@@ -350,7 +349,7 @@ class Tune(OfKinds):
       trials: Number of trials, including those before an interruption.
       time: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
       kind: The model, as for train.
-      validation: What to hold out of DATA: a share; or last, the last interaction of each
+      validation: Part to hold out of DATA: a share; or last, the last interaction of each
         row by time. Or a file of held-out interactions with the same rows.
       k: Cut-off of the nDCG that decides: the number of recommendations that count.
       epochs: Number of passes over the data in a trial, as for train.
@@ -363,7 +362,7 @@ class Tune(OfKinds):
       network: The network of the first trial, if it is an autoencoder. Also fixes what is not
         tuned.
       columns: Which columns of a table hold what. By default their names say it.
-      clicks: What the columns of a file of clicks are.
+      clicks: The columns of a file of clicks.
       compilation: How programs for the device are compiled.
     """
 
@@ -393,13 +392,13 @@ class Tune(OfKinds):
 class Evaluate(OfKinds):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
-    Of a click model, how well it predicts the labels of one file: AUC, log loss and others.
-    Prints a table and, as the last line, the same numbers as JSON.
+    For a click model, measures how well it predicts the labels of one file: AUC, log loss and
+    others. Prints a table and, as the last line, the same numbers as JSON.
 
     Attributes:
       run: Folder of the run that train wrote.
       train: Interactions that the model was trained on. The model is shown them; they
-        are not recommended. Of a click model the examples to measure on, and no TEST.
+        are not recommended. For a click model the examples to measure on, and no TEST.
       test: Interactions that the model should find. Rows are matched by name.
       history: More interactions that the model is shown and that are not recommended.
         May be given several times.
@@ -412,7 +411,7 @@ class Evaluate(OfKinds):
         count as those that the model was trained on.
       baselines: Also measure models without training, made of the same interactions as
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
-      groups: Of clicks, a column of categories: also measure the AUC within each of them.
+      groups: For clicks, a column of categories: also measure the AUC within each of them.
       k: Number of recommendations that count.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -448,7 +447,7 @@ class Predict(OfKinds):
     Any other name gives row<TAB>item,score:item,score..., where \\, \\: \\t \\n \\r and
     \\\\ in a name stand for comma, colon, TAB, line end and backslash.
 
-    Of a click model, the file has the probability of each example of DATA in their order: .npy
+    For a click model, the file has the probability of each example of DATA in their order: .npy
     as float32, .csv below the header probability, any other name a number a line.
 
     With --parts, the first argument is a predictor that export wrote, DATA a folder that
@@ -598,7 +597,7 @@ class Split:
 
     Attributes:
       data: File of the interactions.
-      by: What to hold out. last: the last interactions of each row by time. time: all
+      by: Interactions to hold out. last: the last ones of each row by time. time: all
         interactions from one point in time on, which is closest to how a model is used.
         random: a random share of each row. rows: a random share of the rows, whole.
       out: Folder to make.
@@ -634,8 +633,8 @@ class Report(OfKinds):
       train: File of the interactions that the model is shown, for recommendations on the
         page.
       test: File of the interactions that the model should find, for metrics on the page.
-        It needs --train. Of a click model, the examples to measure on, without --train.
-      groups: Of clicks, a column of categories: also measure the AUC within each of them.
+        It needs --train. For a click model, the examples to measure on, without --train.
+      groups: For clicks, a column of categories: also measure the AUC within each of them.
       out: File to write. An existing file is replaced.
       k: Cut-off of the metrics: the number of recommendations that count.
       format: Format of both files.
@@ -702,7 +701,7 @@ class Plan(OfKinds):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need
-    --items, --rows and --entries. Of a click model, it says where the tables should lie.
+    --items, --rows and --entries. For a click model, it says where the tables should lie.
 
     Attributes:
       items: Number of items.
@@ -712,8 +711,8 @@ class Plan(OfKinds):
         separate data then.
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
-      times: The entries have times. Of the models of histories, hstu reads them.
-      examples: Of clicks, a file whose categories are counted. Hashed columns need none.
+      times: The entries have times. Among the models of histories, hstu reads them.
+      examples: For clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
         over all devices.
@@ -729,7 +728,7 @@ class Plan(OfKinds):
       batch_size: Rows per step.
       fused: Plan for training with --fused.
       network: The network to plan for.
-      clicks: What the columns of a file of clicks are.
+      clicks: The columns of a file of clicks.
       compilation: How programs for the device are compiled.
     """
 

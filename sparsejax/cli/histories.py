@@ -1,4 +1,4 @@
-"""What the commands do for models of histories."""
+"""The commands for models of histories."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Histories(interactions.Interactions):
     def negatives(
         self, config: SequenceConfig, command: flags.Train | flags.Plan
     ) -> SequenceConfig:
-        # Of a run that is continued, the loss is that of the flags.
+        # If a run is continued, the loss is that of the flags.
         if command.negatives is None and getattr(command, "origin", None) is None:
             return config
         return dataclasses.replace(config, negatives=command.negatives)

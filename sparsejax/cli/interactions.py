@@ -1,4 +1,4 @@
-"""What the commands do alike for items and for histories: users have what they did."""
+"""The common part of the commands for items and for histories, the acts of users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Interactions(Commands):
 
     @abc.abstractmethod
     def excluded(self, command: flags.Predict, run: Opened, data: Any) -> Any:
-        """What is not to be recommended."""
+        """The items that are not to be recommended."""
 
     @abc.abstractmethod
     def counts(self, data: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the commands do for networks of items."""
+"""The commands for networks of items."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _of_baselines(prepared: Evaluation, train: SparseDataset) -> dict[str, float
 
 
 def _data_to_evaluate(command: flags.Evaluate, run: Opened) -> dict[str, Any]:
-    """What is read from files, as arguments of `evaluate`."""
+    """The data that is read from files, as arguments of `evaluate`."""
     names = run.known
     read_ = functools.partial(read_file, command=command)
     valued = functools.partial(read_, indicator=run.settings.indicator)

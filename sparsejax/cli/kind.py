@@ -1,4 +1,4 @@
-"""What commands do otherwise for items, for histories and for clicks, and nothing else."""
+"""The differences of commands for items, for histories and for clicks: nothing else."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Range(NamedTuple):
     log: bool = False
 
 
-# Of models whose scores are cosines.
+# Temperatures of models whose scores are cosines.
 TEMPERATURES = Range(0.03, 1.0, log=True)
 
 
 class Commands(abc.ABC):
-    """What the commands do for a kind of models.
+    """The parts of the commands that depend on the kind of a model.
 
     Attributes:
       name: of the kind.
@@ -85,7 +85,7 @@ class Commands(abc.ABC):
 
     @property
     def kind(self) -> Kind:
-        """Of the same name."""
+        """The kind of the same name."""
         return kind_called(self.name)
 
     def check(self, command: Any) -> None:
@@ -175,11 +175,11 @@ class Commands(abc.ABC):
 
     @abc.abstractmethod
     def num_known(self, known: Any) -> int:
-        """As `Source.num_features`."""
+        """The number of known features, see `Source.num_features`."""
 
     @abc.abstractmethod
     def fingerprint_of(self, known: Any) -> str:
-        """What a run's settings say of `Source.known`."""
+        """The fingerprint of `Source.known` in a run's settings."""
 
     def like(self, known: Any) -> Any:
         """Data without rows, to which `Kind.maker` makes models fit."""
@@ -218,17 +218,17 @@ class Opened(Protocol):
 
 @functools.cache
 def called(name: str) -> Commands:
-    """What the commands do for the kind of this name."""
+    """The commands for the kind of this name."""
     return importlib.import_module(f"sparsejax.cli.{name}").COMMANDS
 
 
 def commands_of(config: Any) -> Commands:
-    """What the commands do for the kind of a configuration."""
+    """The commands for the kind of a configuration."""
     return called(kind_of(config).name)
 
 
 def commands_for(model: str | None) -> Commands:
-    """What the commands do for `--model`."""
+    """The commands for `--model`."""
     return called(flags.MODELS[model or flags.DEFAULT_MODEL])
 
 

@@ -36,7 +36,7 @@ def folder() -> pathlib.Path:
 def linear_part(
     data: Any, config: LinearConfig, *, fingerprint: str, keep: bool
 ) -> Arrays:
-    """What `closed_form` computes, or the same bits from a command before.
+    """The result of `closed_form`, or the same bits from a command before.
 
     They are kept on a best effort: a damaged file is computed anew, and a warning says why
     one cannot be written. Several processes that train together compute for themselves:

@@ -23,7 +23,7 @@ from sparsejax.cli import flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 
-# What is imported from now on is what is in its file at this time.
+# A module that is imported from now on is as its file is at this time.
 _BEGUN = time.time()
 
 # Names of some flags in other programs, too different for tyro to suggest ours.
@@ -296,7 +296,7 @@ def _lost(command: flags.Command | None) -> str:
 
 
 def _what_next(command: flags.Command | None) -> str:
-    """What the user can do after training was interrupted."""
+    """Advice on the next step after training was interrupted."""
     if isinstance(command, flags.Tune):
         return "; to continue, repeat the command"
     if not isinstance(command, flags.Train):
@@ -316,7 +316,7 @@ def _is_for_users(error: BaseException) -> bool:
 
 
 def _message(error: BaseException | str, command: flags.Command | None) -> str:
-    """What an error or a warning says, on one line and in the command's words."""
+    """The text of an error or a warning, on one line and in the command's words."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     text = in_flags(str(error), command)

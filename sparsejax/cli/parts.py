@@ -1,4 +1,4 @@
-"""What `predict --parts` does. A task starts a second sooner without the models' code."""
+"""The command `predict --parts`. A task starts a second sooner without models' code."""
 
 from __future__ import annotations
 

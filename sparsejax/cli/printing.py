@@ -1,4 +1,4 @@
-"""What commands print about training and measuring."""
+"""Lines that commands print about training and measuring."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def read_histories(
 
 
 def time_column(command: Reading) -> TimeColumn:
-    """What `--time` and `--no-time` say.
+    """The column that `--time` and `--no-time` choose.
 
     Raises:
       ValueError: both are given.
@@ -181,7 +181,7 @@ def validation_share(text: str) -> float | None:
 
 
 def validation_split(text: str, data: Any) -> Any:
-    """What `--validation` holds out of the data; None if it names a file."""
+    """The split that `--validation` asks for; None if it names a file."""
     if text == "last":
         return data.split_last()
     share = validation_share(text)

@@ -35,7 +35,7 @@ _MOST_NAMES = 12  # names that are shown of a list
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """What is recommended to one row, for `write_report`.
+    """The recommendations for one row, for `write_report`.
 
     >>> example = Example(row="ann", shown=["tea"], recommended=["milk", "rye"])
     >>> write_report("report.html", model, history, examples=[example])
@@ -204,7 +204,7 @@ def _indptr(data: SparseDataset | SequenceDataset) -> np.ndarray:
 
 
 def _rows(data: Any) -> Any:
-    """What has the entries of the rows: the data's matrix, or histories themselves."""
+    """The object with the entries of the rows: the data's matrix, or the histories."""
     return getattr(data, "matrix", data)
 
 

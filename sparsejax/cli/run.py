@@ -84,7 +84,7 @@ class Run:
 
     @property
     def commands(self) -> Commands:
-        """What commands do for the kind of the model."""
+        """The commands for the kind of the model."""
         return commands_of(self.network)
 
     def build(self, known: Any) -> tuple[Any, Optimizer]:
@@ -103,7 +103,7 @@ class Run:
         return modules
 
     def shapes(self, known: Any) -> tuple[Any, Optimizer]:
-        """As `build`, but with shapes in place of arrays: a checkpoint is restored into them.
+        """Does `build` with shapes in place of arrays: a checkpoint is restored into them.
 
         Args:
           known: see `load_run`.
@@ -211,7 +211,7 @@ class Run:
         return {name: value for name, value in found.items() if name not in unused}
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint is tied to: all settings but the number of epochs and paths."""
+        """The settings that tie a checkpoint: all except the number of epochs and paths."""
         names = ("vocabulary_fingerprint", "data_fingerprint", "validation")
         facts = ("num_features", *names)
         return {name: getattr(self, name) for name in facts} | self._settings()

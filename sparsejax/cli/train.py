@@ -1,4 +1,4 @@
-"""What `sparsejax train` and `sparsejax plan` do."""
+"""The commands `sparsejax train` and `sparsejax plan`."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _rule(
 
 
 def settings_of(command: flags.Train, config: Any, source: Source) -> run.Run:
-    """What `run.json` will hold."""
+    """The settings that `run.json` will hold."""
     defaults = kind_of(config).defaults
     epochs, batch_size = command.epochs, command.batch_size
     if batch_size is None:
@@ -219,7 +219,7 @@ def settings_of(command: flags.Train, config: Any, source: Source) -> run.Run:
 def linear_part_of(
     settings: run.Run, source: Source, *, keep: bool
 ) -> Callable[[], linear_parts.Arrays] | None:
-    """What finds or computes the linear part; None if the network has none."""
+    """A function that finds or computes the linear part; None if the network has none."""
     linear = getattr(settings.network, "linear", None)
     if linear is None:
         return None

@@ -1,4 +1,4 @@
-"""What `sparsejax tune` does: trains with many settings, and keeps the best.
+"""The command `sparsejax tune`: trains with many settings, and keeps the best.
 
 ::
 
@@ -197,7 +197,7 @@ def _start(command: flags.Tune) -> dict[str, Any]:
 
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
-    """What the trial draws for each of the settings in `_start`."""
+    """The value that the trial draws for each of the settings in `_start`."""
     chosen, tuned = {}, commands_for(command.kind).tuned
     for name, start in _start(command).items():
         choices = tuned.get(name, _LEARNING_RATES)
@@ -217,7 +217,7 @@ def _short(value: float) -> float:
 
 
 def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
-    """The training with the chosen settings, but for those that no flag has."""
+    """The training with the chosen settings, except those that no flag has."""
     tuned = dict(chosen)
     learning_rate = tuned.pop("learning_rate")
     return flags.Train(

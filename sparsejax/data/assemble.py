@@ -29,7 +29,7 @@ Features = SparseDataset | Iterable[object] | None
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What was read from a part of a file.
+    """Rows that were read from a part of a file.
 
     Attributes:
       rows: `[lines]` the row name on each line.

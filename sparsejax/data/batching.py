@@ -84,7 +84,7 @@ class DenseBatch:
         return self.array[jnp.maximum(self.rows, 0)]
 
 
-# What a model is shown: its one input, or all by name.
+# The inputs that a model is shown: its one input, or all by name.
 Shown = Batch | Mapping[str, Batch | DenseBatch]
 
 
@@ -152,7 +152,7 @@ class DenseBatches:
 
     @classmethod
     def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
-        """As `Batches.of`."""
+        """The batches of these rows, see `Batches.of`."""
         mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         return cls(array, _in_batches(rows, batch_size), mesh)
 
@@ -212,7 +212,7 @@ def for_batches(matrix: CSR) -> CSR:
 
 
 def for_dense_batches(array: np.ndarray) -> Array:
-    """As `for_batches` and `on_device`, for an array. The result has at least one row."""
+    """Places an array as `for_batches` and `on_device` do. It has a row at least."""
     more = [(0, bucket(len(array)) - len(array))] + [(0, 0)] * (array.ndim - 1)
     padded = np.pad(array, more)
     return padded if mesh_is_set() else jnp.asarray(padded)

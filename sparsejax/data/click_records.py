@@ -15,7 +15,7 @@ from sparsejax.data.click_storage import Ids, id_lists
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
 
-# What messages call them.
+# The word for them in messages.
 _RECORDS = "records"
 
 
@@ -36,7 +36,7 @@ def examples_of(
       Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.
 
     Raises:
-      DataError: a value is none that a column can have.
+      DataError: a column cannot have such a value.
       ValueError: a column is missing, or columns differ in their lengths.
       TypeError: the records are no columns.
     """

@@ -1,4 +1,4 @@
-"""What the columns of a file of clicks are: a label, numbers, and categories."""
+"""The columns of a file of clicks: a label, numbers, and categories."""
 
 from __future__ import annotations
 

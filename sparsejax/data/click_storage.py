@@ -44,7 +44,7 @@ class ClickParts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a saved file says of itself.
+    """Facts that a saved file states of itself.
 
     Attributes:
       schema: what the columns were.
@@ -126,7 +126,7 @@ def read_saved(path: Path) -> ClickParts:
 
 
 def facts_of(path: Path, schema: pa.Schema) -> Facts:
-    """What a saved file says of itself.
+    """The facts that a saved file states of itself.
 
     Raises:
       DataError: `write_clicks` did not write it, or another version did.
@@ -150,7 +150,7 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
 
 @dataclasses.dataclass(frozen=True)
 class _Stated:
-    """The JSON of a file, but for its version."""
+    """The JSON of a file, without its version."""
 
     schema: Any
     rows: int

@@ -226,7 +226,7 @@ def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) ->
 
 
 def about_times(columns: Columns) -> str:
-    """What to do about a time that is wrong, for the end of a message."""
+    """Advice about a time that is wrong, for the end of a message."""
     return (
         f"({columns.time} is read as the time; choose another with time=COLUMN, or leave "
         "times out: time=None)"

@@ -585,7 +585,7 @@ class Split(NamedTuple):
 def align_features(
     dataset: SparseDataset, features: SparseDataset | Iterable[object]
 ) -> tuple[SparseDataset, str | None]:
-    """As `SparseDataset.align_features`, but returns the text of the warning."""
+    """Does `SparseDataset.align_features`, and returns the text of its warning."""
     wanted = _names.of_features(features)
     dataset = _spelled_like(dataset, wanted)
     column = _names.find_names(dataset.feature_names, wanted)
@@ -693,7 +693,7 @@ def latest_events(
 def events_of_pairs(
     rows: np.ndarray, columns: np.ndarray, times: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """As `latest_events`, with `[entries]` the earliest time of each (row, column).
+    """The `latest_events`, and `[entries]` the earliest time of each (row, column).
 
     It is None if no (row, column) has several events.
     """

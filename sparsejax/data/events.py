@@ -30,7 +30,7 @@ from sparsejax.data.values import (
     plain_text,
 )
 
-# What can be wrong with an event, in the order in which it is looked for.
+# Faults of an event, in the order in which they are looked for.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
 NO_VALUE = "events whose value is null or not finite as float32"
 NO_TIME = "events whose time is null or no time"
@@ -40,7 +40,7 @@ _AHEAD = 4  # batches that are read while the engine works
 
 @dataclasses.dataclass
 class Wrong:
-    """What is wrong with events.
+    """Faults of events.
 
     Attributes:
       counts: number of wrong events, by what is wrong.
@@ -464,7 +464,7 @@ class _Cleaner:
             raise DataError.at(path, f"a name is not valid UTF-8: {error}") from error
 
     def _times(self, column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-        """The times, and `[n]` bool whether each is one. What is none has time 0."""
+        """The times, and `[n]` bool whether each is a time. If not, it is 0."""
         is_time = ~are_no_times(column)
         given = np.flatnonzero(is_time)
         found = self._parsed(column.take(arrow.from_numbers(given)))
@@ -472,7 +472,7 @@ class _Cleaner:
         times = np.zeros(len(column), type_)
         start = 0
         for part in found:
-            if part is None:  # one time that is none
+            if part is None:  # this one is no time
                 is_time[given[start]] = False
                 start += 1
                 continue
@@ -484,7 +484,7 @@ class _Cleaner:
         return times, is_time
 
     def _parsed(self, column: pa.Array) -> list[np.ndarray | None]:
-        """The times in pieces, one after the other; None for one that is none."""
+        """The times in pieces, one after the other; None for a cell that is no time."""
         if not len(column):
             return []
         found = parse_times(column)

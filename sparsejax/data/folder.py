@@ -84,7 +84,7 @@ class DataFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder says of itself.
+    """Facts that a folder states of itself.
 
     >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
     >>> manifest = prepare(pandas.DataFrame(table), "events")

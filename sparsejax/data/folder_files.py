@@ -348,7 +348,7 @@ def _check_no_other(folder: Place, manifest: Manifest) -> None:
 def _written(
     file: IO[bytes], name: str, groups: tuple[tuple[int, int], ...]
 ) -> DataFile:
-    """What a manifest says of a file that is open and complete."""
+    """The manifest's record of a file that is open and complete."""
     file.flush()
     size = file.tell()
     return DataFile(path=name, size=size, crc32=crc32(path_of(file)), groups=groups)

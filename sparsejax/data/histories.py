@@ -17,10 +17,10 @@ from sparsejax.data.sources import (
     check_same_features,
 )
 
-# What the inputs are called. There are times if the model uses them and the data have them.
+# Names of the inputs. There are times if the model uses them and the data have them.
 HISTORIES, TIMES = "histories", "times"
 
-# What `exclude` and the like may be where the data are histories.
+# Types of `exclude` and the like where the data are histories.
 Unordered = Source | SequenceDataset | str | None
 
 

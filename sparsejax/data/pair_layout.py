@@ -243,7 +243,7 @@ def _by_position(
 
 
 def _type(cells: Sequence[str]) -> str:
-    """What some cells of a column are, in a word."""
+    """The type of some cells of a column, in a word."""
     cells = [cell for cell in cells if cell]
     if not cells:
         return "empty"

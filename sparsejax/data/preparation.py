@@ -50,7 +50,7 @@ from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.whole_files import temporary_folder, whole_folder
 
 _BATCH = 2**18  # sorted entries that come from the engine at a time
-# What the engine may take for each event that it groups at once. DuckDB 2.0 keeps up to 8
+# Memory of the engine for each event that it groups at once. DuckDB 2.0 keeps up to 8
 # bytes of notes, which it cannot spill (github.com/duckdb/duckdb/issues/22578).
 BYTES_PER_EVENT = 32
 _BUCKET_BITS = 4
@@ -104,7 +104,7 @@ class Cut:
     def keys(self, items: Names) -> np.ndarray | None:
         """`[items]` what the choice needs to know of each item, if anything."""
         if self.last is not None:
-            # Of equal times the item that comes later in the order of text is later.
+            # If times are equal, the item that comes later in the order of text is later.
             rank = np.empty(len(items), np.int64)
             rank[np.argsort(items, stable=True)] = np.arange(len(items))
             return rank

@@ -19,7 +19,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """What engines have different words for.
+    """The phrases that engines spell differently.
 
     Attributes:
       total: the sum of `{}` with as few rounding errors as the engine can.

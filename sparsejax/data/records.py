@@ -293,7 +293,7 @@ def _bare(cells: list[str]) -> list[str]:
 
 
 def split_lists(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """What spaces separate in each text, and `[texts]` int64: how many there are."""
+    """The words that spaces separate in each text, and `[texts]` int64 their numbers."""
     texts = trim(texts)
     parts = pc.call_function("utf8_split_whitespace", [texts])
     sizes = np.where(lengths(texts) == 0, 0, arrow.numbers(parts.value_lengths()))

@@ -300,7 +300,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
-    """As `_read_lists`, for pairs. The last row may continue in other groups."""
+    """Does `_read_lists` for pairs. The last row may continue in other groups."""
     table = _read(group, layout.columns)
     begins = np.flatnonzero(
         _is_new(tables.plain_names(table.column(layout.user), group.file.path))

@@ -94,7 +94,7 @@ class Histories(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SequenceDataset:
-    """What each row did, in order, in host memory, with names.
+    """The events of each row, in order, in host memory, with names.
 
     >>> table = {"user": ["ann", "bob", "ann", "ann"], "item": ["tea", "rye", "rye", "tea"]}
     >>> data = read_sequences(pandas.DataFrame(table | {"time": [3, 5, 1, 9]}))
@@ -525,7 +525,7 @@ class SequenceSplit(NamedTuple):
 def align_sequences(
     data: SequenceDataset, features: FeatureNames | Iterable[object]
 ) -> tuple[SequenceDataset, str | None]:
-    """As `SequenceDataset.align_features`, but returns the text of the warning."""
+    """Does `SequenceDataset.align_features`, and returns the text of its warning."""
     wanted = _names.of_features(features)
     data = _spelled_like(data, wanted)
     column = _names.find_names(data.feature_names, wanted)

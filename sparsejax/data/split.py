@@ -69,7 +69,7 @@ def heldout_by_hash(
     fraction: float,
     occurrences: np.ndarray | None = None,
 ) -> np.ndarray:
-    """As `heldout_entries`, of some rows, with the `hashes` of names.
+    """The `heldout_entries` of some rows, with the `hashes` of names.
 
     Args:
       indptr: `[rows + 1]` the begin of each row.

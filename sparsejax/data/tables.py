@@ -167,7 +167,7 @@ def find_table_layout(
 def settle_time(
     layout: TableLayout, chosen: Chosen, batches: Iterable[pa.RecordBatch]
 ) -> tuple[TableLayout, Iterator[pa.RecordBatch]]:
-    """The layout, without times if the first cell of their column is text that is none.
+    """The layout, without times if the first cell of their column is text but no time.
 
     A column of times that the caller chose stays.
 

@@ -52,7 +52,7 @@ def is_number(text: str) -> bool:
 
 
 def value_problem(text: str) -> str | None:
-    """What is wrong with one value, or None if nothing is."""
+    """The fault of one value, or None if there is none."""
     stripped = text.strip()
     if _NOT_FINITE.fullmatch(stripped):
         return f"value {text!r} is not finite"
@@ -164,7 +164,7 @@ def mixed_times(timed: bool) -> str:
 
 
 def time_problem(time: object, kind: str | None) -> str | None:
-    """What is wrong with a time where others are of `kind`, or None if nothing is."""
+    """The fault of a time where others are of `kind`, or None if there is none."""
     if isinstance(time, int) and not -(2**63) <= time < 2**63:
         return f"time {time} is too large: integers are below 2^63"
     found = parse_times(pa.array([time]))

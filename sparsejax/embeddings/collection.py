@@ -152,7 +152,7 @@ class EmbeddingCollection(nnx.Module):
         self.kernels = nnx.data({s.name: _kernel(s, key) for s in self.stacks})
 
     def __call__(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
-        """What each feature makes of a batch.
+        """Looks up the rows of each feature for a batch.
 
         Returns:
           `{feature: [batch, dim]}`, and `[batch, length, dim]` for a feature without combiner:
@@ -437,7 +437,7 @@ def _must_be_joined(parts: Sequence[StackedFeature]) -> bool:
 
 
 def _whole(rows: jax.Array, parts: Sequence[StackedFeature]) -> jax.Array:
-    """What a feature makes of a batch, from `[batch, bags, dim]` of its stack."""
+    """The rows of a feature for a batch, from `[batch, bags, dim]` of its stack."""
     pieces = [rows[:, part.bag_range] for part in parts]
     whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
     return whole if parts[0].config.length else whole[:, 0]

@@ -1,4 +1,4 @@
-"""What a table and a feature of an `EmbeddingCollection` are."""
+"""The tables and features of an `EmbeddingCollection`."""
 
 from __future__ import annotations
 

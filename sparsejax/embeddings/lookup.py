@@ -60,7 +60,7 @@ def look_up(
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
-    """What all features of a stack make of a batch.
+    """Looks up the rows of all features of a stack for a batch.
 
     Args:
       stack: which features these are.

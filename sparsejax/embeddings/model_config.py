@@ -13,7 +13,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(ModelConfig):
-    """What all click models have. `DLRMConfig` and the others say what makes them differ.
+    """Settings of all click models. `DLRMConfig` and the others add their own.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
     WideDeepConfig(dim=16, combiner='sum', dtype='float32', hidden=(64,))

@@ -44,7 +44,7 @@ class _OnMesh(NamedTuple):
 
 
 class _ClickModel(nnx.Module):
-    """What click models share: the sizes of their inputs, and tables of one width."""
+    """The base of click models: the sizes of their inputs, and tables of one width."""
 
     kind = "clicks"
 

@@ -258,7 +258,7 @@ class Stack:
     def distinct_of_owner(
         self, model: int, examples: int, known: Distinct | None
     ) -> float:
-        """Of how many rows of a device some examples have ids, on the device of most."""
+        """The most rows on a device for which some examples have ids."""
         owned = np.zeros(model)
         for table in dict.fromkeys(feature.table for feature in self.features):
             rows = float(table.config.num_rows)

@@ -1,4 +1,4 @@
-"""What a plan of embedding tables says: their placements, and figures of tables and devices."""
+"""A plan of embedding tables: their placements, and figures of tables and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTable:
-    """What a plan says of a table.
+    """The figures of a table in a plan.
 
     Attributes:
       name: of the table.
@@ -42,7 +42,7 @@ class PlannedTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedDevice:
-    """What a plan says of a device along "model". Those along "data" are alike.
+    """The figures of a device along "model" in a plan. Those along "data" are alike.
 
     Attributes:
       tables: bytes of rows.
@@ -146,7 +146,7 @@ class EmbeddingPlan:
         """The plan of a JSON object, which `to_json` has made.
 
         Raises:
-          ValueError: it is none, or of another version.
+          ValueError: it is no plan, or of another version.
         """
         if not isinstance(document, dict) or "version" not in document:
             raise ValueError(
@@ -160,7 +160,7 @@ class EmbeddingPlan:
         return plan
 
     def _problem(self) -> str:
-        """What does not fit together, if anything."""
+        """The fault that makes the plan impossible, or ""."""
         for name in ("batch_size", "data", "model"):
             if not 1 <= getattr(self, name) < 2**31:
                 return f'"{name}" must be in [1, 2^31), got {getattr(self, name)}'
@@ -215,7 +215,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _kind(placement: TablePlacement) -> str:
-    """With the number of pieces, if there are several."""
+    """The kind, with the number of pieces, if there are several."""
     pieces = len(placement.ranges)
     return f"{placement.kind} / {pieces}" if pieces > 1 else placement.kind
 

@@ -195,7 +195,7 @@ def distinct_ids(
 
 
 class _Figures(NamedTuple):
-    """Of the stacks that a collection makes.
+    """The figures of the stacks that a collection makes.
 
     Attributes:
       devices: of the plan.

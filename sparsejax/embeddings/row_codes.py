@@ -89,7 +89,7 @@ def coded(rows: Float[np.ndarray, "rows dim"], kind: TableDtype) -> RowCodes:
         scale = np.max(np.abs(wide), axis=1) / np.float32(_LARGEST)
         codes = _divided(wide, scale).clip(-_LARGEST, _LARGEST)
         return RowCodes(codes.astype(_DTYPES[kind]), scale, None)
-    # In float64: a difference of float32's largest numbers is none in float32.
+    # In float64: a difference of float32's largest numbers overflows in float32.
     exact = wide.astype(np.float64)
     low = exact.min(axis=1)
     scale = ((exact.max(axis=1) - low) / 255).astype(np.float32)

@@ -38,7 +38,7 @@ _NARROWEST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is planned."""
+    """A collection on a mesh that is planned."""
 
     tables: dict[str, TableConfig]
     features: dict[str, FeatureConfig]
@@ -65,11 +65,11 @@ class Job:
         return found
 
     def ids(self, table: str) -> float:
-        """Of an example."""
+        """Ids of an example in a table."""
         return sum(self.hotness[name] for name in self.readers[table])
 
     def bags(self, table: str) -> int:
-        """Of an example."""
+        """Bags of an example in a table."""
         return sum(self.features[name].bags for name in self.readers[table])
 
     def is_weighted(self, table: str) -> bool:
@@ -97,7 +97,7 @@ class Placed(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def placement(self, model: int) -> TablePlacement:
-        """On this many devices."""
+        """The placement on this many devices."""
         hands = ROW_MULTIPLE // model
         ranges = tuple(Range(part * hands, hands) for part in self.parts)
         return TablePlacement(self.kind, ranges)
@@ -111,7 +111,7 @@ class Load:
         self.row = dim * dtype.itemsize
         self.row_and_state = self.row + job.state(rule, dim)
         self.dtype = dtype
-        # Of tables that are divided by rows or replicated, and of those of each device.
+        # Sums over tables that are divided or replicated, and over those of each device.
         zeros = np.zeros((4, job.model + 1))
         self.rows, self.ids, self.bags, self.distinct = zeros
         self.weighted = 0
@@ -131,7 +131,7 @@ class Load:
 
     @property
     def num_rows(self) -> int:
-        """Of the parameter."""
+        """Rows of the parameter."""
         if not self.divided:
             return padded_rows(int(self.rows[-1]))
         hands = ROW_MULTIPLE // self.job.model
@@ -140,7 +140,7 @@ class Load:
         return padded_rows(slots * ROW_MULTIPLE)
 
     def cost(self) -> tuple[np.ndarray, float]:
-        """What a step costs each device, in bytes sent, and bytes of memory."""
+        """The costs of a step for each device, in bytes sent, and bytes of memory."""
         if self._cost is None:
             job = self.job
             if not self.rows.any():
@@ -207,7 +207,7 @@ class Choice:
         self.job, self.limit = job, limit
         self.placed: dict[str, Placed] = {}
         self.loads: dict[tuple, Load] = {}
-        # Of whole tables and pieces, on each device: numbers read, and numbers kept.
+        # Figures of whole tables and pieces on each device: numbers read, and kept.
         self.whole = np.zeros((2, job.model))
 
     def put(self, name: str, placed: Placed) -> None:
@@ -234,15 +234,15 @@ class Choice:
         return tuple(order[i % len(order)] for i in range(count))
 
     def costs(self) -> np.ndarray:
-        """Of each device."""
+        """The costs of a step for each device."""
         return np.sum([load.cost()[0] for load in self.loads.values()], axis=0)
 
     def memory(self) -> float:
-        """Of each device."""
+        """Bytes of memory of each device."""
         return sum(load.cost()[1] for load in self.loads.values())
 
     def cost(self) -> tuple[float, float, float]:
-        """What is to be least: what memory lacks, the busiest device, and all devices."""
+        """The numbers to make least: what memory lacks, the busiest device, all devices."""
         costs = self.costs()
         return max(0.0, self.memory() - self.limit), costs.max(), costs.sum()
 

@@ -1,1 +1,1 @@
-"""What trains and ranks, for all kinds of models. It knows none of them."""
+"""The engine that trains and ranks all kinds of models. It knows none of them."""

@@ -1,4 +1,4 @@
-"""What differs between items, histories and clicks, and nothing else does."""
+"""The differences between items, histories and clicks: nothing else differs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class OfKind(Protocol):
     kind: ClassVar[str]
 
 
-# Lest little data be learned by heart.
+# With more epochs, little data would be learned by heart.
 _MOST_EPOCHS = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a kind of model is trained with, unless something else is asked for.
+    """Settings with which a kind of model is trained, unless others are asked for.
 
     Attributes:
       batch_size: examples of a step.
@@ -87,17 +87,17 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def maker(self, config: Any, data: Any, targets: Any = None) -> Maker:
-        """What makes models that fit the data, of which it keeps nothing. Of `build`."""
+        """A maker of models that fit the data, of which it keeps nothing. For `build`."""
 
     @abc.abstractmethod
     def examples(
         self, model: Any, inputs: Any, targets: Any, weights: ArrayLike | None
     ) -> Examples:
-        """What to train on, from data in memory. Of `place`."""
+        """The examples to train on, from data in memory. For `place`."""
 
     @abc.abstractmethod
     def job(self, *args: Any, **options: Any) -> Job:
-        """What to train on, and how the model is measured. Of `fit`."""
+        """The examples to train on, and how the model is measured. For `fit`."""
 
     @abc.abstractmethod
     def shown(
@@ -115,7 +115,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def workload(self, network: Any, **sizes: Any) -> Workload:
-        """What the memory of training depends on. Of `plan`."""
+        """The sizes on which the memory of training depends. For `plan`."""
 
 
 # A kind is imported when it is first used.
@@ -155,7 +155,7 @@ def kind_called(name: str) -> Kind:
 
 
 def used(kind: Kind, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a verb's options that a kind has a use for."""
+    """The options of a verb that a kind has a use for."""
     unused = kind.unused.get(verb, ())
     return {name: value for name, value in options.items() if name not in unused}
 

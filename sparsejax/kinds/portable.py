@@ -24,7 +24,7 @@ from sparsejax.sparse import CSR
 
 
 class Portable(NamedTuple):
-    """What a kind of model gives to a predictor.
+    """The parts that a kind of model gives to a predictor.
 
     Attributes:
       stated: what the signature says of inputs and outputs, by the names of its fields.
@@ -45,7 +45,7 @@ def copied(model: Any) -> Any:
 
 
 def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
-    """What makes a model of its state, for programs of one device; and the state.
+    """A function that makes a model of its state, on one device; and the state.
 
     The model is changed: give a copy.
     """

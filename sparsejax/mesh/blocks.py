@@ -268,7 +268,7 @@ class ShardedCSR:
 
     @property
     def rows_spec(self) -> P:
-        """How an array with a row for each row of the matrix is divided, as of a lookup."""
+        """The division of an array with a row for each row of the matrix."""
         return P(("data", "model")) if self.spread else P("data")
 
     def sum_over_columns(self, values: jax.Array) -> jax.Array:

@@ -536,7 +536,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
     crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
 
-    # What each owner gets.
+    # The entries that each owner gets.
     every = jnp.arange(count, dtype=jnp.int32)[None]
     place = starts[:-1, None] + every
     used = every < counts[:, None]
@@ -551,7 +551,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     column, of_slot = came[..., 0], came[..., 1]
     filled = jnp.sum(of_slot < slots, axis=1, dtype=jnp.int32)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(filled)])
-    # Those in use are at the front of what has come from a device.
+    # Slots in use are at the front of what has come from a device.
     entry = jnp.arange(model * count, dtype=jnp.int32)
     device = jnp.minimum(segment_ids(before, model * count), model - 1)
     source = device * count + entry - before[device]
@@ -574,7 +574,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     ptr = jnp.concatenate([ptr, before[-1:]])
     owned = CSR.tree_unflatten(width, (data, in_order(column), ptr, None))
 
-    # What this device gets back.
+    # The slots that this device gets back.
     first &= slot < slots
     number = owner * slots + slot
     bag_of = jnp.full(model * slots, bags, jnp.int32)
@@ -701,7 +701,7 @@ def own_terms(
         column, row = entries_over_data(block)
     column = jnp.where(column < block.num_cols, column, width)
     slopes = _crossing(gather_over_data, slopes)
-    # Of distinct ids they are sums, which are as wide as what they are added in.
+    # If ids are distinct they are sums, as wide as what they are added in.
     dtype = dy.dtype
     if x.route.distinct:
         dtype = jnp.promote_types(dtype, jnp.float32)

@@ -44,7 +44,7 @@ _SEAL = 16  # bytes at the beginning of a file
 _OURS = sparsejax, pallas_kernels
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"
 _OF_CUDA = "jax_cuda", "nvidia_"
-# Whose functions and classes arguments may name: sources and versions say what these are.
+# Arguments may name their functions and classes: sources and versions identify these.
 _KNOWN = {"pallas_kernels", "sparsejax", *_PACKAGES, *sys.stdlib_module_names}
 # Settings of JAX that say where programs are kept, not which they are.
 _PLACES = (
@@ -126,7 +126,7 @@ class Keepable:
 
 
 class _Types(NamedTuple):
-    """What a program is compiled for.
+    """The key of a compiled program.
 
     Attributes:
       static: the static arguments, with their types.
@@ -173,7 +173,7 @@ class _Folder:
     def _taken_apart(
         self, keepable: Keepable, bound: inspect.BoundArguments
     ) -> tuple[_Types | None, list[Any], dict[str, Any]]:
-        """What a program is compiled for, and the arguments that it takes by place and by
+        """The key of a compiled program, and the arguments that it takes by place and by
         name. No types if it is part of another program."""
         bound.apply_defaults()
         static: list[tuple[type, Any]] = []
@@ -262,7 +262,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _process(since: float) -> tuple[Any, ...]:
-    """What is the same for all programs of a process."""
+    """The part of the key that is the same for all programs of a process."""
     devices = jax.devices()
     environment = {
         name: value
@@ -315,7 +315,7 @@ def sources(folder: pathlib.Path, since: float) -> str:
 
 
 def _processor() -> Any:
-    """What a program for a CPU is compiled for: its features, and the number of cores."""
+    """The CPU that a program is compiled for: its features, and the number of cores."""
     names = "flags", "Features", "model name"
     found: list[Any] = [len(os.sched_getaffinity(0))]
     with contextlib.suppress(OSError):
@@ -362,7 +362,7 @@ class _Digest:
         elif isinstance(getattr(value, "__qualname__", None), str):
             self._add_named(value)
         elif _is_value(value):
-            # What is no field is remembered there, such as a hash, and differs by process.
+            # A remembered attribute that is no field, such as a hash, differs by process.
             fields = [getattr(value, each.name) for each in dataclasses.fields(value)]
             self.add((kind, fields))
         else:
@@ -452,6 +452,6 @@ def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
 
 
 def _seal(path: pathlib.Path, content: bytes) -> bytes:
-    """What tells that a file is whole and has the name that it was written with."""
+    """The seal of a file that is whole and has the name that it was written with."""
     name = path.name.encode()
     return hashlib.blake2b(content, digest_size=_SEAL, key=name).digest()

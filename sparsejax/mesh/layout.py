@@ -293,7 +293,7 @@ def jit_sharded[**Args, Made](
         return jax.jit(make, static_argnums=static, donate_argnums=donate)
     mesh = jax.sharding.get_abstract_mesh()
     check_axis_sizes(mesh.shape.get("data", 1), mesh.shape["model"])
-    # Of an abstract mesh the shapes can be evaluated, and no devices are needed.
+    # An abstract mesh is enough to evaluate shapes: no devices are needed.
     lies = NamedSharding(mesh, spec)
     return jax.jit(
         make, static_argnums=static, donate_argnums=donate, out_shardings=lies

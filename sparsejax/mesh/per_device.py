@@ -1,4 +1,4 @@
-"""What each device does with its own blocks, within `layout.call_on_each_device`."""
+"""Work of each device on its own blocks, within `layout.call_on_each_device`."""
 
 from __future__ import annotations
 

@@ -18,13 +18,14 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 # product, to time them: 7 of the 10 seconds that it took for a training program.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
-# What XLA puts into CUDA graphs by default, and loops. A list replaces the default one.
+# Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
+# the default one.
 LOOPS_IN_GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
-# What is traced within it is found again only within it, also functions under `jax.jit`.
+# Programs traced within it are found again only within it, also those of `jax.jit`.
 _same_bits = jax.make_user_context(default_value=False)
 
 

@@ -1,1 +1,1 @@
-"""What a user does with a model: build, fit, evaluate, recommend and so on."""
+"""The verbs of a user: build, fit, evaluate, recommend and so on."""

@@ -70,7 +70,7 @@ def evaluate(
         train, heldout = histories.split_last()
         evaluate(model, train, heldout, k=10)
 
-    Of a click model it measures "auc", "log_loss", "normalized_entropy" and "calibration"
+    For a click model it measures "auc", "log_loss", "normalized_entropy" and "calibration"
     on a `ClickDataset` or `ScannedClicks`. Labels are what it should predict. `groups` adds
     "group_auc", the mean AUC within groups, and "groups", their number::
 

@@ -26,7 +26,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 
 @runtime_checkable
 class Fittable(Trainable, Recommender, Protocol):
-    """What `fit` needs of an item model: an `nnx.Module` with the methods of both.
+    """An item model that `fit` can train: an `nnx.Module` with the methods of both.
 
     `FeedForward` has them.
     """

@@ -37,7 +37,7 @@ from sparsejax.sparse import MAX_ENTRIES
 
 
 class Compiled(NamedTuple):
-    """What the compiler needs for the program on devices of the kind here, in bytes.
+    """Memory of the compiled program on devices of the kind here, in bytes.
 
     A CPU has another program than a GPU: with other operations, smaller chunks, and 16
     steps that are not sorted ahead. Only `kept` can be compared.
@@ -56,7 +56,7 @@ class Compiled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Footprint):
-    """What a GPU of a mesh holds while `fit` trains, and what it sends in a step.
+    """Memory of a GPU of a mesh while `fit` trains, and the bytes that it sends in a step.
 
     >>> config = NetworkConfig.autoencoder((1024,))
     >>> sizes = {"inputs": 8_000_000, "rows": 10_000_000, "entries": 300_000_000}

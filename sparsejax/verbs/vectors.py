@@ -56,7 +56,7 @@ class HasItems(Protocol):
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What `user_vectors` needs of a model, which is an `nnx.Module`."""
+    """A model that `user_vectors` can use, which is an `nnx.Module`."""
 
     @property
     def num_features(self) -> Features:

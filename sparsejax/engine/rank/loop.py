@@ -47,7 +47,7 @@ def collect(
 def exclusion(
     inputs: Inputs, rows: np.ndarray, held: Held, seen: NamedCSR, batch_size: int
 ) -> Batches:
-    """What `seen` has for some rows of the inputs, in batches.
+    """The entries of `seen` for some rows of the inputs, in batches.
 
     `held` is what `Inputs.for_batches` returned.
     """

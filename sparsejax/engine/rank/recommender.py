@@ -1,4 +1,4 @@
-"""What prediction needs of a model, and how a compiled program is given one."""
+"""Models that can recommend, and how a compiled program is given one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparsejax.sparse import CSR
 
 @runtime_checkable
 class Recommender(Protocol):
-    """What `recommend` and `evaluate` need of a model, which is an `nnx.Module`.
+    """A model that `recommend` and `evaluate` can use, which is an `nnx.Module`.
 
     `sparsejax.FeedForward` has these methods. On a mesh, `top_k` is given `ShardedCSR`s.
     """

@@ -138,7 +138,7 @@ def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
 def _ranked_among(
     graphdef, state, shown: Shown, exclude: Batch | None, candidates: Array, k: int
 ):
-    """As `recommended`, but of the `candidates: [batch, count]` alone.
+    """The `recommended` among the `candidates: [batch, count]` alone.
 
     In each row candidates ascend, and -1 fills it up.
     """

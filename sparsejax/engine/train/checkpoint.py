@@ -303,7 +303,7 @@ class _Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Record:
-    """What a checkpoint says beside its arrays and the version.
+    """The facts of a checkpoint beside its arrays and the version.
 
     Attributes:
       identity: of the run.

@@ -65,7 +65,7 @@ class Projected(Protocol):
 
 
 class Sizes(NamedTuple):
-    """What a program is compiled for.
+    """The sizes that a program is compiled for.
 
     Attributes:
       capacities: for each matrix of the examples, room for the entries of a batch.
@@ -354,7 +354,7 @@ class Program[Model: nnx.Module | Trainable]:
         self._run_steps.prepare(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """Those of `run_steps`."""
+        """The arguments of `run_steps`."""
         return (
             self._how,
             jax.tree.unflatten(self._flat.structure, arrays),

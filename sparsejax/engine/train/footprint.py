@@ -36,7 +36,7 @@ type Shape = Callable[[tuple[int, ...], Any, P], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a device makes and sends while it trains, in bytes; see `sparsejax.Plan`."""
+    """Bytes that a device makes and sends while it trains; see `sparsejax.Plan`."""
 
     steps: int
     batches: int
@@ -77,7 +77,7 @@ class Footprint(Step):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload(abc.ABC):
-    """What is to be trained, on any mesh.
+    """A training on any mesh, by its sizes.
 
     Attributes:
       inputs: number of features; of a model of histories the items.
@@ -142,7 +142,7 @@ class Workload(abc.ABC):
     @property
     @abc.abstractmethod
     def roles(self) -> Task:
-        """What the matrices are."""
+        """The roles of the matrices."""
 
     @abc.abstractmethod
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
-        """What a device makes and sends, if the variables lie so on the mesh."""
+        """The bytes that a device makes and sends, if the variables lie so on the mesh."""
 
 
 class Laid(NamedTuple):
@@ -212,7 +212,7 @@ def _as_parameter(shape: tuple[int, ...], parameter: nnx.Variable) -> P:
 
 
 def footprint(job: Workload, data: int, model: int) -> Footprint:
-    """What a device needs on a mesh with axes of these sizes."""
+    """The memory of a device on a mesh with axes of these sizes."""
 
     def part(size: tuple[int, ...], dtype: Any, spec: P) -> int:
         whole = math.prod(size) * jnp.dtype(dtype).itemsize
@@ -266,7 +266,7 @@ class Output(NamedTuple):
 
 
 def output_bytes(job: Workload, scored: Scored) -> Output:
-    """Of the loss over all items, a chunk of items at a time, and its gradients."""
+    """Bytes of the loss over all items, a chunk of items at a time, and its gradients."""
     batch, items, width, stored, dtype, temperature, precision = scored
     operand = items * width * dtype.itemsize if dtype != stored else 0
     gradient = items * width * dtype.itemsize

@@ -45,7 +45,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 
 @runtime_checkable
 class OutputLayer(Protocol):
-    """What a step needs of the layer that scores items, which `SparseOutput` has."""
+    """A layer that scores items as a step needs it; `SparseOutput` is one."""
 
     kernel: Any
     bias: Any
@@ -79,7 +79,7 @@ class Fusable(Protocol):
 
 
 class Derived(NamedTuple):
-    """What scores are made of beside parameters, kept from step to step.
+    """Arrays of which scores are made beside parameters, kept from step to step.
 
     Attributes:
       operand: the kernel in the dtype of the products, if that is another.
@@ -272,7 +272,7 @@ def train_step(
     )
 
     def step_output(shard, batch, arrays):
-        """Of a device's part of the batch and of the items."""
+        """The output's step on a device's part of the batch and of the items."""
         first = shard.first_item(len(arrays.kernel))
         own = [None if noise is None else noise.after(first) for noise in noises]
         updates = Updates(

@@ -207,7 +207,7 @@ class _Named(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What a program is compiled for, beside the shapes of arrays.
+    """The key of a compiled program, beside the shapes of arrays.
 
     Attributes:
       graphdef: the graph of the modules.

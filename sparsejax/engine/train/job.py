@@ -1,4 +1,4 @@
-"""What `fit` has to do, in a form that no longer tells kinds of models apart."""
+"""The work of `fit`, in a form that no longer tells kinds of models apart."""
 
 from __future__ import annotations
 

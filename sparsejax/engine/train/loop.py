@@ -165,7 +165,7 @@ def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
 
 
 class _Training:
-    """What one call of `fit` does after its arguments were checked."""
+    """The work of one call of `fit` after its arguments were checked."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ class EarlyStopping:
     A line on stderr says when training stopped and which epoch was the best.
 
     Attributes:
-      metric: a key of the validation metrics, such as "recall@20". Higher is better, but of
-        "log_loss" and "normalized_entropy". By default "ndcg@k", with the `k` of `fit`;
+      metric: a key of the validation metrics, such as "recall@20". Higher is better, except
+        for "log_loss" and "normalized_entropy". By default "ndcg@k", with the `k` of `fit`;
         for clicks "auc".
       patience: epochs without a new best before training stops.
       restore_best: end with model and optimizer as they were after the best epoch, also

@@ -54,7 +54,7 @@ MANY_ENTRIES = 2**20
 
 @runtime_checkable
 class Task(Protocol):
-    """What the matrices of `Examples` are, and what is learned from them.
+    """The roles of the matrices of `Examples`, and what is learned from them.
 
     Here kinds of models differ: `Roles` is that of item models, `ClickTask` of
     `sparsejax.kinds.clicks.job` that of click models. It is hashable, because programs are
@@ -63,7 +63,7 @@ class Task(Protocol):
 
     @property
     def inputs(self) -> list[str]:
-        """What messages call the first matrices: those whose columns are divided over a
+        """Names in messages of the first matrices: those whose columns are divided over a
         mesh, and sorted ahead. Other sparse matrices that are no targets have none."""
         ...
 
@@ -92,7 +92,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class Trainable(Protocol):
-    """What `Program` needs of an item model: an `nnx.Module` with these methods.
+    """An item model that `Program` can train: an `nnx.Module` with these methods.
 
     `FeedForward` has them.
     """
@@ -154,7 +154,7 @@ class Roles:
 
     @property
     def inputs(self) -> list[str]:
-        """What messages call the inputs."""
+        """Names of the inputs in messages."""
         names = self.names or ()
         return [f"inputs[{name!r}]" for name in names] or ["inputs"]
 

@@ -40,7 +40,7 @@ class Scanned(Protocol):
 
     @property
     def roles(self) -> Task:
-        """What the matrices are."""
+        """The roles of the matrices."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Scanned(Protocol):
 
 
 class Stream:
-    """What `fit` trains on, from disk.
+    """Examples on disk that `fit` trains on.
 
     Attributes:
       chunks: number of rows of each chunk.

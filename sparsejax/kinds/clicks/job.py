@@ -65,7 +65,7 @@ class ClickTask:
         return cls(tuple(single), tuple(lists))
 
     def matrices(self, clicks: ClickDataset) -> list[Matrix]:
-        """Those of some examples."""
+        """The matrices of some examples."""
         ids = [np.asarray(clicks.ids[name]) for name in self.single]
         empty = np.empty((clicks.num_rows, 0), np.int32)
         rows = np.stack(ids, axis=1) if ids else empty
@@ -87,7 +87,7 @@ class ClickTask:
 
 
 def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Examples:
-    """What to train on.
+    """The examples to train on.
 
     Raises:
       ValueError: there are no examples, or a weight is wrong.

@@ -40,7 +40,7 @@ METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
 
 @runtime_checkable
 class ClickModel(Protocol):
-    """What predicts clicks: an `nnx.Module` that is called as `model(dense, ids)`.
+    """A model that predicts clicks: an `nnx.Module`, called as `model(dense, ids)`.
 
     `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
     `[batch]`, or a `CSR` of lists. It returns logits, `[batch]`. `DLRM` and the other click
@@ -79,8 +79,8 @@ def predict_clicks(
       batch_size: examples scored at a time.
 
     Raises:
-      FloatingPointError: a score is NaN, as of an id that a table does not have. The message
-        names the example.
+      FloatingPointError: a score is NaN, for example that of an id that a table does not
+        have. The message names the example.
       TypeError: the model or the data are of another kind.
       ValueError: the columns of the data are not those of the model.
     """
@@ -195,7 +195,7 @@ def check_same_columns(train: Clicks, validation: Clicks) -> None:
 
 
 class _Found:
-    """What examples scored, `[examples]` each; groups only if they were asked for."""
+    """Scores of examples, `[examples]` each; groups only if they were asked for."""
 
     def __init__(self, logits, labels, groups):
         self.logits, self.labels, self.groups = logits, labels, groups

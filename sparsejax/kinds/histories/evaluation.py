@@ -25,7 +25,7 @@ def prepared_sequences(
     candidates: Unordered = None,
     **setup: Any,
 ) -> Evaluation:
-    """What `evaluate` does with histories before it runs the model, a `NextItems`.
+    """Prepares histories for `evaluate`, before it runs the model, a `NextItems`.
 
     Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
     """

@@ -182,7 +182,7 @@ class HistoryWorkload(Workload):
         )
 
     def _output(self, targets: int, items: int) -> Output:
-        """Of the softmax over all items, or those that are drawn."""
+        """Memory of the softmax over all items, or over the items that are drawn."""
         dtype, width = jnp.dtype(jnp.float32), self.network.width
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
@@ -202,7 +202,7 @@ class HistoryWorkload(Workload):
         return made._replace(operand=made.operand + copied)
 
     def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
-        """Of the vectors of the items, of which `read` are those of histories."""
+        """Bytes of the gradient of the items' vectors; `read` of them are in histories."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
         if drawn is None:
@@ -213,7 +213,7 @@ class HistoryWorkload(Workload):
         return made
 
     def _scores(self, tokens: int) -> int:
-        """Of the attention's backward pass, of blocks that are worked on together."""
+        """Bytes of the attention's backward pass, of blocks that are worked on together."""
         heads = getattr(self.network, "heads", 0)
         return 4 * _OF_SCORES * scores_at_once(tokens, heads) if heads else 0
 
@@ -241,7 +241,7 @@ class HistoryWorkload(Workload):
         return -(-(kept(3) - kept(2)) // self.network.max_length)
 
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
-        """As of a network. What XLA's partitioner chooses is estimated."""
+        """The bytes that a device sends. What XLA's partitioner chooses is estimated."""
         width, drawn = self.network.width, self.network.negatives
         read = 4 * data * self._read(data, model) * width
         hidden, whole = 4 * targets * width, data * model

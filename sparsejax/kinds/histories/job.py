@@ -77,7 +77,7 @@ class SequenceTask:
         return model.loss(histories, **named)
 
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
-        """Of `Histories` or a `SequenceDataset`."""
+        """The matrices of `Histories` or a `SequenceDataset`."""
         length, times = model.config.max_length + 1, has_times(model, data)
         arrays: list[Matrix] = [*arrays_of(data, length, times=times).values()]
         if not self.packs:
@@ -92,7 +92,7 @@ class SequenceTask:
 def sequence_examples(
     model: Any, sequences: SequenceDataset, weights: ArrayLike | None = None
 ) -> Examples:
-    """What to train a model on: the rows with two entries or more.
+    """The examples for a model: the rows with two entries or more.
 
     Raises:
       TypeError: the model is no model of histories.

@@ -16,7 +16,7 @@ from sparsejax.mesh.blocks import SparseRows
 
 @runtime_checkable
 class HistoryModel(Protocol):
-    """What `fit`, `recommend` and `evaluate` need of a model of histories.
+    """A model of histories that `fit`, `recommend` and `evaluate` can use.
 
     It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are
     `[batch, length]` int32, the oldest item first, then -1. If the model has an attribute
@@ -84,7 +84,7 @@ class NextItems(nnx.Module):
 
     @property
     def trained(self) -> Any:
-        """What an optimizer has the state of."""
+        """The module whose state an optimizer has."""
         return self.model
 
     @property

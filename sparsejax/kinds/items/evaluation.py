@@ -21,7 +21,7 @@ def prepared_for(
     seed: int | None = None,
     **setup: Any,
 ) -> Evaluation:
-    """What `evaluate` does before it runs the model, so that several can be measured.
+    """Prepares `evaluate` before it runs the model, so that several can be measured.
 
     Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
     """
