@@ -76,7 +76,7 @@ class VocabularyColumn:
 
     Id 0 is a missing value: empty, null or NaN. Id 1 is a category that occurs less than `min_count` times in
     the training data, or not at all. The others have ids from 2, the most frequent one
-    first. Of equally frequent ones the first in the order of their bytes comes first.
+    first. Among equally frequent ones the first in the order of their bytes comes first.
 
     Attributes:
       min_count: how often a category must occur to have an id of its own.

@@ -680,7 +680,7 @@ def latest_events(
 ) -> np.ndarray:
     """`[entries]` int64: the position of each (row, column)'s latest event, in order.
 
-    Of equally late events it is the last one.
+    If several events are equally late, it is the last one.
 
     Args:
       rows: `[events]`.

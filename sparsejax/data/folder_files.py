@@ -49,7 +49,7 @@ class SortedEntries:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> SortedEntries:
-        """From the columns `number`, `code`, and what is there of the others.
+        """The entries of a batch: its columns `number`, `code`, and the others that it has.
 
         They are `value`, `time`, `key` and `repeated`.
         """

@@ -205,7 +205,7 @@ def prepare(
         `SparseDataset.split_at`. The vocabulary is then that of the earlier entries.
         Later entries of other items are left out and counted.
       split_last: hold out so many of the last entries of each row, as
-        `SparseDataset.split_last`. Of equal times the item whose name is greater is later.
+        `SparseDataset.split_last`. At equal times the greater name is later.
       split_fraction: hold out a random share: the same entries as
         `SparseDataset.split(fraction, seed=seed)`. It is the share that stays in train.
       seed: of `split_fraction`.

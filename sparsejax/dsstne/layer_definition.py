@@ -153,7 +153,7 @@ class LayerDefinition:
       name: what other layers call it.
       kind: one of `KINDS`.
       type: one of `TYPES`.
-      size: x, y, z, w, as many as the layer has. Of a convolutional layer, and of what it
+      size: x, y, z, w, as many as the layer has. For a convolutional layer, and for what it
         reads, the last one counts channels.
       dataset: name of the data set; "" if it has none.
       sparse: of an input or output, that its data set is sparse (the data set knows

@@ -149,7 +149,7 @@ class Layer(nnx.Module):
         self.rule = of_units(rule) if self._loss_is_of_units else rule
 
     def follow_values(self) -> None:
-        """From now on all slopes are those of the values.
+        """Makes all slopes those of the values, from now on.
 
         There is no DeltaBoost, no DeltaNorm, and the gradient of shared weights is a sum.
         """

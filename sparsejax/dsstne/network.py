@@ -190,7 +190,7 @@ class Network(nnx.Module):
         )
 
     def rank_first(self, items: int) -> None:
-        """From now on `top_k` ranks only the first items: the others are padding.
+        """Lets `top_k` rank only the first items, from now on: the others are padding.
 
         The probabilities of SoftMax are still of all units.
         """
@@ -501,7 +501,7 @@ def save_network(path: Path, network: Network) -> None:
 
 
 def name_of(layer: LayerDefinition) -> str:
-    """By what name an input is given."""
+    """The name by which an input is given."""
     return layer.dataset or layer.name
 
 

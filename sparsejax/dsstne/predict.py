@@ -75,7 +75,7 @@ class Predict:
 def predict(command: Predict) -> None:
     """Writes `sample<TAB>feature,score:feature,score:...:`, best first, for each sample.
 
-    Of a layer it writes `sample<TAB>1.0 2.0 ...`, which `knn-search` reads.
+    For a layer it writes `sample<TAB>1.0 2.0 ...`, which `knn-search` reads.
 
     Raises:
       DataError: a file is missing or wrong.

@@ -11,7 +11,7 @@
 * If a sample has several lines, the last one counts.
 * A value that is missing is 0.
 * A feature that occurs several times in a line stays so.
-* Lines without a TAB and elements without a feature are skipped. Of several values in an
+* Lines without a TAB and elements without a feature are skipped. Among several values in an
   element the first counts.
 * Backslashes stand for themselves.
 

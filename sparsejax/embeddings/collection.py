@@ -196,7 +196,7 @@ class EmbeddingCollection(nnx.Module):
     ) -> Float[Array, "batch vectors dim"]:
         """`first`, `blank` zeros, and the vectors of all features, whose tables are as wide.
 
-        Of one stack these are written where they stay: nothing is copied.
+        Rows of a single stack are written where they stay: nothing is copied.
         """
         batch, dim = first.shape
         if [stack.dim for stack in self.stacks] == [dim]:

@@ -103,15 +103,15 @@ class Kind(abc.ABC):
     def shown(
         self, model: Any, inputs: Any, exclude: Any
     ) -> tuple[Recommender, Inputs, Any]:
-        """A model that ranks items, what it is shown, and what to exclude. Of `recommend`."""
+        """A model that ranks items, its inputs, and what to exclude. For `recommend`."""
 
     @abc.abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Metrics of what was held out. Of `evaluate`."""
+        """Metrics of what was held out. For `evaluate`."""
 
     @abc.abstractmethod
     def portable(self, model: Any, names: Any, **options: Any) -> Any:
-        """The model as a function of arrays, a `Portable`. Of `export_predictor`."""
+        """The model as a function of arrays, a `Portable`. For `export_predictor`."""
 
     @abc.abstractmethod
     def workload(self, network: Any, **sizes: Any) -> Workload:

@@ -20,7 +20,7 @@ def is_told_to_end() -> bool:
 
 
 def note() -> None:
-    """From now on this process is told to end."""
+    """Tells this process to end, from now on."""
     global _told_to_end
     _told_to_end = True
 

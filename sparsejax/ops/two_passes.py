@@ -51,7 +51,7 @@ def loss_and_gradients(
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
-    Of rows that are ignored, the second pass takes no time, and the first half as much if
+    For rows that are ignored, the second pass takes no time, and the first half as much if
     they are half of all. It is called as `chunked_loss.loss_and_updates` is, on each device.
 
     Args:

@@ -174,7 +174,7 @@ class Predictor:
         [['/...', '/...'], ['/...', '/...']]
 
         A history is a set: a name that occurs twice counts once, and every entry has the
-        value 1. Of a model of histories it is a list, the oldest item first, and items may
+        value 1. For a model of histories it is a list, the oldest item first, and items may
         come again with `exclude_seen=False`. Names that the predictor does not know are
         skipped. A history without any known name is treated as empty, like that of a new
         user.

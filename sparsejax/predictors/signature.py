@@ -41,7 +41,7 @@ class Array:
     Attributes:
       name: None of weights, and of the only input of a model that has no names for them.
       dtype: of the values; None if a sparse one has no values.
-      shape: of weights; of others that of a row. Of a sparse one the number of columns,
+      shape: of weights; of others that of a row. A sparse one has the number of columns,
         after the number of bags if a row of a request is several rows of the matrix.
       sparse: whether it is a CSR.
     """

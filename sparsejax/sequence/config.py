@@ -73,7 +73,7 @@ class SequenceConfig(ModelConfig):
         """The same with the `max_length` that suits the data, and a `dtype` for this device.
 
         Of 50, 100, 200, 500, 1,000 and 2,000 it is the least from which 5 % of the entries
-        or less are cut off, or else the largest. Of a length above 50 there are at most
+        or less are cut off, or else the largest. For a length above 50 there are at most
         2^28 places of all rows, as devices hold them. A GRU has 200 at most, since it
         takes one place after the other. A `dtype` of None becomes "bfloat16" on a GPU with
         programs for it.

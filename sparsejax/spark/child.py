@@ -69,7 +69,7 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
 
 
 def _end_with(parent: int) -> None:
-    """From now on this process is killed when its parent ends."""
+    """Has this process killed when its parent ends, from now on."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -150,7 +150,7 @@ class Found:
 
     @classmethod
     def of(cls, rows: list[Any]) -> Found:
-        """From the rows of `WRITTEN`."""
+        """The files and their figures, from the rows of `WRITTEN`."""
         files: dict[Part, list[DataFile]] = {"train": [], "test": []}
         left_out: dict[Part, int] = {"train": 0, "test": 0}
         repeated = 0

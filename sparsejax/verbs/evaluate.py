@@ -64,7 +64,7 @@ def evaluate(
         train, others = data.split_rows(0.9, seed=0)
         evaluate(model, others, fold_in=0.8, popularity=train)
 
-    Of histories it measures whether the held-out items are ranked high among those that may
+    For histories it measures whether the held-out items are ranked high among those that may
     come next. Where items repeat, rank those that a history has, too: `exclude=None`::
 
         train, heldout = histories.split_last()

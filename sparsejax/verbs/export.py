@@ -84,8 +84,8 @@ def export_predictor(
       ValueError: the number of names is not that of the items. `path` cannot be a file.
         This kind of model has no use for an argument.
         The model does something that a predictor may not do, for example a callback into
-        Python. Of clicks: `names` do not fit the tables, or a table that is to become smaller
-        has a number that is not finite.
+        Python. For clicks: `names` do not fit the tables, or a table that is to become
+        smaller has a number that is not finite.
     """
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)

@@ -82,8 +82,8 @@ def fit(
             fit(model, optimizer, train)
 
     A model of histories is trained on a `SequenceDataset`, or what `scan_sequences` gives,
-    to predict each item from those before it. Of each row it learns from the last
-    `max_length + 1` items::
+    to predict each item from those before it. It learns from the last
+    `max_length + 1` items of each row::
 
         train, heldout = histories.split_last()
         model = SASRec(SASRecConfig(), items=train.num_features, rngs=nnx.Rngs(0))
@@ -120,9 +120,9 @@ def fit(
       seed: seed of the order of examples.
       shuffle: False trains on the rows in the order of the data, the same in each epoch.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
-        ranked among all items that the row does not have in the targets. Of histories: a
+        ranked among all items that the row does not have in the targets. For histories, a
         `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
-        twice, items that a row has are ranked, too. Of clicks: examples of the same
+        twice, items that a row has are ranked, too. For clicks, examples of the same
         columns, read with the same vocabularies.
       k: cut-off of the validation metrics of items; 20 by default.
       wire_dtype: of clicks on a mesh: the dtype in which rows and gradients of the tables
@@ -154,7 +154,7 @@ def fit(
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
-      validation metrics. Of clicks on a mesh that divides tables also "overflows".
+      validation metrics. Clicks on a mesh that divides tables also have "overflows".
 
     Raises:
       FloatingPointError: the loss is not finite. The message names epoch and step. The

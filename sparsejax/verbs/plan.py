@@ -44,7 +44,7 @@ class Compiled(NamedTuple):
 
     Attributes:
       platform: "cpu" or "gpu".
-      kept: weights, state, data set and order: the arguments of the program. Of histories
+      kept: weights, state, data set and order: the arguments of the program. For histories
         it does not read the places that have a next item, which are not counted.
       temporary: all other arrays that the program makes.
     """
@@ -192,7 +192,7 @@ def plan(
     evenly to 5 %. Temporary arrays are those of our GPU programs on an H200. Validation,
     the host's memory, and what the compiler tries out are not counted.
 
-    Of a model of histories, `inputs` is the number of items:
+    For a model of histories, `inputs` is the number of items:
 
     >>> sizes = {"inputs": 1_000_000, "rows": 2_000_000, "entries": 100_000_000}
     >>> planned = plan(HSTUConfig(), optimizers.adamw(1e-3), times=True, **sizes)

@@ -51,7 +51,7 @@ def recommend(
     >>> found.names(train)[0]
     ['/...', '/...', ...]
 
-    Of histories, a `SequenceDataset`, these are the items that are most likely next. Users
+    For histories, a `SequenceDataset`, these are the items that are most likely next. Users
     that the model was not trained on need nothing else. Items that a history has may come
     again, unless it is passed as `exclude`::
 

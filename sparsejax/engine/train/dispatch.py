@@ -493,7 +493,7 @@ def entries_of_step(
 ) -> int:
     """Entries that a device works on in a step, by the room in its block of each matrix.
 
-    Of a sparse input, a device sorts the entries of its columns, from all parts of the
+    For a sparse input, a device sorts the entries of its columns, from all parts of the
     batch.
     """
     return sum(

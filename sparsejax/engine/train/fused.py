@@ -135,7 +135,7 @@ def check(model: Any, optimizer: Optimizer) -> None:
 
 
 def derive(model: Fusable) -> Derived:
-    """From the parameters as they are now."""
+    """The arrays made from the parameters as they are now."""
     return _derived(model.output, model.output.kernel[...])
 
 
@@ -311,7 +311,7 @@ def train_step(
 
 
 def _derived(layer: OutputLayer, kernel: jax.Array) -> Derived:
-    """From a kernel, or some of its rows."""
+    """The arrays made from a kernel, or some of its rows."""
     dtype = layer.dtype or kernel.dtype
     return Derived(
         None if dtype == kernel.dtype else kernel.astype(dtype),
