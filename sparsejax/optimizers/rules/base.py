@@ -236,7 +236,7 @@ def power(base: float, exponent: jax.Array) -> jax.Array:
     """`base^exponent` by operations that Pallas has on GPUs; `base` is 0 to 1."""
     if base == 0:
         return jnp.where(exponent > 0, 0.0, 1.0)
-    # The dense rule multiplies by the float32 number in each step, so does this.
+    # The base is rounded to float32, because the dense rule multiplies by that in each step.
     return jnp.exp2(exponent * math.log2(np.float32(base)))
 
 

@@ -115,7 +115,7 @@ class Replay:
         factor = jnp.where(t >= 1, factor, 0)
         if kept is not None:
             factor = factor * kept
-        # The dense rule multiplies by float32 numbers in each step, so does this.
+        # They are rounded to float32, because the dense rule multiplies by that in each step.
         shrunk = np.array([self.b1, self.b2], np.float32).astype(np.float64)
         half = jnp.asarray(-0.5 * math.log(shrunk[1]) * i, dtype)
         log_d = half - 0.5 * jnp.log(self._rest(self.b2, number, dtype))
