@@ -46,7 +46,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, reported, table, write_section
 from timing import time_kernels, time_torch
-from workloads import CRITEO_IDS, CRITEO_ROWS, zipf_ids
+from workloads import CRITEO_IDS, CRITEO_ROWS, click_step, zipf_ids
 
 _SKEWS = 0.8, 1.05
 _BATCHES, _REPEATS, _STEPS = 3, 9, 30
@@ -202,17 +202,8 @@ def _measure_jax(name: str) -> Iterator[dict]:
             lambda i: updated(embeddings, optimizer, batches[i % _BATCHES], dy)
         )
 
-    @sj.jit
-    def step(model, optimizer, dense, ids, click):
-        def loss_fn(model):
-            logits = model(dense, ids)
-            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
-
-        loss, grads = optimizer.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
     optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(_RATE))
+    step = click_step()
 
     def train(skew):
         rng = np.random.default_rng(0)

@@ -55,7 +55,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, reported, table, write_section
 from timing import time_kernels
-from workloads import zipf_ids
+from workloads import click_step, zipf_ids
 
 if TYPE_CHECKING:
     import sparsejax as sj
@@ -172,17 +172,7 @@ class _Case:
             self.modules = model, optimizer
             jax.block_until_ready(nnx.state(self.modules))
 
-            @sj.jit
-            def step(model, optimizer, dense, ids, click):
-                def loss_fn(model):
-                    logits = model(dense, ids)
-                    return optax.sigmoid_binary_cross_entropy(logits, click).mean()
-
-                loss, grads = optimizer.value_and_grad(loss_fn)(model)
-                optimizer.update(model, grads)
-                return loss
-
-            self._step, self.seconds = step, None
+            self._step, self.seconds = click_step(), None
         rng = np.random.default_rng(0)
 
         def put(array):

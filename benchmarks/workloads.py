@@ -306,3 +306,22 @@ def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndar
         top = np.argpartition(-key, length)[:length] if length else np.zeros(0, int)
         chosen.append(np.sort(top))
     return np.concatenate(chosen)
+
+
+def click_step():
+    """A training step of a click model: `step(model, optimizer, dense, ids, click)`."""
+    import optax
+
+    import sparsejax as sj
+
+    @sj.jit
+    def step(model, optimizer, dense, ids, click):
+        def loss_fn(model):
+            logits = model(dense, ids)
+            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step

@@ -24,7 +24,7 @@ from sparsejax.data.names import Names
 from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.histories.footprint import assumed_lengths
-from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.config import SequenceConfig, entries_cut_off
 from sparsejax.verbs.evaluate import evaluate
 
 
@@ -114,8 +114,7 @@ class Histories(interactions.Interactions):
             return config, ""
         config = config.suited_to(source.data)
         lengths = np.diff(source.data.indptr)
-        # The last entry is a target only.
-        older = np.maximum(lengths - config.max_length - 1, 0).sum()
+        older = entries_cut_off(lengths, config.max_length)
         said = f"max_length {config.max_length}"
         if older:
             said += (

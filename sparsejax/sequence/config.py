@@ -94,9 +94,7 @@ class SequenceConfig(ModelConfig):
         """
         longest = min(self._longest, _MOST_PLACES // max(1, len(lengths)))
         for length in _LENGTHS:
-            # A window has one entry more, which is a target only.
-            cut = np.maximum(lengths - length - 1, 0).sum()
-            if cut <= _CUT * lengths.sum():
+            if entries_cut_off(lengths, length) <= _CUT * lengths.sum():
                 break
         fitting = [each for each in _LENGTHS if each <= min(length, longest)]
         return dataclasses.replace(self, max_length=max(fitting, default=_LENGTHS[0]))
@@ -180,6 +178,12 @@ class GRUConfig(SequenceConfig):
 
     model = "gru"
     _longest = 200
+
+
+def entries_cut_off(lengths: np.ndarray, max_length: int) -> int:
+    """The number of entries of rows of these lengths that a model is not trained on."""
+    # A window has one entry more, which is a target only.
+    return int(np.maximum(lengths - max_length - 1, 0).sum())
 
 
 def check_attention(config: SASRecConfig | HSTUConfig) -> None:

@@ -488,13 +488,8 @@ def test_results_have_the_dtype():
     assert {rows.dtype for rows in got.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
-def lowered_step(count):
-    tables = {
-        f"t{i}": sj.TableConfig(15_000, 8, placement="rows") for i in range(count)
-    }
-    features = {f"f{i}": f"t{i}" for i in range(count)}
-    collection = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
-    optimizer = sj.Optimizer(collection, sj.optimizers.rowwise_adagrad(0.1))
+def step_of(collection, optimizer):
+    """A training step as a function of the state and ids, and the state."""
     graphdef, state = nnx.split((collection, optimizer))
 
     def step(state, ids):
@@ -505,6 +500,17 @@ def lowered_step(count):
         optimizer.update(collection, grads)
         return nnx.state((collection, optimizer))
 
+    return step, state
+
+
+def lowered_step(count):
+    tables = {
+        f"t{i}": sj.TableConfig(15_000, 8, placement="rows") for i in range(count)
+    }
+    features = {f"f{i}": f"t{i}" for i in range(count)}
+    collection = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(collection, sj.optimizers.rowwise_adagrad(0.1))
+    step, state = step_of(collection, optimizer)
     ids = {name: jnp.zeros(832 // count, jnp.int32) for name in features}
     lowered = jax.jit(step).trace(state, ids).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
@@ -532,16 +538,7 @@ def test_no_constant_grows_with_the_batch(zipf):
         )
         collection = collection_of(tables, features, plan=plan)
         optimizer = sj.Optimizer(collection, rule)
-        graphdef, state = nnx.split((collection, optimizer))
-
-        def step(state, ids):
-            collection, optimizer = nnx.merge(graphdef, state)
-            _, grads = optimizer.value_and_grad(lambda c: jnp.sum(c.concat(ids) ** 2))(
-                collection
-            )
-            optimizer.update(collection, grads)
-            return nnx.state((collection, optimizer))
-
+        step, state = step_of(collection, optimizer)
         lies = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(("data", "model")))
         ids = jax.ShapeDtypeStruct((batch,), np.int32, sharding=lies)
         compiled = jax.jit(step).lower(state, dict.fromkeys(features, ids)).compile()
