@@ -25,11 +25,11 @@ from sparsejax.data import writers
 from sparsejax.data.click_schema import ClickSchema, DenseColumn, VocabularyColumn
 from sparsejax.data.click_storage import is_saved
 from sparsejax.data.clicks import ClickDataset, read_clicks, read_unlabelled
+from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import shown
 from sparsejax.data.names import as_names
 from sparsejax.data.parquet import first_schema, parquet_files
 from sparsejax.data.scan_clicks import ScannedClicks, scan_clicks
-from sparsejax.data.sniff import is_parquet
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.embeddings.planner import plan_embeddings

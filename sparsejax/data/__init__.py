@@ -1,7 +1,7 @@
 """From files to a `SparseDataset`, and from there to batches on the devices.
 
 This wing stands beside `nn`, above `mesh` and below `engine`. The names below are
-public. Other wings may also import `batching`, `files`, `folder`, `lines`, `names`,
+public. Other wings may also import `batching`, `events`, `files`, `folder`, `names`,
 `preparation`, `sources`, `stores`, `values` and `writers`.
 """
 
@@ -17,6 +17,7 @@ from sparsejax.data.dataset import SparseDataset as SparseDataset
 from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
+from sparsejax.data.events.sniff import guess_format as guess_format
 from sparsejax.data.files import DataError as DataError
 from sparsejax.data.folder import Manifest as Manifest
 from sparsejax.data.preparation import prepare as prepare
@@ -39,5 +40,4 @@ from sparsejax.data.scan_sequences import scan_sequences as scan_sequences
 from sparsejax.data.sequences import Histories as Histories
 from sparsejax.data.sequences import SequenceDataset as SequenceDataset
 from sparsejax.data.sequences import SequenceSplit as SequenceSplit
-from sparsejax.data.sniff import guess_format as guess_format
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import scipy.sparse
 
 from sparsejax.data.columns import Columns
@@ -19,31 +18,13 @@ from sparsejax.data.dataset import (
     align_features,
     events_of_pairs,
 )
+from sparsejax.data.events.block import Block
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import NameEncoder, Names
 from sparsejax.data.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
 Features = SparseDataset | Iterable[object] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Rows that were read from a part of a file.
-
-    Attributes:
-      rows: `[lines]` the row name on each line.
-      lengths: `[lines]` int, how many entries each line has; None if each has one.
-      features: `[entries]` feature names, line after line.
-      values: `[entries]` float64, or None.
-      times: `[entries]` int64, float64 or datetime64[us], or None.
-    """
-
-    rows: pa.Array
-    lengths: np.ndarray | None
-    features: pa.Array
-    values: np.ndarray | None
-    times: np.ndarray | None = None
 
 
 def assemble(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from sparsejax.data import spelling, tables
+from sparsejax.data import spelling
 from sparsejax.data.click_files import ClickBlock
 from sparsejax.data.click_schema import (
     FIRST_KNOWN,
@@ -20,6 +20,7 @@ from sparsejax.data.click_schema import (
     HashedColumn,
     IdColumn,
 )
+from sparsejax.data.events import tables
 from sparsejax.data.files import DataError
 from sparsejax.data.names import NameEncoder, Names, as_names, find_texts, to_arrow
 from sparsejax.data.values import lengths, plain_text, trim, value_problem

@@ -12,18 +12,19 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import arrow, parquet, tables
+from sparsejax.data import arrow, parquet
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
-from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
-from sparsejax.data.pair_layout import typed_header
-from sparsejax.data.records import (
+from sparsejax.data.events import tables
+from sparsejax.data.events.pair_layout import typed_header
+from sparsejax.data.events.records import (
     parse_columns,
     read_records,
     record_blocks,
     split_lists,
 )
-from sparsejax.data.sniff import is_parquet
+from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
 BLOCK_BYTES = 32 * 2**20

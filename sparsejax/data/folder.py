@@ -37,16 +37,13 @@ from sparsejax.data import arrow, stores
 from sparsejax.data.dataset import SparseDataset, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
-from sparsejax.data.parquet import ParquetPath, opened
+from sparsejax.data.parquet import MANIFEST, ParquetPath, opened
 from sparsejax.data.scan_tables import Group, joined
 from sparsejax.data.stores import Place
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 VERSION = 1
-MANIFEST = "manifest.json"
 _VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
-# The schema's metadata of a part has the identity of its folder.
-PART_KEY = b"sparsejax.folder"
 
 Part = Literal["train", "test"]
 _PIECE = 2**22  # bytes that are read at a time
@@ -372,16 +369,6 @@ def _is_of_part(schema: pa.Schema) -> bool:
         == [pa.int32(), pa.float32()]
         and types.get("left_out", pa.int32()) == pa.int32()
     )
-
-
-def check_no_part(path: Path, schema: pa.Schema) -> None:
-    """Raises DataError if a file of this schema is a part of a prepared folder."""
-    if PART_KEY in (schema.metadata or {}):
-        raise DataError.at(
-            path,
-            f"is a part of a prepared data set, which is read as a whole: name its folder. "
-            f"If that has no {MANIFEST}, preparing it was not finished; do it again",
-        )
 
 
 def vocabulary_file(identity: str | None) -> str:

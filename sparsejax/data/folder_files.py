@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
 from sparsejax.data.files import shown
-from sparsejax.data.folder import MANIFEST, PART_KEY, DataFile, Manifest, Part
+from sparsejax.data.folder import DataFile, Manifest, Part
 from sparsejax.data.names import Names, to_arrow
+from sparsejax.data.parquet import MANIFEST, PART_KEY
 from sparsejax.data.stores import Place, crc32, path_of
 from sparsejax.sparse import as_int32
 

@@ -49,6 +49,11 @@ _FEW = 100
 _VERSION_KEY = b"sparsejax.dataset.version"
 _SEQUENCES_KEY = b"sparsejax.sequences.version"
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
+
+# The file of a prepared folder that lists its parts, and the key of each part's schema,
+# with the identity of its folder.
+MANIFEST = "manifest.json"
+PART_KEY = b"sparsejax.folder"
 _COLUMNS = {
     "row": pa.large_string(),
     "indices": pa.list_(pa.int32()),
@@ -346,6 +351,16 @@ def first_rows(
     for file in files:
         with file.open() as opened:
             yield from opened.iter_batches(_FEW, columns=columns)
+
+
+def check_no_part(path: Path, schema: pa.Schema) -> None:
+    """Raises DataError if a file of this schema is a part of a prepared folder."""
+    if PART_KEY in (schema.metadata or {}):
+        raise DataError.at(
+            path,
+            f"is a part of a prepared data set, which is read as a whole: name its folder. "
+            f"If that has no {MANIFEST}, preparing it was not finished; do it again",
+        )
 
 
 def check_schema(path: Path, schema: pa.Schema, *, sequences: bool = False) -> None:

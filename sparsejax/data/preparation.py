@@ -20,10 +20,9 @@ from sparsejax import codec
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
-from sparsejax.data.events import Events, events_of
+from sparsejax.data.events.stream import Events, events_of
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
-    MANIFEST,
     VERSION,
     DataFolder,
     Manifest,
@@ -45,6 +44,7 @@ from sparsejax.data.names import (
     quoted,
     to_arrow,
 )
+from sparsejax.data.parquet import MANIFEST
 from sparsejax.data.stores import Place
 from sparsejax.data.vocabulary import popularity_ranks
 from sparsejax.whole_files import temporary_folder, whole_folder

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import scipy.sparse
 
-from sparsejax.data import lines, pairs, parquet, sniff, tables
-from sparsejax.data.assemble import Block, encode
+from sparsejax.data import parquet
+from sparsejax.data.assemble import encode
 from sparsejax.data.columns import (
     BY_NAME,
     Chosen,
@@ -27,9 +27,11 @@ from sparsejax.data.dataset import (
     UnknownFeaturesWarning,
     offsets,
 )
+from sparsejax.data.events import lines, pairs, sniff, tables
+from sparsejax.data.events.block import Block
+from sparsejax.data.events.pair_layout import find_layout
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
 from sparsejax.data.names import FeatureNames
-from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.readers import file_batches
 from sparsejax.data.sequences import SequenceDataset, align_sequences
 from sparsejax.data.vocabulary import vocabulary_order

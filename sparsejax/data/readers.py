@@ -44,13 +44,14 @@ from typing import Any
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import lines, pairs, parquet, sniff, tables
+from sparsejax.data import parquet
 from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.events import lines, pairs, sniff, tables
+from sparsejax.data.events.pair_layout import find_layout
 from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
-from sparsejax.data.folder import DataFolder, check_no_part
-from sparsejax.data.pair_layout import find_layout
+from sparsejax.data.folder import DataFolder
 
 
 def read(
@@ -271,7 +272,7 @@ def read_parquet(
         return _saved(path, folder.read, chosen, features, indicator)
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
-    check_no_part(first, schema)
+    parquet.check_no_part(first, schema)
     if parquet.is_sequences(schema):
         parquet.check_schema(path, schema)  # says what to do
     if len(files) == 1 and parquet.is_dataset(schema):

@@ -13,16 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import scipy.sparse
 
-from sparsejax.data import parquet, scan_tables, tables
+from sparsejax.data import parquet, scan_tables
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.dataset import UnknownFeaturesWarning
+from sparsejax.data.events import tables
+from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.folder import DataFolder, check_no_part
+from sparsejax.data.folder import DataFolder
 from sparsejax.data.names import Names, as_names, of_features, quoted
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
-from sparsejax.data.tables import TableLayout
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
 
@@ -245,7 +246,7 @@ def scan_parquet(
         )
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
-    check_no_part(first, schema)
+    parquet.check_no_part(first, schema)
     if parquet.is_dataset(schema) or parquet.is_sequences(schema):
         _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)

@@ -37,9 +37,9 @@ from sparsejax.data.click_storage import (
     stored_vocabularies,
 )
 from sparsejax.data.clicks import ClickDataset, join_ids, known_vocabularies
+from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
-from sparsejax.data.sniff import is_parquet
 from sparsejax.sparse import CSR
 
 

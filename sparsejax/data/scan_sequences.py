@@ -12,16 +12,17 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import parquet, scan_tables, tables
+from sparsejax.data import parquet, scan_tables
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import UnknownFeaturesWarning, offsets
+from sparsejax.data.events import tables
+from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import FeatureNames, Names, as_names, of_features
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan import flat_list, list_lengths, saved_features, saved_group
 from sparsejax.data.scan_tables import Group
 from sparsejax.data.sequences import Histories
-from sparsejax.data.tables import TableLayout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from sparsejax.data import spelling, tables
-from sparsejax.data.assemble import Block
+from sparsejax.data import spelling
+from sparsejax.data.events import tables
+from sparsejax.data.events.block import Block
+from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import ParquetPath
-from sparsejax.data.tables import TableLayout
 from sparsejax.data.vocabulary import vocabulary_order
 
 # Names that wait until they are counted together.

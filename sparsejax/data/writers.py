@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import SparseDataset, arrow, parquet
-from sparsejax.data.lines import ESCAPES
+from sparsejax.data.events.lines import ESCAPES
 from sparsejax.data.names import Names, as_names
 from sparsejax.whole_files import whole_file, whole_text_file
 

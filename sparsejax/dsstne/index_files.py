@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sparsejax.data.events.lines import strings
 from sparsejax.data.files import DataError, Path, line_blocks, open_data
-from sparsejax.data.lines import strings
 from sparsejax.data.names import Names, as_names, check_unique
 from sparsejax.data.writers import check_names
 

@@ -31,8 +31,8 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import UnknownFeaturesWarning
+from sparsejax.data.events.lines import strings
 from sparsejax.data.files import DataError, Lines, Path, line_blocks, open_data, shown
-from sparsejax.data.lines import strings
 from sparsejax.data.names import NameEncoder, Names, as_names, quoted, to_arrow
 from sparsejax.data.values import parse_values, value_problem
 from sparsejax.dsstne.datasets import FileDataset, SparseRows

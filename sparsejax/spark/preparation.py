@@ -20,7 +20,6 @@ from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
-    MANIFEST,
     VERSION,
     DataFolder,
     Manifest,
@@ -29,6 +28,7 @@ from sparsejax.data.folder import (
 )
 from sparsejax.data.folder_files import finish
 from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data.parquet import MANIFEST
 from sparsejax.data.preparation import (
     Cut,
     all_held_out,

@@ -16,7 +16,7 @@ from run_folders import (
 from sparsejax.cli import flags
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
-from sparsejax.data import sniff
+from sparsejax.data.events import sniff
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.data import click_files, clicks, tables
+from sparsejax.data import click_files, clicks
+from sparsejax.data.events import tables
 from sparsejax.data.xxh64 import xxh64
 
 DENSE, IDS = ["I1", "I2"], ["C1", "C2"]

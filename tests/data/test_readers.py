@@ -24,7 +24,6 @@ from sparsejax.data import (
     UnknownFeaturesWarning,
     files,
     guess_format,
-    lines,
     read,
     read_adjacency,
     read_pairs,
@@ -33,6 +32,7 @@ from sparsejax.data import (
     vocabulary_order,
 )
 from sparsejax.data.assemble import assemble
+from sparsejax.data.events import lines
 from sparsejax.data.names import NameEncoder, as_names
 from sparsejax.data.values import parse_values, value_problem
 

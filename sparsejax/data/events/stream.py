@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow, lines, pairs, parquet, sniff, spelling, tables
-from sparsejax.data.assemble import Block
+from sparsejax.data import arrow, parquet, spelling
 from sparsejax.data.columns import Chosen, Columns
+from sparsejax.data.events import lines, pairs, sniff, tables
+from sparsejax.data.events.block import Block
+from sparsejax.data.events.lines import mixed_values
+from sparsejax.data.events.pair_layout import find_layout
+from sparsejax.data.events.tables import BATCH_ROWS, TableLayout
 from sparsejax.data.files import DataError, Path, open_data, shown
-from sparsejax.data.folder import check_no_part
-from sparsejax.data.lines import mixed_values
 from sparsejax.data.names import Names, to_arrow
-from sparsejax.data.pair_layout import find_layout
 from sparsejax.data.parquet import ParquetPath
-from sparsejax.data.tables import BATCH_ROWS, TableLayout
 from sparsejax.data.values import (
     are_no_times,
     find_time_problem,
@@ -231,7 +231,7 @@ def events_of(
         return _text_events(path, format, chosen, delimiter, indicator, with_time)
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
-    check_no_part(first, schema)
+    parquet.check_no_part(first, schema)
     if parquet.is_dataset(schema):
         raise DataError.at(
             path,

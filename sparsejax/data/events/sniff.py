@@ -9,8 +9,8 @@ import re
 from typing import Literal
 
 from sparsejax.data.columns import role_of
+from sparsejax.data.events.pair_layout import DELIMITERS, typed_header
 from sparsejax.data.files import DataError, Path, head, is_address
-from sparsejax.data.pair_layout import DELIMITERS, typed_header
 from sparsejax.data.values import is_number
 
 Format = Literal["text", "pairs", "adjacency", "parquet"]

@@ -17,8 +17,8 @@ from sparsejax.data.columns import (
     role_of,
     unclear,
 )
+from sparsejax.data.events.records import has_quotes, read_records
 from sparsejax.data.files import DataError, Lines, Path, head
-from sparsejax.data.records import has_quotes, read_records
 from sparsejax.data.values import is_number, time_problem
 
 DELIMITERS = ("\t", "::", ",", ";", "|")

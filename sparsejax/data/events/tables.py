@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from sparsejax.data.assemble import Block
 from sparsejax.data.columns import (
     BY_NAME,
     Chosen,
@@ -22,8 +21,9 @@ from sparsejax.data.columns import (
     about_times,
     find_columns,
 )
+from sparsejax.data.events.block import Block
+from sparsejax.data.events.lines import mixed_values
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.lines import mixed_values
 from sparsejax.data.spelling import (
     are_missing,
     as_integers_or_text,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data.assemble import Block
+from sparsejax.data.events.block import Block
 from sparsejax.data.files import BLOCK_BYTES, ByteStream, Lines, Path, line_blocks
 from sparsejax.data.values import parse_values, value_problem
 

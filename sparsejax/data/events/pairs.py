@@ -10,18 +10,18 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow
-from sparsejax.data.assemble import Block
 from sparsejax.data.columns import about_times
-from sparsejax.data.files import BLOCK_BYTES, ByteStream, DataError, Lines, Path
-from sparsejax.data.lines import mixed_values
-from sparsejax.data.pair_layout import Layout
-from sparsejax.data.records import (
+from sparsejax.data.events.block import Block
+from sparsejax.data.events.lines import mixed_values
+from sparsejax.data.events.pair_layout import Layout
+from sparsejax.data.events.records import (
     MAX_RECORD_BYTES,
     parse_columns,
     read_records,
     record_blocks,
     split_lists,
 )
+from sparsejax.data.files import BLOCK_BYTES, ByteStream, DataError, Lines, Path
 from sparsejax.data.values import (
     lengths,
     mixed_times,

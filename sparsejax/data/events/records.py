@@ -184,7 +184,7 @@ def record_blocks(
                 warnings.warn(
                     f"{shown(path)}:{again[0]}: the header stands here again, as where "
                     "files were joined; this line and others like it are left out",
-                    skip_file_prefixes=(os.path.dirname(__file__),),
+                    skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
                 )
         if lines.data.strip():
             yield lines
