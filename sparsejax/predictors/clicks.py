@@ -16,7 +16,7 @@ from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.names import Names
 from sparsejax.engine.rank.loop import check_positive
-from sparsejax.predictors.runtime import Entries, Programs, room_for
+from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import LABEL, ClickStack, Signature, of_clicks
 from sparsejax.sparse import CSR, as_int32, host_rows
 
@@ -110,12 +110,17 @@ class Clicks:
 
     def predict_records(self, records: Any) -> np.ndarray:
         """The probability of a click of each record."""
-        if self.schema is None:
-            raise ValueError(
-                "this predictor has no schema; export it with names=train, or use predict"
-            )
-        dense, ids = examples_of(records, self.schema, self.vocabularies)
-        return self.predict(dense, ids)
+        return self.predict(*self._examples_of(records))
+
+    def rows_of_records(self, records: Any) -> list[Rows]:
+        """Records as the programs take them, see `predict_records`."""
+        dense, ids = self._examples_of(records)
+        packed = (_packed(stack, len(dense), ids, 0) for stack in self.stacks)
+        return [dense, *packed]
+
+    def room(self, rows: int, entries: int) -> int:
+        """The room for entries of a program, see `Programs.run`."""
+        return room_for(entries, rows * max(stack.bags for stack in self.stacks))
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
         """Compiles and runs what requests of so many rows need."""
@@ -126,6 +131,13 @@ class Clicks:
             dense = np.zeros((size, self.num_dense), np.float32)
             none = dict.fromkeys(self._names, np.full(size, -1, np.int32))
             jax.block_until_ready(self._logits(size, dense, none))
+
+    def _examples_of(self, records: Any) -> tuple[np.ndarray, Mapping[str, Ids]]:
+        if self.schema is None:
+            raise ValueError(
+                "this predictor has no schema; export it with names=train, or use predict"
+            )
+        return examples_of(records, self.schema, self.vocabularies)
 
     @property
     def _names(self) -> set[str]:
@@ -163,8 +175,7 @@ class Clicks:
     ) -> jax.Array:
         """Logits of a batch, whose first example has this number. Does not wait for them."""
         packed = [_packed(stack, size, ids, first) for stack in self.stacks]
-        least = max(size * stack.bags for stack in self.stacks)
-        room = room_for(max(len(entries.indices) for entries in packed), least)
+        room = self.room(size, max(len(entries.indices) for entries in packed))
         (found,) = self.programs.run(size, [dense, *packed], room)
         return found
 

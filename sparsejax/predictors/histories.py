@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import jax
@@ -54,7 +54,7 @@ class Ordered(Items):
         return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
 
     @property
-    def _times(self) -> bool:
+    def reads_times(self) -> bool:
         assert isinstance(self.num_features, Mapping)
         return TIMES in self.num_features
 
@@ -76,7 +76,7 @@ class Ordered(Items):
             names = inputs.feature_names, self.items
             both = zip(("inputs", "the predictor"), names, strict=True)
             check_same_features(*(NamedCSR(w, NOTHING, None, n) for w, n in both))
-        return inputs_of(inputs, self._length, times=self._times)
+        return inputs_of(inputs, self._length, times=self.reads_times)
 
     def _shown(
         self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
@@ -88,11 +88,19 @@ class Ordered(Items):
         parts = {name: NamedArray(name, array) for name, array in arrays.items()}
         return Inputs(parts, alone=False)
 
+    def _values_of(
+        self,
+        histories: Sequence[Sequence[str]],
+        values: Sequence[Sequence[float]],
+        known: list[list[int]],
+    ) -> np.ndarray:
+        raise ValueError("a model of histories reads no values; leave out values")
+
     def _check_names_suffice(self, times: object) -> None:
         self._item_names()
-        if self._times and times is None:
+        if self.reads_times and times is None:
             raise ValueError(
                 "the predictor also reads times; give times=, one number for each name"
             )
-        if times is not None and not self._times:
+        if times is not None and not self.reads_times:
             raise ValueError("the predictor reads no times; leave out times")

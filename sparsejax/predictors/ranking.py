@@ -23,7 +23,7 @@ from sparsejax.data.sources import (
 )
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.predictors.runtime import Programs, room_for
+from sparsejax.predictors.runtime import Programs, Rows, room_for
 from sparsejax.predictors.signature import (
     LABEL,
     Signature,
@@ -162,17 +162,66 @@ class Items:
         """Compiles and runs what requests of so many rows and entries need."""
         max_items = 256 if max_items is None else max_items
         check_positive(max_items=max_items, rows=rows)
-        empty = [
-            NOTHING if each.sparse else np.zeros((0, *each.shape), each.dtype)
-            for each in self.programs.inputs
-        ]
+        nothing = self.programs.nothing
         for size in self.programs.sizes_up_to(rows):
             room = 0
             while room < max_items * size:
-                room = _room(size, room + 1)
-                jax.block_until_ready(self.programs.run(size, empty, room))
+                room = self.room(size, room + 1)
+                jax.block_until_ready(self.programs.run(size, nothing, room))
         if self.items is not None:
             _ = self._columns
+
+    def room(self, rows: int, entries: int) -> int:
+        """The room for entries of a program, see `Programs.run`."""
+        return room_for(entries, max(_LEAST_ENTRIES, _ENTRIES * rows))
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether a history needs the times of its items."""
+        return False
+
+    def rows_of_names(
+        self,
+        histories: Sequence[Sequence[str]],
+        *,
+        times: Sequence[Sequence[float]] | None = None,
+        values: Sequence[Sequence[float]] | None = None,
+        exclude: Sequence[Sequence[str]] | None = None,
+        exclude_seen: bool = True,
+    ) -> tuple[list[Rows], np.ndarray]:
+        """Histories of names as the programs take them; and how many of each are unknown.
+
+        Args:
+          histories: as for `recommend_names`, several.
+          times: as for `recommend_names`.
+          values: of each name, for a model of items; 1 by default.
+          exclude: for each history further names that are not recommended.
+          exclude_seen: as for `recommend_names`.
+
+        Raises:
+          TypeError: see `recommend_names`.
+          ValueError: see `recommend_names`; or values do not fit the names, are not finite,
+            or are given for a name that comes twice.
+        """
+        self._check_names_suffice(times)
+        known = self._numbers_of(histories, "skip")
+        matrix = self._matrix_of(known)
+        at = None if times is None else self._times_of(histories, times)
+        if values is not None:
+            data = self._values_of(histories, values, known)
+            valued = dataclasses.replace(matrix, data=data)
+            shown = self._shown(known, valued, at)
+        else:
+            shown = self._shown(known, matrix, at)
+        unwanted = known if exclude_seen else [[]] * len(known)
+        if exclude is not None:
+            both = zip(unwanted, self._numbers_of(exclude, "skip"), strict=True)
+            unwanted = [seen + more for seen, more in both]
+        if unwanted is not known:
+            matrix = self._matrix_of(unwanted)
+        counts = zip(histories, known, strict=True)
+        unknown = np.array([len(names) - len(found) for names, found in counts])
+        return [*self._matrices(shown), matrix], unknown
 
     def _item_names(self) -> Names:
         if self.items is None:
@@ -269,6 +318,30 @@ class Items:
             kept += [time for name, time in pairs if name in self._columns]
         return np.array(kept, np.float64)
 
+    def _values_of(
+        self,
+        histories: Sequence[Sequence[str]],
+        values: Sequence[Sequence[float]],
+        known: list[list[int]],
+    ) -> np.ndarray:
+        """The values of the known items, in the order of `_matrix_of`."""
+        columns, found = self._columns, []
+        for names, given, numbers in zip(histories, values, known, strict=True):
+            if len(given) != len(names) or not np.isfinite(given).all():
+                raise ValueError(
+                    f"a history has {len(names):,} names; give a finite value for each of "
+                    f"them, not {len(given):,} values with {quoted(given)}"
+                )
+            pairs = zip(names, given, strict=True)
+            row = {columns[name]: value for name, value in pairs if name in columns}
+            if len(row) < len(numbers):
+                raise ValueError(
+                    "a name comes twice in a history with values; give it once, with the "
+                    "value of both"
+                )
+            found += [row[number] for number in sorted(row)]
+        return np.array(found, np.float32)
+
     def _matrix_of(self, histories: list[list[int]]) -> CSR:
         """`[histories, num_items]`: which items each history has."""
         rows = [sorted(set(history)) for history in histories]
@@ -290,9 +363,7 @@ class Items:
                 f"k is {k} but the predictor was exported for k={self.k}; export it "
                 "again with a larger k"
             )
-        x = shown.rows
-        *inputs, _ = self.programs.inputs
-        matrices = [shown.parts[each.name or "inputs"].matrix for each in inputs]
+        x, matrices = shown.rows, self._matrices(shown)
         batches = self.programs.batches(x.num_rows)
 
         def results() -> Iterator[Any]:
@@ -307,14 +378,15 @@ class Items:
                     unwanted = host_rows(seen, seen_rows[rows])
                 given.append(unwanted)
                 entries = max(each.nse for each in given if isinstance(each, CSR))
-                yield self.programs.run(size, given, _room(size, entries))
+                yield self.programs.run(size, given, self.room(size, entries))
 
         counts = [part.stop - part.start for _, part in batches]
         return collect(x, k, counts, results())
 
-
-def _room(rows: int, entries: int) -> int:
-    return room_for(entries, max(_LEAST_ENTRIES, _ENTRIES * rows))
+    def _matrices(self, shown: Inputs) -> list[Any]:
+        """The inputs in the order of the programs, without what is excluded."""
+        *inputs, _ = self.programs.inputs
+        return [shown.parts[each.name or "inputs"].matrix for each in inputs]
 
 
 def _on_host(inputs: Inputs) -> Inputs:

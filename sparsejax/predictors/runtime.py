@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,12 +36,12 @@ def sizes_of_programs(largest: int) -> tuple[int, ...]:
 def sizes_for(rows: int, programs: Collection[int]) -> list[int]:
     """The sizes of the programs for a number of rows.
 
-    All but the last are full; the last is at least half full.
+    All but the last are full; the last is at least half full, unless there is no smaller one.
     """
     sizes = []
     while rows > 0:
         fits = min((s for s in programs if rows <= s <= 2 * rows), default=None)
-        size = fits or max(s for s in programs if s <= rows)
+        size = fits or max((s for s in programs if s <= rows), default=min(programs))
         sizes.append(size)
         rows -= size
     return sizes
@@ -77,7 +78,7 @@ class Programs:
     """
 
     inputs: tuple[Array, ...]
-    by_rows: dict[int, Callable[..., Any]]
+    by_rows: dict[int, Any]
     weights: list[jax.Array]
 
     @classmethod
@@ -89,7 +90,7 @@ class Programs:
     ) -> Programs:
         """Puts weights on the device."""
         options = dict(gpu_options()) or None
-        compiled: dict[int, Callable[..., Any]] = {
+        compiled = {
             rows: jax.jit(program.call, compiler_options=options)
             for rows, program in programs.items()
         }
@@ -118,10 +119,30 @@ class Programs:
           given: for each input at most so many rows of it, on the host.
           room: for entries, at least those of each matrix.
         """
-        pairs = zip(self.inputs, given, strict=True)
-        arguments = [_argument(like, each, size, room) for like, each in pairs]
+        arguments = self.arguments(size, given, room)
         with without_mesh():  # programs are for one device
             return self.by_rows[size](self.weights, arguments)
+
+    def arguments(self, size: int, given: Sequence[Rows], room: int) -> list[Any]:
+        """The second argument of a program, on the host; see `run`."""
+        pairs = zip(self.inputs, given, strict=True)
+        return [_argument(like, each, size, room) for like, each in pairs]
+
+    def compiled(self, size: int, room: int) -> Callable[[list[Any]], Any]:
+        """The program for one shape, compiled now. It takes `arguments`, and only of this shape."""
+        arguments = self.arguments(size, self.nothing, room)
+        with without_mesh():
+            program = self.by_rows[size].lower(self.weights, arguments).compile()
+        return functools.partial(program, self.weights)
+
+    @property
+    def nothing(self) -> list[Rows]:
+        """No rows of each input."""
+        none = Entries(None, np.empty(0, np.int32), np.zeros(1, np.int32))
+        return [
+            none if each.sparse else np.zeros((0, *each.shape), each.dtype)
+            for each in self.inputs
+        ]
 
 
 def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:

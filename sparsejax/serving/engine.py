@@ -1,0 +1,198 @@
+"""The device of a service: a few programs of fixed shapes, compiled before the first request.
+
+The bits of an answer depend on the shape that its batch is given, and on nothing else: not on
+the other rows of the batch, and not on the row's place in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.runtime import Entries, Rows, sizes_for
+from sparsejax.sparse import CSR, host_rows
+
+# By default: programs of no more rows, and one for a single row of so many entries.
+_MOST_ROWS, _LONG_ROW = 64, 1024
+
+
+class TooLargeError(ValueError):
+    """A row has more entries than any shape has room for."""
+
+
+class Shape(NamedTuple):
+    """The rows of a program, and its room for entries of each input and of what is excluded."""
+
+    rows: int
+    entries: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.entries}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads `8x512`.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        found = re.fullmatch(r"([1-9]\d{0,8})x([1-9]\d{0,8})", text)
+        if not found:
+            raise ValueError(f"a shape is rows x entries, like 8x512, got {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """How much a program must hold.
+
+    Attributes:
+      rows: number of rows.
+      entries: of each sparse input.
+    """
+
+    rows: int
+    entries: tuple[int, ...]
+
+    def __add__(self, other: Size) -> Size:
+        pairs = zip(self.entries, other.entries, strict=True)
+        return Size(self.rows + other.rows, tuple(a + b for a, b in pairs))
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a program of this shape holds it."""
+        most = max(self.entries, default=0)
+        return self.rows <= shape.rows and most <= shape.entries
+
+
+class Engine:
+    """The programs of a predictor, compiled for a few shapes and for no other.
+
+    Attributes:
+      predictor: whose programs they are.
+      shapes: that they are compiled for, small ones first.
+    """
+
+    def __init__(self, predictor: Predictor, shapes: Iterable[Shape] = ()):
+        """Compiles and runs each shape once.
+
+        Args:
+          predictor: what is served.
+          shapes: by default those for up to 64 rows of usual length, and one for a single
+            row of 1,024 entries.
+
+        Raises:
+          ValueError: the predictor has no program of so many rows.
+        """
+        self.predictor = predictor
+        self._programs = predictor.model.programs
+        self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
+        known = self._programs.by_rows
+        for shape in self.shapes:
+            if shape.rows not in known:
+                raise ValueError(
+                    f"the shape {shape}: the predictor has programs of "
+                    f"{', '.join(map(str, known))} rows; choose among them"
+                )
+        self._compiled = {
+            shape: self._programs.compiled(*shape) for shape in self.shapes
+        }
+        for shape in self.shapes:
+            self.run(shape, self.packed(shape, [self._programs.nothing]))
+
+    def _default_shapes(self) -> set[Shape]:
+        room = self.predictor.model.room
+        sizes = [size for size in self._programs.by_rows if size <= _MOST_ROWS]
+        least = min(sizes)
+        usual = {Shape(size, room(size, 1)) for size in sizes}
+        return usual | {Shape(least, room(least, _LONG_ROW))}
+
+    def size_of(self, given: Sequence[Rows]) -> Size:
+        """The size of some rows, as the predictor's `rows_of_...` makes them."""
+        like, first = self._programs.inputs[0], given[0]
+        rows = len(first) if isinstance(first, np.ndarray) else len(first.indptr) - 1
+        entries = (len(g.indices) for g in given if not isinstance(g, np.ndarray))
+        return Size(rows // (like.bags if like.sparse else 1), tuple(entries))
+
+    def shape_for(self, size: Size) -> Shape | None:
+        """The smallest shape that holds a batch."""
+        return next((shape for shape in self.shapes if size.fits(shape)), None)
+
+    def pieces(self, given: Sequence[Rows]) -> list[tuple[Size, Sequence[Rows]]]:
+        """The rows of a request in as many parts as `Predictor.recommend` would make of it.
+
+        Parts with more entries than usual are divided further, until a shape holds them.
+
+        Raises:
+          TooLargeError: no shape holds one of the rows.
+        """
+        size = self.size_of(given)
+        if not size.rows:
+            return []
+        found, start = [], 0
+        for count in sizes_for(size.rows, {shape.rows for shape in self.shapes}):
+            end = min(start + count, size.rows)
+            found += self._divided(given, size, start, end)
+            start = end
+        return found
+
+    def _divided(self, given, size: Size, start: int, end: int) -> list:
+        if (start, end) == (0, size.rows):
+            part, of_part = given, size
+        else:
+            pairs = zip(self._programs.inputs, given, strict=True)
+            part = [_rows(each, like.bags, start, end) for like, each in pairs]
+            of_part = self.size_of(part)
+        if self.shape_for(of_part) is not None:
+            return [(of_part, part)]
+        if end - start == 1:
+            longest = max(shape.entries for shape in self.shapes)
+            raise TooLargeError(
+                f"row {start} has {max(of_part.entries):,} entries, more than the "
+                f"{longest:,} that this service has room for"
+            )
+        middle = (start + end) // 2
+        halves = (start, middle), (middle, end)
+        return [each for half in halves for each in self._divided(given, size, *half)]
+
+    def packed(self, shape: Shape, parts: Sequence[Sequence[Rows]]) -> list[Any]:
+        """The arguments of a program from all parts of a batch, on the host."""
+        joined = [_joined(each) for each in zip(*parts, strict=True)]
+        return self._programs.arguments(shape.rows, joined, shape.entries)
+
+    def run(self, shape: Shape, packed: list[Any]) -> list[np.ndarray]:
+        """The outputs for a batch that was packed. Waits for them."""
+        return [np.asarray(found) for found in self._compiled[shape](packed)]
+
+
+def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:
+    """Some rows of an input."""
+    if isinstance(given, np.ndarray):
+        return given[start:end]
+    if isinstance(given, CSR):
+        return host_rows(given, np.arange(start, end))
+    indptr = given.indptr[start * bags : end * bags + 1]
+    part = slice(indptr[0], indptr[-1])
+    data = None if given.data is None else given.data[part]
+    return Entries(data, given.indices[part], indptr - indptr[0])
+
+
+def _joined(parts: Sequence[Any]) -> Rows:
+    """One input of several requests. Entries without values have the value 1."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    ends = np.cumsum([0, *(len(part.indices) for part in parts)])
+    rows = [part.indptr[1:] + end for part, end in zip(parts, ends, strict=False)]
+    data = None
+    if any(part.data is not None for part in parts):
+        ones = (np.ones(len(part.indices), np.float32) for part in parts)
+        pairs = zip(parts, ones, strict=True)
+        data = np.concatenate([one if p.data is None else p.data for p, one in pairs])
+    indices = np.concatenate([part.indices for part in parts])
+    return Entries(data, indices, np.concatenate([[0], *rows]))
