@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data import spelling
-from sparsejax.data.click_files import ClickBlock
 from sparsejax.data.click_schema import (
     FIRST_KNOWN,
     MISSING,
@@ -20,7 +19,7 @@ from sparsejax.data.click_schema import (
     HashedColumn,
     IdColumn,
 )
-from sparsejax.data.events import tables
+from sparsejax.data.events.block import Cells, encoded_names, is_list, list_lengths
 from sparsejax.data.files import DataError
 from sparsejax.data.names import NameEncoder, Names, as_names, find_texts, to_arrow
 from sparsejax.data.values import lengths, plain_text, trim, value_problem
@@ -43,7 +42,7 @@ class Categories(NamedTuple):
     lengths: np.ndarray | None
 
 
-def labels_of(block: ClickBlock, name: str) -> np.ndarray:
+def labels_of(block: Cells, name: str) -> np.ndarray:
     """`[examples]` float32, 0 or 1.
 
     Raises:
@@ -58,7 +57,7 @@ def labels_of(block: ClickBlock, name: str) -> np.ndarray:
     return found.astype(np.float32)
 
 
-def dense_of(block: ClickBlock, columns: Mapping[str, DenseColumn]) -> np.ndarray:
+def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
     """`[examples, columns]` float32.
 
     Raises:
@@ -80,7 +79,7 @@ def dense_of(block: ClickBlock, columns: Mapping[str, DenseColumn]) -> np.ndarra
     return np.stack(parts, axis=1) if parts else np.empty((rows, 0), np.float32)
 
 
-def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
+def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
     """`[examples]` float64, 0 where missing, and bool: whether a value is missing."""
     column = plain_text(block.columns[name])
     type_ = column.type
@@ -115,15 +114,15 @@ def _numbers(block: ClickBlock, name: str) -> tuple[np.ndarray, np.ndarray]:
     return found, missing
 
 
-def categories_of(block: ClickBlock, name: str) -> Categories:
+def categories_of(block: Cells, name: str) -> Categories:
     """The categories of a column of text, integers, or lists of these.
 
     Raises:
       DataError: it holds something else.
     """
     column, sizes = block.columns[name], None
-    if tables.is_list(column.type):
-        sizes, column = tables.list_lengths(column), column.flatten()
+    if is_list(column.type):
+        sizes, column = list_lengths(column), column.flatten()
     if not (spelling.is_name(column.type) or pt.is_boolean(column.type)):
         raise DataError.at(
             block.path,
@@ -140,7 +139,7 @@ def categories_of(block: ClickBlock, name: str) -> Categories:
         if sizes is not None:
             row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
         raise block.error(row, f"column {name!r} {problem}")
-    texts = tables.encoded_names(found, block.path)
+    texts = encoded_names(found, block.path)
     # A dictionary of the file may have a null itself.
     known = texts.dictionary.fill_null("")
     if present.all():

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from sparsejax.data import arrow, parquet
+from sparsejax.data import parquet
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
 from sparsejax.data.events import tables
+from sparsejax.data.events.block import Cells, row_error
 from sparsejax.data.events.pair_layout import typed_header
-from sparsejax.data.events.records import (
-    parse_columns,
-    read_records,
-    record_blocks,
-    split_lists,
-)
+from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.files import DataError, Lines, Path, head, open_data, progress_bar
+from sparsejax.data.files import Path, head, open_data, progress_bar
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
 BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path]
-
-
-class ClickBlock(NamedTuple):
-    """Some examples as they are in a file.
-
-    Attributes:
-      columns: `[examples]` values of each column, by its name.
-      error: makes the error for an example of the block, from its number and a message.
-      path: the file.
-    """
-
-    columns: dict[str, pa.Array]
-    error: Callable[[int, str], DataError]
-    path: Path
 
 
 def click_blocks(
@@ -52,7 +32,7 @@ def click_blocks(
     names: Sequence[str] | None = None,
     *,
     labelled: bool = True,
-) -> Iterator[ClickBlock]:
+) -> Iterator[Cells]:
     """The columns of the schema, or only some of them, file by file.
 
     Args:
@@ -92,7 +72,7 @@ class ClickGroup(NamedTuple):
     first: int
     rows: int
 
-    def block(self, names: Sequence[str], start: int, stop: int) -> ClickBlock:
+    def block(self, names: Sequence[str], start: int, stop: int) -> Cells:
         """Columns of its rows `start .. stop - 1`.
 
         Raises:
@@ -108,7 +88,8 @@ class ClickGroup(NamedTuple):
             raise self.source.changed()
         part = table.slice(start, stop - start)
         columns = {name: _one_array(part.column(name)) for name in names}
-        return _parquet_block(self.source, columns, self.first + start)
+        error = row_error(self.source.path, self.first + start)
+        return Cells(columns, error, self.source.path)
 
 
 def click_groups(source: parquet.ParquetPath) -> list[ClickGroup]:
@@ -136,28 +117,20 @@ def as_paths(paths: Paths) -> list[Path]:
 
 def _parquet_blocks(
     source: parquet.ParquetPath, names: Sequence[str], bar: tqdm
-) -> Iterator[ClickBlock]:
+) -> Iterator[Cells]:
     path = source.path
     with source.open() as file:
         known = file.schema_arrow
         columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
         _check_names(path, columns, names)
         rows = max(file.metadata.num_rows, 1)
-        first = 0
-        for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
-            columns_ = {name: batch.column(name) for name in names}
-            yield _parquet_block(source, columns_, first)
-            first += len(batch)
-            bar.update(source.size * len(batch) / rows)
 
+        def batches() -> Iterator[pa.RecordBatch]:
+            for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
+                yield batch
+                bar.update(source.size * len(batch) / rows)
 
-def _parquet_block(
-    source: parquet.ParquetPath, columns: dict[str, pa.Array], first: int
-) -> ClickBlock:
-    def error(row: int, message: str) -> DataError:
-        return DataError.at(source.path, f"row {first + row:,}: {message}")
-
-    return ClickBlock(columns, error, source.path)
+        yield from tables.table_cells([(path, batches())], {n: n for n in names})
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
@@ -165,60 +138,18 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return pa.array([], column.type) if isinstance(found, pa.ChunkedArray) else found
 
 
-@dataclasses.dataclass(frozen=True)
-class _TextLayout:
-    """How a text file is written.
-
-    Attributes:
-      columns: the names of its columns.
-      delimiter: what separates them.
-      first_line: the line of the first record behind the header, counted from 1.
-      header: the text of the header, or None.
-      lists: the positions of columns whose cells are lists, separated by spaces.
-    """
-
-    columns: tuple[str, ...]
-    delimiter: str
-    first_line: int
-    header: str | None = None
-    lists: frozenset[int] = frozenset()
-
-
 def _text_blocks(
     path: Path, schema: ClickSchema, names: Sequence[str], used: Sequence[str]
-) -> Iterator[ClickBlock]:
+) -> Iterator[Cells]:
     layout = _layout(path, schema, used)
-    places = {name: layout.columns.index(name) for name in names}
-    # Categories repeat, so that a dictionary of a block is smaller than the block.
-    encoded = pa.dictionary(pa.int32(), pa.string())
-    types = {
-        at: encoded if name in schema.ids and at not in layout.lists else pa.string()
-        for name, at in places.items()
-    }
-    count = len(layout.columns)
+    places = {name: layout.names.index(name) for name in names}
     with open_data(path) as stream:
-        for lines in record_blocks(
-            stream,
-            path,
-            layout.delimiter,
-            first_line=layout.first_line,
-            header=layout.header,
-            block_bytes=BLOCK_BYTES,
-        ):
-            try:
-                found = parse_columns(lines, layout.delimiter, count, types)
-            except pa.ArrowInvalid as cause:
-                raise _wrong_record(lines, layout, cause) from cause
-            found |= {at: _split(found[at]) for at in layout.lists & found.keys()}
-
-            def error(row: int, message: str, lines: Lines = lines) -> DataError:
-                line = _line_of(lines, layout, row)
-                return DataError.at(path, message, line=line)
-
-            yield ClickBlock({n: found[at] for n, at in places.items()}, error, path)
+        yield from record_cells(
+            stream, path, layout, places, schema.ids, block_bytes=BLOCK_BYTES
+        )
 
 
-def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> _TextLayout:
+def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
     """How a file is written, which has the columns `used`."""
     lines = head(path)
     first_line = lines.data.decode().lstrip("\n").partition("\n")[0]
@@ -239,16 +170,14 @@ def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> _TextLayout
         names, is_header = tuple(cells), True
         columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
         _check_names(path, columns, used, line=line)
-    if not is_header:
-        return _TextLayout(names, delimiter, line)
-    return _TextLayout(names, delimiter, end, lines.text(line, end), lists)
-
-
-def _split(texts: pa.Array) -> pa.Array:
-    """Lists of what spaces separate."""
-    flat, sizes = split_lists(texts)
-    ends = np.append(0, np.cumsum(sizes))
-    return pa.LargeListArray.from_arrays(arrow.from_numbers(ends), flat)
+    return TextLayout(
+        delimiter=delimiter,
+        first_line=end if is_header else line,
+        num_columns=len(names),
+        names=names,
+        header=lines.text(line, end) if is_header else None,
+        lists=lists if is_header else frozenset(),
+    )
 
 
 def _check_names(
@@ -266,29 +195,3 @@ def _check_names(
                 "ClickSchema(columns=...)"
             )
             unclear(path, columns, f"{problem} {name!r}", remedy, line)
-
-
-def _records(lines: Lines, layout: _TextLayout) -> Iterator[tuple[int, list[str]]]:
-    """Line and cells of the records that `parse_columns` does not skip."""
-    for line, _, cells in read_records(lines, layout.delimiter):
-        if len(cells) == len(layout.columns) or "".join(cells).strip():
-            yield line, cells
-
-
-def _line_of(lines: Lines, layout: _TextLayout, row: int) -> int | None:
-    found = (line for i, (line, _) in enumerate(_records(lines, layout)) if i == row)
-    return next(found, None)
-
-
-def _wrong_record(lines: Lines, layout: _TextLayout, cause: Exception) -> DataError:
-    """The error for the first record with another number of columns."""
-    count = len(layout.columns)
-    for line, cells in _records(lines, layout):
-        if len(cells) != count:
-            return DataError.at(
-                lines.path,
-                f"expected {count} columns ({', '.join(layout.columns[:3])}, ...), got "
-                f"{len(cells)}: the line is cut, or another character separates columns",
-                line=line,
-            )
-    return lines.error(0, f"cannot be parsed from here on: {cause}")

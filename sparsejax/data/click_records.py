@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.click_columns import Numbering, categories_of, dense_of
-from sparsejax.data.click_files import ClickBlock
 from sparsejax.data.click_schema import ClickSchema, num_ids
 from sparsejax.data.click_storage import Ids, id_lists
+from sparsejax.data.events.block import Cells
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
 
@@ -54,7 +54,7 @@ def examples_of(
     return dense_of(block, schema.dense), ids
 
 
-def _block(records: Any, dense: list[str], ids: list[str]) -> ClickBlock:
+def _block(records: Any, dense: list[str], ids: list[str]) -> Cells:
     names = [*dense, *ids]
     if isinstance(records, pa.Table | pa.RecordBatch):
         known = records.column_names
@@ -77,7 +77,7 @@ def _block(records: Any, dense: list[str], ids: list[str]) -> ClickBlock:
     def error(row: int, message: str) -> DataError:
         return DataError.at(_RECORDS, f"row {row:,}: {message}")
 
-    return ClickBlock(columns, error, _RECORDS)
+    return Cells(columns, error, _RECORDS)
 
 
 def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:

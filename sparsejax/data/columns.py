@@ -233,6 +233,14 @@ def about_times(columns: Columns) -> str:
     )
 
 
+def about_values(columns: Columns) -> str:
+    """Advice about a value that is wrong, for the end of a message."""
+    return (
+        f"({columns.value} is read as the value; choose another with value=COLUMN, or "
+        "ignore values with indicator=True)"
+    )
+
+
 def role_of(name: str) -> str | None:
     """The role that a column of this name has, if it is known."""
     return next((_ROLE_OF[word] for word in _forms(name) if word in _ROLE_OF), None)

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import scipy.sparse
 
 from sparsejax.data import parquet
@@ -18,7 +17,6 @@ from sparsejax.data.columns import (
     BY_NAME,
     Chosen,
     Column,
-    Columns,
     TimeColumn,
     account_of_histories,
 )
@@ -27,12 +25,9 @@ from sparsejax.data.dataset import (
     UnknownFeaturesWarning,
     offsets,
 )
-from sparsejax.data.events import lines, pairs, sniff, tables
-from sparsejax.data.events.block import Block
-from sparsejax.data.events.pair_layout import find_layout
-from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.events.source import Asked, find_format, open_source
+from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import FeatureNames
-from sparsejax.data.readers import file_batches
 from sparsejax.data.sequences import SequenceDataset, align_sequences
 from sparsejax.data.vocabulary import vocabulary_order
 
@@ -84,10 +79,13 @@ def read_sequences(
       ValueError: there is no such format, or columns are chosen but it has none.
     """
     chosen = Chosen(user, item, None, time)
-    if hasattr(source, "__arrow_c_stream__"):
-        path, data = "the table", _of_table(source, chosen)
-    else:
-        path, data = source, _of_file(source, format, chosen, delimiter)
+    asked = Asked(chosen, format, delimiter, indicator=True)
+    data = None
+    if find_format(source, asked) == "parquet":
+        data = _saved(source, chosen)
+    if data is None:
+        data = _read(source, asked)
+    path = "the table" if hasattr(source, "__arrow_c_stream__") else source
     if features is None:
         return _accounted(data)
     try:
@@ -112,51 +110,10 @@ def _accounted(data: SequenceDataset) -> SequenceDataset:
     return dataclasses.replace(data, columns=columns)
 
 
-def _of_table(table: Any, chosen: Chosen) -> SequenceDataset:
-    path = "the table"
-    try:
-        batches = pa.RecordBatchReader.from_stream(table)
-        layout = tables.find_table_layout(path, batches.schema, chosen, indicator=True)
-        layout, batches = tables.settle_time(layout, chosen, batches)
-        blocks = tables.table_blocks([(path, batches)], layout)
-        return _assemble(blocks, path, layout.source)
-    except (pa.ArrowException, OverflowError) as error:
-        raise DataError.at(path, f"cannot be read: {error}") from error
-
-
-def _of_file(
-    path: Path, format: str | None, chosen: Chosen, delimiter: str | None
-) -> SequenceDataset:
-    if format is None:
-        format = sniff.guess_format(path) if delimiter is None else "pairs"
-    if format in ("text", "adjacency") and chosen:
-        raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
-    if format != "pairs" and delimiter is not None:
-        raise ValueError(f"{shown(path)}: the format {format} has its own delimiter")
-    match format:
-        case "text":
-            with open_data(path) as stream:
-                return _assemble(lines.text_blocks(stream, path, indicator=True), path)
-        case "adjacency":
-            with open_data(path) as stream:
-                return _assemble(lines.adjacency_blocks(stream, path), path)
-        case "pairs":
-            layout = find_layout(
-                path, chosen, delimiter=delimiter, header=None, indicator=True
-            )
-            with open_data(path) as stream:
-                blocks = pairs.pair_blocks(stream, path, layout)
-                return _assemble(blocks, path, layout.columns)
-        case "parquet":
-            return _of_parquet(path, chosen)
-    raise ValueError(
-        f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
-    )
-
-
-def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
+def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
+    """A saved data set; None if the path is of something else."""
     files = parquet.parquet_files(path)
-    first, schema = parquet.first_schema(files)
+    _, schema = parquet.first_schema(files)
     time_is_read = chosen.time is not None
     is_ours = parquet.is_sequences(schema) or parquet.is_dataset(schema)
     if is_ours and len(files) == 1:
@@ -178,21 +135,15 @@ def _of_parquet(path: Path, chosen: Chosen) -> SequenceDataset:
             raise
         except ValueError as error:
             raise DataError.at(path, str(error)) from error
-    layout = tables.find_table_layout(first, schema, chosen, indicator=True)
-    rows = parquet.first_rows(files, layout.columns)
-    layout, _ = tables.settle_time(layout, chosen, rows)
-    with progress_bar(path, sum(file.size for file in files)) as bar:
-        each = ((file.path, file_batches(file, layout, bar)) for file in files)
-        return _assemble(tables.table_blocks(each, layout), path, layout.source)
+    return None
 
 
-def _assemble(
-    blocks: Iterable[Block], path: Path, columns: Columns | None = None
-) -> SequenceDataset:
-    """Joins the blocks of one file; see `read_sequences`."""
+def _read(source: Any, asked: Asked) -> SequenceDataset:
+    opened = open_source(source, asked)
+    path, columns = opened.path, opened.columns
     if columns is not None:
         columns.check_order(path)
-    found = encode(blocks, path)
+    found = encode(opened.blocks(), path)
     if columns is not None and found.times is None:
         columns = columns.without_empty_times()
         columns.check_order(path)

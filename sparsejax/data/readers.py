@@ -38,19 +38,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import pyarrow as pa
-from tqdm import tqdm
 
 from sparsejax.data import parquet
 from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import SparseDataset
-from sparsejax.data.events import lines, pairs, sniff, tables
-from sparsejax.data.events.pair_layout import find_layout
-from sparsejax.data.files import DataError, Path, open_data, progress_bar, shown
+from sparsejax.data.events.source import Asked, find_format, open_source
+from sparsejax.data.files import Path, shown
 from sparsejax.data.folder import DataFolder
 
 
@@ -87,32 +83,18 @@ def read(
       DataError: the file cannot be read, or its format is not clear.
       ValueError: there is no such format, or columns are chosen but it has none.
     """
-    if format is None:
-        format = sniff.guess_format(path) if delimiter is None else "pairs"
-    chosen = Chosen(user, item, value, time)
-    if format in ("text", "adjacency") and chosen:
-        raise ValueError(f"{shown(path)}: the format {format} has no columns to name")
-    if format != "pairs" and delimiter is not None:
-        raise ValueError(f"{shown(path)}: the format {format} has its own delimiter")
-    match format:
-        case "text":
-            return read_text(path, features=features, indicator=indicator)
-        case "pairs":
-            return read_pairs(
-                path,
-                **vars(chosen),
-                delimiter=delimiter,
-                features=features,
-                indicator=indicator,
-            )
-        case "adjacency":
-            return read_adjacency(path, features=features)
-        case "parquet":
-            return read_parquet(
-                path, **vars(chosen), features=features, indicator=indicator
-            )
-    raise ValueError(
-        f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
+    asked = Asked(
+        Chosen(user, item, value, time), format, delimiter, indicator=indicator
+    )
+    if find_format(path, asked) == "parquet":
+        return _parquet(path, asked, features)
+    return _read(path, asked, features)
+
+
+def _read(source: Any, asked: Asked, features: Features) -> SparseDataset:
+    found = open_source(source, asked)
+    return assemble(
+        found.blocks(), found.path, features=features, columns=found.columns
     )
 
 
@@ -145,9 +127,7 @@ def read_text(
     Raises:
       DataError: the file cannot be read.
     """
-    with open_data(path) as stream:
-        blocks = lines.text_blocks(stream, path, indicator=indicator)
-        return assemble(blocks, path, features=features)
+    return _read(path, Asked(format="text", indicator=indicator), features)
 
 
 def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
@@ -166,9 +146,7 @@ def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
     Raises:
       DataError: the file cannot be read.
     """
-    with open_data(path) as stream:
-        blocks = lines.adjacency_blocks(stream, path)
-        return assemble(blocks, path, features=features)
+    return _read(path, Asked(format="adjacency"), features)
 
 
 def read_pairs(
@@ -219,16 +197,14 @@ def read_pairs(
       ValueError: the delimiter is wrong, a column is chosen for two roles, or it is chosen
         by name but there is no header.
     """
-    layout = find_layout(
-        path,
+    asked = Asked(
         Chosen(user, item, value, time),
-        delimiter=delimiter,
-        header=header,
+        "pairs",
+        delimiter,
+        header,
         indicator=indicator,
     )
-    with open_data(path) as stream:
-        blocks = pairs.pair_blocks(stream, path, layout)
-        return assemble(blocks, path, features=features, columns=layout.columns)
+    return _read(path, asked, features)
 
 
 def read_parquet(
@@ -268,46 +244,37 @@ def read_parquet(
         set has none.
     """
     chosen = Chosen(user, item, value, time)
+    return _parquet(path, Asked(chosen, "parquet", indicator=indicator), features)
+
+
+def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
     if (folder := DataFolder.find(path)) is not None:
-        return _saved(path, folder.read, chosen, features, indicator)
+        return _saved(path, folder.read, asked, features)
     files = parquet.parquet_files(path)
-    first, schema = parquet.first_schema(files)
-    parquet.check_no_part(first, schema)
+    _, schema = parquet.first_schema(files)
     if parquet.is_sequences(schema):
         parquet.check_schema(path, schema)  # says what to do
     if len(files) == 1 and parquet.is_dataset(schema):
         load = functools.partial(SparseDataset.load, path)
-        return _saved(path, load, chosen, features, indicator)
-    layout = tables.find_table_layout(
-        first,
-        schema,
-        chosen,
-        indicator=indicator,
-    )
-    rows = parquet.first_rows(files, layout.columns)
-    layout, _ = tables.settle_time(layout, chosen, rows)
-    with progress_bar(path, sum(file.size for file in files)) as bar:
-        each = ((file.path, file_batches(file, layout, bar)) for file in files)
-        blocks = tables.table_blocks(each, layout)
-        return assemble(blocks, path, features=features, columns=layout.source)
+        return _saved(path, load, asked, features)
+    return _read(path, asked, features)
 
 
 def _saved(
     path: Path,
     load: Callable[[], SparseDataset],
-    chosen: Chosen,
+    asked: Asked,
     features: Features,
-    indicator: bool,
 ) -> SparseDataset:
     """A saved data set, read by `load`."""
-    if chosen:
+    if asked.chosen:
         raise ValueError(
             f"{shown(path)}: is a saved data set, so it has no columns to name"
         )
     dataset = load()
-    if indicator:
+    if asked.indicator:
         dataset = dataset.without_values()
-    if chosen.time is None:
+    if asked.chosen.time is None:
         dataset = dataclasses.replace(dataset, times=None, order=None)
     return dataset if features is None else align_to(dataset, features, path)
 
@@ -360,27 +327,5 @@ def from_arrow(
             "expected a table with Arrow's PyCapsule interface, for example of polars, "
             f"pandas or pyarrow, got {type(table).__name__}"
         )
-    path = "the table"
-    try:
-        batches = pa.RecordBatchReader.from_stream(table)
-        chosen = Chosen(user, item, value, time)
-        layout = tables.find_table_layout(
-            path, batches.schema, chosen, indicator=indicator
-        )
-        layout, batches = tables.settle_time(layout, chosen, batches)
-        blocks = tables.table_blocks([(path, batches)], layout)
-        return assemble(blocks, path, features=features, columns=layout.source)
-    except (pa.ArrowException, OverflowError) as error:
-        raise DataError.at(path, f"cannot be read: {error}") from error
-
-
-def file_batches(
-    source: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
-) -> Iterator[pa.RecordBatch]:
-    """The columns of the layout, some rows at a time."""
-    with source.open() as file:
-        tables.check_layout(source.path, file, layout)
-        rows = max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(tables.BATCH_ROWS, columns=layout.columns):
-            yield batch
-            bar.update(source.size * len(batch) / rows)
+    chosen = Chosen(user, item, value, time)
+    return _read(table, Asked(chosen, indicator=indicator), features)

@@ -21,7 +21,6 @@ from sparsejax.data.click_columns import (
     labels_of,
 )
 from sparsejax.data.click_files import (
-    ClickBlock,
     ClickGroup,
     Paths,
     as_paths,
@@ -37,6 +36,7 @@ from sparsejax.data.click_storage import (
     stored_vocabularies,
 )
 from sparsejax.data.clicks import ClickDataset, join_ids, known_vocabularies
+from sparsejax.data.events.block import Cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
@@ -200,7 +200,7 @@ class ScannedClicks:
             )
         return self._groups
 
-    def _of_block(self, block: ClickBlock) -> ClickDataset:
+    def _of_block(self, block: Cells) -> ClickDataset:
         if self.is_saved:
             try:
                 parts = stored_examples(block.columns, self.schema, self.vocabularies)

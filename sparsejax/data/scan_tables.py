@@ -16,7 +16,7 @@ import pyarrow.types as pt
 
 from sparsejax.data import spelling
 from sparsejax.data.events import tables
-from sparsejax.data.events.block import Block
+from sparsejax.data.events.block import Block, encoded_names
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
@@ -124,7 +124,7 @@ class Vocabulary:
             or not pt.is_integer(items.type)
             or items.type == pa.uint64()
         ):
-            items = tables.encoded_names(items, path)
+            items = encoded_names(items, path)
             # The same as pc.index_in(...), which type checkers cannot see.
             lookup = pc.SetLookupOptions(value_set=self._names)
             known = items.dictionary

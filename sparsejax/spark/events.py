@@ -12,14 +12,9 @@ import pyarrow.types as pt
 
 from sparsejax.data import arrow
 from sparsejax.data.columns import Chosen, Columns
-from sparsejax.data.events.stream import (
-    NO_ITEM,
-    NO_TIME,
-    NO_USER,
-    NO_VALUE,
-    check_times,
-)
-from sparsejax.data.events.tables import find_table_layout, inner_type, is_list
+from sparsejax.data.events.block import NO_ITEM, NO_TIME, NO_USER, NO_VALUE, is_list
+from sparsejax.data.events.source import check_times
+from sparsejax.data.events.tables import find_table_layout, inner_type
 from sparsejax.data.files import DataError
 from sparsejax.data.spelling import exact_bits, is_text
 from sparsejax.data.values import parse_times

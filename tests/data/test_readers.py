@@ -1,6 +1,5 @@
 """The text and adjacency forms, what all readers share, and guessing the format."""
 
-import functools
 import gzip
 import io
 import lzma
@@ -33,6 +32,7 @@ from sparsejax.data import (
 )
 from sparsejax.data.assemble import assemble
 from sparsejax.data.events import lines
+from sparsejax.data.events.block import Check
 from sparsejax.data.names import NameEncoder, as_names
 from sparsejax.data.values import parse_values, value_problem
 
@@ -366,7 +366,12 @@ def test_block_size_does_not_matter(write, size):
             blocks = blocks_of(stream, path, block_bytes=size)
             return assemble(blocks, path, features=None)
 
-    text_blocks = functools.partial(lines.text_blocks, indicator=False)
+    def text_blocks(*args, **options):
+        return Check().blocks(lines.text_cells(*args, indicator=False, **options))
+
+    def adjacency_blocks(*args, **options):
+        return Check().blocks(lines.adjacency_cells(*args, **options))
+
     rng = np.random.default_rng(0)
     rows = [
         (
@@ -380,9 +385,7 @@ def test_block_size_does_not_matter(write, size):
     )
     assert contents(read_in_blocks(text_blocks, write(text))) == merged(rows)
     spaced = text.replace("\t", " ").replace(":", " ")
-    assert contents(read_in_blocks(lines.adjacency_blocks, write(spaced))) == merged(
-        rows
-    )
+    assert contents(read_in_blocks(adjacency_blocks, write(spaced))) == merged(rows)
     path = write(text + "\nbad line\n")
     with pytest.raises(DataError, match=f"{path}:101: no TAB"):
         read_in_blocks(text_blocks, path)

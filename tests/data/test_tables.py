@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparsejax as sj
-from sparsejax.data import DataError, from_arrow, read, read_parquet
+from sparsejax.data import DataError, from_arrow, read, read_pairs, read_parquet
 
 ONES = {"ann": {"milk": 1, "tea": 1}, "bob": {"tea": 1}}
 VALUES = {"ann": {"milk": 2.5, "tea": 3}, "bob": {"tea": 0}}
@@ -415,3 +415,23 @@ def test_values_in_dictionaries(type_, tmp_path):
     pytest.importorskip("duckdb")
     sj.prepare(table, tmp_path / "out")
     assert sj.read(tmp_path / "out").to_scipy().sum() == 6
+
+
+def test_the_first_wrong_row_is_named(tmp_path):
+    faults = {"user": ["ann", "bob", "eve", None], "item": ["tea", "", "rye", "rye"]}
+    table = pa.table(faults | {"time": [1, 2, None, 4]})
+    with pytest.raises(DataError, match="row 1: an item .*, 1 times in all"):
+        from_arrow(table)
+    named = table.set_column(1, "item", pa.array(["x", "y", "z", "x"]))
+    with pytest.raises(DataError, match="row 1: an event has no time"):
+        from_arrow(named.slice(1))
+    path = tmp_path / "events.csv"
+    path.write_text("user,item,time\nann,tea,1\nbob,,2\neve,rye,\n,rye,4\n")
+    with pytest.raises(DataError, match=r"csv:3: the item .*, 2 times in all"):
+        read_pairs(path)
+    path.write_text("user,item,rating\nann,tea,1\nbob,rye,x\neve,tea\n")
+    with pytest.raises(DataError, match="csv:3: value 'x' is not a number"):
+        read_pairs(path)
+    path.write_text("user,item,rating\nann,tea,1\n,\neve,tea,3\n")
+    with pytest.raises(DataError, match="csv:3: expected 3 columns .*, got 2"):
+        read_pairs(path)

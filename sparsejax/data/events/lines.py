@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data.events.block import Block
+from sparsejax.data.events.block import Cells, lists
 from sparsejax.data.files import BLOCK_BYTES, ByteStream, Lines, Path, line_blocks
-from sparsejax.data.values import parse_values, value_problem
 
 _NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
 
@@ -38,15 +37,15 @@ _STAND_INS = bytes(range(0xF8, 0xF8 + len(ESCAPES)))
 _MEANT = bytes.maketrans(_STAND_INS, "".join(ESCAPES).encode())
 
 
-def adjacency_blocks(
+def adjacency_cells(
     stream: ByteStream, path: Path, *, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+) -> Iterator[Cells]:
     """Parses `row feature feature ...` lines, separated by spaces or TABs."""
     for lines in line_blocks(stream, path, block_bytes=block_bytes):
-        yield _adjacency_block(lines)
+        yield _adjacency_cells(lines)
 
 
-def _adjacency_block(lines: Lines) -> Block:
+def _adjacency_cells(lines: Lines) -> Cells:
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_SPACE[data])
     is_newline = data[marks] == _NEWLINE
@@ -55,32 +54,37 @@ def _adjacency_block(lines: Lines) -> Block:
     field = np.flatnonzero(ends > starts)
     starts, ends, line = starts[field], ends[field], line[field]
     is_row = np.diff(line, prepend=-1) > 0
-    lengths = np.diff(np.append(np.flatnonzero(is_row), len(line))) - 1
-    return Block(
-        rows=strings(data, starts[is_row], ends[is_row]),
-        lengths=lengths,
-        features=strings(data, starts[~is_row], ends[~is_row]),
-        values=None,
-    )
+    columns = {
+        "user": strings(data, starts[is_row], ends[is_row]),
+        "item": lists(
+            strings(data, starts[~is_row], ends[~is_row]),
+            np.diff(np.append(np.flatnonzero(is_row), len(line))) - 1,
+        ),
+    }
+    at = line[is_row]
+    return Cells(columns, lambda row, text: lines.error(int(at[row]), text), lines.path)
 
 
-def text_blocks(
+def text_cells(
     stream: ByteStream, path: Path, *, indicator: bool, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+) -> Iterator[Cells]:
     """Parses `row<TAB>feature[,value]:feature[,value]:...` lines; see `read_text`."""
-    valued: bool | None = False if indicator else None
     for lines in line_blocks(stream, path, block_bytes=block_bytes):
-        block, valued = _text_block(lines, valued, indicator=indicator)
-        yield block
+        cells, problem = _text_cells(lines, indicator=indicator)
+        if problem is not None:
+            line, message = problem
+            before = lines.data.split(b"\n", line)[:line]  # its faults come first
+            whole = dataclasses.replace(lines, data=b"".join(b + b"\n" for b in before))
+            if line:
+                yield _text_cells(whole, indicator=indicator)[0]
+            raise lines.error(line, message)
+        yield cells
 
 
-def _text_block(
-    lines: Lines, valued: bool | None, *, indicator: bool
-) -> tuple[Block, bool | None]:
-    """Parses a block.
-
-    `valued` says whether earlier entries had values; None if there were no entries.
-    """
+def _text_cells(
+    lines: Lines, *, indicator: bool
+) -> tuple[Cells, tuple[int, str] | None]:
+    """The cells, and the first line that does not fit the grammar, with what is wrong."""
     lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])
@@ -134,33 +138,25 @@ def _text_block(
         "two commas in one entry; expected feature or feature,value",
     )
     entry = np.flatnonzero(is_feature & ~empty)
-    values = None
-    if not indicator and entry.size:
+    sizes = np.bincount(line[entry], minlength=len(has_row))[has_row]
+    rows = strings(data, line_starts[has_row], name_ends[has_row])
+    items = strings(data, starts[entry], ends[entry])
+    columns: dict[str, pa.Array] = {"user": rows, "item": lists(items, sizes)}
+    if not indicator:
         has_value = np.zeros(len(entry), bool)
         before_value = right[entry] == _COMMA
         has_value[before_value] = ~empty[entry[before_value] + 1]
-        valued = bool(has_value[0]) if valued is None else valued
-        problem_where(has_value != valued, line[entry], mixed_values(valued))
-        if valued:
-            position = entry[has_value] + 1
-            texts = strings(data, starts[position], ends[position])
-            values = parse_values(texts)
-            if values is None:
-                found = (
-                    (int(line[at]), problem)
-                    for at, text in zip(position, texts.to_pylist(), strict=True)
-                    if (problem := value_problem(text))
-                )
-                problems.append(next(found))
-    if problems:
-        raise lines.error(*min(problems, key=lambda problem: problem[0]))
-    block = Block(
-        rows=strings(data, line_starts[has_row], name_ends[has_row]),
-        lengths=np.bincount(line[entry], minlength=len(has_row))[has_row],
-        features=strings(data, starts[entry], ends[entry]),
-        values=values,
+        position = entry[has_value] + 1
+        values = strings(data, starts[position], ends[position])
+        if not has_value.all():
+            places = pa.array(np.cumsum(has_value) - 1, mask=~has_value)
+            values = values.take(places)
+        columns["value"] = lists(values, sizes)
+    at = np.flatnonzero(has_row)
+    cells = Cells(
+        columns, lambda row, text: lines.error(int(at[row]), text), lines.path
     )
-    return block, valued
+    return cells, min(problems, key=lambda problem: problem[0], default=None)
 
 
 def _without_escapes(lines: Lines) -> Lines:
@@ -171,15 +167,6 @@ def _without_escapes(lines: Lines) -> Lines:
     for escape, byte in zip(ESCAPES.values(), _STAND_INS, strict=True):
         data = data.replace(escape.encode(), bytes([byte]))
     return dataclasses.replace(lines, data=data)
-
-
-def mixed_values(valued: bool) -> str:
-    """The message for an entry that differs from those before it."""
-    entry, earlier = ("no value", "one") if valued else ("a value", "none")
-    return (
-        f"an entry has {entry} but earlier entries have {earlier}; give all entries a "
-        "value or none, or ignore the values with indicator=True"
-    )
 
 
 def _no_row(text: bytes) -> str:

@@ -17,7 +17,7 @@ from sparsejax.data.columns import (
     role_of,
     unclear,
 )
-from sparsejax.data.events.records import has_quotes, read_records
+from sparsejax.data.events.records import TextLayout, has_quotes, read_records
 from sparsejax.data.files import DataError, Lines, Path, head
 from sparsejax.data.values import is_number, time_problem
 
@@ -31,30 +31,15 @@ _MOVIELENS = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout(TextLayout):
     """How to read a file of pairs.
 
     Attributes:
-      delimiter: one or two characters.
-      first_line: the line of the first record behind the header, counted from 1.
-      num_columns: number of columns of each record.
       columns: the columns that are read, and the role of each.
-      header: the text of the header, or None.
-      lists: the positions of columns whose cells are lists, separated by spaces.
     """
 
-    delimiter: str
-    first_line: int
-    num_columns: int
     columns: Columns
-    header: str | None = None
-    lists: frozenset[int] = frozenset()
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether a record has a list of items."""
-        return self.columns.item.position in self.lists
 
     @property
     def places(self) -> dict[str, int]:
@@ -161,7 +146,14 @@ def find_layout(
     if read.time is not None and problem is not None:
         read = read.without_times(read.time, problem)
     text = lines.text(line, first_line) if header else None
-    return Layout(delimiter, first_line, len(first), read, text, lists)
+    return Layout(
+        delimiter=delimiter,
+        first_line=first_line,
+        num_columns=len(first),
+        header=text,
+        lists=lists,
+        columns=read,
+    )
 
 
 def typed_header(cells: Sequence[str]) -> list[tuple[str, str]] | None:

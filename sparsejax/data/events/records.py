@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from sparsejax.data import arrow
+from sparsejax.data.events.block import Cells, lists
 from sparsejax.data.files import (
     BLOCK_BYTES,
     ByteStream,
@@ -31,6 +33,115 @@ from sparsejax.data.values import lengths, trim
 MAX_RECORD_BYTES = BLOCK_BYTES
 # ASCII's unit separator replaces a delimiter of two characters. Text does not have it.
 _UNIT = "\x1f"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextLayout:
+    """How a file of records is written.
+
+    Attributes:
+      delimiter: what separates the columns: one or two characters.
+      first_line: the line of the first record behind the header, counted from 1.
+      num_columns: number of columns of each record.
+      names: the names of the columns, if messages should have them.
+      header: the text of the header, or None.
+      lists: the positions of columns whose cells are lists, separated by spaces.
+    """
+
+    delimiter: str
+    first_line: int
+    num_columns: int
+    names: tuple[str, ...] = ()
+    header: str | None = None
+    lists: frozenset[int] = frozenset()
+
+    def uneven(self, count: int) -> str:
+        """The message for a record with another number of columns."""
+        if self.names:
+            return (
+                f"expected {self.num_columns} columns ({', '.join(self.names[:3])}, ...), "
+                f"got {count}: the line is cut, or another character separates columns"
+            )
+        return f"expected {self.num_columns} columns as on the first line, got {count}"
+
+
+def record_cells(
+    stream: ByteStream,
+    path: Path,
+    layout: TextLayout,
+    places: Mapping[str, int],
+    encoded: Collection[str],
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> Iterator[Cells]:
+    """Parses the records of a file, a block at a time.
+
+    Args:
+      stream: the file, opened.
+      path: the file that messages name.
+      layout: how it is written.
+      places: the position of the column for each key of the result.
+      encoded: the keys of columns with cells that repeat, which come in a dictionary: that
+        of a block is smaller than the block.
+      block_bytes: see `record_blocks`.
+      max_record_bytes: see `record_blocks`.
+
+    Raises:
+      DataError: a record has another number of columns. The cells before it come first.
+    """
+    dictionary = pa.dictionary(pa.int32(), pa.string())
+    types = {
+        at: dictionary if key in encoded and at not in layout.lists else pa.string()
+        for key, at in places.items()
+    }
+
+    def cells(lines: Lines) -> Cells:
+        found = parse_columns(lines, layout.delimiter, layout.num_columns, types)
+        found |= {at: _split(found[at]) for at in layout.lists & found.keys()}
+
+        def error(row: int, message: str) -> DataError:
+            records = (line for line, _ in _whole(lines, layout))
+            line = next(itertools.islice(records, row, None), None)
+            return DataError.at(path, message, line=line)
+
+        return Cells({key: found[at] for key, at in places.items()}, error, path)
+
+    for lines in record_blocks(
+        stream,
+        path,
+        layout.delimiter,
+        first_line=layout.first_line,
+        header=layout.header,
+        block_bytes=block_bytes,
+        max_record_bytes=max_record_bytes,
+    ):
+        try:
+            yield cells(lines)
+        except pa.ArrowInvalid as cause:
+            for line, found in _whole(lines, layout):
+                if len(found) == layout.num_columns:
+                    continue
+                before = lines.text(lines.first, line)
+                if before.strip():
+                    data = f"{before}\n".encode()
+                    yield cells(dataclasses.replace(lines, data=data))
+                message = layout.uneven(len(found))
+                raise DataError.at(path, message, line=line) from cause
+            problem = f"cannot be parsed as CSV from here on: {cause}"
+            raise lines.error(0, problem) from cause
+
+
+def _whole(lines: Lines, layout: TextLayout) -> Iterator[tuple[int, list[str]]]:
+    """Line and cells of the records that `parse_columns` does not skip."""
+    for line, _, cells in read_records(lines, layout.delimiter):
+        if len(cells) == layout.num_columns or layout.delimiter.join(cells).strip():
+            yield line, cells
+
+
+def _split(texts: pa.Array) -> pa.Array:
+    """Lists of what spaces separate."""
+    return lists(*split_lists(texts))
 
 
 def separator(delimiter: str) -> str:

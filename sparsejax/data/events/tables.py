@@ -9,20 +9,26 @@ from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from sparsejax.data.columns import (
     BY_NAME,
+    SYNONYMS,
     Chosen,
     Columns,
     SourceColumn,
-    about_times,
     find_columns,
 )
-from sparsejax.data.events.block import Block
-from sparsejax.data.events.lines import mixed_values
+from sparsejax.data.events.block import (
+    NO_NAME,
+    Block,
+    Cells,
+    Check,
+    flat,
+    is_list,
+    row_error,
+)
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.spelling import (
     are_missing,
@@ -30,25 +36,14 @@ from sparsejax.data.spelling import (
     is_name,
     is_number,
     is_text,
-    without_views,
 )
-from sparsejax.data.values import (
-    are_no_times,
-    find_time_problem,
-    mixed_times,
-    parse_times,
-    plain_text,
-    time_problem,
-)
+from sparsejax.data.values import plain_text, time_problem
 
 # Rows among which the first time is looked for.
 _PROBED = 100
 
 # Rows that are parsed at a time; see `files.BLOCK_BYTES`.
 BATCH_ROWS = 2**18
-
-_NO_USER = "the user (row) is empty or null"
-_NO_ITEM = "an item (feature) is empty or null"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +76,15 @@ class TableLayout:
     )
 
     @property
+    def roles(self) -> dict[str, str]:
+        """The names of the columns that are read, by role."""
+        names = {role: getattr(self, role) for role in SYNONYMS}
+        return {role: name for role, name in names.items() if name is not None}
+
+    @property
     def columns(self) -> list[str]:
         """The names of all columns that are read."""
-        names = (self.user, self.item, self.value, self.time)
-        return [name for name in names if name is not None]
+        return list(self.roles.values())
 
 
 def find_table_layout(
@@ -186,7 +186,7 @@ def settle_time(
     for batch in rest:
         seen.append(batch)
         if len(batch):
-            cells = plain_text(_flat(batch.column(layout.time).slice(0, _PROBED)))
+            cells = plain_text(flat(batch.column(layout.time).slice(0, _PROBED)))
             if pt.is_large_string(cells.type) or pt.is_large_binary(cells.type):
                 given = (cell for cell in cells.to_pylist() if cell and cell.strip())
                 cell = next(given, None)
@@ -292,149 +292,31 @@ def table_blocks(
     Raises:
       DataError: a row is wrong; the message has the number of the first one.
     """
-    parts = _parts(tables, first)
-    kind: str | None = None
-    for path, row, part in parts:
-        try:
-            block, valued, kind = _block(part, layout, valued, kind, path, row, encoded)
-        except _MissingName as missing:
-            count = missing.count + sum(
-                int(are_missing(_flat(part.column(missing.column))).sum())
-                for _, _, part in parts
-            )
-            raise DataError.at(
-                path,
-                f"row {missing.row:,}: {missing.problem}, {count:,} times in all: fill "
-                f"in the column {missing.column!r}, or remove these rows first",
-            ) from None
-        yield block
+    check = Check(layout.source, layout.roles, encoded=encoded, valued=valued)
+    return check.blocks(table_cells(tables, layout.roles, first=first))
 
 
-class _MissingName(Exception):
-    """A name is missing. Has the first row without it, and how many a part has."""
+def table_cells(
+    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]],
+    names: Mapping[str, str],
+    *,
+    first: int = 0,
+) -> Iterator[Cells]:
+    """Some rows of tables at a time.
 
-    def __init__(self, column: str, problem: str, row: int, count: int):
-        super().__init__()
-        self.column, self.problem, self.row, self.count = column, problem, row, count
-
-
-def _parts(
-    tables: Iterable[tuple[Path, Iterable[pa.RecordBatch]]], first: int
-) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
-    """Some rows at a time, with the number of the first of them in its table."""
+    Args:
+      tables: each with the path that messages name.
+      names: the column for each key of the result.
+      first: number of the first row of each table, for messages.
+    """
     for path, batches in tables:
         row = first
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 part = batch.slice(start, BATCH_ROWS)
-                yield path, row, part
+                columns = {key: part.column(name) for key, name in names.items()}
+                yield Cells(columns, row_error(path, row), path)
                 row += len(part)
-
-
-def _block(
-    batch: pa.RecordBatch,
-    layout: TableLayout,
-    valued: bool | None,
-    kind: str | None,
-    path: Path,
-    first: int,
-    encoded: bool,
-) -> tuple[Block, bool | None, str | None]:
-    """Parses some rows.
-
-    `valued` says whether earlier entries had values, and `kind` is the kind of their
-    times, "" if they had none. Both are None if there were no earlier entries.
-    """
-    items = batch.column(layout.item)
-    lengths = list_lengths(items) if layout.has_lists else None
-    items = _flat(items)
-
-    def rows_of(wrong: np.ndarray) -> np.ndarray:
-        """`[rows]` bool: whether a row is wrong, from `wrong: [entries]`."""
-        if lengths is None:
-            return wrong
-        rows = np.repeat(np.arange(len(lengths)), lengths)[wrong]
-        return np.bincount(rows, minlength=len(lengths)) > 0
-
-    def check(wrong: np.ndarray, problem: str) -> None:
-        """Raises for the first row that is wrong."""
-        if wrong.any():
-            row = first + int(np.argmax(wrong))
-            raise DataError.at(path, f"row {row:,}: {problem}")
-
-    def entries_of(name: str, what: str) -> pa.Array:
-        """A column of values or times: one for each entry."""
-        column = plain_text(batch.column(name))
-        if lengths is None:
-            return column
-        if not is_list(column.type):  # one for all entries of a row
-            return column.take(np.repeat(np.arange(len(lengths)), lengths))
-        check(
-            list_lengths(column) != lengths,
-            f"the numbers of {what}s and of items differ",
-        )
-        return plain_text(column.flatten())
-
-    def names_of(names: pa.Array, column: str, problem: str, flat: bool) -> pa.Array:
-        missing = are_missing(names)
-        if missing.any():
-            row = first + int(np.argmax(missing if flat else rows_of(missing)))
-            raise _MissingName(column, problem, row, int(missing.sum()))
-        names, wrong, problem = as_integers_or_text(names)
-        check(wrong if flat else rows_of(wrong), f"column {column!r} {problem}")
-        return names
-
-    users = pa.nulls(len(batch), pa.string())
-    if layout.user is not None:
-        users = batch.column(layout.user)
-        users = names_of(users, layout.user, _NO_USER, True)
-    items = names_of(items, layout.item, _NO_ITEM, False)
-    values = times = None
-    if layout.value is not None and len(items):
-        column = entries_of(layout.value, "value")
-        is_missing = column.is_null().to_numpy(zero_copy_only=False)
-        valued = not is_missing[0] if valued is None else valued
-        check(rows_of(is_missing == valued), mixed_values(valued))
-        if valued:
-            values = column.cast(pa.float64(), safe=False).to_numpy()
-            with np.errstate(over="ignore"):
-                finite = np.isfinite(values.astype(np.float32))
-            check(rows_of(~finite), "a value is not finite as float32")
-    if layout.time is not None and len(items):
-        column = plain_text(entries_of(layout.time, "time"))
-        is_missing = are_no_times(column)
-        if kind is None and is_missing[0]:
-            kind = ""
-        check(rows_of(is_missing == (kind != "")), mixed_times(kind != ""))
-        if kind != "":
-            found = parse_times(column)
-            if found is None or (kind is not None and found[1] != kind):
-                entry, problem = find_time_problem(column, kind)
-                if layout.source is not None:
-                    problem += f" {about_times(layout.source)}"
-                check(rows_of(np.arange(len(column)) == entry), problem)
-            assert found is not None  # else `check` has raised
-            times, kind = found
-    if encoded:
-        items = encoded_names(items, path)
-    block = Block(encoded_names(users, path), lengths, items, values, times)
-    return block, valued, kind
-
-
-def encoded_names(names: pa.Array, path: Path) -> pa.DictionaryArray:
-    """The names in a dictionary of the distinct ones, as text in order of appearance."""
-    if pt.is_dictionary(names.type):  # its dictionary may have names that do not appear
-        codes = names.indices.dictionary_encode()
-        distinct = without_views(names.dictionary).take(codes.dictionary)
-    else:
-        codes = without_views(names).dictionary_encode()
-        distinct = codes.dictionary
-    try:
-        return pa.DictionaryArray.from_arrays(
-            codes.indices, distinct.cast(pa.large_string())
-        )
-    except pa.ArrowInvalid as error:
-        raise DataError.at(path, f"a name is not valid UTF-8: {error}") from error
 
 
 def plain_names(column: pa.ChunkedArray, path: Path) -> pa.Array:
@@ -462,23 +344,7 @@ def check_users(users: pa.Array, path: Path, first: int) -> None:
     missing = are_missing(users)
     if missing.any():
         row = first + int(np.argmax(missing))
-        raise DataError.at(path, f"row {row:,}: {_NO_USER}")
-
-
-def _flat(column: pa.Array) -> pa.Array:
-    """The entries of a column, which may hold lists."""
-    return column.flatten() if is_list(column.type) else column
-
-
-def list_lengths(lists: pa.Array) -> np.ndarray:
-    """`[rows]` length of each list; null counts as empty."""
-    lengths = pc.call_function("list_value_length", [lists])
-    return lengths.fill_null(0).to_numpy().astype(np.int64)
-
-
-def is_list(type_: pa.DataType) -> bool:
-    kinds = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view)
-    return any(kind(type_) for kind in (*kinds, pt.is_large_list_view))
+        raise DataError.at(path, f"row {row:,}: {NO_NAME['user']}")
 
 
 def inner_type(type_: pa.DataType) -> pa.DataType:
