@@ -39,6 +39,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data import folder_files
+from sparsejax.data.entries import Entries
 from sparsejax.data.folder import (
     DataFolder,
     Manifest,
@@ -132,7 +133,7 @@ def make(
     data = Place.of(folder / name)
     folder_files.GROUP_ENTRIES = group_rows * (_ROW_ENTRIES + 1)
     with folder_files.part_writer(data, "train", name) as writer:
-        writer.add(folder_files.Rows(users, indptr, columns, None, None))
+        writer.add(Entries(indptr, {"indices": columns}, {"names": users}))
     manifest = Manifest(
         id=name,
         indicator=True,

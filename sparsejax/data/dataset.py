@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,6 +13,7 @@ import scipy.sparse
 from sparsejax.data import names as _names
 from sparsejax.data import parquet, vocabulary
 from sparsejax.data.columns import Columns
+from sparsejax.data.entries import Entries, Leaves, known
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import (
@@ -26,6 +26,9 @@ from sparsejax.data.split import (
     warn_of_repeats,
 )
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
+
+# Columns of entries that a data set has beside its matrix, if times are known.
+_EVENTS = ("times", "order", "first_times")
 
 
 class UnknownFeaturesWarning(UserWarning):
@@ -393,41 +396,11 @@ class SparseDataset:
         for part in parts:
             encoder.add(_names.to_arrow(part.row_names))
         names, row = encoder.finish()
-        lengths = np.concatenate([np.diff(part.matrix.indptr) for part in parts])
-        columns = np.concatenate([part.matrix.indices for part in parts])
-        data = np.ones(len(columns), bool)
-        if any(part.matrix.data is not None for part in parts):
-            data = np.concatenate([part.to_scipy().data for part in parts])
-            data = data.astype(np.float64)
-        left_out = [
-            np.zeros(part.num_rows) if part.left_out is None else part.left_out
-            for part in parts
-        ]
-        rows = np.repeat(row, lengths)
-        times, order = _joined_times(parts)
-        first = None
-        if times is not None and order is not None:
-            firsts = [
-                p.times if p.first_times is None else p.first_times for p in parts
-            ]
-            earliest = np.concatenate([each for each in firsts if each is not None])
-            at, first = events_of_pairs(rows, columns, earliest)
-            if first is None and any(p.first_times is not None for p in parts):
-                first = earliest[at]
-            latest = latest_events(rows, columns, times)
-            times, order = times[latest], order[latest]
-        shape = (len(names), self.num_features)
-        return SparseDataset(
-            CSR.from_scipy(
-                scipy.sparse.coo_array((data, (rows, columns)), shape=shape)
-            ),
-            names,
-            self.feature_names,
-            np.bincount(row, np.concatenate(left_out), len(names)),
-            times,
-            order,
-            first_times=first,
-        )
+        whole = Entries.joined(_comparable([part._entries for part in parts]))
+        rows = np.repeat(row, whole.lengths)
+        merged, events = _merged(rows, whole.columns, (len(names), self.num_features))
+        left_out = np.bincount(row, whole.of_rows["left_out"], len(names))
+        return SparseDataset(merged, names, self.feature_names, left_out, **events)
 
     def align_features(
         self, features: SparseDataset | Iterable[object]
@@ -475,17 +448,38 @@ class SparseDataset:
         )
         return appended
 
+    @property
+    def _entries(self) -> Entries:
+        matrix = self.matrix
+        return Entries.of(
+            matrix.indptr,
+            {"left_out": self.left_out},
+            indices=matrix.indices,
+            values=matrix.data,
+            **{name: getattr(self, name) for name in _EVENTS},
+        )
+
+    def _with(
+        self,
+        entries: Entries,
+        row_names: Names | None = None,
+        feature_names: Names | None = None,
+    ) -> SparseDataset:
+        """A data set of these entries, with the names of this one by default."""
+        features = self.feature_names if feature_names is None else feature_names
+        return SparseDataset(
+            entries.csr(len(features)),
+            self.row_names if row_names is None else row_names,
+            features,
+            entries.of_rows.get("left_out"),
+            columns=self.columns,
+            **{name: entries.columns.get(name) for name in _EVENTS},
+        )
+
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
         """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
-        entries, taken = entries_of(np.asarray(self.matrix.indptr), rows)
-        return self._take(
-            entries,
-            taken,
-            row_names=self.row_names[rows] if names is None else names,
-            left_out=None
-            if self.left_out is None
-            else np.append(self.left_out, 0)[rows],
-        )
+        names = self.row_names[rows] if names is None else names
+        return self._with(self._entries.rows(rows), names)
 
     def _known_times(self) -> tuple[np.ndarray, np.ndarray]:
         if self.times is None or self.order is None:
@@ -503,42 +497,9 @@ class SparseDataset:
         """The two parts. Both have all rows and features."""
         if not is_held.any():
             raise ValueError(f"nothing is held out: {why_nothing}")
-        return Split(self._entries(~is_held), self._entries(is_held))
-
-    def _entries(self, keep: np.ndarray) -> SparseDataset:
-        return self._take(keep, offsets(keep)[self.matrix.indptr])
-
-    def _take(
-        self,
-        entries: np.ndarray,
-        indptr: np.ndarray,
-        *,
-        indices: np.ndarray | None = None,
-        row_names: Names | None = None,
-        feature_names: Names | None = None,
-        left_out: np.ndarray | None = None,
-    ) -> SparseDataset:
-        """Chosen entries with their values, times and order, in rows that begin at `indptr`.
-
-        `indices`, `row_names` and `feature_names` are those of this data set by default.
-        """
-        features = self.feature_names if feature_names is None else feature_names
-        if indices is None:
-            indices = np.asarray(self.matrix.indices)[entries]
-        data, times, order, first = (
-            None if each is None else np.asarray(each)[entries]
-            for each in (self.matrix.data, self.times, self.order, self.first_times)
-        )
-        return SparseDataset(
-            CSR(data, indices, indptr, num_cols=len(features)),
-            self.row_names if row_names is None else row_names,
-            features,
-            left_out,
-            times,
-            order,
-            self.columns,
-            first,
-        )
+        # Neither part has what was left out before.
+        entries = dataclasses.replace(self._entries, of_rows={})
+        return Split(*(self._with(entries.keep(part)) for part in (~is_held, is_held)))
 
 
 class Split(NamedTuple):
@@ -589,28 +550,14 @@ def align_features(
     wanted = _names.of_features(features)
     dataset = _spelled_like(dataset, wanted)
     column = _names.find_names(dataset.feature_names, wanted)
-    matrix = dataset.matrix
-    columns = column[matrix.indices]
-    known = columns >= 0
-    message = about_unknown(known, dataset.feature_names[column < 0], wanted)
-    counts = np.diff(matrix.indptr)
-    indptr = offsets(known)[matrix.indptr]
-    counts -= np.diff(indptr)
-    if dataset.left_out is not None:
-        counts += dataset.left_out
-    shape = (dataset.num_rows, wanted.size)
-    # The numbers of the entries that are kept, in the order of their new columns.
-    kept = (np.flatnonzero(known), columns[known], indptr)
-    sorted_ = scipy.sparse.csr_array(kept, shape=shape)
-    sorted_.sort_indices()
-    aligned = dataset._take(
-        sorted_.data,
-        indptr,
-        indices=sorted_.indices,
-        feature_names=wanted,
-        left_out=counts,
-    )
-    return aligned, message
+    entries = dataset._entries
+    columns = column[entries.indices]
+    is_known = columns >= 0
+    message = about_unknown(is_known, dataset.feature_names[column < 0], wanted)
+    aligned = entries.replaced(indices=columns).keep(is_known).sorted("indices")
+    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
+    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
+    return dataset._with(aligned, feature_names=wanted), message
 
 
 def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
@@ -619,34 +566,43 @@ def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
     if names is dataset.feature_names:
         return dataset
     names, column = _names.numbered(names)
-    matrix = dataset.matrix
     if len(names) == dataset.num_features:
         return dataclasses.replace(dataset, feature_names=names)
-    rows = np.repeat(np.arange(dataset.num_rows), _lengths(dataset))
-    columns = column[matrix.indices]
-    data = np.ones(len(columns), bool) if matrix.data is None else matrix.data
-    both = scipy.sparse.coo_array(
-        (data, (rows, columns)), shape=(dataset.num_rows, len(names))
-    )
-    times, order, first = dataset.times, dataset.order, dataset.first_times
-    if times is not None and order is not None:
-        earliest = times if first is None else first
+    entries = dataset._entries
+    columns = entries.replaced(indices=column[entries.indices]).columns
+    shape = (dataset.num_rows, len(names))
+    matrix, events = _merged(entries.row_of, columns, shape)
+    return dataclasses.replace(dataset, matrix=matrix, feature_names=names, **events)
+
+
+def _merged(
+    rows: np.ndarray, columns: Leaves, shape: tuple[int, int]
+) -> tuple[CSR, dict[str, Any]]:
+    """Several entries of a (row, feature) become one, with the sum of their values.
+
+    Args:
+      rows: `[entries]` the row of each.
+      columns: of the entries, see `Entries`.
+      shape: of the matrix.
+
+    Returns:
+      The matrix, and what is known of the entries' events: that of the latest. Of equally
+      late ones it is the last in the order of events.
+    """
+    features = columns["indices"]
+    values = columns.get("values", np.ones(len(features), bool))
+    matrix = scipy.sparse.coo_array((values, (rows, features)), shape=shape)
+    events: dict[str, Any] = {}
+    if "times" in columns:
+        times, order = columns["times"], columns["order"]
+        earliest = columns.get("first_times", times)
         at = np.argsort(order, kind="stable")
-        at = at[latest_events(rows[at], columns[at], times[at])]
-        times, order = times[at], order[at]
-        _, several = events_of_pairs(rows, columns, earliest)
-        if several is not None:
-            first = several
-        elif first is not None:
-            first = first[at]
-    return dataclasses.replace(
-        dataset,
-        matrix=CSR.from_scipy(both),
-        feature_names=names,
-        times=times,
-        order=order,
-        first_times=first,
-    )
+        at = at[latest_events(rows[at], features[at], times[at])]
+        _, first = events_of_pairs(rows, features, earliest)
+        if first is None and "first_times" in columns:
+            first = earliest[at]
+        events = known(times=times[at], order=order[at], first_times=first)
+    return CSR.from_scipy(matrix), events
 
 
 def about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
@@ -707,21 +663,30 @@ def events_of_pairs(
     return latest, times[order[np.append(True, is_last[:-1])]]
 
 
-def _joined_times(
-    parts: Sequence[SparseDataset],
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Times and order of the entries of all parts, as if one followed the other.
+def _comparable(parts: Sequence[Entries]) -> list[Entries]:
+    """The entries of several data sets with the same columns, as if one followed the other.
 
-    None unless all parts have times of one type.
+    If only some have values, the entries of the others count 1. There are times if all have
+    times of one type.
     """
-    times = [part.times for part in parts if part.times is not None]
-    orders = [part.order for part in parts if part.order is not None]
-    if len(times) < len(parts) or len({each.dtype for each in times}) > 1:
-        return None, None
-    sizes = [int(order.max(initial=-1)) + 1 for order in orders]
-    starts = itertools.accumulate(sizes, initial=0)
-    order = [each + start for each, start in zip(orders, starts, strict=False)]
-    return np.concatenate(times), np.concatenate(order)
+    have = [set(part.columns) for part in parts]
+    types = {part.columns["times"].dtype for part in parts if "times" in part.columns}
+    is_timed = all("times" in names for names in have) and len(types) == 1
+    start, found = 0, []
+    for part in parts:
+        columns = {"indices": part.indices}
+        if any("values" in names for names in have):
+            ones = np.ones(len(part.indices), np.float32)
+            columns["values"] = part.columns.get("values", ones).astype(np.float64)
+        if is_timed:
+            times, order = part.columns["times"], part.columns["order"]
+            columns |= {"times": times, "order": order + start}
+            start += int(order.max(initial=-1)) + 1
+            if any("first_times" in names for names in have):
+                columns["first_times"] = part.columns.get("first_times", times)
+        left_out = part.of_rows.get("left_out", np.zeros(part.num_rows))
+        found.append(Entries(part.indptr, columns, {"left_out": left_out}))
+    return found
 
 
 def _host(matrix: CSR) -> CSR:
@@ -799,24 +764,3 @@ def check_times(times: np.ndarray) -> None:
 def _lengths(dataset: SparseDataset) -> np.ndarray:
     """`[rows]` number of entries."""
     return np.diff(dataset.matrix.indptr)
-
-
-def entries_of(indptr: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of the entries of some rows, and where each row begins among them.
-
-    Row -1 is an empty row.
-    """
-    lengths = np.append(np.diff(indptr), 0)[rows]
-    taken = offsets(lengths)
-    entries = np.repeat(indptr[rows] - taken[:-1], lengths)
-    return entries + np.arange(len(entries)), taken
-
-
-def offsets(lengths: np.ndarray) -> np.ndarray:
-    """`[n + 1]` int32: 0 and the running sums.
-
-    Raises:
-      ValueError: there are too many entries.
-    """
-    total = np.cumsum(lengths, dtype=np.int64)
-    return as_int32("indptr", np.concatenate([np.zeros(1, np.int64), total]))

@@ -34,13 +34,14 @@ import pyarrow as pa
 
 from sparsejax import codec
 from sparsejax.data import arrow, stores
-from sparsejax.data.dataset import SparseDataset, offsets
+from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.entries import Entries
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import MANIFEST, ParquetPath, opened
-from sparsejax.data.scan_tables import Group, joined
+from sparsejax.data.scan_tables import Group
 from sparsejax.data.stores import Place
-from sparsejax.sparse import CSR, MAX_ENTRIES
+from sparsejax.sparse import MAX_ENTRIES
 
 VERSION = 1
 _VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
@@ -271,43 +272,26 @@ class DataFolder:
             if not self.place.is_remote:  # from a store they would be read twice
                 list(threads.map(_check_bytes, files.values()))
             parts = list(threads.map(read_rows, groups))
-        if any((part.values is None) != self.manifest.indicator for part in parts):
+        stored = {"indices", *["values"] * (not self.manifest.indicator)}
+        if any(part.columns.keys() != stored for part in parts):
             raise DataError.at(
                 self.place.path, f'"indicator" of {MANIFEST} does not fit the files'
             )
-        none = pa.array([], pa.large_string())
-        names = as_names(pa.chunked_array([p.names for p in parts], none.type))
-        lengths = joined([part.lengths for part in parts], np.int64)
-        values = None
-        if not self.manifest.indicator:
-            values = joined([part.values for part in parts], np.float32)
-        indices = joined([part.indices for part in parts], np.int32)
-        indptr = offsets(lengths)
-        left_out = joined([part.left_out for part in parts], np.int32)
+        rows = Entries.joined([_NO_ROWS, *parts])
+        values = rows.columns["values"] if "values" in stored else None
+        names = as_names(rows.of_rows["names"])
         try:
-            matrix = CSR(values, indices, indptr, num_cols=len(vocabulary))
-            return SparseDataset(matrix, names, vocabulary, left_out)
+            matrix = rows.replaced(values=values).csr(len(vocabulary))
+            return SparseDataset(matrix, names, vocabulary, rows.of_rows["left_out"])
         except ValueError as error:
             raise DataError.at(self.place.path, f"is damaged: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedRows:
-    """Rows of a prepared folder.
-
-    Attributes:
-      names: `[rows]` text.
-      lengths: `[rows]` number of entries.
-      indices: `[entries]` int32.
-      values: `[entries]` float32; None for an indicator data set.
-      left_out: `[rows]` int32, entries of items that the vocabulary lacks.
-    """
-
-    names: pa.Array
-    lengths: np.ndarray
-    indices: np.ndarray
-    values: np.ndarray | None
-    left_out: np.ndarray
+_NO_ROWS = Entries(
+    np.zeros(1, np.int64),
+    {"indices": np.empty(0, np.int32), "values": np.empty(0, np.float32)},
+    {"names": pa.array([], pa.large_string()), "left_out": np.empty(0, np.int32)},
+)
 
 
 def _check_bytes(file: ParquetPath) -> None:
@@ -326,8 +310,8 @@ def _check_bytes(file: ParquetPath) -> None:
         )
 
 
-def read_rows(group: Group) -> PreparedRows:
-    """The rows of a row group.
+def read_rows(group: Group) -> Entries:
+    """The rows of a row group, with their `names` and `left_out`.
 
     Raises:
       DataError: the file is missing, is damaged or was changed.
@@ -340,21 +324,21 @@ def read_rows(group: Group) -> PreparedRows:
         raise group.file.changed()
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
     indices = columns["indices"]
-    values, left_out = columns.get("values"), columns.get("left_out")
+    lists = {name: columns[name] for name in ("indices", "values") if name in columns}
+    lengths = indices.value_lengths()
     if any(column.null_count for column in columns.values()):
         raise group.file.changed()
-    if values is not None and not values.value_lengths().equals(
-        indices.value_lengths()
-    ):
+    if not all(each.value_lengths().equals(lengths) for each in lists.values()):
         raise group.file.changed()
     if len(indices.flatten()) != group.entries:
         raise group.file.changed()
-    return PreparedRows(
-        columns["row"],
-        arrow.numbers(indices.value_lengths()),
-        arrow.numbers(indices.flatten()),
-        None if values is None else arrow.numbers(values.flatten()),
-        np.zeros(group.rows, np.int32) if left_out is None else arrow.numbers(left_out),
+    left_out = np.zeros(group.rows, np.int32)
+    if "left_out" in columns:
+        left_out = arrow.numbers(columns["left_out"])
+    return Entries.of_lengths(
+        arrow.numbers(lengths),
+        {name: arrow.numbers(each.flatten()) for name, each in lists.items()},
+        {"names": columns["row"].cast(pa.large_string()), "left_out": left_out},
     )
 
 

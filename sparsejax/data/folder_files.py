@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax.data import arrow
+from sparsejax.data.entries import Entries, Leaves, joined, taken
 from sparsejax.data.files import shown
 from sparsejax.data.folder import DataFile, Manifest, Part
 from sparsejax.data.names import Names, to_arrow
@@ -28,125 +29,62 @@ from sparsejax.sparse import as_int32
 GROUP_ENTRIES, FILE_ENTRIES = 2**20, 2**26
 
 
-@dataclasses.dataclass(frozen=True)
-class SortedEntries:
-    """Some entries, those of a user one after the other, in ascending columns.
+# Columns of sorted entries, by the names that an engine gives them.
+_COLUMNS = {
+    "number": "users",
+    "code": "indices",
+    "value": "values",
+    "time": "times",
+    "key": "keys",
+    "repeated": "repeated",
+}
 
-    Attributes:
-      users: `[entries]` int64: ascending numbers of the users.
-      columns: `[entries]` int32; -1 if the vocabulary lacks the item.
-      values: `[entries]` float64, or None.
-      times: `[entries]` int64 or float64, or None.
-      keys: `[entries]` int64, what a split needs to know of the items, or None.
-      repeated: `[entries]` int8, see `queries.is_repeated`, or None.
+
+def leaves_of(batch: pa.RecordBatch) -> Leaves:
+    """The columns of a batch of entries, those of a user one after the other.
+
+    `users` are ascending numbers, and `indices` of a user ascend. There may be `values`,
+    `times`, `keys` (what a split needs to know of the items) and `repeated` (see
+    `queries.is_repeated`).
     """
-
-    users: np.ndarray
-    columns: np.ndarray
-    values: np.ndarray | None
-    times: np.ndarray | None
-    keys: np.ndarray | None = None
-    repeated: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, batch: pa.RecordBatch) -> SortedEntries:
-        """The entries of a batch: its columns `number`, `code`, and the others that it has.
-
-        They are `value`, `time`, `key` and `repeated`.
-        """
-
-        def column(name: str) -> np.ndarray | None:
-            found = name in batch.schema.names
-            return arrow.numbers(batch.column(name)) if found else None
-
-        users, columns = column("number"), column("code")
-        assert users is not None and columns is not None
-        more = [column(name) for name in ("value", "time", "key", "repeated")]
-        return cls(users, columns, *more)
-
-    def slice(self, start: int, stop: int) -> SortedEntries:
-        """Entries `start .. stop - 1`."""
-        leaves: list[Any] = []
-        for leaf in self._leaves():
-            leaves.append(None if leaf is None else leaf[start:stop])
-        return SortedEntries(*leaves)
-
-    @staticmethod
-    def joined(parts: list[SortedEntries]) -> SortedEntries:
-        """The entries of all parts, one after the other."""
-        leaves: list[Any] = []
-        for pieces in zip(*(part._leaves() for part in parts), strict=True):
-            leaves.append(None if pieces[0] is None else np.concatenate(pieces))
-        return SortedEntries(*leaves)
-
-    def _leaves(self) -> list[Any]:
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+    return {
+        name: arrow.numbers(batch.column(column))
+        for column, name in _COLUMNS.items()
+        if column in batch.schema.names
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows in memory.
+def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
+    """The entries of `leaves_of` by user, in batches that end where a user ends.
 
-    Attributes:
-      names: `[rows]` text.
-      indptr: `[rows + 1]` int64, where each row begins.
-      indices: `[entries]` int32.
-      values: `[entries]` float32, or None.
-      left_out: `[rows]` int32, entries of items that the vocabulary lacks; or None.
+    Their rows have the number of the user, `users`.
     """
-
-    names: pa.Array
-    indptr: np.ndarray
-    indices: np.ndarray
-    values: np.ndarray | None
-    left_out: np.ndarray | None
-
-    def slice(self, start: int, stop: int) -> Rows:
-        """Rows `start .. stop - 1`."""
-        begin, end = self.indptr[start], self.indptr[stop]
-        return Rows(
-            self.names.slice(start, stop - start),
-            self.indptr[start : stop + 1] - begin,
-            self.indices[begin:end],
-            None if self.values is None else self.values[begin:end],
-            None if self.left_out is None else self.left_out[start:stop],
-        )
-
-    def table(self) -> pa.Table:
-        """The columns of a file."""
-        offsets = arrow.from_numbers(as_int32("indptr", self.indptr))
-        columns = {"row": self.names}
-        for name, leaf in (("indices", self.indices), ("values", self.values)):
-            if leaf is not None:
-                flat = arrow.from_numbers(leaf)
-                columns[name] = pa.ListArray.from_arrays(offsets, flat)
-        if self.left_out is not None:
-            columns["left_out"] = arrow.from_numbers(self.left_out)
-        return pa.table(columns)
-
-
-def whole_users(batches: Iterable[SortedEntries]) -> Iterator[SortedEntries]:
-    """The same entries in batches that end where a user ends."""
-    waiting: list[SortedEntries] = []
+    waiting: list[Leaves] = []
     for batch in batches:
-        if not len(batch.users):
+        users = batch["users"]
+        if not len(users):
             continue
-        # Where the last user of the batch begins.
-        begin = int(np.searchsorted(batch.users, batch.users[-1]))
-        if waiting and (begin or batch.users[0] != waiting[-1].users[-1]):
-            yield SortedEntries.joined([*waiting, batch.slice(0, begin)])
+        begin = int(np.searchsorted(users, users[-1]))  # of the last user
+        if waiting and (begin or users[0] != waiting[-1]["users"][-1]):
+            yield _by_user(joined([*waiting, taken(batch, slice(0, begin))]))
             waiting = []
         elif begin:
-            yield batch.slice(0, begin)
-        waiting.append(batch.slice(begin, len(batch.users)))
+            yield _by_user(taken(batch, slice(0, begin)))
+        waiting.append(taken(batch, slice(begin, None)))
     if waiting:
-        yield SortedEntries.joined(waiting)
+        yield _by_user(joined(waiting))
+
+
+def _by_user(leaves: dict[str, np.ndarray]) -> Entries:
+    users = leaves.pop("users")
+    starts = np.flatnonzero(np.diff(users, prepend=-1))
+    return Entries(np.append(starts, len(users)), leaves, {"users": users[starts]})
 
 
 def rows_of(
-    entries: SortedEntries, chosen: np.ndarray, names: pa.Array, *, with_left_out: bool
-) -> Rows:
-    """The rows of whole users that have chosen entries.
+    entries: Entries, chosen: np.ndarray, names: pa.Array, *, with_left_out: bool
+) -> Entries:
+    """The rows of whole users that have chosen entries, as `PartWriter` takes them.
 
     Args:
       entries: of whole users.
@@ -154,31 +92,33 @@ def rows_of(
       names: `[users]` the names of the users of these entries, in order.
       with_left_out: count entries that the vocabulary lacks. Otherwise there are none.
     """
-    is_new = np.diff(entries.users, prepend=-1) != 0
-    user = (np.cumsum(is_new) - 1)[chosen]
-    columns = entries.columns[chosen]
-    values = None if entries.values is None else entries.values[chosen]
-    there = np.bincount(user, minlength=len(names))
-    rows = np.flatnonzero(there)
-    left_out = None
+    stored = {
+        n: entries.columns[n] for n in ("indices", "values") if n in entries.columns
+    }
+    rows = Entries(entries.indptr, stored, {"names": names}).keep(chosen)
+    rows = rows.without_empty_rows()
     if with_left_out:
-        known = columns >= 0
-        user, columns = user[known], columns[known]
-        values = None if values is None else values[known]
-        counts = np.bincount(user, minlength=len(names))
-        left_out = as_int32("left_out", (there - counts)[rows])
-        there = counts
-    return Rows(
-        names if len(rows) == len(names) else names.take(arrow.from_numbers(rows)),
-        np.append(0, np.cumsum(there[rows])),
-        columns,
-        None if values is None else values.astype(np.float32),
-        left_out,
-    )
+        there, rows = rows.lengths, rows.keep(rows.indices >= 0)
+        left_out = as_int32("left_out", there - rows.lengths)
+        rows = dataclasses.replace(rows, of_rows={**rows.of_rows, "left_out": left_out})
+    if "values" in stored:
+        rows = rows.replaced(values=rows.columns["values"].astype(np.float32))
+    return rows
+
+
+def _table(rows: Entries) -> pa.Table:
+    """The columns of a file."""
+    ends = arrow.from_numbers(as_int32("indptr", rows.indptr))
+    columns = {"row": rows.of_rows["names"]}
+    for name, leaf in rows.columns.items():
+        columns[name] = pa.ListArray.from_arrays(ends, arrow.from_numbers(leaf))
+    if "left_out" in rows.of_rows:
+        columns["left_out"] = arrow.from_numbers(rows.of_rows["left_out"])
+    return pa.table(columns)
 
 
 def write_rows(
-    users: Iterable[tuple[SortedEntries, pa.Array, np.ndarray]],
+    users: Iterable[tuple[Entries, pa.Array, np.ndarray]],
     folder: Place,
     identity: str,
     with_left_out: Mapping[Part, bool],
@@ -208,8 +148,8 @@ def write_rows(
                 chosen = is_held if part == "test" else ~is_held
                 counted = with_left_out[part]
                 writer.add(rows_of(entries, chosen, names, with_left_out=counted))
-                if entries.repeated is not None:
-                    writer.repeated += int(np.sum(entries.repeated[chosen]))
+                if "repeated" in entries.columns:
+                    writer.repeated += int(entries.columns["repeated"][chosen].sum())
     return writers
 
 
@@ -245,17 +185,17 @@ class PartWriter:
         self._numbers = range(sys.maxsize) if numbers is None else numbers
         self._folder, self._part, self._identity = folder, part, identity
         self._stack = stack
-        self._waiting: list[Rows] = []
+        self._waiting: list[Entries] = []
         self._num_waiting = self._num_written = 0
         self._file: IO[bytes] | None = None
         self._groups: list[tuple[int, int]] = []
         self.files: list[DataFile] = []
         self.left_out = self.repeated = 0
 
-    def add(self, rows: Rows) -> None:
-        """Takes the next rows."""
-        if rows.left_out is not None:
-            self.left_out += int(rows.left_out.sum())
+    def add(self, rows: Entries) -> None:
+        """Takes the next rows: `indices`, perhaps `values`, `names`, perhaps `left_out`."""
+        if "left_out" in rows.of_rows:
+            self.left_out += int(rows.of_rows["left_out"].sum())
         # A row without entries takes room, too.
         ends = rows.indptr[1:] + np.arange(1, len(rows.indptr))
         start = 0
@@ -280,7 +220,7 @@ class PartWriter:
         """Writes what waits as a row group."""
         if not self._waiting:
             return
-        table = pa.concat_tables(rows.table() for rows in self._waiting)
+        table = pa.concat_tables(map(_table, self._waiting))
         entries = sum(len(rows.indices) for rows in self._waiting)
         self._waiting, self._num_waiting = [], 0
         if self._file is None:

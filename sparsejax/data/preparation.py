@@ -20,6 +20,7 @@ from sparsejax import codec
 from sparsejax.data import arrow, queries, split
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import BY_NAME, Chosen, Column
+from sparsejax.data.entries import Entries
 from sparsejax.data.events.stream import Events, events_of
 from sparsejax.data.files import DataError, Path, is_address, shown
 from sparsejax.data.folder import (
@@ -31,8 +32,8 @@ from sparsejax.data.folder import (
     vocabulary_hash,
 )
 from sparsejax.data.folder_files import (
-    SortedEntries,
     finish,
+    leaves_of,
     whole_users,
     write_rows,
 )
@@ -112,7 +113,7 @@ class Cut:
 
     def held_out(
         self,
-        entries: SortedEntries,
+        entries: Entries,
         names: pa.Array,
         keys: np.ndarray | None,
         before: Any,
@@ -126,12 +127,12 @@ class Cut:
           before: the time, as the entries have it.
         """
         if self.time is not None:
-            return _times(entries) >= before
+            return entries.columns["times"] >= before
         if keys is None:
-            return np.zeros(len(entries.users), bool)
-        indptr = _indptr(entries)
+            return np.zeros(len(entries.indices), bool)
+        indptr = entries.indptr
         if self.last is not None:
-            return split.heldout_last(indptr, _times(entries), keys, self.last)
+            return split.heldout_last(indptr, entries.columns["times"], keys, self.last)
         assert self.fraction is not None
         users = split.hashes(as_names(names), self.seed)
         at = np.arange(len(keys))
@@ -416,16 +417,17 @@ class _Preparation:
         query = queries.entries(pairs, valued=events.valued, timed=timed, before=before)
         keys_of_items = self.cut.keys(names)
 
-        def users() -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
+        def users() -> Iterator[tuple[Entries, pa.Array, np.ndarray]]:
             people = _Names(self._stream(queries.names()))
-            for entries in whole_users(map(SortedEntries.of, self._stream(query))):
-                users = people.take(entries.users)
+            for entries in whole_users(map(leaves_of, self._stream(query))):
+                users = people.take(entries.of_rows["users"])
                 self._check_values(entries, users, names)
-                keys = None if keys_of_items is None else keys_of_items[entries.columns]
+                codes = entries.indices
+                keys = None if keys_of_items is None else keys_of_items[codes]
                 is_held = self.cut.held_out(entries, users, keys, before)
                 # Items that the vocabulary lacks have the codes behind it.
-                columns = np.where(entries.columns < size, entries.columns, -1)
-                yield dataclasses.replace(entries, columns=columns), users, is_held
+                columns = np.where(codes < size, codes, -1)
+                yield entries.replaced(indices=columns), users, is_held
 
         counted = with_left_out(self.cut, known, len(names) > size)
         writers = write_rows(users(), folder, identity, counted)
@@ -561,20 +563,18 @@ class _Preparation:
         counts = np.where(place < 0, 0, counts[place])
         return np.concatenate([known, rest]), counts, len(known)
 
-    def _check_values(
-        self, entries: SortedEntries, users: pa.Array, items: Names
-    ) -> None:
-        if entries.values is None:
+    def _check_values(self, entries: Entries, users: pa.Array, items: Names) -> None:
+        if "values" not in entries.columns:
             return
         with np.errstate(over="ignore"):
-            finite = np.isfinite(entries.values.astype(np.float32))
+            finite = np.isfinite(entries.columns["values"].astype(np.float32))
         if not finite.all():
             at = int(np.argmin(finite))
-            row = np.searchsorted(np.unique(entries.users), entries.users[at])
+            row = int(np.searchsorted(entries.indptr, at, side="right")) - 1
             raise DataError.at(
                 self.events.path,
-                f"the values of {users[int(row)].as_py()!r} and "
-                f"{items[entries.columns[at]]!r} have too large a sum",
+                f"the values of {users[row].as_py()!r} and "
+                f"{items[entries.indices[at]]!r} have too large a sum",
             )
 
     def _identity(self, pairs: str, timed: bool) -> str:
@@ -691,14 +691,3 @@ def warn_of_merged(manifest: Manifest, repeated: int) -> None:
 def _literal(text: str) -> str:
     quoted = text.replace("'", "''")
     return f"'{quoted}'"
-
-
-def _times(entries: SortedEntries) -> np.ndarray:
-    assert entries.times is not None  # they were asked for
-    return entries.times
-
-
-def _indptr(entries: SortedEntries) -> np.ndarray:
-    """`[users + 1]` where each user begins."""
-    starts = np.flatnonzero(np.diff(entries.users, prepend=-1))
-    return np.append(starts, len(entries.users))

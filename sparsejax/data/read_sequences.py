@@ -20,11 +20,8 @@ from sparsejax.data.columns import (
     TimeColumn,
     account_of_histories,
 )
-from sparsejax.data.dataset import (
-    SparseDataset,
-    UnknownFeaturesWarning,
-    offsets,
-)
+from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
+from sparsejax.data.entries import offsets
 from sparsejax.data.events.source import Asked, find_format, open_source
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import FeatureNames

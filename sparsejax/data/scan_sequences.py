@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from sparsejax.data import parquet, scan_tables
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
-from sparsejax.data.dataset import UnknownFeaturesWarning, offsets
+from sparsejax.data.dataset import UnknownFeaturesWarning
+from sparsejax.data.entries import offsets
 from sparsejax.data.events import tables
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path, shown

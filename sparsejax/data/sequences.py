@@ -18,10 +18,9 @@ from sparsejax.data.dataset import (
     about_unknown,
     check_times,
     checked_left_out,
-    entries_of,
     events_of_pairs,
-    offsets,
 )
+from sparsejax.data.entries import Entries, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import FeatureNames, Names
 from sparsejax.data.split import Time, heldout_entries, heldout_from, heldout_rows
@@ -248,15 +247,13 @@ class SequenceDataset:
                 "the data set has no times, so the order is not known; read it with "
                 "time=COLUMN"
             )
-        indptr = np.asarray(data.matrix.indptr)
-        rows = np.repeat(np.arange(data.num_rows), np.diff(indptr))
-        order = np.lexsort((data.order, data.times, rows))
+        entries = data._entries.sorted("times", "order")
         return cls(
-            indptr,
-            np.asarray(data.matrix.indices)[order],
+            entries.indptr,
+            entries.indices,
             data.row_names,
             data.feature_names,
-            data.times[order],
+            entries.columns["times"],
             data.left_out,
             data.columns,
         )
@@ -266,25 +263,25 @@ class SequenceDataset:
 
         If there are times, an entry has that of its latest event.
         """
-        rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
         # In a row entries have the order of time, so their places do for the times.
         place = np.arange(self.num_entries)
+        rows = self._entries.row_of
         latest, first = events_of_pairs(rows, self.indices, place)
         counts = np.bincount(rows[latest], minlength=self.num_rows)
+        events = {}
+        if self.times is not None:
+            events = {"times": self.times[latest], "order": place[latest]}
+            if first is not None:
+                events["first_times"] = self.times[first]
         return SparseDataset(
             CSR(
-                None,
-                self.indices[latest],
-                offsets(counts),
-                num_cols=self.num_features,
+                None, self.indices[latest], offsets(counts), num_cols=self.num_features
             ),
             self.row_names,
             self.feature_names,
             self.left_out,
-            None if self.times is None else self.times[latest],
-            None if self.times is None else place[latest],
-            self.columns,
-            None if self.times is None or first is None else self.times[first],
+            columns=self.columns,
+            **events,
         )
 
     def save(self, path: Path) -> None:
@@ -357,7 +354,7 @@ class SequenceDataset:
           ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
             to be held out.
         """
-        rows = np.repeat(np.arange(self.num_rows), np.diff(self.indptr))
+        rows = self._entries.row_of
         order = np.lexsort((self.indices, rows))  # equal ones stay in order
         begins = np.ones(len(order), bool)
         begins[1:] = (np.diff(rows[order]) != 0) | (np.diff(self.indices[order]) != 0)
@@ -395,18 +392,7 @@ class SequenceDataset:
                 f"nothing is held out: {self.num_rows:,} rows are too few to hold out "
                 f"{1 - fraction:.3g} of them; hold out a larger share"
             )
-        lengths = np.diff(self.indptr)
-        parts = []
-        for rows in (~is_held, is_held):
-            part = self._entries(np.repeat(rows, lengths))
-            parts.append(
-                dataclasses.replace(
-                    part,
-                    indptr=offsets(lengths[rows]),
-                    row_names=self.row_names[rows],
-                    left_out=None if self.left_out is None else self.left_out[rows],
-                )
-            )
+        parts = (self._rows(np.flatnonzero(part)) for part in (~is_held, is_held))
         return SequenceSplit(*parts)
 
     def align_features(
@@ -459,30 +445,38 @@ class SequenceDataset:
                 f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
                 f"{_names.quoted(absent)}"
             )
-        entries, indptr = entries_of(self.indptr, found)
-        return dataclasses.replace(
-            self,
-            indptr=indptr,
-            indices=self.indices[entries],
-            row_names=wanted,
-            times=None if self.times is None else self.times[entries],
-            left_out=None if self.left_out is None else self.left_out[found],
-        )
+        return self._rows(found)
 
     def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
         if not is_held.any():
             raise ValueError(f"nothing is held out: {why_nothing}")
-        parts = self._entries(~is_held), self._entries(is_held)
         # As in SparseDataset: what was left out before is in neither part.
-        return SequenceSplit(*(dataclasses.replace(p, left_out=None) for p in parts))
+        entries = dataclasses.replace(self._entries, of_rows={})
+        parts = (self._with(entries.keep(part)) for part in (~is_held, is_held))
+        return SequenceSplit(*parts)
 
-    def _entries(self, keep: np.ndarray) -> SequenceDataset:
+    @property
+    def _entries(self) -> Entries:
+        return Entries.of(
+            self.indptr,
+            {"left_out": self.left_out},
+            indices=self.indices,
+            times=self.times,
+        )
+
+    def _with(self, entries: Entries, **names: Names) -> SequenceDataset:
+        """The same with other entries, and perhaps other names."""
         return dataclasses.replace(
             self,
-            indptr=offsets(keep)[self.indptr],
-            indices=self.indices[keep],
-            times=None if self.times is None else self.times[keep],
+            indptr=entries.indptr,
+            indices=entries.indices,
+            times=entries.columns.get("times"),
+            left_out=entries.of_rows.get("left_out"),
+            **names,
         )
+
+    def _rows(self, rows: np.ndarray) -> SequenceDataset:
+        return self._with(self._entries.rows(rows), row_names=self.row_names[rows])
 
 
 class SequenceSplit(NamedTuple):
@@ -532,17 +526,11 @@ def align_sequences(
     indices = column[data.indices]
     known = indices >= 0
     message = about_unknown(known, data.feature_names[column < 0], wanted)
-    indptr = offsets(known)[data.indptr]
-    left_out = np.diff(data.indptr) - np.diff(indptr)
-    return SequenceDataset(
-        indptr,
-        indices[known],
-        data.row_names,
-        wanted,
-        None if data.times is None else data.times[known],
-        left_out if data.left_out is None else left_out + data.left_out,
-        data.columns,
-    ), message
+    entries = data._entries.replaced(indices=indices)
+    aligned = entries.keep(known)
+    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
+    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
+    return data._with(aligned, feature_names=wanted), message
 
 
 def _spelled_like(data: SequenceDataset, vocabulary_: Names) -> SequenceDataset:

@@ -26,14 +26,9 @@ import pyarrow.parquet as pq
 
 from sparsejax import codec
 from sparsejax.data import arrow
-from sparsejax.data.dataset import offsets
+from sparsejax.data.entries import Entries, offsets
 from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.folder import (
-    DataFolder,
-    PreparedRows,
-    read_rows,
-    vocabulary_hash,
-)
+from sparsejax.data.folder import DataFolder, read_rows, vocabulary_hash
 from sparsejax.data.names import to_arrow
 from sparsejax.data.parquet import ParquetPath
 from sparsejax.data.scan_tables import Group
@@ -45,7 +40,6 @@ from sparsejax.predictors.files import (
     predictor_identity,
 )
 from sparsejax.predictors.predictor import Predictor
-from sparsejax.sparse import CSR
 
 _VERSION = 1
 # Whatever reads a folder of Parquet skips names that begin so.
@@ -297,7 +291,7 @@ class Parts:
         """
         items, _ = _names_of(predictor)
 
-        def write(rows: PreparedRows, found: Recommendations) -> None:
+        def write(rows: Entries, found: Recommendations) -> None:
             writer.write_table(_table(rows, found, items))
 
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -309,11 +303,11 @@ class Parts:
             for writing in one_late(written):
                 writing.result()
 
-    def _recommend(self, rows: PreparedRows, predictor: Predictor) -> Recommendations:
-        indptr = offsets(rows.lengths)
+    def _recommend(self, rows: Entries, predictor: Predictor) -> Recommendations:
         size = self.data.manifest.num_items
-        values = None if self.indicator else rows.values
-        matrix = CSR(values, rows.indices, indptr, num_cols=size)
+        if self.indicator:
+            rows = rows.replaced(values=None)
+        matrix = rows.csr(size)
         exclude = matrix if self.exclude_seen else None
         return predictor.recommend(matrix, k=self.k, exclude=exclude)
 
@@ -364,7 +358,7 @@ def _names_of(predictor: Predictor) -> tuple[pa.LargeStringArray, str]:
 
 
 def _table(
-    rows: PreparedRows, found: Recommendations, items: pa.LargeStringArray
+    rows: Entries, found: Recommendations, items: pa.LargeStringArray
 ) -> pa.Table:
     """The recommendations for some rows; `items` are the names of all items."""
     is_item = found.ids >= 0
@@ -372,7 +366,7 @@ def _table(
     names = items.take(arrow.from_numbers(found.ids[is_item]))
     scores = arrow.from_numbers(found.scores[is_item])
     columns = [
-        rows.names,
+        rows.of_rows["names"],
         pa.ListArray.from_arrays(ends, names),
         pa.ListArray.from_arrays(ends, scores),
     ]

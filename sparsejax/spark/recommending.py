@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow
-from sparsejax.data.dataset import offsets
+from sparsejax.data.entries import offsets
 from sparsejax.data.files import Path
 from sparsejax.data.names import to_arrow
 from sparsejax.engine.rank.name_lists import matrix_of_histories

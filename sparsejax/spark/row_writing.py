@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 
 from sparsejax import codec
 from sparsejax.data import arrow
+from sparsejax.data.entries import Entries, Leaves
 from sparsejax.data.folder import DataFile, Part
-from sparsejax.data.folder_files import SortedEntries, whole_users, write_rows
+from sparsejax.data.folder_files import leaves_of, whole_users, write_rows
 from sparsejax.data.preparation import Cut
 from sparsejax.data.stores import Place
 
@@ -77,16 +78,16 @@ class Write:
 
     def _users(
         self, batches: Iterator[pa.RecordBatch]
-    ) -> Iterator[tuple[SortedEntries, pa.Array, np.ndarray]]:
+    ) -> Iterator[tuple[Entries, pa.Array, np.ndarray]]:
         waiting: list[pa.Array] = []  # the names of users that were read
         first = 0  # the number of the first of them
         for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
-            count = int(entries.users[-1]) + 1 - first
+            count = int(entries.of_rows["users"][-1]) + 1 - first
             first += count
             names = pa.concat_arrays(waiting)
             waiting[:] = [names[count:]]
             names = names[:count]
-            keys = entries.keys
+            keys = entries.columns.get("keys")
             if keys is not None and self.cut.fraction is not None:
                 keys = keys.view(np.uint64)
             yield entries, names, self.cut.held_out(entries, names, keys, self.before)
@@ -116,7 +117,7 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 def _numbered_users(
     blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
-) -> Iterator[SortedEntries]:
+) -> Iterator[Leaves]:
     """Entries with users as numbers from 0. Their names are added to `names`."""
     number, last = -1, None
     for block in blocks:
@@ -129,7 +130,7 @@ def _numbered_users(
         users = number + np.cumsum(is_new, dtype=np.int64)
         number, last = int(users[-1]), column[-1].as_py()
         numbers = pa.array(users)
-        yield SortedEntries.of(block.append_column("number", numbers))
+        yield leaves_of(block.append_column("number", numbers))
 
 
 @dataclasses.dataclass(frozen=True)

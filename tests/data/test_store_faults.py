@@ -16,8 +16,8 @@ from contents import contents
 
 import sparsejax as sj
 from sparsejax.data import folder_files
+from sparsejax.data.entries import Entries
 from sparsejax.data.folder import Manifest, vocabulary_hash
-from sparsejax.data.folder_files import Rows
 from sparsejax.data.stores import Place
 
 pytest.importorskip("duckdb")
@@ -259,7 +259,8 @@ def test_how_little_is_asked_for(store, monkeypatch):
     names = pa.array(np.arange(len(lengths))).cast(pa.large_string())
     folder, items = Place.of(store.at("large")), np.arange(2**16).astype("T")
     with folder_files.part_writer(folder, "train", "id") as writer:
-        writer.add(Rows(names, indptr, columns.astype(np.int32), None, None))
+        indices = columns.astype(np.int32)
+        writer.add(Entries(indptr, {"indices": indices}, {"names": names}))
     manifest = Manifest(
         id="id",
         indicator=True,

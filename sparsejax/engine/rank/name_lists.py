@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import arrow
-from sparsejax.data.dataset import offsets
+from sparsejax.data.entries import offsets
 from sparsejax.data.names import find_texts, quoted
 from sparsejax.sparse import CSR
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data import SequenceDataset, SparseDataset, arrow
-from sparsejax.data.dataset import offsets
+from sparsejax.data.entries import offsets
 from sparsejax.data.names import Names, as_names, to_arrow
 
 _Data = SparseDataset | SequenceDataset
