@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from pallas_kernels.teams import Team
 
 # Brings a row up to date: (its arrays, the line of the table, shared numbers) -> its arrays.
 CatchUp = Callable[
-    [list[jax.Array], list[jax.Array], list[jax.Array]], Sequence[jax.Array]
+    [list[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence[jax.Array]
 ]
 
 
@@ -82,16 +83,43 @@ class Missed:
         return load, value
 
 
-def line_of(table_gmem, lag: jax.Array) -> list[jax.Array]:
+@dataclasses.dataclass(frozen=True)
+class Read(Sequence[jax.Array]):
+    """Numbers in memory. Each is read where it is asked for, so a branch reads its own.
+
+    Attributes:
+      read: reads the number at a place.
+      places: of the numbers.
+    """
+
+    read: Callable[[int], jax.Array]
+    places: range
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> jax.Array: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Read: ...
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Read(self.read, self.places[index])
+        return self.read(self.places[index])
+
+
+def line_of(table_gmem, lag: jax.Array) -> Read:
     """The numbers of a row that has missed `lag` steps."""
     lags, columns = table_gmem.shape
     lag = jnp.minimum(jnp.maximum(lag, 0), lags - 1)
-    return [table_gmem[lag, j] for j in range(columns)]
+    return Read(lambda j: table_gmem[lag, j], range(columns))
 
 
-def shared_of(shared_gmem) -> list[jax.Array]:
+def shared_of(shared_gmem) -> Read:
     """The shared numbers."""
-    return [shared_gmem[j] for j in range(shared_gmem.shape[0])]
+    return Read(lambda j: shared_gmem[j], range(shared_gmem.shape[0]))
 
 
 def at_random(team: Team, key, row, columns, w: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ Update = Callable[
     [
         list[jax.Array],
         jax.Array,
-        jax.Array | tuple[list[jax.Array], list[jax.Array]] | None,
+        jax.Array | tuple[Sequence[jax.Array], Sequence[jax.Array]] | None,
         list[jax.Array],
         Mean,
     ],

@@ -387,9 +387,9 @@ class Adam(_Adaptive):
 
     def catch_up_by_table(self, w, state, numbers, shared):
         mean = state["mean"]
-        of_mean, of_squares, *weights = numbers
+        of_mean, of_squares = numbers[0], numbers[1]
         squares = state["squares"] * of_squares
-        total = self._replay.sum_of(jnp.sqrt(squares), weights, shared)
+        total = self._replay.sum_of(jnp.sqrt(squares), numbers[2:], shared)
         return w - mean * total, {"mean": mean * of_mean, "squares": squares}
 
     def rest(self, w, state, lag, count):

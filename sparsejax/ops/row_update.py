@@ -155,19 +155,19 @@ def step_rows(
     *,
     noise: Noise | None = None,
     divided: bool = False,
-    young: bool = False,
+    table: LagTable | None = None,
 ) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
     `ids` are unique, and those of padding are out of range. Each row is written once.
     `noise` rounds a bfloat16 kernel at random; without it, it is rounded to nearest.
     `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
-    where its row is. `young` says that no row has missed more steps than the rule's table
-    has.
+    where its row is. `table` is that of the rule, if it was made before: then no row has
+    missed more steps than it has.
     """
     if divided:
 
-        def part(trained, ids, gradient, count, noise):
+        def part(trained, ids, gradient, count, noise, table):
             first = _first_row(trained.num_rows)
             noise = _after(noise, first)
             return step_rows(
@@ -177,7 +177,7 @@ def step_rows(
                 gradient,
                 count,
                 noise=noise,
-                young=young,
+                table=table,
             )
 
         rows = P("model")
@@ -188,12 +188,15 @@ def step_rows(
             gradient,
             count,
             noise,
-            in_specs=(rows, rows, rows, P(), P()),
+            table,
+            in_specs=(rows, rows, rows, P(), P(), P()),
             out_specs=rows,
         )
 
-    def step(trained, ids, gradient, count, noise, block):
-        table, numbers = _table(rule, trained, count), rule.numbers(count + 1)
+    def step(trained, ids, gradient, count, noise, table, block):
+        young, numbers = table is not None, rule.numbers(count + 1)
+        if not young:
+            table = _table(rule, trained, count)
 
         def work(trained, block_ids, positions):
             w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
@@ -205,7 +208,7 @@ def step_rows(
         used = jnp.sum(ids < trained.num_rows)
         return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(step, trained, ids, gradient, count, noise)
+    return _for_platform(step, trained, ids, gradient, count, noise, table)
 
 
 def step_terms(
@@ -215,19 +218,19 @@ def step_terms(
     count: jax.Array,
     *,
     noise: Noise | None = None,
-    young: bool = False,
+    table: LagTable | None = None,
     implementation: Implementation = None,
 ) -> TrainedKernel:
     """`step_rows` with gradients that are not summed yet: one GPU program may do both.
 
     It takes rules that work element by element or by row; under which weights drift, if
     they have a table. Widths are as in `takes_rows`. Then gradients never get to memory.
-    `young` says that no row has missed more steps than the table has.
+    `table`: see `step_rows`.
     """
     if terms.divided:
         num_rows = rows_per_device(trained.num_rows)
 
-        def part(trained, by_column, data, dy, count, noise):
+        def part(trained, by_column, data, dy, count, noise, table):
             mine = Terms.on_device(by_column, data, dy, num_rows)
             return step_terms(
                 rule,
@@ -235,7 +238,7 @@ def step_terms(
                 mine,
                 count,
                 noise=_after(noise, _first_row(num_rows)),
-                young=young,
+                table=table,
                 implementation=implementation,
             )
 
@@ -248,7 +251,8 @@ def step_terms(
             terms.dy,
             count,
             noise,
-            in_specs=(rows, rows, rows, terms.dy_spec, P(), P()),
+            table,
+            in_specs=(rows, rows, rows, terms.dy_spec, P(), P(), P()),
             out_specs=rows,
         )
     fits = _by_rows(rule, trained.w, trained.state)
@@ -261,11 +265,13 @@ def step_terms(
     if implementation != "mosaic_gpu":
         values = terms.values(implementation)
         return step_rows(
-            rule, trained, terms.ids(), values, count, noise=noise, young=young
+            rule, trained, terms.ids(), values, count, noise=noise, table=table
         )
     by_column = terms.by_column
     targets = by_column.ends()
-    table = _table(rule, trained, count)
+    young = table is not None
+    if not young:
+        table = _table(rule, trained, count)
     if table is not None and not young:
         # They depend on the slopes: these rows are written after all have been read.
         most = trained.num_rows + jnp.isnan(dy[0, 0]).astype(jnp.int32)
@@ -485,15 +491,17 @@ def current_rows(
     count: jax.Array,
     *,
     noise: Noise | None = None,
-    young: bool = False,
+    table: LagTable | None = None,
 ) -> Float[Array, "capacity hidden"]:
     """Copies of the rows `ids` as `settle` would write them; writes nothing.
 
-    They are in `w`'s dtype, and arbitrary for padding.
+    They are in `w`'s dtype, and arbitrary for padding. `table`: see `step_rows`.
     """
 
-    def read(trained, ids, count, noise, block):
-        table = _table(rule, trained, count)
+    def read(trained, ids, count, noise, table, block):
+        young = table is not None
+        if not young:
+            table = _table(rule, trained, count)
 
         def work(rows, block_ids, positions):
             w, _ = _caught_up(rule, trained, block_ids, count, noise, table, young)
@@ -503,7 +511,7 @@ def current_rows(
         rows = jnp.zeros((ids.shape[0], trained.w.shape[1]), trained.w.dtype)
         return _in_blocks(block, used, ids, trained.num_rows, work, rows)
 
-    return _for_platform(read, trained, ids, count, noise)
+    return _for_platform(read, trained, ids, count, noise, table)
 
 
 def gather_current(
@@ -513,23 +521,23 @@ def gather_current(
     count: jax.Array,
     *,
     noise: Noise | None = None,
-    young: bool = False,
+    table: LagTable | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` of the rows as they are after `count` steps; writes nothing.
 
-    `young` says that no row has missed more steps than the rule's table has.
+    `table`: see `step_rows`.
     """
     if isinstance(x, ShardedCSR):
 
-        def part(trained, blocks, count, noise):
+        def part(trained, blocks, count, noise, table):
             y = gather_current(
                 rule,
                 trained,
                 own_block(blocks),
                 count,
                 noise=_after(noise, _first_row(trained.num_rows)),
-                young=young,
+                table=table,
                 implementation=implementation,
             )
             return x.sum_over_columns(y)
@@ -540,12 +548,13 @@ def gather_current(
             x.blocks,
             count,
             noise,
-            in_specs=(P("model"), P("data", "model"), P(), P()),
+            table,
+            in_specs=(P("model"), P("data", "model"), P(), P(), P()),
             out_specs=x.rows_spec,
         )
     if isinstance(x, DividedRows):
 
-        def sums(trained, x, count, noise):
+        def sums(trained, x, count, noise, table):
             if x.route is not None:
                 noise = _after(noise, _first_row(trained.num_rows))
             read = functools.partial(
@@ -554,7 +563,7 @@ def gather_current(
                 trained,
                 count=count,
                 noise=noise,
-                young=young,
+                table=table,
                 implementation=implementation,
             )
             add = functools.partial(
@@ -568,44 +577,43 @@ def gather_current(
             x,
             count,
             noise,
-            in_specs=(x.kernel_spec, P("data", "model"), P(), P()),
+            table,
+            in_specs=(x.kernel_spec, P("data", "model"), P(), P(), P()),
             out_specs=P(("data", "model")),
         )
 
-    read = functools.partial(_gathered, rule, young, implementation)
-
     @jax.custom_vjp
-    def differentiable(data, x, trained, count, noise):
-        return read(x.with_data(data), trained, count, noise)
+    def differentiable(data, x, *given):
+        return _gathered(rule, implementation, x.with_data(data), *given)
 
     def forward(*operands):
         return differentiable(*operands), operands
 
     def backward(operands, dy):
-        data, x, trained, count, noise = operands
-        if data is None:
-            return (None,) * 5
-        copies = _copied(rule, young, x.with_data(data), trained, count, noise)
-        slope = data_gradient_by_gather(*copies, dy)
-        return slope.astype(data.dtype), None, None, None, None
+        data, x, *given = operands
+        slope = None
+        if data is not None:
+            copies = _copied(rule, x.with_data(data), *given)
+            slope = data_gradient_by_gather(*copies, dy).astype(data.dtype)
+        return slope, *(None for _ in operands[1:])
 
     differentiable.defvjp(forward, backward)
-    return differentiable(x.data, x.with_data(None), trained, count, noise)
+    return differentiable(x.data, x.with_data(None), trained, count, noise, table)
 
 
-def _copied(rule, young, x, trained, count, noise):
+def _copied(rule, x, trained, count, noise, table):
     """The entries of `x` over copies of the rows that they name, and these copies."""
     ids, slots = touched_rows(x, trained.num_rows)
-    rows = current_rows(rule, trained, ids, count, noise=noise, young=young)
+    rows = current_rows(rule, trained, ids, count, noise=noise, table=table)
     return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
 
 
-def _gathered(rule, young, implementation, x, trained, count, noise):
+def _gathered(rule, implementation, x, trained, count, noise, table):
     """`gather_current` on a device, without a derivative."""
 
     def by_copies(trained, x, count):
         return gather_sum(
-            *_copied(rule, young, x, trained, count, noise), implementation
+            *_copied(rule, x, trained, count, noise, table), implementation
         )
 
     fits = in_programs(rule, noise) and trained.last is not None
@@ -618,7 +626,7 @@ def _gathered(rule, young, implementation, x, trained, count, noise):
         return by_copies(trained, x, count)
 
     def by_program(trained, x, count):
-        table = rule.lag_table(count, accumulator(trained.w.dtype))
+        lines = table or rule.lag_table(count, accumulator(trained.w.dtype))
         names = list(trained.state)
 
         def catch_up(arrays, numbers, shared):
@@ -631,7 +639,7 @@ def _gathered(rule, young, implementation, x, trained, count, noise):
             list(trained.state.values()),
             trained.last,
             jnp.asarray(count, jnp.int32),
-            *table,
+            *lines,
         )
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
         data = None if x.data is None else jnp.asarray(x.data)
@@ -639,7 +647,7 @@ def _gathered(rule, young, implementation, x, trained, count, noise):
             data, indices, indptr, trained.w, x.num_cols, missed=missed
         )
 
-    if young:
+    if table is not None:
         return by_program(trained, x, count)
     used = x.columns(padding=trained.num_rows)
     lag = jnp.where(used < trained.num_rows, _lag(_read(trained.last, used), count), 0)

@@ -17,7 +17,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,21 @@ from sparsejax.optimizers.rules import Rule
 # somewhat fewer rows than it may.
 _LARGE_PART = 8
 
-# Whether no row has missed more steps than the table of its rule has, within `Optimizer.ahead`.
-_young: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "sparsejax_young", default=False
+
+class _Ahead(NamedTuple):
+    """What `Optimizer.ahead` has made: no row misses more steps than the tables have.
+
+    Attributes:
+      first: the first of the steps.
+      tables: for each rule and dtype the table of each step, one after the other.
+    """
+
+    first: jax.Array
+    tables: dict[tuple[Rule, Any], row_update.LagTable]
+
+
+_ahead: contextvars.ContextVar[_Ahead | None] = contextvars.ContextVar(
+    "sparsejax_ahead", default=None
 )
 
 
@@ -303,20 +315,36 @@ class Optimizer(nnx.Pytree):
         """Within it, up to `steps` steps need not look for rows that missed very many.
 
         A program that runs many steps opens it around their loop. Rows that would leave the
-        tables of missed steps meanwhile are brought up to date first, in place.
+        tables of missed steps meanwhile are brought up to date first, in place. The tables
+        of all steps are made at once.
         """
         kernels = self._drifting(model)
         if any(self.rule_of(k).table_lags <= steps for k in kernels.values()):
             yield
             return
+        made = _Ahead(self.step[...], {})
+        numbers = made.first + jnp.arange(steps, dtype=jnp.int32)
         for path, kernel in kernels.items():
-            lags = self.rule_of(kernel).table_lags
-            self._settle(path, kernel, beyond=lags - steps)
-        token = _young.set(True)
+            rule, dtype = self.rule_of(kernel), accumulator(kernel.dtype)
+            self._settle(path, kernel, beyond=rule.table_lags - steps)
+            if (rule, dtype) not in made.tables:
+                made.tables[rule, dtype] = _tables(rule, numbers, dtype)
+        token = _ahead.set(made)
         try:
             yield
         finally:
-            _young.reset(token)
+            _ahead.reset(token)
+
+    def _table_ahead(
+        self, rule: Rule, trained: TrainedKernel
+    ) -> row_update.LagTable | None:
+        """The rule's table at this step, if it was made ahead."""
+        made = _ahead.get()
+        key = rule, accumulator(trained.w.dtype)
+        if made is None or key not in made.tables:
+            return None
+        place = self.step[...] - made.first
+        return jax.tree.map(lambda each: each[place], made.tables[key])
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Within it, `model` reads its rows up to date; nothing is written.
@@ -492,7 +520,7 @@ class Optimizer(nnx.Pytree):
                     x,
                     step,
                     noise=self.noise_of(path),
-                    young=_young.get() and not skip,
+                    table=None if skip else self._table_ahead(rule, trained),
                     implementation=implementation,
                 )
 
@@ -517,8 +545,9 @@ class Optimizer(nnx.Pytree):
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
             if isinstance(g, RowTerms):
+                table = self._table_ahead(rule, trained)
                 return row_update.step_terms(
-                    rule, trained, g.terms, step, noise=noise, young=_young.get()
+                    rule, trained, g.terms, step, noise=noise, table=table
                 )
             if g.ids.shape[0] == 0:
                 return trained
@@ -530,7 +559,7 @@ class Optimizer(nnx.Pytree):
                 step,
                 noise=noise,
                 divided=g.divided,
-                young=_young.get(),
+                table=self._table_ahead(rule, trained),
             )
         if rule.drifts:
             g = _refuse_stale(path, trained, g, step)
@@ -609,6 +638,21 @@ class Optimizer(nnx.Pytree):
                 )
             found[path] = wanted, [ours[name] for name in wanted]
         return found
+
+
+def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
+    """The rule's tables after each number of steps, one after the other."""
+
+    def table(count):
+        return rule.lag_table(count, dtype)
+
+    # A CPU's product of many matrices has other bits where they are cut otherwise, as after
+    # a resume. A GPU has the same, and would launch ten programs for each step.
+    return jax.lax.platform_dependent(
+        numbers,
+        cpu=functools.partial(jax.lax.map, table),
+        default=jax.vmap(table),
+    )
 
 
 def _wide(array: jax.Array) -> jax.Array:

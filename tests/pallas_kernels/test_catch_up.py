@@ -44,7 +44,8 @@ def problem(rule, hidden, oldest):
 
 def run(rule, trained, x, implementation, *, young=False):
     count = jnp.int32(COUNT)
-    how = {"young": young, "implementation": implementation}
+    table = rule.lag_table(count, jnp.float32) if young else None
+    how = {"table": table, "implementation": implementation}
     y = row_update.gather_current(rule, trained, x, count, **how)
     terms = row_terms([x], [jnp.cos(y)], trained.num_rows)
     return y, row_update.step_terms(rule, trained, terms, count, **how)

@@ -72,11 +72,10 @@ class _Moments(Rule):
 
     def catch_up_by_table(self, w, state, numbers, shared):
         if self.weight_decay:
-            lost, *numbers = numbers
-            w = w + lost * w
-        of_mu, of_nu, *weights = numbers
+            w, numbers = w + numbers[0] * w, numbers[1:]
+        of_mu, of_nu = numbers[0], numbers[1]
         mu, nu = state["mu"], state["nu"] * of_nu
-        total = self._replay.sum_of(jnp.sqrt(nu), weights, shared)
+        total = self._replay.sum_of(jnp.sqrt(nu), numbers[2:], shared)
         return w - mu * total, {"mu": mu * of_mu, "nu": nu}
 
     def catch_up(self, w, state, lag, count):

@@ -153,14 +153,13 @@ class Replay:
           weights: `F_j` of the row.
           shared: of the table.
         """
-        *nodes, few = shared
 
         def terms(first, last):
             return sum(
-                weights[j] / (root * nodes[j] + self.eps) for j in range(first, last)
+                weights[j] / (root * shared[j] + self.eps) for j in range(first, last)
             )
 
-        total = terms(0, _FEW)
+        total, few = terms(0, _FEW), shared[_MANY]
         return lax.cond(few <= 0, lambda: total + terms(_FEW, _MANY), lambda: total)
 
     def repeated(
