@@ -49,14 +49,17 @@ _LARGE_PART = 8
 
 
 class _Ahead(NamedTuple):
-    """What `Optimizer.ahead` has made: no row misses more steps than the tables have.
+    """What `Optimizer.ahead` knows of its steps.
 
     Attributes:
       first: the first of the steps.
-      tables: for each rule and dtype the table of each step, one after the other.
+      last: updates of this step and later ones change nothing; None if there are none.
+      tables: for each rule and dtype the table of each step, one after the other. No row
+        misses more steps than they have.
     """
 
     first: jax.Array
+    last: jax.Array | None
     tables: dict[tuple[Rule, Any], row_update.LagTable]
 
 
@@ -230,7 +233,8 @@ class Optimizer(nnx.Pytree):
         """
         self._check_made_for(model)
         flat = dict(nnx.to_flat_state(grads))
-        step = self.step[...]
+        step, made = self.step[...], _ahead.get()
+        counts = None if made is None or made.last is None else step < made.last
         for path, kernel in gradients.row_params(model, self.wrt).items():
             if path not in flat:
                 raise ValueError(
@@ -244,9 +248,10 @@ class Optimizer(nnx.Pytree):
                     f"the gradient of '{_dotted(path)}' has shape {g.shape}, the "
                     f"kernel {kernel.shape}"
                 )
-            self._set_trained(path, kernel, self._moved(path, kernel, g, step))
+            moved = self._moved(path, kernel, g, step, counts)
+            self._set_trained(path, kernel, moved)
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
-        self.step[...] = step + 1
+        self.step[...] = step + (1 if counts is None else counts.astype(step.dtype))
 
     @promoting()
     def add_rows(self, model: Any, known: Mapping[Path, int]) -> None:
@@ -311,18 +316,26 @@ class Optimizer(nnx.Pytree):
             self._settle(path, kernel, deterministic=deterministic)
 
     @contextlib.contextmanager
-    def ahead(self, model: Any, steps: int) -> Iterator[None]:
+    def ahead(
+        self, model: Any, steps: int, count: jax.Array | None = None
+    ) -> Iterator[None]:
         """Within it, up to `steps` steps need not look for rows that missed very many.
 
         A program that runs many steps opens it around their loop. Rows that would leave the
         tables of missed steps meanwhile are brought up to date first, in place. The tables
         of all steps are made at once.
+
+        Args:
+          model: the model.
+          steps: most steps that are done within it.
+          count: how many of them count. Updates of later ones leave the rows of `RowParam`s,
+            their state and `step` as they are; not so other parameters.
         """
+        first = self.step[...]
+        made = _Ahead(first, None if count is None else first + count, {})
         kernels = self._drifting(model)
         if any(self.rule_of(k).table_lags <= steps for k in kernels.values()):
-            yield
-            return
-        made = _Ahead(self.step[...], {})
+            kernels = {}
         numbers = made.first + jnp.arange(steps, dtype=jnp.int32)
         for path, kernel in kernels.items():
             rule, dtype = self.rule_of(kernel), accumulator(kernel.dtype)
@@ -367,6 +380,24 @@ class Optimizer(nnx.Pytree):
         }
         settlers = {path: self._settler(path, k) for path, k in kernels.items()}
         return gradients.reading(model, readers, settlers)
+
+    def where(self, model: Any, counts: jax.Array, after: Any, before: Any) -> Any:
+        """The state of `(model, self)` after a step if it counts, else before it.
+
+        Of rows of `RowParam`s it takes what is after the step: `update` leaves them.
+        """
+        kernels = {(0, *path) for path in gradients.row_params(model, self.wrt)}
+
+        def chosen(path, new, old):
+            if path in kernels or path[:2] == (1, "rows"):
+                return new
+            pick = functools.partial(jax.lax.select, counts)
+            return jax.tree.map(pick, new, old)
+
+        pairs = zip(nnx.to_flat_state(after), nnx.to_flat_state(before), strict=True)
+        return nnx.from_flat_state(
+            [(path, chosen(path, new, old)) for (path, new), (_, old) in pairs]
+        )
 
     def _rows_of(self, path: Path) -> Mapping[str, nnx.OptState]:
         if _key(path) not in self.rows:
@@ -533,11 +564,18 @@ class Optimizer(nnx.Pytree):
         return read
 
     def _moved(
-        self, path: Path, kernel: RowParam, g: Any, step: jax.Array
+        self,
+        path: Path,
+        kernel: RowParam,
+        g: Any,
+        step: jax.Array,
+        counts: jax.Array | None,
     ) -> TrainedKernel:
         trained, rule = self._trained(path, kernel[...]), self.rule_of(kernel)
         noise = self.noise_of(path)
         if isinstance(g, RowGradient):
+            if counts is not None:
+                g = g.where(counts)
             if rule.drifts and not g.current:
                 raise ValueError(
                     f"rows drift under {rule.name}, but this gradient of "
@@ -563,7 +601,10 @@ class Optimizer(nnx.Pytree):
             )
         if rule.drifts:
             g = _refuse_stale(path, trained, g, step)
-        return row_update.step_whole(rule, trained, g, step, noise=noise)
+        moved = row_update.step_whole(rule, trained, g, step, noise=noise)
+        if counts is None:
+            return moved
+        return jax.tree.map(functools.partial(jnp.where, counts), moved, trained)
 
     def _update_ordinary(self, model: Any, grads: Any, updated: Sequence[Path]) -> None:
         others = {_key(path) for path in updated}

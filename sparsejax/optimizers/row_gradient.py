@@ -13,7 +13,7 @@ import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.layout import call_on_each_device, rows_per_device
 from sparsejax.ops import scatter_gradient
@@ -106,6 +106,10 @@ class RowGradient(abc.ABC):
     def summed(self) -> RowSums:
         """The same gradient as a `RowSums`."""
 
+    @abc.abstractmethod
+    def where(self, chosen: Bool[Array, ""]) -> RowGradient:
+        """The same gradient if it is chosen, else one that touches no row."""
+
     def __getitem__(self, index) -> Any:
         if index is not ...:
             raise TypeError("a RowGradient has no elements; use .todense()[...]")
@@ -192,6 +196,10 @@ class RowSums(RowGradient):
     def summed(self) -> RowSums:
         return self
 
+    def where(self, chosen: Bool[Array, ""]) -> RowSums:
+        ids = jnp.where(chosen, self.ids, self.num_rows)
+        return RowSums(ids, self._values, self.num_rows, self.current, self.divided)
+
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
         leaves = [(key("ids"), self._ids), (key("values"), self._values)]
@@ -252,6 +260,12 @@ class RowTerms(RowGradient):
 
     def summed(self) -> RowSums:
         return self._with_values(self.values)
+
+    def where(self, chosen: Bool[Array, ""]) -> RowTerms:
+        terms = self.terms
+        indptr = jnp.where(chosen, terms.by_column.indptr, 0)
+        by_column = terms.by_column._replace(indptr=indptr)
+        return RowTerms(terms._replace(by_column=by_column), self.current)
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey

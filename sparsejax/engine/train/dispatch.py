@@ -74,12 +74,15 @@ class Sizes(NamedTuple):
         once, for the gradients of their rows.
       full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
         before each step that there is one more, and the host launches far ahead.
+      padded: whether one that has fewer does `steps` steps all the same, for that reason,
+        of which the last ones change nothing.
     """
 
     capacities: tuple[int, ...]
     steps: int
     sorted_ahead: bool
     full: bool = False
+    padded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,12 +218,14 @@ class Epochs:
         capacities = self._capacities(data, chunk, epoch)
         rows, _ = self._order(data, chunk, epoch)
         entries = entries_of_step(capacities, self._parts, data.sparse_inputs)
-        steps, full = steps_per_dispatch(entries), False
-        # Chunks have different numbers of steps, and one program for all.
-        if fills_dispatches() and len(self._examples.chunks) == 1:
-            steps = even_steps(len(rows), steps)
-            full = (len(rows) - position) % steps == 0
-        sizes = Sizes(capacities, steps, sorts_ahead(), full)
+        steps, full, padded = steps_per_dispatch(entries), False, fills_dispatches()
+        if padded:
+            # Chunks have different numbers of steps, and one program for all.
+            largest = math.ceil(max(self._examples.chunks) / self.batch_size)
+            steps = even_steps(largest, steps)
+            one_chunk = len(self._examples.chunks) == 1
+            full = one_chunk and (len(rows) - position) % steps == 0
+        sizes = Sizes(capacities, steps, sorts_ahead(), full, padded and not full)
         for first in range(position, len(rows), sizes.steps):
             steps = np.arange(first, min(first + sizes.steps, len(rows)))
             left = data.num_rows - steps * self.batch_size
@@ -409,13 +414,16 @@ def run_steps(
     `run_steps[deterministic]` is it, in one of the two forms of `Programs`.
 
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
-    an epoch. If dispatches are full, it is not read. On a mesh the state keeps its layout,
-    and every device has the losses.
+    an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
+    on repeat the last batch and change nothing. On a mesh the state keeps its layout, and
+    every device has the losses.
 
     Returns:
       The state, and the losses `[sizes.steps]`, 0 from `count` on.
     """
     numbers = first + jnp.arange(sizes.steps)
+    if sizes.padded:
+        numbers = jnp.minimum(numbers, first + count - 1)
     rows = rows.at[numbers].get(mode="fill", fill_value=-1)
     batches = data.take(rows, sizes.capacities)
     if sizes.sorted_ahead:
@@ -441,15 +449,21 @@ def run_steps(
             optimizer.update(model, grads)
         if isinstance(model, Projected):
             model.project()
-        state = with_shardings(nnx.state((model, optimizer)), how.layout)
+        after = nnx.state((model, optimizer))
+        if padded:
+            after = optimizer.where(model, i < count, after, state)
+            loss = jnp.where(i < count, loss, 0)
+        state = with_shardings(after, how.layout)
         return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
 
     model, optimizer = nnx.merge(how.graphdef, state, copy=True)
-    with optimizer.ahead(model, sizes.steps):
+    # These two write rows without asking the optimizer.
+    padded = sizes.padded and not (how.fused or isinstance(model, Projected))
+    with optimizer.ahead(model, sizes.steps, count if padded else None):
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
         derived = fused_output.derive(model) if how.fused else None
         losses = jnp.zeros(sizes.steps, jnp.float32)
-        steps = sizes.steps if sizes.full else count
+        steps = sizes.steps if sizes.full or padded else count
         state, losses, _ = lax.fori_loop(0, steps, step, (state, losses, derived))
     if how.layout is not None:
         losses = lax.with_sharding_constraint(losses, jax.P())
@@ -479,13 +493,14 @@ def fills_dispatches() -> bool:
 def even_steps(total: int, most: int) -> int:
     """Steps of a dispatch, at most `most`, so that `total` steps make full ones.
 
-    `most` if that would take more than eight times as many dispatches.
+    If that would take more than eight times as many dispatches, the last one is not full,
+    and lacks as few steps as it can.
     """
     fewest = min(total, max(1, most // 8))
     for steps in range(min(most, total), fewest - 1, -1):
         if total % steps == 0:
             return steps
-    return most
+    return math.ceil(total / math.ceil(total / most))
 
 
 def entries_of_step(
