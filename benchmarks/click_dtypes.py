@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -78,13 +79,12 @@ def _measure(part: str) -> Iterator[dict]:
         {f"d{i}": sj.DenseColumn() for i in range(_DENSE)},
         {name: HashedColumn(n) for name, n in features.items()},
     )
-    config, make = {
-        "dlrm": (
-            sj.DLRMConfig(dim=_DIM, bottom=(64,), top=(256, 64), dtype=layers),
-            sj.DLRM,
-        ),
-        "dcn": (sj.DCNConfig(dim=_DIM, hidden=(256, 64), dtype=layers), sj.DCN),
-    }[kind]
+    options: dict[str, Any] = {"dim": _DIM, "dtype": layers}
+    if kind == "dlrm":
+        config: Any = sj.DLRMConfig(bottom=(64,), top=(256, 64), **options)
+    else:
+        config = sj.DCNConfig(hidden=(256, 64), **options)
+    make: Any = {"dlrm": sj.DLRM, "dcn": sj.DCN}[kind]
     for seed in range(1 if small else _SEEDS):
         dense, ids, labels, logits = _planted(seed, train + test)
 

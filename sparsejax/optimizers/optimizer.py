@@ -49,7 +49,7 @@ _LARGE_PART = 8
 
 
 class _Ahead(NamedTuple):
-    """What `Optimizer.ahead` knows of its steps.
+    """Steps within `Optimizer.ahead`.
 
     Attributes:
       first: the first of the steps.
