@@ -235,8 +235,8 @@ def _click_examples(rows, sizes, skew, num_dense):
     }
     schema = sj.ClickSchema(
         "click",
-        {f"d{i}": sj.DenseColumn() for i in range(num_dense)},
-        {f"f{i}": sj.HashedColumn(n) for i, n in enumerate(sizes)},
+        {f"d{i}": sj.data.DenseColumn() for i in range(num_dense)},
+        {f"f{i}": sj.data.HashedColumn(n) for i, n in enumerate(sizes)},
     )
     dense = rng.normal(size=(rows, num_dense)).astype(np.float32)
     labels = (rng.random(rows) < 0.3).astype(np.float32)
@@ -250,7 +250,7 @@ def _dlrm(features, num_dense, bottom, top):
     import sparsejax as sj
 
     config = sj.DLRMConfig(dim=16, bottom=bottom, top=top)
-    return lambda: sj.build_click_model(
+    return lambda: sj.embeddings.build_click_model(
         config, num_dense=num_dense, features=features, rngs=nnx.Rngs(0)
     )
 

@@ -98,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
 
 
 def _trained(
-    split: sj.Split,
+    split: sj.data.Split,
     plan: tuple[str, float],
     epochs: int,
     corruption: float,
@@ -106,7 +106,7 @@ def _trained(
 ) -> dict[str, Any]:
     train, (form, peak) = split.train, plan
     sizes = train.num_rows, train.num_features, train.num_entries
-    linear, _ = sj.LinearConfig.for_data(*sizes)
+    linear, _ = sj.nn.LinearConfig.for_data(*sizes)
     config = sj.NetworkConfig.autoencoder(
         (hidden,), corruption=corruption, linear=linear
     )

@@ -156,7 +156,9 @@ def _measure_jax(name: str) -> Iterator[dict]:
     names = [f"C{i}" for i in range(1, len(workload.rows) + 1)]
     features = dict(zip(names, workload.rows, strict=True))
     start = time.perf_counter()
-    model = sj.DLRM(config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0))
+    model = sj.embeddings.DLRM(
+        config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(0)
+    )
     jax.block_until_ready(nnx.state(model))
     print(f"tables made in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     rule = sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS)

@@ -133,14 +133,14 @@ class _Case:
         names = [f"C{i}" for i in range(1, len(rows) + 1)]
         features = dict(zip(names, rows, strict=True))
         tables = {
-            name: sj.TableConfig(n, _DIM, placement=placement)
+            name: sj.embeddings.TableConfig(n, _DIM, placement=placement)
             for name, n in features.items()
         }
-        self.plan: sj.EmbeddingPlan | dict[str, Placement] = {}
+        self.plan: sj.embeddings.EmbeddingPlan | dict[str, Placement] = {}
         if placement is not None:
             self.plan = dict.fromkeys(names, placement)
         if way in ("rows", "narrow", "planned"):
-            self.plan = sj.plan_embeddings(
+            self.plan = sj.embeddings.plan_embeddings(
                 tables,
                 dict(zip(names, names, strict=True)),
                 batch_size=batch,
@@ -160,7 +160,7 @@ class _Case:
                 del before.modules, before._step
             config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype=dtype)
             with self.on_mesh():
-                model = sj.DLRM(
+                model = sj.embeddings.DLRM(
                     config,
                     num_dense=_DENSE,
                     features=features,

@@ -82,11 +82,11 @@ class _Features(nnx.Module):
 
     def __init__(self, tables: int, rows: int, dim: int, placement: Any, **options):
         configs = {
-            f"t{i}": sj.TableConfig(rows, dim, placement=placement)
+            f"t{i}": sj.embeddings.TableConfig(rows, dim, placement=placement)
             for i in range(tables)
         }
         features = {f"f{i}": f"t{i}" for i in range(tables)}
-        self.embeddings = sj.EmbeddingCollection(
+        self.embeddings = sj.embeddings.EmbeddingCollection(
             configs, features, rngs=nnx.Rngs(0), **options
         )
 

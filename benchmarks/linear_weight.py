@@ -7,7 +7,7 @@ FOLDER is that of `quality.py`, whose six training sets are used, whole and in p
 the rows, or some of the entries, so that there are sets with long and short rows, and with
 many and few entries of an item. A fifth of each row's entries is held out. Each line is one
 training with the defaults of `sparsejax train`, measured at its end with several weights.
-Test data is not read. `sparsejax.LinearConfig.for_data` was chosen from these.
+Test data is not read. `sparsejax.nn.LinearConfig.for_data` was chosen from these.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _part(data: sj.SparseDataset, rows: int | None, share: float) -> sj.SparseDa
     return sj.SparseDataset.from_scipy(matrix[:, order])
 
 
-def _trained(split: sj.Split) -> dict[str, Any]:
+def _trained(split: sj.data.Split) -> dict[str, Any]:
     train = split.train
     sizes = train.num_rows, train.num_features, train.num_entries
     config, _ = sj.NetworkConfig.for_data(*sizes)

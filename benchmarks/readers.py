@@ -127,7 +127,7 @@ def in_a_process(what: str, path: pathlib.Path) -> dict[str, float]:
 
 def scanned(path: str) -> int:
     """Reads a saved data set as `fit` does; the number of its entries."""
-    data, entries = sj.scan_parquet(path), 0
+    data, entries = sj.data.scan_parquet(path), 0
     for start in range(0, data.num_rows, _CHUNK_ROWS):
         entries += data.read(start, min(start + _CHUNK_ROWS, data.num_rows)).nse
     return entries

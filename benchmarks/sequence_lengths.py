@@ -91,7 +91,7 @@ def _ours(model: str, dtype: str, items, times, targets: int) -> dict:
         negatives=NEGATIVES,
         dtype=dtype,
     )
-    made = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    made = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
     made.train()
     optimizer = sj.Optimizer(made, sj.optimizers.adam(1e-3))
     given = jnp.asarray(items), jnp.asarray(times) if model == "hstu" else None

@@ -65,12 +65,12 @@ def _measure_jax() -> Iterator[dict]:
     )
     keys = jax.random.split(jax.random.key(0), 3)
     histories = jax.random.randint(keys[0], (BATCH, LENGTH + 1), 0, ITEMS)
-    sampler = sj.NegativeSampler.uniform(ITEMS)
+    sampler = sj.nn.NegativeSampler.uniform(ITEMS)
     rule = optax.adam(1e-3)
 
     def sampled(model, histories, step):
         negatives, log_q = sampler.sample(jax.random.fold_in(keys[1], step), NEGATIVES)
-        return sj.sampled_cross_entropy(
+        return sj.nn.sampled_cross_entropy(
             model(histories[:, :-1]),
             model.output.kernel[...],
             histories[:, 1:],
@@ -84,7 +84,7 @@ def _measure_jax() -> Iterator[dict]:
     losses: dict[str, Callable] = {_OURS: exact, f"{NEGATIVES} sampled": sampled}
     for name, loss in losses.items():
         with reported(name):
-            model = sj.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+            model = sj.sequence.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
             graph, params, rest = nnx.split(model, nnx.Param, ...)
             del model
 

@@ -127,7 +127,7 @@ def _trained(
     document = {"version": 1, "model": name, "negatives": negatives}
     if dtype is not None:
         document["dtype"] = dtype
-    config = sj.SequenceConfig.from_json(document).suited_to(train)
+    config = sj.sequence.SequenceConfig.from_json(document).suited_to(train)
     model, fitted = _fitted(config, train, seed, epochs)
     start = time.perf_counter()
     result = {
@@ -150,7 +150,7 @@ def _fitted(config, train, seed: int, epochs: int | None) -> tuple[Any, dict[str
     start = time.perf_counter()
     recipe = sj.training.recipe(config, train, num_epochs=epochs)
     # Without sj.build, which compiles a program for each seed.
-    model = sj.build_sequence_model(
+    model = sj.sequence.build_sequence_model(
         config, items=train.num_features, rngs=nnx.Rngs(seed)
     )
     history = sj.fit(

@@ -288,7 +288,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
         features = dict(zip(names, _ROWS, strict=True))
 
         def make():
-            return sj.DLRM(
+            return sj.embeddings.DLRM(
                 config,  # pyrefly: ignore
                 num_dense=_DENSE,
                 features=features,
@@ -306,9 +306,9 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
     elif kind == "items":
         config = sj.NetworkConfig(
             layers=(
-                sj.InputConfig(),
-                sj.HiddenConfig(name="hidden", size=_HIDDEN, activation="tanh"),
-                sj.OutputConfig(dtype=dtype),
+                sj.nn.InputConfig(),
+                sj.nn.HiddenConfig(name="hidden", size=_HIDDEN, activation="tanh"),
+                sj.nn.OutputConfig(dtype=dtype),
             ),
             loss="softmax_cross_entropy",
         )
@@ -340,7 +340,7 @@ def _jax_forms(kind: str, batch: int, width: int, dtype: str):
         )
 
         def make():
-            return sj.build_sequence_model(
+            return sj.sequence.build_sequence_model(
                 config, items=_items(batch), rngs=nnx.Rngs(0)
             )
 
@@ -410,7 +410,7 @@ def _fits(kind: str, batch: int, make: Callable) -> list[dict]:
         columns = {f"C{i}": ids[:, i] for i in range(len(_ROWS))}
         schema = sj.ClickSchema(
             "click",
-            {f"d{i}": sj.DenseColumn() for i in range(_DENSE)},
+            {f"d{i}": sj.data.DenseColumn() for i in range(_DENSE)},
             {f"C{i}": HashedColumn(n) for i, n in enumerate(_ROWS)},
         )
         data: Any = sj.ClickDataset(labels, dense, columns, schema, {})

@@ -84,7 +84,7 @@ def _measure(part: str) -> Iterator[dict]:
             data, read = sj.SparseDataset.load(path), None
         else:
             names = np.arange(work.items) if source == "lists" else None
-            data = sj.scan_parquet(path, features=names, chunk_rows=work.chunk)
+            data = sj.data.scan_parquet(path, features=names, chunk_rows=work.chunk)
             read = _entries_read_per_second(data, work.chunk)
         config = autoencoder(work.hidden)
         rngs = nnx.Rngs(0)

@@ -289,7 +289,7 @@ def ways(floor: dict[str, int]) -> dict[str, Any]:
         drawn = np.random.default_rng(rows).integers(0, 30, 5 * rows)
         return sj.SequenceDataset(np.arange(0, 5 * rows + 1, 5), drawn, *named)
 
-    schema = sj.ClickSchema("click", ids={"user": sj.HashedColumn(30)})
+    schema = sj.ClickSchema("click", ids={"user": sj.data.HashedColumn(30)})
 
     def clicks(rows: int) -> sj.ClickDataset:
         drawn = np.random.default_rng(rows).integers(0, 30, rows).astype(np.int32)
@@ -299,8 +299,10 @@ def ways(floor: dict[str, int]) -> dict[str, Any]:
 
     config = sj.NetworkConfig.autoencoder((4,))
     model = sj.FeedForward(config, inputs=30, outputs=30, rngs=nnx.Rngs(0))
-    ordered = sj.SASRec(sj.SASRecConfig(width=8, blocks=1), items=30, rngs=nnx.Rngs(0))
-    clicked = sj.WideDeep(
+    ordered = sj.sequence.SASRec(
+        sj.SASRecConfig(width=8, blocks=1), items=30, rngs=nnx.Rngs(0)
+    )
+    clicked = sj.embeddings.WideDeep(
         sj.WideDeepConfig(dim=4), num_dense=0, features={"user": 30}, rngs=nnx.Rngs(0)
     )
 

@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
             yield {"results": results}, results[-1]
 
 
-def _trained(split: sj.Split, hidden: int, temperature: float) -> dict[str, Any]:
+def _trained(split: sj.data.Split, hidden: int, temperature: float) -> dict[str, Any]:
     train = split.train
     sizes = train.num_rows, train.num_features, train.num_entries
     config, _ = sj.NetworkConfig.for_data(

@@ -269,13 +269,13 @@ def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
     import sparsejax as sj
 
     layers = (
-        sj.HiddenConfig(
+        sj.nn.HiddenConfig(
             name=f"hidden{i}", size=size, activation="sigmoid", dropout=dropout
         )
         for i, size in enumerate(hidden, 1)
     )
     return sj.NetworkConfig(
-        layers=(sj.InputConfig(), *layers, sj.OutputConfig(dtype="bfloat16")),
+        layers=(sj.nn.InputConfig(), *layers, sj.nn.OutputConfig(dtype="bfloat16")),
         loss="sigmoid_binary_cross_entropy",
     )
 

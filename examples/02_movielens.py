@@ -21,10 +21,10 @@ FEWEST_LIKES = 5  # users with fewer likes are left out
 def read_ratings(folder: pathlib.Path) -> sj.SparseDataset:
     """Ratings in any of the three forms that MovieLens has had."""
     if (folder / "ratings.csv").exists():  # since 2015
-        return sj.read_pairs(folder / "ratings.csv")
+        return sj.data.read_pairs(folder / "ratings.csv")
     if (folder / "ratings.dat").exists():  # user::movie::rating::time
-        return sj.read_pairs(folder / "ratings.dat")
-    return sj.read_pairs(folder / "u.data", user=0, item=1, value=2, time=3)
+        return sj.data.read_pairs(folder / "ratings.dat")
+    return sj.data.read_pairs(folder / "u.data", user=0, item=1, value=2, time=3)
 
 
 def read_titles(folder: pathlib.Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ USERS, ITEMS = 40, 60
 
 def read(folder: pathlib.Path) -> dict[str, sj.ClickDataset]:
     """The files of a folder, with the categories of the training data."""
-    schema = sj.ClickSchema.criteo(sj.VocabularyColumn(min_count=10))
+    schema = sj.ClickSchema.criteo(sj.data.VocabularyColumn(min_count=10))
 
     def path(part):
         return [str(p) for p in sorted(folder.iterdir()) if f".{part}." in p.name]
@@ -49,9 +49,9 @@ def planted(rows: int) -> tuple[dict[str, sj.ClickDataset], np.ndarray]:
     logits = -1 + of_users[user, 0] + of_items[item, 0] + dense @ np.array([0.5, -0.5])
     logits += np.sum(of_users[user, 1:] * of_items[item, 1:], axis=1) / 2
     clicks = rng.random(rows) < 1 / (1 + np.exp(-logits))
-    columns = {"user": sj.HashedColumn(USERS), "item": sj.HashedColumn(ITEMS)}
+    columns = {"user": sj.data.HashedColumn(USERS), "item": sj.data.HashedColumn(ITEMS)}
     schema = sj.ClickSchema(
-        "click", {"x": sj.DenseColumn(), "y": sj.DenseColumn()}, columns
+        "click", {"x": sj.data.DenseColumn(), "y": sj.data.DenseColumn()}, columns
     )
     ids = {"user": user.astype(np.int32), "item": item.astype(np.int32)}
     data = sj.ClickDataset(clicks.astype(np.float32), dense, ids, schema, {})
@@ -137,7 +137,7 @@ def main(
     settings = {"batch_size": batch_size, "num_epochs": num_epochs, "seed": 0}
     stopping = sj.EarlyStopping(metric="auc", patience=3)
 
-    config = sj.ClickModelConfig.from_json({"version": 1, "model": kind})
+    config = sj.embeddings.ClickModelConfig.from_json({"version": 1, "model": kind})
     on = contextlib.nullcontext()
     if mesh is not None:
         axes = [int(size) for size in mesh.split(",")]

@@ -108,7 +108,7 @@ def tasks(name: str, path: pathlib.Path | None, seeds: int) -> Iterator[Task]:
     elif path.is_file():
         data = sj.read(str(path)).without_values()
     elif PUBLISHED[name][0] == VAE:
-        parts = sj.read_vae_cf(path)
+        parts = sj.data.read_vae_cf(path)
         for _ in range(seeds):
             yield Task(parts.train, *parts.test)
         return
@@ -116,8 +116,8 @@ def tasks(name: str, path: pathlib.Path | None, seeds: int) -> Iterator[Task]:
         found = [sorted(path.glob(f"{part}.txt*"))[:1] for part in ("train", "test")]
         if not all(found):
             raise SystemExit(f"{path} has no train.txt and test.txt")
-        train = sj.read_adjacency(found[0][0])
-        heldout = sj.read_adjacency(found[1][0], features=train)
+        train = sj.data.read_adjacency(found[0][0])
+        heldout = sj.data.read_adjacency(found[1][0], features=train)
         for _ in range(seeds):
             yield Task(train, train, heldout)
         return

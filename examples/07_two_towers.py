@@ -81,7 +81,7 @@ def make_data():
     )
     known = rng.permutation(USERS)[: USERS * 9 // 10]
     about = likes[known, :8] + 0.5 * rng.normal(size=(len(known), 8))
-    return purchases, sj.DenseDataset(about, [users[u] for u in known]), tags
+    return purchases, sj.data.DenseDataset(about, [users[u] for u in known]), tags
 
 
 def only(data: sj.SparseDataset, items: np.ndarray) -> sj.SparseDataset:

@@ -34,7 +34,7 @@ def make_data() -> sj.SequenceDataset:
 def main(num_epochs: int = 15) -> dict[str, float]:
     train, heldout = make_data().split_last()
     config = sj.SASRecConfig(max_length=LENGTH, width=64)
-    model = sj.SASRec(config, items=train.num_features, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=train.num_features, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(3e-3))
     history = sj.fit(
         model,

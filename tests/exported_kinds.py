@@ -20,16 +20,16 @@ def export(folder: pathlib.Path) -> tuple[sj.SequenceDataset, sj.ClickDataset]:
     both = (np.array(text, np.dtypes.StringDType()) for text in (["ann", "bob"], names))
     data = sj.SequenceDataset(indptr, items, *both, times=times)
     config = sj.HSTUConfig(max_length=4, width=4, blocks=1, heads=1)
-    model = sj.build_sequence_model(config, items=9, rngs=nnx.Rngs(0))
+    model = sj.sequence.build_sequence_model(config, items=9, rngs=nnx.Rngs(0))
     sj.export_predictor(model, folder / "histories", k=3, names=data, batch_size=1)
     lines = "".join(f"{n % 2},{n / 2},c{n % 5},u{n % 7}\n" for n in range(40))
     (folder / "clicks.csv").write_text("click,age,city,user\n" + lines)
-    ids = {"city": sj.VocabularyColumn(), "user": sj.HashedColumn(30)}
-    schema = sj.ClickSchema("click", dense={"age": sj.DenseColumn()}, ids=ids)
+    ids = {"city": sj.data.VocabularyColumn(), "user": sj.data.HashedColumn(30)}
+    schema = sj.ClickSchema("click", dense={"age": sj.data.DenseColumn()}, ids=ids)
     clicks = sj.read_clicks(folder / "clicks.csv", schema)
     config = sj.WideDeepConfig(dim=16, hidden=(4,))
     options = {"num_dense": 1, "features": clicks.num_ids}
-    model = sj.WideDeep(config, **options, rngs=nnx.Rngs(0))
+    model = sj.embeddings.WideDeep(config, **options, rngs=nnx.Rngs(0))
     path = folder / "clicks"
     sj.export_predictor(model, path, names=clicks, table_dtype="int8", batch_size=1)
     return data, clicks

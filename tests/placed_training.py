@@ -39,13 +39,13 @@ class Size:
     def tables(self):
         every = zip(self.num_rows, self.dims, self.placements, strict=True)
         return {
-            f"t{i}": sj.TableConfig(rows, dim, placement=placement)
+            f"t{i}": sj.embeddings.TableConfig(rows, dim, placement=placement)
             for i, (rows, dim, placement) in enumerate(every)
         }
 
     def features(self):
         return {
-            f"f{i}": sj.FeatureConfig(f"t{i}", combiner=combiner)
+            f"f{i}": sj.embeddings.FeatureConfig(f"t{i}", combiner=combiner)
             for i, combiner in enumerate(self.combiners)
         }
 
@@ -68,7 +68,7 @@ def placed_training(size, rule, *, meshes=MESHES, plan=None):
         saved, first, last = Checkpoints(folder), None, None
         for i, (data, model) in enumerate(meshes):
             with jax.set_mesh(sj.make_mesh(data=data, model=model)):
-                embeddings = sj.EmbeddingCollection(
+                embeddings = sj.embeddings.EmbeddingCollection(
                     size.tables(), size.features(), plan=plan, rngs=nnx.Rngs(0)
                 )
                 optimizer = sj.Optimizer(embeddings, rule)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGES = ["", "baselines", "data", "data.datasets", "dsstne", "losses", "metrics"]
-PACKAGES += ["optimizers", "spark", "training"]
+PACKAGES += ["embeddings", "mesh", "nn", "optimizers", "sequence", "spark", "training"]
 PACKAGES += ["cli.flags"]  # the flags of the commands
 SNAPSHOT = pathlib.Path(__file__).parent / "public_api.txt"
 

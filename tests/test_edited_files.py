@@ -92,7 +92,7 @@ class Kind:
 
 def network(folder):
     config = sj.NetworkConfig.autoencoder(
-        (4,), loss="scaled_marginal_cross_entropy", linear=sj.LinearConfig(rank=3)
+        (4,), loss="scaled_marginal_cross_entropy", linear=sj.nn.LinearConfig(rank=3)
     )
     path = folder / "network.json"
     return Kind(
@@ -122,14 +122,14 @@ def click_model(folder):
     return Kind(
         config.to_json(),
         path.write_text,
-        lambda: sj.ClickModelConfig.from_json(codec.load(path)),
+        lambda: sj.embeddings.ClickModelConfig.from_json(codec.load(path)),
     )
 
 
 def run_folder(folder):
     (folder / "run").mkdir()
     names = np.array(["a", "b", "c"], np.dtypes.StringDType())
-    data = sj.from_arrow(
+    data = sj.data.from_arrow(
         pd.DataFrame({"user": ["x"] * 3, "item": names.tolist()}), features=names
     )
     data.save(folder / "run" / "vocabulary.parquet")
@@ -168,7 +168,7 @@ def prepared(folder):
     path = folder / "shop" / "manifest.json"
 
     def scan():
-        scanned = sj.scan_parquet(folder / "shop")
+        scanned = sj.data.scan_parquet(folder / "shop")
         return scanned.feature_names, scanned.read(0, scanned.num_rows)
 
     return Kind(
@@ -189,8 +189,8 @@ def saved_clicks(folder):
     )
     schema = sj.ClickSchema(
         "click",
-        dense={"price": sj.DenseColumn(missing=0.0)},
-        ids={"user": sj.HashedColumn(9), "item": sj.VocabularyColumn()},
+        dense={"price": sj.data.DenseColumn(missing=0.0)},
+        ids={"user": sj.data.HashedColumn(9), "item": sj.data.VocabularyColumn()},
     )
     sj.read_clicks(folder / "c.csv", schema).save(path)
     table = pq.read_table(path)
@@ -202,7 +202,7 @@ def saved_clicks(folder):
         pq.write_table(changed, edited)
 
     def scan():
-        scanned = sj.scan_clicks(edited)
+        scanned = sj.data.scan_clicks(edited)
         return scanned.read(0, scanned.num_rows)
 
     return Kind(
@@ -215,8 +215,11 @@ def saved_clicks(folder):
 
 
 def plan(folder):
-    tables = {"a": sj.TableConfig(100, 8), "b": sj.TableConfig(10**6, 8)}
-    made = sj.plan_embeddings(
+    tables = {
+        "a": sj.embeddings.TableConfig(100, 8),
+        "b": sj.embeddings.TableConfig(10**6, 8),
+    }
+    made = sj.embeddings.plan_embeddings(
         tables,
         {"x": "a", "y": "b"},
         batch_size=64,
@@ -227,7 +230,7 @@ def plan(folder):
     path = folder / "plan.json"
 
     def read():
-        found = sj.EmbeddingPlan.from_json(codec.load(path))
+        found = sj.embeddings.EmbeddingPlan.from_json(codec.load(path))
         return str(found), found.placements(tables)
 
     return Kind(json.loads(json.dumps(made.to_json())), path.write_text, read)
@@ -235,7 +238,7 @@ def plan(folder):
 
 def click_settings(folder):
     feature = {"name": "user", "num_ids": 9, "first": 0, "bag": 0, "length": 0}
-    schema = sj.ClickSchema("y", ids={"user": sj.HashedColumn(9)})
+    schema = sj.ClickSchema("y", ids={"user": sj.data.HashedColumn(9)})
     path = folder / "clicks.predictor"
     document = {
         "version": 1,

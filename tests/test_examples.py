@@ -180,7 +180,7 @@ def test_published_tables(tmp_path, monkeypatch, capsys):
             for i in range(start, end)
         ]
         (tmp_path / f"{part}.csv").write_text("\n".join(["uid,sid", *pairs]))
-    data = sj.read_vae_cf(tmp_path)
+    data = sj.data.read_vae_cf(tmp_path)
     module = example("06_published_tables")
     # Each number of neighbours is another program, so of ours few settings are tried.
     few = {

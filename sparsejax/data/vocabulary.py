@@ -34,6 +34,9 @@ _MIN_ENTRIES_PER_PART = 256
 def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarray:
     """The balanced order of features.
 
+    >>> vocabulary_order(np.array([3, 9, 5, 1]))
+    array([1, 0, 2, 3])
+
     Args:
       counts: `[features]` number of rows that have the feature.
       names: `[features]` name of the feature. Equal counts are ranked by it (by code

@@ -29,7 +29,7 @@ def write_text(file: io.TextIOWrapper, data: SparseDataset) -> None:
 
     It cannot hold times; a warning says so.
 
-    Names are escaped as `sparsejax.read_text` reads them.
+    Names are escaped as `sparsejax.data.read_text` reads them.
 
     Raises:
       ValueError: a name is empty or contains a zero byte, or the name of a row contains a
@@ -58,7 +58,7 @@ def escaped(what: str, names: Names) -> Names:
 
 
 def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
-    """Writes `row feature feature ...` lines, see `sparsejax.read_adjacency`.
+    """Writes `row feature feature ...` lines, see `sparsejax.data.read_adjacency`.
 
     They cannot hold times; a warning says so.
 
@@ -79,7 +79,7 @@ def write_adjacency(file: io.TextIOWrapper, data: SparseDataset) -> None:
 def write_pairs(
     file: io.TextIOWrapper, data: SparseDataset, *, delimiter: str = "\t"
 ) -> None:
-    """Writes a line for each entry, under a header; see `sparsejax.read_pairs`.
+    """Writes a line for each entry, under a header; see `sparsejax.data.read_pairs`.
 
     If there are times, the entries of a row come in the order of their events, so that
     those of equal times keep it. If the delimiter is not TAB, fields are quoted where it is necessary. Rows without

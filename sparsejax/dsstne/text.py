@@ -5,7 +5,7 @@
     line    := sample TAB element *( ":" element ) [ ":" ]
     element := feature [ "," value ]
 
-`sparsejax.read_text` reads the same grammar by other rules. Here:
+`sparsejax.data.read_text` reads the same grammar by other rules. Here:
 
 * Names are numbered in the order in which they are first seen.
 * If a sample has several lines, the last one counts.

@@ -2,3 +2,8 @@
 
 Above `sparse` and `losses`, below everything else. Other wings may import all of it.
 """
+
+import lazy_loader
+
+# `__init__.pyi` lists the names; each is imported when it is first used.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

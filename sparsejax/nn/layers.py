@@ -334,7 +334,7 @@ class SparseOutput(nnx.Module):
         >>> layer.sampled_cross_entropy(h, targets, jnp.array([1, 4])).shape
         ()
 
-        See `sparsejax.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
+        See `sparsejax.nn.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
         is a `RowParam`, its gradient has the rows of targets and negatives alone.
         """
         return sampled_cross_entropy(

@@ -4,7 +4,16 @@ Above the operations, below the layers. Users import the names below; the other 
 import `optimizer`, `gradients`, `row_gradient`, `rules` and `schedules`.
 """
 
+from sparsejax.optimizers.gradients import RowParam as RowParam
+from sparsejax.optimizers.gradients import grad as grad
+from sparsejax.optimizers.gradients import lookup as lookup
+from sparsejax.optimizers.gradients import value_and_grad as value_and_grad
 from sparsejax.optimizers.optimizer import Optimizer as Optimizer
+from sparsejax.optimizers.row_gradient import RowGradient as RowGradient
+from sparsejax.optimizers.row_gradient import RowSums as RowSums
+from sparsejax.optimizers.row_gradient import accumulate as accumulate
+from sparsejax.optimizers.row_gradient import clip_by_global_norm as clip_by_global_norm
+from sparsejax.optimizers.row_gradient import global_norm as global_norm
 from sparsejax.optimizers.rules import Rule as Rule
 from sparsejax.optimizers.rules import adadelta as adadelta
 from sparsejax.optimizers.rules import adagrad as adagrad

@@ -33,8 +33,8 @@ _SEAL = jax.extend.random.define_prng_impl(
     random_bits=_no_random_numbers,
     fold_in=_no_random_numbers,
     name="sparsejax_row_gradient",
-    tag="row ids of a sparsejax.RowGradient, which is no array: use its + and *, or "
-    "sparsejax.accumulate, sparsejax.global_norm, sparsejax.clip_by_global_norm",
+    tag="row ids of a sparsejax.optimizers.RowGradient, which is no array: use its + and *, or "
+    "sparsejax.optimizers.accumulate, sparsejax.optimizers.global_norm, sparsejax.optimizers.clip_by_global_norm",
 )
 
 
@@ -62,7 +62,7 @@ class RowGradient(abc.ABC):
     rows. The leaves that name the rows are therefore arrays with which JAX refuses
     arithmetic, with a `TypeError` in most places. Use
     `is_leaf=lambda g: isinstance(g, RowGradient)` in `jax.tree.map`, and
-    `sparsejax.accumulate`, `sparsejax.global_norm` and `sparsejax.clip_by_global_norm`.
+    `sparsejax.optimizers.accumulate`, `sparsejax.optimizers.global_norm` and `sparsejax.optimizers.clip_by_global_norm`.
 
     Attributes:
       num_rows: rows of the kernel (static).

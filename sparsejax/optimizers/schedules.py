@@ -60,7 +60,7 @@ class Schedule:
 def schedule(name: str, **options: Any) -> Schedule:
     """The schedule that optax has under a name, in a form that JSON can hold.
 
-    >>> schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=1000)
+    >>> falling = schedule("cosine_decay_schedule", init_value=1e-3, decay_steps=1000)
 
     Raises:
       ValueError: optax has no such schedule, or the schedule has other options.

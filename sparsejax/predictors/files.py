@@ -81,10 +81,6 @@ def load_predictor(path: str | os.PathLike[str]) -> Predictor:
         return _ready(path, file)
 
 
-# Predictors of clicks had a function of their own.
-load_click_predictor = load_predictor
-
-
 def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predictor:
     """Loads a predictor if its file still has the content of a `predictor_identity`.
 

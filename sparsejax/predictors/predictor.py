@@ -282,7 +282,3 @@ class Predictor:
     def _lacks(self, name: str) -> str:
         kind = self.signature.kind
         return f"a predictor of {kind} has no {name}; it has {self.model.has}"
-
-
-# Predictors of clicks had a class of their own.
-ClickPredictor = Predictor

@@ -32,7 +32,7 @@ class SequenceConfig(ModelConfig):
       dropout: probability of dropping a number in training.
       temperature: scores are cosines divided by it; None for dot products.
       negatives: the loss is a softmax over the target and this many items, drawn anew for
-        each batch, all equally probable; see `sparsejax.sampled_cross_entropy`. None is the
+        each batch, all equally probable; see `sparsejax.nn.sampled_cross_entropy`. None is the
         exact softmax over all items.
 
     Raises:

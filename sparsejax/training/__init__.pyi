@@ -1,5 +1,6 @@
 # Every public name beside those at the top; `__init__.py` imports each when it is used.
 
+from ..engine.train.checkpoint import CheckpointWarning as CheckpointWarning
 from ..engine.train.dispatch import Dispatch as Dispatch
 from ..engine.train.dispatch import Epochs as Epochs
 from ..engine.train.dispatch import Program as Program

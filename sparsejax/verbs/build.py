@@ -88,7 +88,7 @@ def build(
 
     Raises:
       TypeError: `data` or `targets` has another type. (A click model whose tables are
-        placed by a plan of yours is made by `sparsejax.build_click_model`.)
+        placed by a plan of yours is made by `sparsejax.embeddings.build_click_model`.)
       ValueError: the network cannot be made. For example, a tied output has another
         number of items than features. A network is given histories, or a model of
         histories or of clicks is given targets.

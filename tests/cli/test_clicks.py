@@ -250,7 +250,7 @@ def test_other_columns_than_those_of_the_run(clicks, tmp_path, capsys):
     run, path = str(clicks / "run"), tmp_path / "saved.parquet"
     assert main(["evaluate", run, str(tmp_path / "c.csv")]) == 1
     assert "there is no column 'x'" in capsys.readouterr().err
-    schema = sj.ClickSchema("click", ids={"user": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
     sj.read_clicks(tmp_path / "c.csv", schema).save(path)
     assert main(["evaluate", run, str(path)]) == 1
     assert "has other columns or categories" in capsys.readouterr().err

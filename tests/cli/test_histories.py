@@ -172,7 +172,7 @@ def test_what_the_data_decide(folder):
     argv += ["--format", "adjacency", "--model", "gru", "--learning-rate", ".01"]
     assert main([*argv, "--epochs", "1"]) == 0
     settings, _ = run.load_run(folder / "long")
-    assert isinstance(settings.network, sj.SequenceConfig)
+    assert isinstance(settings.network, sj.sequence.SequenceConfig)
     assert settings.network == sj.GRUConfig(max_length=100)
     recipe = sj.training.recipe(settings.network, 3, num_epochs=1, peak=0.01)
     assert settings.optimizer == recipe.rule and settings.batch_size == 256

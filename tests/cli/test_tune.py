@@ -147,7 +147,7 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
     assert trained[0][0] == sj.GRUConfig()
     best = max(trained, key=lambda pair: pair[0].dropout)
     found = json.loads(pathlib.Path("tuned/network.json").read_text())
-    assert sj.SequenceConfig.from_json(found) == best[0]
+    assert sj.sequence.SequenceConfig.from_json(found) == best[0]
     # The command that is printed, and the one that trains the run of the best trial.
     printed = shlex.split(capsys.readouterr().out)
     assert "--optimizer" not in printed

@@ -402,7 +402,7 @@ def test_the_command_line_speaks_of_flags(tmp_path, monkeypatch, capsys):
 
 
 def _read_clicks(path):
-    schema = sj.ClickSchema("click", ids={"user": sj.HashedColumn(9)})
+    schema = sj.ClickSchema("click", ids={"user": sj.data.HashedColumn(9)})
     return sj.read_clicks(path, schema)
 
 
@@ -423,9 +423,9 @@ COMPRESSED = {
     "reader",
     [
         sj.read,
-        sj.read_text,
-        sj.read_pairs,
-        sj.read_adjacency,
+        sj.data.read_text,
+        sj.data.read_pairs,
+        sj.data.read_adjacency,
         sj.read_sequences,
         _read_clicks,
         lambda path: sj.prepare(path, path.parent / "out"),
@@ -467,11 +467,11 @@ LISTS = pa.table(
 @pytest.mark.parametrize(
     "reader",
     [
-        lambda table, path: sj.from_arrow(table),
+        lambda table, path: sj.data.from_arrow(table),
         lambda table, path: sj.read_sequences(table),
         lambda table, path: sj.read(path),
         lambda table, path: sj.read_sequences(path),
-        lambda table, path: sj.scan_sequences(path).read(
+        lambda table, path: sj.data.scan_sequences(path).read(
             0, len(set(table["user"].to_pylist()))
         ),
     ],

@@ -94,7 +94,7 @@ FILES = {
         )
     ),
 }
-KINDS = [sj.VocabularyColumn(), sj.HashedColumn(50_000)]
+KINDS = [sj.data.VocabularyColumn(), sj.data.HashedColumn(50_000)]
 
 
 def schema_of(kind) -> sj.ClickSchema:
@@ -130,7 +130,7 @@ def test_files(kind, name, files):
         vocabulary = sj.read_clicks(files / train, schema) if known else None
         data = sj.read_clicks(files / name, schema, vocabulary=vocabulary)
         assert ids_of(data) == ids_of(expected)
-        scanned = sj.scan_clicks(files / name, schema, vocabulary=vocabulary)
+        scanned = sj.data.scan_clicks(files / name, schema, vocabulary=vocabulary)
         assert ids_of(next(scanned.chunks())) == ids_of(expected)
         if known:
             again = files / "integers.parquet"
@@ -168,7 +168,7 @@ def test_integers_beyond_int64_and_minus_zero(tmp_path):
     """As uint64 has them; Arrow writes a zero with a sign as `-0`."""
     path, large = tmp_path / "clicks.csv", [2**64 - 1, 2**63]
     path.write_text(f"click,member,city\n1,0,{large[0]}\n0,-0,{large[1]}\n")
-    schema = schema_of(sj.HashedColumn(50_000))
+    schema = schema_of(sj.data.HashedColumn(50_000))
     member, city = ids_of(sj.read_clicks(path, schema)).values()
     assert member[0] == member[1] and city[0] != city[1]
     typed = pa.table({"click": [1, 0], "member": [-0.0, 0.0]})
@@ -209,7 +209,7 @@ def test_text_of_any_type_with_nulls(type_, files):
     given = pa.table(dict(zip(COLUMNS, arrays, strict=True)))
     _, found = examples_of(given, train.schema, train.vocabularies)
     assert {n: flat(ids) for n, ids in found.items()} == ids_of(train)
-    schema = sj.ClickSchema("click", dense={"city": sj.DenseColumn(missing=9.0)})
+    schema = sj.ClickSchema("click", dense={"city": sj.data.DenseColumn(missing=9.0)})
     numbers, _ = examples_of(given, schema, {})
     assert numbers[:, 0].tolist() == [9 if c is None else c for c in CITY]
 
@@ -218,7 +218,7 @@ def test_other_text_stays(tmp_path):
     path = tmp_path / "clicks.csv"
     cells = ["007", "007.0", "1e3", "2.5", "Nan", "truE", "+1", "v1.0", "1.0.0"]
     path.write_text("click,c\n" + "".join(f"1,{cell}\n" for cell in cells))
-    schema = sj.ClickSchema("click", ids={"c": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("click", ids={"c": sj.data.VocabularyColumn()})
     assert set(sj.read_clicks(path, schema).vocabularies["c"].tolist()) == set(cells)
 
 
@@ -241,10 +241,9 @@ def test_data_that_spell_otherwise(tmp_path):
     typed = sj.read_clicks(tmp_path / "t.parquet", before.schema, vocabulary=before)
     assert ids_of(typed) == {name: ids[:2] for name, ids in ids_of(before).items()}
     same = sj.ClickSchema.from_json(before.schema.to_json())
-    assert same == before.schema and same.ids["city"] != sj.HashedColumn(1000)
-    new = sj.ClickSchema.from_json(schema_of(sj.HashedColumn(9)).to_json())
-    assert new == schema_of(sj.HashedColumn(9))
+    assert same == before.schema and same.ids["city"] != sj.data.HashedColumn(1000)
+    new = sj.ClickSchema.from_json(schema_of(sj.data.HashedColumn(9)).to_json())
+    assert new == schema_of(sj.data.HashedColumn(9))
     known = xxh64(pa.array(["2"], pa.large_string()))[0] % 999 + 1
-    assert (
-        sj.read_clicks(path, schema_of(sj.HashedColumn(1000))).ids["city"][0] == known  # pyrefly: ignore
-    )
+    hashed = sj.read_clicks(path, schema_of(sj.data.HashedColumn(1000)))
+    assert hashed.ids["city"][0] == known  # pyrefly: ignore

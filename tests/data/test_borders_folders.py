@@ -30,14 +30,14 @@ WAYS = {
     "read": (sj.read, {"value", "time"}),
     "read, indicator": (lambda folder: sj.read(folder, indicator=True), {"time"}),
     "read, no times": (lambda folder: sj.read(folder, time=None), {"value"}),
-    "read_parquet": (sj.read_parquet, {"value", "time"}),
+    "read_parquet": (sj.data.read_parquet, {"value", "time"}),
     "read_sequences": (sj.read_sequences, {"time"}),
-    "scan_parquet": (rows(sj.scan_parquet), {"value"}),
+    "scan_parquet": (rows(sj.data.scan_parquet), {"value"}),
     "scan_parquet, names": (
-        lambda folder: sj.scan_parquet(folder, features=["x", "y"]).read(0, 1),
+        lambda folder: sj.data.scan_parquet(folder, features=["x", "y"]).read(0, 1),
         {"value"},
     ),
-    "scan_sequences": (rows(sj.scan_sequences), {"time"}),
+    "scan_sequences": (rows(sj.data.scan_sequences), {"time"}),
     "prepare": (prepared, {"value"}),
     "prepare, last": (lambda f: prepared(f, duplicates="last"), {"value", "time"}),
     "convert": (converted, {"value", "time"}),
@@ -92,8 +92,10 @@ def test_columns_of_some_files(way, kind, later, tmp_path, capsys):
 READ = {
     "read": lambda folder: sj.read(folder).num_entries,
     "read_sequences": lambda folder: sj.read_sequences(folder).num_entries,
-    "scan_parquet": lambda folder: sj.scan_parquet(folder).read(0, 1).nse,
-    "scan_sequences": lambda folder: len(sj.scan_sequences(folder).read(0, 1).indices),
+    "scan_parquet": lambda folder: sj.data.scan_parquet(folder).read(0, 1).nse,
+    "scan_sequences": lambda folder: len(
+        sj.data.scan_sequences(folder).read(0, 1).indices
+    ),
     "prepare": lambda folder: sj.prepare(
         folder, folder.parent / "out", duplicates="last"
     ).num_entries(),
@@ -121,7 +123,7 @@ def test_files_without_rows(way, later, table, tmp_path):
 def test_lists_of_some_files(later, tmp_path):
     parts = [LISTS, LISTS | {"ratings": [[1.0, 2.0]]}]
     folder = write(tmp_path / "events", *(parts if later else parts[::-1]))
-    for read in (sj.read, sj.scan_parquet, lambda f: prepared(f)):
+    for read in (sj.read, sj.data.scan_parquet, lambda f: prepared(f)):
         with pytest.raises(sj.DataError, match="has no column of the value"):
             read(folder)
 

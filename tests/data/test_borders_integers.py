@@ -25,7 +25,7 @@ def test_indices(big):
     with pytest.raises(ValueError, match="does not fit in int32|outside"):
         sj.SparseDataset(unchecked, A, XY)
     with pytest.raises(ValueError, match="does not fit in int32"):
-        sj.Histories(indptr, indices).padded(2)
+        sj.data.Histories(indptr, indices).padded(2)
     if big > 0:
         matrix = scipy.sparse.csr_array((1, 2))
         matrix.data, matrix.indices, matrix.indptr = np.ones(1), indices, indptr

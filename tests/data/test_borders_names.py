@@ -55,7 +55,7 @@ def from_scipy(table: pa.Table, folder: pathlib.Path) -> sj.SparseDataset:
 
 # Each takes a table whose users and items are distinct.
 IN = {
-    "from_arrow": lambda table, folder: sj.from_arrow(table),
+    "from_arrow": lambda table, folder: sj.data.from_arrow(table),
     "read_sequences of a frame": lambda table, folder: sj.read_sequences(table),
     "read": lambda table, folder: sj.read(stored(table, folder)),
     "read_sequences": lambda table, folder: sj.read_sequences(stored(table, folder)),
@@ -65,8 +65,10 @@ IN = {
     "convert": converted,
 }
 SCANS = {
-    "scan_parquet": lambda table, folder: sj.scan_parquet(stored(table, folder)),
-    "scan_sequences": lambda table, folder: sj.scan_sequences(stored(table, folder)),
+    "scan_parquet": lambda table, folder: sj.data.scan_parquet(stored(table, folder)),
+    "scan_sequences": lambda table, folder: sj.data.scan_sequences(
+        stored(table, folder)
+    ),
 }
 
 
@@ -223,7 +225,7 @@ def test_what_is_no_name(way, kind, tmp_path):
 )
 def test_names_of_frames(frame, expected, tmp_path):
     for data in (
-        sj.from_arrow(frame),
+        sj.data.from_arrow(frame),
         sj.read_sequences(frame),
         prepared(frame, tmp_path),
     ):
@@ -232,7 +234,7 @@ def test_names_of_frames(frame, expected, tmp_path):
 
 def test_frames_that_arrow_does_not_hold(tmp_path):
     frame = pd.DataFrame({"user": ["a", "b"], "item": [7, "x"]})
-    for way in (sj.from_arrow, sj.read_sequences, lambda f: prepared(f, tmp_path)):
+    for way in (sj.data.from_arrow, sj.read_sequences, lambda f: prepared(f, tmp_path)):
         with pytest.raises(sj.DataError, match="the table: cannot be read: .*'x'"):
             way(frame)
 
@@ -262,7 +264,7 @@ def test_names_that_are_given(names, expected):
     data = sj.SparseDataset.from_scipy(eye, row_names=names, feature_names=names)
     assert data.row_names.tolist() == data.feature_names.tolist() == expected
     assert data.align_features(names).feature_names.tolist() == expected
-    dense = sj.DenseDataset(np.eye(2), names)
+    dense = sj.data.DenseDataset(np.eye(2), names)
     assert dense.row_names.tolist() == expected
 
 
@@ -322,14 +324,20 @@ def test_cells_stay_as_they_are(form, cells, tmp_path):
 
 
 AGAINST = {
-    "from_arrow": lambda table, folder, names: sj.from_arrow(table, features=names),
+    "from_arrow": lambda table, folder, names: sj.data.from_arrow(
+        table, features=names
+    ),
     "read": lambda table, folder, names: sj.read(stored(table, folder), features=names),
-    "align": lambda table, folder, names: sj.from_arrow(table).align_features(names),
+    "align": lambda table, folder, names: sj.data.from_arrow(table).align_features(
+        names
+    ),
     "read_sequences": lambda table, folder, names: sj.read_sequences(
         stored(table, folder), features=names
     ).to_sparse(),
     "scan_parquet": lambda table, folder, names: sj.SparseDataset.from_scipy(
-        sj.scan_parquet(stored(table, folder), features=names).read(0, 3).to_scipy(),
+        sj.data.scan_parquet(stored(table, folder), features=names)
+        .read(0, 3)
+        .to_scipy(),
         row_names=["a", "b", "c"],
         feature_names=names,
     ),
@@ -356,9 +364,11 @@ def test_the_spelling_of_a_vocabulary_counts(way, tmp_path):
 
 def test_entries_of_two_spellings_are_merged():
     table = {"user": ["a"] * 3, "item": ["1.0", "1", "1.0"], "value": [1.0, 2.0, 4.0]}
-    data = sj.from_arrow(pa.table(table | {"time": [5, 9, 7]}), features=["1", "2"])
+    data = sj.data.from_arrow(
+        pa.table(table | {"time": [5, 9, 7]}), features=["1", "2"]
+    )
     assert data.matrix.data.tolist() == [7.0] and data.times.tolist() == [9]  # pyrefly: ignore
-    new = sj.from_arrow(pa.table({"user": ["a"] * 3, "item": ["1.0", "new", "1"]}))
+    new = sj.data.from_arrow(pa.table({"user": ["a"] * 3, "item": ["1.0", "new", "1"]}))
     assert new.append_features(["2", "1"]).feature_names.tolist() == ["2", "1", "new"]
     new = sj.read_sequences(pa.table({"user": ["a"] * 3, "item": ["1.0", "new", "1"]}))
     new = new.append_features(["2", "1"])

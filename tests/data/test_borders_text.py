@@ -78,7 +78,9 @@ def test_what_could_be_rows_or_pairs(way, lines, tmp_path):
     with pytest.raises(sj.DataError, match="the format is not clear .* --format"):
         WAYS[way](path)
     assert items_of(sj.read(path, format="text"))
-    assert any(":" in item for item in items_of(sj.read_pairs(path, user=0, item=1)))
+    assert any(
+        ":" in item for item in items_of(sj.data.read_pairs(path, user=0, item=1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,16 @@ def test_lists_where_there_can_be_none(tmp_path):
 def test_clicks_with_types(tmp_path):
     path = tmp_path / "ctr.inter"
     path.write_text("label:float\tage:float\ttags:token_seq\n1\t3\ta b\n0\t4\t\n")
-    columns = {"dense": {"age": sj.DenseColumn()}}
-    schema = sj.ClickSchema("label", ids={"tags": sj.VocabularyColumn()}, **columns)
-    for data in (sj.read_clicks(path, schema), sj.scan_clicks(path, schema)):
+    columns = {"dense": {"age": sj.data.DenseColumn()}}
+    schema = sj.ClickSchema(
+        "label", ids={"tags": sj.data.VocabularyColumn()}, **columns
+    )
+    for data in (sj.read_clicks(path, schema), sj.data.scan_clicks(path, schema)):
         assert data.vocabularies["tags"].tolist() == ["a", "b"]
     tags = sj.read_clicks(path, schema).ids["tags"]
     assert tags.indices.tolist() == [2, 3] and tags.indptr.tolist() == [0, 2, 2]  # pyrefly: ignore
-    columns = {"dense": {"age:float": sj.DenseColumn()}}
-    named = {"tags:token_seq": sj.VocabularyColumn()}  # as in the file: text
+    columns = {"dense": {"age:float": sj.data.DenseColumn()}}
+    named = {"tags:token_seq": sj.data.VocabularyColumn()}  # as in the file: text
     schema = sj.ClickSchema("label:float", ids=named, **columns)
     names = sj.read_clicks(path, schema).vocabularies["tags:token_seq"]
     assert names.tolist() == ["a b"]
@@ -257,7 +261,7 @@ def test_a_header_that_is_repeated_in_another_form(first, again, tmp_path):
 def test_a_repeated_header_of_clicks(tmp_path):
     path = tmp_path / "clicks.csv"
     path.write_text("click,city\n1,x\n0,y\nclick,city\n1,x\n")
-    schema = sj.ClickSchema("click", ids={"city": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("click", ids={"city": sj.data.VocabularyColumn()})
     with pytest.warns(UserWarning, match=":4: the header stands here again"):
         assert sj.read_clicks(path, schema).num_rows == 3
     path.write_text('click,city\n1,"a\nclick,city\nb"\n')  # a part of a cell
@@ -340,7 +344,7 @@ def written(columns: dict[str, list[str]], kind: str, path):
 
 
 def read_clicks(path):
-    schema = sj.ClickSchema("label", ids={"item": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("label", ids={"item": sj.data.VocabularyColumn()})
     return sj.read_clicks(path, schema)
 
 
@@ -349,8 +353,11 @@ READERS = {
     "read_sequences": (sj.read_sequences, ".csv"),
     "read_clicks": (read_clicks, ".csv"),
     "read of Parquet": (sj.read, ".parquet"),
-    "scan_parquet": (lambda path: sj.scan_parquet(path).read(0, 1), ".parquet"),
-    "scan_sequences": (lambda path: sj.scan_sequences(path).read(0, 1), ".parquet"),
+    "scan_parquet": (lambda path: sj.data.scan_parquet(path).read(0, 1), ".parquet"),
+    "scan_sequences": (
+        lambda path: sj.data.scan_sequences(path).read(0, 1),
+        ".parquet",
+    ),
 }
 
 

@@ -116,7 +116,7 @@ def _list_file(table: pa.Table, folder) -> str:
 
 
 def _by_read(source, **options):
-    read = sj.from_arrow if hasattr(source, "__arrow_c_stream__") else sj.read
+    read = sj.data.from_arrow if hasattr(source, "__arrow_c_stream__") else sj.read
     return _last(read(source, **options))
 
 
@@ -125,7 +125,7 @@ def _by_read_sequences(source, **options):
 
 
 def _by_scan(source, **options):
-    scanned = sj.scan_sequences(source, **options)
+    scanned = sj.data.scan_sequences(source, **options)
     found = scanned.read(0, scanned.num_rows)
     last = scanned.feature_names[found.indices[found.indptr[1:] - 1]].tolist()
     return dict(zip(["a", "b", "c"], last, strict=False))
@@ -303,7 +303,7 @@ def test_every_far_date():
     ):
         plain = pa.int32() if type_ == pa.date32() else pa.int64()
         times = pa.array([5, far, 4, 3, 2], plain).cast(type_)
-        for read in (sj.from_arrow, sj.read_sequences):
+        for read in (sj.data.from_arrow, sj.read_sequences):
             with pytest.raises(ValueError, match=rf"{far} {unit} since 1970 {OUTSIDE}"):
                 read(table(times))
 
@@ -361,7 +361,7 @@ def test_an_order_that_is_not_read_is_an_error(way, kind, tmp_path):
 def test_sets_leave_out_what_is_no_time_and_say_so(way, kind, tmp_path):
     times, problem = UNREADABLE[kind]
     source = way.form(table(pa.array(times)), tmp_path)
-    read = sj.from_arrow if hasattr(source, "__arrow_c_stream__") else sj.read
+    read = sj.data.from_arrow if hasattr(source, "__arrow_c_stream__") else sj.read
     data = read(source)
     found = {user: sorted(items) for user, items in _items(data).items()}
     assert data.times is None and found == ALL
@@ -399,7 +399,7 @@ def test_types_that_are_no_times(type_, tmp_path):
         with pytest.raises(ValueError, match=rf"{NOT_READ}.* is not a time"):
             read(given)
         read(given, time=None)
-    assert sj.from_arrow(given).times is None
+    assert sj.data.from_arrow(given).times is None
 
 
 @each([way for way in WAYS if way.name.startswith("read") and way.form is not _int96])
@@ -416,7 +416,7 @@ def test_missing_among_times(way, tmp_path):
 
 def test_two_columns_of_times(tmp_path):
     given = table(pa.array([1, 2, 3, 4, 5])).append_column("date", pa.array(DATES))
-    for read in (sj.from_arrow, sj.read_sequences):
+    for read in (sj.data.from_arrow, sj.read_sequences):
         with pytest.raises(ValueError, match="which column is the time.*: time=None"):
             read(given)
         assert read(given, time=None).times is None

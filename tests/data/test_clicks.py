@@ -22,11 +22,11 @@ from sparsejax.data.xxh64 import xxh64
 
 DENSE, IDS = ["I1", "I2"], ["C1", "C2"]
 NAMES = ("label", *DENSE, *IDS)
-LOG = sj.DenseColumn(log1p=True, missing=0.0)
+LOG = sj.data.DenseColumn(log1p=True, missing=0.0)
 SCHEMA = sj.ClickSchema(
     "label",
-    dense={"I1": LOG, "I2": sj.DenseColumn(missing=-1.0)},
-    ids={"C1": sj.VocabularyColumn(min_count=3), "C2": sj.HashedColumn(17)},
+    dense={"I1": LOG, "I2": sj.data.DenseColumn(missing=-1.0)},
+    ids={"C1": sj.data.VocabularyColumn(min_count=3), "C2": sj.data.HashedColumn(17)},
 )
 WITHOUT_HEADER = dataclasses.replace(SCHEMA, columns=NAMES)
 
@@ -175,7 +175,7 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
 
     both = [tmp_path / f"{name}.{form}" for name in ("train", "test")]
     assert_equal(sj.read_clicks(both, schema), lines + later)
-    scanned = sj.scan_clicks(both, schema, chunk_rows=70)
+    scanned = sj.data.scan_clicks(both, schema, chunk_rows=70)
     assert scanned.num_rows == 260
     chunks = list(scanned.chunks())
     assert [chunk.num_rows for chunk in chunks] == [70, 70, 70, 50]
@@ -193,7 +193,7 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
     else:
         with pytest.raises(NotImplementedError, match="read in order only, by chunks"):
             scanned.read(0, 1)
-    again = sj.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
+    again = sj.data.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
     assert_equal(next(again.chunks()), later, lines)
 
 
@@ -240,7 +240,7 @@ def test_a_header_may_be_there_although_columns_are_named(tmp_path):
 
 
 def test_criteo(tmp_path):
-    schema = sj.ClickSchema.criteo(sj.HashedColumn(1000))
+    schema = sj.ClickSchema.criteo(sj.data.HashedColumn(1000))
     numbers = ["", "-3", *["7"] * 11]
     line = "\t".join(["1", *numbers, *["68fd1e64"] * 25, ""])
     (tmp_path / "day").write_text(f"{line}\n\n  \n{line}\n")
@@ -259,7 +259,7 @@ LISTS = {
     ),
 }
 OF_LISTS = sj.ClickSchema(
-    "y", ids={"tags": sj.VocabularyColumn(), "seen": sj.HashedColumn(50)}
+    "y", ids={"tags": sj.data.VocabularyColumn(), "seen": sj.data.HashedColumn(50)}
 )
 
 
@@ -278,7 +278,7 @@ def test_lists(tmp_path, rows, monkeypatch):
     picked = lists_of(some, "tags")
     assert picked.indices.tolist() == [4, 0, 0, 3, 2, 3]
     assert picked.indptr.tolist() == [0, 3, 6]
-    scanned = sj.scan_clicks(tmp_path / "lists.parquet", OF_LISTS, chunk_rows=3)
+    scanned = sj.data.scan_clicks(tmp_path / "lists.parquet", OF_LISTS, chunk_rows=3)
     flat = [lists_of(chunk, "tags").indices.tolist() for chunk in scanned.chunks()]
     assert flat == [[3, 2, 3], [4, 0, 0, 2]]
     some.save(tmp_path / "saved")
@@ -297,8 +297,10 @@ def test_types_of_parquet(tmp_path):
         "number": [5.0, 6.0, None],
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    dense = {name: sj.DenseColumn(missing=9.0) for name in ("count", "price", "text")}
-    ids = {name: sj.VocabularyColumn() for name in ("city", "number")}
+    dense = {
+        name: sj.data.DenseColumn(missing=9.0) for name in ("count", "price", "text")
+    }
+    ids = {name: sj.data.VocabularyColumn() for name in ("city", "number")}
     data = sj.read_clicks(tmp_path / "a.parquet", sj.ClickSchema("y", dense, ids))
     np.testing.assert_array_equal(data.labels, [1, 0, 1])
     np.testing.assert_array_equal(data.dense, [[3, 1, 4.5], [9, 2, 9], [0, 9, 9]])
@@ -355,7 +357,7 @@ def test_saved_parts_are_scanned(tmp_path, form):
         path = tmp_path / "parts" / f"{i}.parquet"
         data.rows(slice(start, stop)).save(path)
         pq.write_table(pq.read_table(path), path, row_group_size=16)
-    scanned = sj.scan_clicks(tmp_path / "parts", chunk_rows=3)
+    scanned = sj.data.scan_clicks(tmp_path / "parts", chunk_rows=3)
     assert scanned.schema == data.schema and scanned.num_ids == data.num_ids
     assert scanned.num_rows == rows
 
@@ -376,20 +378,20 @@ def test_saved_parts_are_scanned(tmp_path, form):
     other = dataclasses.replace(other, vocabularies=known | {name: known[name][::-1]})
     other.save(tmp_path / "parts" / "3.parquet")
     with pytest.raises(sj.DataError, match="3.parquet: has another schema or vocabu"):
-        sj.scan_clicks(tmp_path / "parts")
+        sj.data.scan_clicks(tmp_path / "parts")
     pq.write_table(pa.table(LISTS), tmp_path / "plain")
     with pytest.raises(
         sj.DataError, match="no saved data set .* give their ClickSchema"
     ):
-        sj.scan_clicks(tmp_path / "plain")
+        sj.data.scan_clicks(tmp_path / "plain")
     with pytest.raises(ValueError, match="leave out vocabulary"):
-        sj.scan_clicks(tmp_path / "parts", vocabulary=data)
+        sj.data.scan_clicks(tmp_path / "parts", vocabulary=data)
 
 
 def test_split_rows(tmp_path):
     lines = [["1" if i % 3 else "0", str(i), "0", "a", "b"] for i in range(40)]
     write(tmp_path / "a.tsv", lines, "tsv")
-    schema = sj.ClickSchema("label", {"I1": sj.DenseColumn()}, columns=NAMES)
+    schema = sj.ClickSchema("label", {"I1": sj.data.DenseColumn()}, columns=NAMES)
     data = sj.read_clicks(tmp_path / "a.tsv", schema)
     train, heldout = data.split_rows(0.9, seed=0)
     places = heldout.dense[:, 0].astype(int).tolist()
@@ -424,13 +426,13 @@ GOOD = "0\t1\t2\ta\tb\n"
     ],
 )
 def test_wrong_lines(tmp_path, line, message):
-    strict = {"I1": LOG, "I2": sj.DenseColumn()}
+    strict = {"I1": LOG, "I2": sj.data.DenseColumn()}
     schema = dataclasses.replace(WITHOUT_HEADER, dense=strict)
     (tmp_path / "a.tsv").write_text(GOOD + "\n  \n" + GOOD + line + "\n" + GOOD)
     with pytest.raises(sj.DataError, match=f"a.tsv:5: {message}"):
         sj.read_clicks(tmp_path / "a.tsv", schema)
     with pytest.raises(sj.DataError, match=f"a.tsv:5: {message}"):
-        list(sj.scan_clicks(tmp_path / "a.tsv", schema).chunks())
+        list(sj.data.scan_clicks(tmp_path / "a.tsv", schema).chunks())
 
 
 def test_wrong_files(tmp_path):
@@ -444,13 +446,13 @@ def test_wrong_files(tmp_path):
     with pytest.raises(sj.DataError, match="a.csv:4: column 'I1': value 'x'"):
         sj.read_clicks(path, SCHEMA)
     path.write_text("label,I1,I2,C1,C2\n")
-    for reader in (sj.read_clicks, sj.scan_clicks):
+    for reader in (sj.read_clicks, sj.data.scan_clicks):
         with pytest.raises(sj.DataError, match="a.csv: holds no examples"):
             reader(path, SCHEMA)
     with pytest.raises(ValueError, match="at least one file"):
         sj.read_clicks([], SCHEMA)
     with pytest.raises(ValueError, match="chunk_rows must be positive"):
-        sj.scan_clicks(path, SCHEMA, chunk_rows=0)
+        sj.data.scan_clicks(path, SCHEMA, chunk_rows=0)
     with pytest.raises(ValueError, match=r"vocabulary lacks \['C1'\]; it has \['X'\]"):
         sj.read_clicks(path, SCHEMA, vocabulary={"X": np.array(["a"])})
 
@@ -470,13 +472,13 @@ def test_wrong_files(tmp_path):
 
 
 def test_schemas():
-    everything = sj.ClickSchema.criteo({"C1": sj.HashedColumn(5)})
+    everything = sj.ClickSchema.criteo({"C1": sj.data.HashedColumn(5)})
     for schema in (SCHEMA, WITHOUT_HEADER, everything):
         document = json.loads(json.dumps(schema.to_json()))
         assert sj.ClickSchema.from_json(document) == schema
     with pytest.raises(ValueError, match="not a schema of clicks"):
         sj.ClickSchema.from_json({"label": "y"})
-    column = sj.HashedColumn(5)
+    column = sj.data.HashedColumn(5)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"ids": {"y": column}}, r"each column has one role, but \['y'\] have two"),
         ({}, "at least one column in dense or ids"),
@@ -487,11 +489,11 @@ def test_schemas():
         with pytest.raises(ValueError, match=message):
             sj.ClickSchema("y", **arguments)
     with pytest.raises(ValueError, match=r"size must be in \[2, 2\^31\), got 1"):
-        sj.HashedColumn(1)
+        sj.data.HashedColumn(1)
     with pytest.raises(ValueError, match=r"min_count must be in \[1, "):
-        sj.VocabularyColumn(0)
+        sj.data.VocabularyColumn(0)
     with pytest.raises(ValueError, match="missing must be finite"):
-        sj.DenseColumn(missing=float("nan"))
+        sj.data.DenseColumn(missing=float("nan"))
 
 
 @pytest.mark.usefixtures("symbolic_sizes")  # without checks of annotations

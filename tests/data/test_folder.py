@@ -46,7 +46,7 @@ def test_groups_and_files(tmp_path, small_groups):
     table = pa.concat_tables(
         [t.set_column(0, "user", t["user"].cast(pa.string())) for t in (table, users)]
     )
-    whole = sj.from_arrow(table)
+    whole = sj.data.from_arrow(table)
     manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.7)
     again = sj.prepare(table, tmp_path / "again", split_fraction=0.7)
     assert again.train == manifest.train  # the same bytes
@@ -58,7 +58,7 @@ def test_groups_and_files(tmp_path, small_groups):
         found = sj.read(tmp_path / "out" / part)
         order = data.align_rows(found.row_names)
         assert contents(found) == contents(order)
-        scanned = sj.scan_parquet(tmp_path / "out" / part)
+        scanned = sj.data.scan_parquet(tmp_path / "out" / part)
         some = scanned.read(17, 200).to_scipy().toarray()
         np.testing.assert_array_equal(some, found.to_scipy().toarray()[17:200])
     # Rows lie in another order than that of their names and of the table.
@@ -77,11 +77,11 @@ def test_what_is_no_finished_folder(tmp_path):
     with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
         sj.read(out, user="user")
     with pytest.raises(ValueError, match="is a saved data set, so it has no columns"):
-        sj.scan_parquet(out, features=["1"])
+        sj.data.scan_parquet(out, features=["1"])
     [part] = (out / "train").iterdir()
     with pytest.raises(sj.DataError, match="part of a prepared data set.*its folder"):
         sj.read(part)
-    scanned, content = sj.scan_parquet(out), part.read_bytes()
+    scanned, content = sj.data.scan_parquet(out), part.read_bytes()
     before = scanned.fingerprint()
     part.write_bytes(content[:-1])
     for read in (lambda: sj.read(out), lambda: scanned.read(0, 5)):
@@ -98,7 +98,7 @@ def test_what_is_no_finished_folder(tmp_path):
     manifest = json.loads(path.read_text())
     manifest["train"][0]["crc32"] += 1
     path.write_text(json.dumps(manifest))
-    assert sj.scan_parquet(out).fingerprint() != before  # other data
+    assert sj.data.scan_parquet(out).fingerprint() != before  # other data
     path.write_text(json.dumps(manifest | {"vocabulary": "0"}))
     with pytest.raises(sj.DataError, match="is not the vocabulary of the manifest"):
         sj.read(out)
@@ -110,7 +110,7 @@ def test_what_is_no_finished_folder(tmp_path):
         with pytest.raises(sj.DataError, match=r"manifest.json: is"):
             sj.read(out)
     path.unlink()
-    for read in (sj.read, sj.scan_parquet):
+    for read in (sj.read, sj.data.scan_parquet):
         with pytest.raises(sj.DataError, match="preparing it was not finished"):
             read(out)
 
@@ -180,7 +180,7 @@ def test_other_types_of_columns_and_empty_files(tmp_path):
     table = {"user": list("abacba"), "item": numbers, "value": numbers}
     table |= {"time": [datetime.date(2024, 1, day) for day in range(1, 7)]}
     texts, decimals = list(map(str, numbers)), list(map(decimal.Decimal, numbers))
-    expected = contents(sj.from_arrow(pa.table(table)))
+    expected = contents(sj.data.from_arrow(pa.table(table)))
     forms = [("item", texts, pa.string_view()), ("item", texts, pa.binary())]
     forms += [("item", texts, pa.dictionary(pa.int8(), pa.string()))]
     forms += [("item", numbers, pa.uint64()), ("item", numbers, pa.float64())]
@@ -274,7 +274,7 @@ def test_in_a_store(bucket, monkeypatch, small_groups):
     out = f"{address}/prepared{query}"
     manifest = sj.prepare(f"{address}/log{query}", out, split_fraction=0.8)
     found = sj.read(out)
-    data = sj.from_arrow(table).split(0.8, seed=0).train
+    data = sj.data.from_arrow(table).split(0.8, seed=0).train
     assert contents(found) == contents(data.align_rows(found.row_names))
     assert sj.read(f"{address}/prepared/test{query}").num_rows == manifest.num_rows(
         "test"
@@ -291,7 +291,7 @@ def test_in_a_store(bucket, monkeypatch, small_groups):
         return answer(self, environ, start_response)
 
     monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
-    scanned = sj.scan_parquet(out)
+    scanned = sj.data.scan_parquet(out)
     assert len(manifest.train) > 3
     assert len(requests) <= 3, requests  # however many files there are
     requests.clear()
@@ -301,7 +301,7 @@ def test_in_a_store(bucket, monkeypatch, small_groups):
     assert 1 <= len(files) < len(manifest.train)
     store.delete_file("shop/prepared/manifest.json")
     with pytest.raises(sj.DataError, match="preparing it was not finished"):
-        sj.scan_parquet(out)
+        sj.data.scan_parquet(out)
 
 
 def test_a_preparation_that_was_done_can_be_repeated(tmp_path):

@@ -18,7 +18,7 @@ from sparsejax.data.folder import Part
 pytest.importorskip("duckdb")
 
 
-@pytest.mark.filterwarnings("ignore::sparsejax.UnknownFeaturesWarning")
+@pytest.mark.filterwarnings("ignore::sparsejax.data.UnknownFeaturesWarning")
 @pytest.mark.parametrize("kind", ["all", "fraction", "last", "time", "features"])
 # Of many small tables nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
@@ -30,7 +30,7 @@ pytest.importorskip("duckdb")
 def test_the_same_as_read(kind, table, least, indicator):
     kept = frequent(table, *least)
     hypothesis.assume(kept["user"])
-    whole = sj.from_arrow(pa.table(kept), indicator=indicator)
+    whole = sj.data.from_arrow(pa.table(kept), indicator=indicator)
     try:
         with repeats() as warned:
             options, train, heldout = expected(whole, kind)
@@ -46,7 +46,7 @@ def test_the_same_as_read(kind, table, least, indicator):
         found: dict[Part, sj.SparseDataset] = {"train": sj.read(out)}
         if heldout is not None:
             found["test"] = sj.read(out / "test")
-        scanned = sj.scan_parquet(out)
+        scanned = sj.data.scan_parquet(out)
         rows = scanned.read(0, scanned.num_rows)
     for (part, data), given_ in zip(found.items(), (train, heldout), strict=False):
         assert entries(data) == entries(given_)
@@ -76,7 +76,7 @@ def test_the_same_as_read(kind, table, least, indicator):
 def test_names_like_floats_and_values_that_are_null(columns, tmp_path):
     table = pa.table(columns)
     manifest = sj.prepare(table, tmp_path / "out", split_fraction=0.5)
-    train, heldout = sj.from_arrow(table).split(0.5, seed=0)
+    train, heldout = sj.data.from_arrow(table).split(0.5, seed=0)
     assert entries(sj.read(tmp_path / "out")) == entries(train)
     assert entries(sj.read(tmp_path / "out" / "test")) == entries(heldout)
     assert manifest.indicator

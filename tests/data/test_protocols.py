@@ -21,7 +21,7 @@ def test_files_of_mult_vae(tmp_path):
         for part, some in (("tr", slice(0, 4)), ("te", slice(4, None))):
             pairs = [(u, i) for u in users[name] for i in liked[u][some]]
             write(tmp_path, f"{name}_{part}", pairs)
-    data = sj.read_vae_cf(tmp_path)
+    data = sj.data.read_vae_cf(tmp_path)
     assert data.train.num_rows == 30 and data.train.num_features == 60
     assert data.train.matrix.data is None
     shown, heldout = data.test
@@ -35,7 +35,7 @@ def test_files_of_mult_vae(tmp_path):
     assert measured["popularity_truncated_recall@20"] < 0.8
     (tmp_path / "test_te.csv").unlink()
     with pytest.raises(sj.DataError, match="test_te.csv"):
-        sj.read_vae_cf(tmp_path)
+        sj.data.read_vae_cf(tmp_path)
 
 
 def test_candidates_are_items_that_the_row_does_not_have():
@@ -44,17 +44,17 @@ def test_candidates_are_items_that_the_row_does_not_have():
     dense[3], dense[4], dense[5] = False, True, np.arange(11) != 7
     whole = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(dense))
     train, heldout = whole.split(0.7, seed=0)
-    drawn = sj.random_candidates(train, heldout, count=4, seed=1)
+    drawn = sj.data.random_candidates(train, heldout, count=4, seed=1)
     found = drawn.to_scipy().toarray() > 0
     assert not (found & dense).any()
     np.testing.assert_array_equal(found.sum(1), np.minimum(4, 11 - dense.sum(1)))
     assert found[5].nonzero()[0].tolist() == [7]
     # Every free item of the empty row is as likely as any other.
-    row = [sj.random_candidates(whole, count=4, seed=seed) for seed in range(300)]
+    row = [sj.data.random_candidates(whole, count=4, seed=seed) for seed in range(300)]
     items = np.concatenate(
         [r.matrix.indices[slice(*r.matrix.indptr[3:5])] for r in row]
     )
     shares = np.bincount(items, minlength=11) / 300
     assert abs(shares - 4 / 11).max() < 5 * (4 / 11 / 300) ** 0.5
     with pytest.raises(ValueError, match="count=1 or more, got 1 and 0"):
-        sj.random_candidates(train, count=0)
+        sj.data.random_candidates(train, count=0)

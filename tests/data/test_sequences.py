@@ -33,7 +33,7 @@ def named(data) -> dict[str, list[str]]:
     }
 
 
-def times_of(data: sj.SequenceDataset | sj.Histories) -> np.ndarray:
+def times_of(data: sj.SequenceDataset | sj.data.Histories) -> np.ndarray:
     assert data.times is not None
     return data.times
 
@@ -69,7 +69,7 @@ def test_events_in_order(tmp_path, form):
         times = times.astype("M8[D]").astype(int)
     assert times.tolist() == [1, 3, 3, 5, 1, 2, 9]
     # The numbers of the items are those of `read`.
-    other = sj.from_arrow(FRAME, time="time", indicator=True)
+    other = sj.data.from_arrow(FRAME, time="time", indicator=True)
     np.testing.assert_array_equal(data.feature_names, other.feature_names)
     np.testing.assert_array_equal(data.padded(2)[2], [data.indices[-1], -1])
 
@@ -87,7 +87,10 @@ def test_without_times_the_file_has_the_order(tmp_path):
 
 def test_to_and_from_sparse(tmp_path):
     data = sj.read_sequences(FRAME)
-    sparse, wanted = data.to_sparse(), sj.from_arrow(FRAME, time="time", indicator=True)
+    sparse, wanted = (
+        data.to_sparse(),
+        sj.data.from_arrow(FRAME, time="time", indicator=True),
+    )
     for name in ("row_names", "feature_names", "times"):
         np.testing.assert_array_equal(getattr(sparse, name), getattr(wanted, name))
     np.testing.assert_array_equal(
@@ -104,17 +107,17 @@ def test_to_and_from_sparse(tmp_path):
 def test_saved_and_scanned(tmp_path, times):
     frame = FRAME if times else FRAME.drop(columns="time")
     known = sj.read_sequences(frame).feature_names[:2]
-    with pytest.warns(sj.UnknownFeaturesWarning, match="entries are left out"):
+    with pytest.warns(sj.data.UnknownFeaturesWarning, match="entries are left out"):
         data = sj.read_sequences(frame, features=known)
     assert data.left_out is not None
     data.save(tmp_path / "data")
     same(sj.SequenceDataset.load(tmp_path / "data"), data)
     same(sj.read_sequences(tmp_path / "data"), data)
-    part = sj.scan_sequences(tmp_path / "data").read(1, 3)
+    part = sj.data.scan_sequences(tmp_path / "data").read(1, 3)
     np.testing.assert_array_equal(part.padded(9), data.padded(9)[1:3])
     if times:
         np.testing.assert_array_equal(part.times, times_of(data)[data.indptr[1] :])
-    for read in (sj.read, sj.scan_parquet, sj.SparseDataset.load):
+    for read in (sj.read, sj.data.scan_parquet, sj.SparseDataset.load):
         with pytest.raises(sj.DataError, match="holds saved sequences"):
             read(tmp_path / "data")
     (tmp_path / "folder").mkdir()
@@ -122,12 +125,12 @@ def test_saved_and_scanned(tmp_path, times):
     other = None if times else np.arange(data.num_entries)
     dataclasses.replace(data, times=other).save(tmp_path / "folder" / "b.parquet")
     with pytest.raises(sj.DataError, match="b.parquet: has times of another kind than"):
-        sj.scan_sequences(tmp_path / "folder")
+        sj.data.scan_sequences(tmp_path / "folder")
     data.to_sparse().save(tmp_path / "sparse")
     with pytest.raises(sj.DataError, match="holds no saved sequences"):
         sj.SequenceDataset.load(tmp_path / "sparse")
     with pytest.raises(sj.DataError, match="not in the order of time"):
-        sj.scan_sequences(tmp_path / "sparse")
+        sj.data.scan_sequences(tmp_path / "sparse")
 
 
 @pytest.mark.parametrize("form", ["pairs", "lists"])
@@ -136,14 +139,14 @@ def test_scanned_tables(tmp_path, form):
     if form == "lists":
         frame = frame.groupby("user").agg(list).reset_index()
     frame.to_parquet(tmp_path / "t.parquet", row_group_size=2)
-    scanned = sj.scan_sequences(tmp_path / "t.parquet")
+    scanned = sj.data.scan_sequences(tmp_path / "t.parquet")
     found = scanned.read(0, 3)
     names = [scanned.feature_names[row[row >= 0]].tolist() for row in found.padded(4)]
     assert names == list(WANTED.values())
     assert times_of(found).tolist() == [1, 3, 3, 5, 1, 2, 9]
     np.testing.assert_array_equal(scanned.read(1, 2).padded(4), found.padded(4)[1:2])
-    few = sj.scan_sequences(tmp_path / "t.parquet", features=["tea"])
-    with pytest.warns(sj.UnknownFeaturesWarning):
+    few = sj.data.scan_sequences(tmp_path / "t.parquet", features=["tea"])
+    with pytest.warns(sj.data.UnknownFeaturesWarning):
         assert few.read(0, 3).indptr.tolist() == [0, 2, 2, 2]
 
 

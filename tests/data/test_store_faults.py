@@ -112,13 +112,15 @@ def test_faults_are_retried(fault, store, small_groups):
     store.fault = happens
     manifest = sj.prepare(table, store.at("out"))
     found = sj.read(store.at("out"))
-    assert contents(found) == contents(sj.from_arrow(table).align_rows(found.row_names))
+    assert contents(found) == contents(
+        sj.data.from_arrow(table).align_rows(found.row_names)
+    )
     assert failed and manifest.num_rows() == ROWS
 
 
 def test_a_file_that_is_gone(store):
     sj.prepare(events(), store.at("out"))
-    scanned = sj.scan_parquet(store.at("out"))
+    scanned = sj.data.scan_parquet(store.at("out"))
     store.files.delete_dir("shop/out/train")
     with pytest.raises(sj.DataError, match=r"^s3://shop/out/train/part-.*\.parquet: "):
         scanned.read(0, 10)
@@ -278,7 +280,7 @@ def test_how_little_is_asked_for(store, monkeypatch):
     assert len(sizes) == 2
     for quarter in range(4):
         begun = len(store.requests)
-        scanned = sj.scan_parquet(store.at("large"))
+        scanned = sj.data.scan_parquet(store.at("large"))
         assert len(store.requests) - begun <= 3, store.requests[begun:]
         ends = [scanned.num_rows * part // 4 for part in (quarter, quarter + 1)]
         begun = len(store.requests)
@@ -293,6 +295,6 @@ def test_how_little_is_asked_for(store, monkeypatch):
     store.files.delete_file("shop/large/manifest.json")
     folder_files.finish(folder, many, items, np.zeros(len(items)))
     begun = len(store.requests)
-    scanned = sj.scan_parquet(store.at("large"))
+    scanned = sj.data.scan_parquet(store.at("large"))
     assert len(store.requests) - begun <= 3
     assert scanned.num_rows == 500 * len(lengths)

@@ -271,7 +271,9 @@ def test_oracle(rows, batch_rows):
 def test_second_table_gets_the_first_ones_columns():
     train = from_arrow(pa.table(PAIRS))
     table = pa.table({"user": ["zoe", "zoe"], "item": ["tea", "rum"]})
-    with pytest.warns(sj.UnknownFeaturesWarning, match="the table: 1 of 2 entries"):
+    with pytest.warns(
+        sj.data.UnknownFeaturesWarning, match="the table: 1 of 2 entries"
+    ):
         test = from_arrow(table, features=train)
     assert contents(test) == {"zoe": {"tea": 1}}
     assert test.feature_names.tolist() == train.feature_names.tolist()
@@ -410,7 +412,7 @@ def test_values_in_dictionaries(type_, tmp_path):
     offsets = pa.array([0, 1, 2], pa.int32())
     lists = lists.set_column(2, "rating", pa.ListArray.from_arrays(offsets, values))
     for frame in (table, lists):
-        data = sj.from_arrow(frame)
+        data = sj.data.from_arrow(frame)
         assert data.matrix.data is not None and data.matrix.data.tolist() == [4, 2]
     pytest.importorskip("duckdb")
     sj.prepare(table, tmp_path / "out")

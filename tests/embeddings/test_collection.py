@@ -21,25 +21,27 @@ from sparsejax.embeddings.placement import Distinct
 
 BATCH = 8
 TABLES = {
-    "item": sj.TableConfig(700, 6, placement="rows"),
-    "one": sj.TableConfig(1, 6, placement="rows"),
-    "user": sj.TableConfig(50, 3, init=jax.nn.initializers.normal(1.0)),
-    "unused": sj.TableConfig(5, 2),
+    "item": sj.embeddings.TableConfig(700, 6, placement="rows"),
+    "one": sj.embeddings.TableConfig(1, 6, placement="rows"),
+    "user": sj.embeddings.TableConfig(50, 3, init=jax.nn.initializers.normal(1.0)),
+    "unused": sj.embeddings.TableConfig(5, 2),
 }
 FEATURES = {
     "item": "item",
     "user": "user",
-    "liked": sj.FeatureConfig("item", combiner="mean"),
-    "one": sj.FeatureConfig("one", combiner="sqrtn"),
-    "recent": sj.FeatureConfig("item", combiner=None, length=4),
-    "weighted": sj.FeatureConfig("item", combiner="mean"),
-    "bought": sj.FeatureConfig("item", combiner=None, length=5),
-    "friends": sj.FeatureConfig("user", combiner="sqrtn", outside="drop"),
+    "liked": sj.embeddings.FeatureConfig("item", combiner="mean"),
+    "one": sj.embeddings.FeatureConfig("one", combiner="sqrtn"),
+    "recent": sj.embeddings.FeatureConfig("item", combiner=None, length=4),
+    "weighted": sj.embeddings.FeatureConfig("item", combiner="mean"),
+    "bought": sj.embeddings.FeatureConfig("item", combiner=None, length=5),
+    "friends": sj.embeddings.FeatureConfig("user", combiner="sqrtn", outside="drop"),
 }
 
 
 def collection_of(tables=TABLES, features=FEATURES, **options):
-    return sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0), **options)
+    return sj.embeddings.EmbeddingCollection(
+        tables, features, rngs=nnx.Rngs(0), **options
+    )
 
 
 def ragged(lists, num_cols, weights=None, *, extra=0):
@@ -103,7 +105,11 @@ def oracle(tables, features, ids):
     """`{feature: rows}` and the terms of each: (table, id, example, bag, factor)."""
     rows, terms = {}, {}
     for name, feature in features.items():
-        config = sj.FeatureConfig(feature) if isinstance(feature, str) else feature
+        config = (
+            sj.embeddings.FeatureConfig(feature)
+            if isinstance(feature, str)
+            else feature
+        )
         table = tables[config.table]
         examples = bags_of(ids[name], config)
         found = np.zeros((len(examples), config.bags, table.shape[1]))
@@ -286,11 +292,27 @@ def test_bad_ids(collection, ids, error, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: sj.TableConfig(0, 4), ValueError, "num_rows must be at least 1"),
-        (lambda: sj.TableConfig(4, 4, dtype=jnp.int32), TypeError, "floating"),
-        (lambda: sj.TableConfig(4, 4, dtype="float8_e5m2"), TypeError, "16 bits or"),
-        (lambda: sj.FeatureConfig("item", combiner=None), ValueError, "length"),
-        (lambda: sj.FeatureConfig("item", length=3), ValueError, "length"),
+        (
+            lambda: sj.embeddings.TableConfig(0, 4),
+            ValueError,
+            "num_rows must be at least 1",
+        ),
+        (
+            lambda: sj.embeddings.TableConfig(4, 4, dtype=jnp.int32),
+            TypeError,
+            "floating",
+        ),
+        (
+            lambda: sj.embeddings.TableConfig(4, 4, dtype="float8_e5m2"),
+            TypeError,
+            "16 bits or",
+        ),
+        (
+            lambda: sj.embeddings.FeatureConfig("item", combiner=None),
+            ValueError,
+            "length",
+        ),
+        (lambda: sj.embeddings.FeatureConfig("item", length=3), ValueError, "length"),
         (lambda: collection_of(features={}), ValueError, "at least one feature"),
         (
             lambda: collection_of(features={"a": "b"}),
@@ -384,7 +406,7 @@ def oracle_training(tables, weights, bias, batches, *, adagrad):
 
 def _config(name):
     feature = FEATURES[name]
-    return sj.FeatureConfig(feature) if isinstance(feature, str) else feature
+    return sj.embeddings.FeatureConfig(feature) if isinstance(feature, str) else feature
 
 
 def batches_of(count):
@@ -433,7 +455,9 @@ def test_twenty_steps(rule, mesh, axis_type):
 
 
 def test_a_table_has_its_own_rule():
-    tables = TABLES | {"user": sj.TableConfig(50, 3, rule=sj.optimizers.sgd(0.0))}
+    tables = TABLES | {
+        "user": sj.embeddings.TableConfig(50, 3, rule=sj.optimizers.sgd(0.0))
+    }
     model = Clicks(tables)
     optimizer = sj.Optimizer(model, sj.optimizers.adamw(0.1), dense=optax.sgd(0.1))
     before = tables_of(model.embeddings)
@@ -458,9 +482,9 @@ def test_a_seed_gives_the_same_tables_everywhere():
         jax.tree.map(jnp.shape, s) for s in states[1:]
     ]
     other = collection_of(
-        TABLES | {"user": sj.TableConfig(50, 3)}, plan={"user": "rows"}
+        TABLES | {"user": sj.embeddings.TableConfig(50, 3)}, plan={"user": "rows"}
     )
-    again = collection_of(TABLES | {"user": sj.TableConfig(50, 3)})
+    again = collection_of(TABLES | {"user": sj.embeddings.TableConfig(50, 3)})
     np.testing.assert_array_equal(other.table("user"), again.table("user"))
     user = np.asarray(again.table("user"))
     assert abs(user).max() <= 50**-0.5 and len(np.unique(user)) == user.size
@@ -505,10 +529,11 @@ def step_of(collection, optimizer):
 
 def lowered_step(count):
     tables = {
-        f"t{i}": sj.TableConfig(15_000, 8, placement="rows") for i in range(count)
+        f"t{i}": sj.embeddings.TableConfig(15_000, 8, placement="rows")
+        for i in range(count)
     }
     features = {f"f{i}": f"t{i}" for i in range(count)}
-    collection = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    collection = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(collection, sj.optimizers.rowwise_adagrad(0.1))
     step, state = step_of(collection, optimizer)
     ids = {name: jnp.zeros(832 // count, jnp.int32) for name in features}
@@ -522,12 +547,14 @@ def lowered_step(count):
 @pytest.mark.parametrize("zipf", [None, 1.2])
 def test_no_constant_grows_with_the_batch(zipf):
     """XLA would compute what is made of it when it compiles: half a minute on two GPUs."""
-    tables = {f"t{i}": sj.TableConfig(5_000, 4, placement="rows") for i in range(4)}
+    tables = {
+        f"t{i}": sj.embeddings.TableConfig(5_000, 4, placement="rows") for i in range(4)
+    }
     features = {f"f{i}": f"t{i}" for i in range(4)}
     rule, batch = sj.optimizers.rowwise_adagrad(0.1), 4096
     with mesh_or_none((2, 4)):
         popularity = None if zipf is None else dict.fromkeys(features, zipf)
-        plan = sj.plan_embeddings(
+        plan = sj.embeddings.plan_embeddings(
             tables,
             features,
             batch_size=batch,
@@ -561,15 +588,15 @@ class Counted(nnx.Module):
 
     def __init__(self):
         tables = {
-            "a": sj.TableConfig(3000, 6, placement="rows"),
-            "b": sj.TableConfig(40, 6, placement="rows"),
-            "d": sj.TableConfig(40, 4, placement="rows"),
-            "e": sj.TableConfig(30, 3, placement="replicated"),
+            "a": sj.embeddings.TableConfig(3000, 6, placement="rows"),
+            "b": sj.embeddings.TableConfig(40, 6, placement="rows"),
+            "d": sj.embeddings.TableConfig(40, 4, placement="rows"),
+            "e": sj.embeddings.TableConfig(30, 3, placement="replicated"),
         }
         features = {
             "a": "a",
-            "b": sj.FeatureConfig("b", combiner="mean"),
-            "c": sj.FeatureConfig("a", combiner=None, length=2),
+            "b": sj.embeddings.FeatureConfig("b", combiner="mean"),
+            "c": sj.embeddings.FeatureConfig("a", combiner=None, length=2),
             "d": "d",
             "e": "e",
         }

@@ -120,9 +120,13 @@ def test_a_seed_gives_the_same_tables_under_every_placement(kind):
     }
     plain = tables | {"a": TableConfig(40, 8)}
     rngs = nnx.Rngs(3)
-    want = np.asarray(sj.EmbeddingCollection(plain, features, rngs=rngs).table("a"))
+    want = np.asarray(
+        sj.embeddings.EmbeddingCollection(plain, features, rngs=rngs).table("a")
+    )
     with mesh_of((1, 8)):
-        embeddings = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(3))
+        embeddings = sj.embeddings.EmbeddingCollection(
+            tables, features, rngs=nnx.Rngs(3)
+        )
         np.testing.assert_array_equal(embeddings.table("a"), want)
         others = np.asarray(embeddings.table("b"))
         changed = np.arange(320, dtype=np.float32).reshape(40, 8)
@@ -174,7 +178,9 @@ def test_an_id_outside_is_nan_whatever_its_owner():
     features = {f"f{i}": f"t{i}" for i in range(8)}
     ids = {name: jnp.full(64, 40, jnp.int32).at[::2].set(1) for name in features}
     with mesh_of((1, 8)):
-        embeddings = sj.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+        embeddings = sj.embeddings.EmbeddingCollection(
+            tables, features, rngs=nnx.Rngs(0)
+        )
         got, _ = _call(embeddings, ids)
         for i, name in enumerate(features):
             row = np.asarray(embeddings.table(f"t{i}"))[1]

@@ -38,7 +38,7 @@ HOTNESS = {"sum": 4, "whole": 5}
 def plan_of(tables=TABLES, features=FEATURES, **options):
     given: dict[str, Any] = {"batch_size": BATCH, "model": 8, "hotness": HOTNESS}
     given["rule"] = RULE
-    return sj.plan_embeddings(tables, features, **given | options)
+    return sj.embeddings.plan_embeddings(tables, features, **given | options)
 
 
 def kinds_of(plan):
@@ -50,7 +50,9 @@ def compiled_step(plan):
     mesh = sj.make_mesh(data=plan.data, model=plan.model)
     with jax.set_mesh(mesh):
         rngs = nnx.Rngs(0)
-        embeddings = sj.EmbeddingCollection(TABLES, FEATURES, plan=plan, rngs=rngs)
+        embeddings = sj.embeddings.EmbeddingCollection(
+            TABLES, FEATURES, plan=plan, rngs=rngs
+        )
         optimizer = sj.Optimizer(embeddings, RULE)
         graphdef, state = nnx.split((embeddings, optimizer))
 
@@ -150,10 +152,10 @@ def test_what_is_popular_crosses_once():
     assert not plain.distinct and plain.distinct_rows() is None
     assert plan.devices[0].sent < 0.85 * plain.devices[0].sent
     assert 100 < plan.distinct["big"] < 7 * BATCH / 8 and plan.distinct["small"] == 100
-    assert sj.EmbeddingPlan.from_json(plan.to_json()) == plan
+    assert sj.embeddings.EmbeddingPlan.from_json(plan.to_json()) == plan
     old = plain.to_json()
     del old["distinct"]  # as earlier releases wrote it
-    assert sj.EmbeddingPlan.from_json(old) == plain
+    assert sj.embeddings.EmbeddingPlan.from_json(old) == plain
     known = plan.distinct_rows()
     assert known is not None and known.examples == BATCH // 8
     # Of twice as many examples at most twice as many; of fewer, not more.
@@ -172,7 +174,7 @@ def test_each_table_gets_what_is_cheapest():
     hotness = {name: 16 for name in features}
     features["tiny"] = "tiny"
     given: dict[str, Any] = {"batch_size": 8192, "model": 4, "rule": RULE}
-    plan = sj.plan_embeddings(tables, features, hotness=hotness, **given)
+    plan = sj.embeddings.plan_embeddings(tables, features, hotness=hotness, **given)
     kinds = kinds_of(plan)
     assert kinds["tiny"] == "replicated"
     # 16 ids of a bag are on all four devices, if rows are divided: four sums cross, not one.
@@ -185,12 +187,12 @@ def test_each_table_gets_what_is_cheapest():
         name: TableConfig(table.num_rows, table.dim, placement="rows")
         for name, table in tables.items()
     }
-    others = sj.plan_embeddings(by_rows, features, hotness=hotness, **given)
+    others = sj.embeddings.plan_embeddings(by_rows, features, hotness=hotness, **given)
     assert set(kinds_of(others).values()) == {"rows"}
     assert others.devices[0].sent > 2 * plan.devices[0].sent
     # A single table that is too large for a device is divided.
     one = {"t": TableConfig(50_000_000, 63)}
-    plan = sj.plan_embeddings(one, {"f": "t"}, **given)
+    plan = sj.embeddings.plan_embeddings(one, {"f": "t"}, **given)
     assert kinds_of(plan) == {"t": "rows"} and len({*plan.devices}) == 1
 
 
@@ -214,21 +216,23 @@ def test_one_device_and_nothing_to_read():
 
 def test_a_plan_is_text_and_json():
     plan = plan_of()
-    again = sj.EmbeddingPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    again = sj.embeddings.EmbeddingPlan.from_json(
+        json.loads(json.dumps(plan.to_json()))
+    )
     assert again == plan
     lines = str(plan).splitlines()
     assert len(lines) <= 3 + len(TABLES) + plan.model
     assert all(any(line.startswith(name) for line in lines) for name in TABLES)
     for document in ({}, {"version": 2}, {"version": 1}, {"version": 1, "tables": 1}):
         with pytest.raises(ValueError, match="plan"):
-            sj.EmbeddingPlan.from_json(document)
+            sj.embeddings.EmbeddingPlan.from_json(document)
 
 
 def test_a_plan_of_other_tables():
     plan = plan_of()
     others = TABLES | {"small": TableConfig(101, 16)}
     with pytest.raises(ValueError, match="100 x 16 table 'small', .* the 101 x 16"):
-        sj.EmbeddingCollection(others, FEATURES, plan=plan, rngs=nnx.Rngs(0))
+        sj.embeddings.EmbeddingCollection(others, FEATURES, plan=plan, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="plan has no table 'new'"):
         plan.placements(TABLES | {"new": TableConfig(1, 1)})
 

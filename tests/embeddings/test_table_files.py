@@ -13,9 +13,9 @@ import sparsejax as sj
 from sparsejax.embeddings import row_codes, table_files
 
 TABLES = {
-    "user": sj.TableConfig(1001, 8, placement="rows"),
-    "item": sj.TableConfig(7, 8, placement="rows", dtype="bfloat16"),
-    "cut": sj.TableConfig(1001, 8, placement="columns", pieces=4),
+    "user": sj.embeddings.TableConfig(1001, 8, placement="rows"),
+    "item": sj.embeddings.TableConfig(7, 8, placement="rows", dtype="bfloat16"),
+    "cut": sj.embeddings.TableConfig(1001, 8, placement="columns", pieces=4),
 }
 FEATURES = {name: name for name in TABLES}
 
@@ -26,7 +26,9 @@ def test_a_table_by_pieces(model, axes, tmp_path, monkeypatch):
     types = (jax.sharding.AxisType[axes],) * 2
     mesh = jax.make_mesh((1, model), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh):
-        collection = sj.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
+        collection = sj.embeddings.EmbeddingCollection(
+            TABLES, FEATURES, rngs=nnx.Rngs(0)
+        )
         expected = {name: np.asarray(collection.table(name)) for name in TABLES}
         for name in ("user", "cut"):
             pieces = list(collection.table_rows(name))
@@ -49,7 +51,7 @@ def test_a_table_by_pieces(model, axes, tmp_path, monkeypatch):
 
 
 def test_what_is_wrong_with_a_table_file(tmp_path):
-    collection = sj.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
+    collection = sj.embeddings.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
     for path, options, message in (
         ("a.csv", {}, "a.csv: tables are written to .npy, .parquet files"),
         ("a.npy", {"names": ["x"]}, "has no names; write .parquet"),

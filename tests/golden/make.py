@@ -92,7 +92,7 @@ SEQUENCES: dict[str, dict[str, Any]] = {
     "hstu": {"heads": 1, "temperature": None},
     "gru": {},
 }
-CLICK_MODELS: dict[str, tuple[sj.ClickModelConfig, Callable[[], Any]]] = {
+CLICK_MODELS: dict[str, tuple[sj.embeddings.ClickModelConfig, Callable[[], Any]]] = {
     "fit_dlrm": (
         sj.DLRMConfig(dim=4, bottom=(4,), top=(4,)),
         lambda: optimizers.adagrad(0.05),
@@ -105,13 +105,13 @@ CLICK_MODELS: dict[str, tuple[sj.ClickModelConfig, Callable[[], Any]]] = {
 SCHEMA = sj.ClickSchema(
     "click",
     dense={
-        "age": sj.DenseColumn(missing=30.0),
-        "price": sj.DenseColumn(log1p=True, missing=0.0),
+        "age": sj.data.DenseColumn(missing=30.0),
+        "price": sj.data.DenseColumn(log1p=True, missing=0.0),
     },
     ids={
-        "user": sj.HashedColumn(30),
-        "tags": sj.HashedColumn(20),
-        "item": sj.VocabularyColumn(min_count=2),
+        "user": sj.data.HashedColumn(30),
+        "tags": sj.data.HashedColumn(20),
+        "item": sj.data.VocabularyColumn(min_count=2),
     },
 )
 RULES = ["sgd", "momentum", "nesterov", "adagrad", "rowwise_adagrad", "ftrl", "rmsprop"]
@@ -127,7 +127,7 @@ CONFIGS = {
         tied=False,
         output_dtype="bfloat16",
         precision="high",
-        linear=sj.LinearConfig(rank=3),
+        linear=sj.nn.LinearConfig(rank=3),
     ),
     **{f"{name}.json": (lambda name=name: sequence_config(name)) for name in SEQUENCES},
     "dlrm.json": lambda: CLICK_MODELS["fit_dlrm"][0],
@@ -137,9 +137,9 @@ CONFIGS = {
 }
 
 
-def sequence_config(name: str) -> sj.SequenceConfig:
+def sequence_config(name: str) -> sj.sequence.SequenceConfig:
     sizes = {"max_length": 6, "width": 8, "blocks": 1}
-    return sj.SequenceConfig.from_json(
+    return sj.sequence.SequenceConfig.from_json(
         {"version": 1, "model": name, **sizes, **SEQUENCES[name]}
     )
 
@@ -238,7 +238,7 @@ def write_data(folder: pathlib.Path) -> None:
 def write_plan(folder: pathlib.Path) -> None:
     tables, features = tables_and_features()
     sizes: dict[str, Any] = {"batch_size": 64, "data": 2, "model": 2, "memory": 10**9}
-    planned = sj.plan_embeddings(
+    planned = sj.embeddings.plan_embeddings(
         tables, features, rule=optimizers.adagrad(0.1), **sizes
     )
     (folder / "plan.json").write_text(json.dumps(planned.to_json()) + "\n")
@@ -246,15 +246,20 @@ def write_plan(folder: pathlib.Path) -> None:
     [embeddings] = [
         node
         for _, node in nnx.iter_graph(model)
-        if isinstance(node, sj.EmbeddingCollection)
+        if isinstance(node, sj.embeddings.EmbeddingCollection)
     ]
     embeddings.save_table("user", folder / "table.npy")
     names = [f"tag {n}" for n in range(20)]
     embeddings.save_table("tags", folder / "table.parquet", names=names)
 
 
-def tables_and_features() -> tuple[dict[str, sj.TableConfig], dict[str, str]]:
-    tables = {"small": sj.TableConfig(100, 8), "large": sj.TableConfig(10**6, 8)}
+def tables_and_features() -> tuple[
+    dict[str, sj.embeddings.TableConfig], dict[str, str]
+]:
+    tables = {
+        "small": sj.embeddings.TableConfig(100, 8),
+        "large": sj.embeddings.TableConfig(10**6, 8),
+    }
     return tables, {"a": "small", "b": "large", "c": "large"}
 
 
@@ -353,7 +358,9 @@ def export_run(name: str) -> None:
 
 def click_model(name: str, clicks: sj.ClickDataset) -> Any:
     sizes = {"num_dense": 2, "features": clicks.num_ids}
-    return sj.build_click_model(CLICK_MODELS[name][0], **sizes, rngs=nnx.Rngs(3))
+    return sj.embeddings.build_click_model(
+        CLICK_MODELS[name][0], **sizes, rngs=nnx.Rngs(3)
+    )
 
 
 def fit(
@@ -407,7 +414,9 @@ def read_files(folder: pathlib.Path) -> dict[str, Any]:
     table = folder / "clicks_table.parquet"
     found["clicks_table"] = clicks(sj.read_clicks(table, SCHEMA))
     tables, _ = tables_and_features()
-    planned = sj.EmbeddingPlan.from_json(json.loads((folder / "plan.json").read_text()))
+    planned = sj.embeddings.EmbeddingPlan.from_json(
+        json.loads((folder / "plan.json").read_text())
+    )
     placements = planned.placements(tables)
     found["plan"] = plain(planned) | {name: plain(p) for name, p in placements.items()}
     configs = {name: read_config(folder / name) for name in CONFIGS}
@@ -433,7 +442,7 @@ def read_config(path: pathlib.Path) -> Any:
     if path.name == "network.json":
         return sj.NetworkConfig.load(path)
     is_sequence = path.stem in SEQUENCES
-    kind = sj.SequenceConfig if is_sequence else sj.ClickModelConfig
+    kind = sj.sequence.SequenceConfig if is_sequence else sj.embeddings.ClickModelConfig
     return kind.from_json(document)
 
 
@@ -441,7 +450,7 @@ def read_prepared(folder: pathlib.Path) -> dict[str, Any]:
     """What the prepared folders hold, which are unpacked in `folder`."""
     found: dict[str, Any] = {}
     for name in PREPARED:
-        scanned = sj.scan_parquet(folder / name)
+        scanned = sj.data.scan_parquet(folder / name)
         train, test = sj.read(folder / name), sj.read(folder / name / "test")
         found[name] = {"train": items(train), "test": items(test)}
         found[name]["scanned"] = [scanned.num_rows, scanned.feature_names.tolist()]
@@ -498,11 +507,11 @@ def read_predictors(folder: pathlib.Path) -> dict[str, Any]:
         found[name] = lists(predictor.recommend(few)) | {"names": named}
     data = sj.ClickDataset.load(folder / "clicks.parquet").rows(slice(0, 2 * SHOWN))
     for name in ("fit_dlrm", "fit_dlrm_int8"):
-        clicked = sj.load_click_predictor(folder / f"{name}.predictor")
+        clicked = sj.load_predictor(folder / f"{name}.predictor")
         found[name] = {"clicks": clicked.predict(data).astype(float).tolist()}
     records = {"age": [31, None], "price": [3, 5], "user": ["u1", "u99"]}
     records |= {"tags": [[1, 2], []], "item": ["i3", "unseen"]}
-    clicked = sj.load_click_predictor(folder / "fit_dlrm.predictor")
+    clicked = sj.load_predictor(folder / "fit_dlrm.predictor")
     found["records"] = {
         "clicks": clicked.predict_records(records).astype(float).tolist()
     }

@@ -184,8 +184,11 @@ def test_for_data():
         (lambda: NetworkConfig.autoencoder(param_dtype="int8"), "got 'int8'"),
         (lambda: sj.DLRMConfig(combiner="max"), "combiner is one of"),  # pyrefly: ignore
         (lambda: sj.DCNConfig(dtype="int8"), "dtype is one of"),  # pyrefly: ignore
-        (lambda: sj.FeatureConfig("t", combiner="max"), "combiner is"),  # pyrefly: ignore
-        (lambda: sj.TableConfig(3, 2, placement="disk"), "placement is one of"),  # pyrefly: ignore
+        (lambda: sj.embeddings.FeatureConfig("t", combiner="max"), "combiner is"),  # pyrefly: ignore
+        (
+            lambda: sj.embeddings.TableConfig(3, 2, placement="disk"),  # pyrefly: ignore
+            "placement is one of",
+        ),
         (lambda: sj.SparseLinear(3, 2, combiner="max", rngs=RNGS), "combiner is"),  # pyrefly: ignore
         (lambda: sj.SparseLinear(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),  # pyrefly: ignore
         (lambda: sj.SparseOutput(3, 2, implementation="cpu", rngs=RNGS), "got 'cpu'"),  # pyrefly: ignore

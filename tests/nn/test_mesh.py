@@ -90,7 +90,7 @@ class Net(nnx.Module):
         self.out = nnx.Linear(HIDDEN, 3, rngs=nnx.Rngs(1))
 
     def __call__(self, x, x2):
-        x = self.noise(sj.normalize_rows(x))
+        x = self.noise(sj.nn.normalize_rows(x))
         return self.out(nnx.tanh(self.first(x) + self.second(x2)))
 
 
@@ -105,7 +105,7 @@ def batches(count):
 @nnx.jit(donate_argnums=(0, 1))
 def step(model, optimizer, x, x2):
     loss, grads = optimizer.value_and_grad(loss_fn)(model, x, x2)
-    optimizer.update(model, sj.clip_by_global_norm(grads, 0.5))
+    optimizer.update(model, sj.optimizers.clip_by_global_norm(grads, 0.5))
     return loss
 
 
@@ -174,7 +174,11 @@ def row_gradients(shape=None):
     def combined(parts):
         total = parts[0] + parts[1] + parts[2]
         stacked = jax.tree.map(lambda *g: jnp.stack(g), *[parts[0]] * 3)
-        return total, sj.accumulate(stacked), sj.global_norm(total)
+        return (
+            total,
+            sj.optimizers.accumulate(stacked),
+            sj.optimizers.global_norm(total),
+        )
 
     def run():
         layer = SparseLinear(FEATURES, HIDDEN, rngs=nnx.Rngs(0))

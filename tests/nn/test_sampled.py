@@ -139,7 +139,7 @@ def test_the_gradient_has_the_touched_rows():
 
     class Vectors(nnx.Module):
         def __init__(self):
-            self.kernel = sj.RowParam(jnp.concatenate([kernel, kernel]))
+            self.kernel = sj.optimizers.RowParam(jnp.concatenate([kernel, kernel]))
 
     def loss(model, kernel=None):
         kernel = model.kernel if kernel is None else kernel
@@ -155,7 +155,7 @@ def test_the_gradient_has_the_touched_rows():
         model.kernel[...]
     )
     np.testing.assert_allclose(value, want, rtol=1e-6)
-    assert isinstance(rows, sj.RowGradient)
+    assert isinstance(rows, sj.optimizers.RowGradient)
     assert set(rows.ids.tolist()) <= {0, 2, 4, 7, 10}
     np.testing.assert_allclose(rows.todense(), dense, rtol=1e-5, atol=1e-6)
 

@@ -45,18 +45,18 @@ def output(**options) -> sj.SparseOutput:
 
 
 @functools.cache
-def hstu() -> sj.SequenceModel:
+def hstu() -> sj.sequence.SequenceModel:
     config = sj.HSTUConfig(max_length=3, width=4, blocks=1, heads=1)
-    model = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
     model.eval()
     return model
 
 
 @functools.cache
-def tables() -> sj.EmbeddingCollection:
-    return sj.EmbeddingCollection(
-        {"items": sj.TableConfig(ITEMS, WIDTH)},
-        {"item": sj.FeatureConfig("items")},
+def tables() -> sj.embeddings.EmbeddingCollection:
+    return sj.embeddings.EmbeddingCollection(
+        {"items": sj.embeddings.TableConfig(ITEMS, WIDTH)},
+        {"item": sj.embeddings.FeatureConfig("items")},
         rngs=nnx.Rngs(0),
     )
 
@@ -64,7 +64,7 @@ def tables() -> sj.EmbeddingCollection:
 @functools.cache
 def clicks() -> Any:
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
-    return sj.build_click_model(
+    return sj.embeddings.build_click_model(
         config, num_dense=2, features={"item": ITEMS}, rngs=nnx.Rngs(0)
     )
 
@@ -101,11 +101,11 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (KERNEL,),
     ),
     "normalize_rows": (
-        lambda data: sj.normalize_rows(LABELS.with_data(data)).data,
+        lambda data: sj.nn.normalize_rows(LABELS.with_data(data)).data,
         (np.abs(drawn(LABELS.nse)),),
     ),
     "lookup": (
-        lambda data: sj.lookup(output().kernel, LABELS.with_data(data)),
+        lambda data: sj.optimizers.lookup(output().kernel, LABELS.with_data(data)),
         (np.abs(drawn(LABELS.nse)),),
     ),
     "CSR": (
@@ -120,13 +120,13 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         ),
     ),
     "sampled_cross_entropy": (
-        lambda h, w, t, n, q, b, g: sj.sampled_cross_entropy(
+        lambda h, w, t, n, q, b, g: sj.nn.sampled_cross_entropy(
             h, w, t, n, log_q=q, bias=b, weights=g
         ),
         (H, KERNEL, TARGETS, NEGATIVES, LOG_Q, BIAS, WEIGHTS),
     ),
     "sampled_cross_entropy, sigmoid": (
-        lambda h, w, t, n, q: sj.sampled_cross_entropy(
+        lambda h, w, t, n, q: sj.nn.sampled_cross_entropy(
             h, w, t, n, log_q=q, loss="sigmoid"
         ),
         (H, KERNEL, TARGETS, NEGATIVES, LOG_Q),
@@ -191,11 +191,14 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (SCORES, CLICKED),
     ),
     "clip_by_global_norm": (
-        lambda a, b: sj.clip_by_global_norm({"a": a, "b": b}, 0.5),
+        lambda a, b: sj.optimizers.clip_by_global_norm({"a": a, "b": b}, 0.5),
         (H, BIAS),
     ),
-    "global_norm": (lambda a, b: sj.global_norm({"a": a, "b": b}), (H, BIAS)),
-    "accumulate": (lambda a: sj.accumulate({"a": a}), (H,)),
+    "global_norm": (
+        lambda a, b: sj.optimizers.global_norm({"a": a, "b": b}),
+        (H, BIAS),
+    ),
+    "accumulate": (lambda a: sj.optimizers.accumulate({"a": a}), (H,)),
     **{
         f"losses.{name}": (
             lambda s, t, name=name: sj.losses.get(name)(s, t, t > 0),  # pyrefly: ignore

@@ -443,7 +443,9 @@ def test_arithmetic():
     np.testing.assert_allclose((nothing + nothing).todense(), 0)
 
 
-_OURS = "RowGradient, .* sparsejax.accumulate, sparsejax.global_norm"
+_OURS = (
+    "RowGradient, .* sparsejax.optimizers.accumulate, sparsejax.optimizers.global_norm"
+)
 _MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 

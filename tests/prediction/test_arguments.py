@@ -26,7 +26,7 @@ def clicks(tmp_path_factory) -> sj.ClickDataset:
     path.write_text(
         "click,city\n" + "".join(f"{n % 2},{'abc'[n % 3]}\n" for n in range(12))
     )
-    schema = sj.ClickSchema("click", ids={"city": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("click", ids={"city": sj.data.VocabularyColumn()})
     return sj.read_clicks(path, schema)
 
 
@@ -41,7 +41,7 @@ def of_kind(clicks):
         "items": (sj.build(network, DATA)[0], DATA, DATA),
         "histories": (sj.build(config, HISTORIES)[0], split.train, split.heldout),
         "clicks": (
-            sj.build_click_model(
+            sj.embeddings.build_click_model(
                 layers, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0)
             ),
             clicks,

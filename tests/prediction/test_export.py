@@ -623,7 +623,7 @@ def test_random_changes_of_bytes(shop, shop_path, tmp_path):
 
 def test_a_linear_part_becomes_one_kernel_with_the_output(tmp_path):
     data = random_rows(60, ITEMS, 5)
-    config = NetworkConfig.autoencoder((8,), linear=sj.LinearConfig(rank=12))
+    config = NetworkConfig.autoencoder((8,), linear=sj.nn.LinearConfig(rank=12))
     model, _ = sj.build(config, data)
     sj.export_predictor(model, tmp_path / "linear", k=K, batch_size=8)
     found = sj.load_predictor(tmp_path / "linear").recommend(data[:5])
@@ -727,7 +727,7 @@ def test_errors_of_the_model_itself_stay(small):
 
 def test_a_model_with_negatives_is_exported(tmp_path):
     config = sj.SASRecConfig(max_length=3, width=4, blocks=1, heads=1, negatives=2)
-    model = sj.build_sequence_model(config, items=5, rngs=nnx.Rngs(0))
+    model = sj.sequence.build_sequence_model(config, items=5, rngs=nnx.Rngs(0))
     sj.export_predictor(model, tmp_path / "p", k=2, names=list("abcde"), batch_size=1)
     model.eval()
     predictor = sj.load_predictor(tmp_path / "p")

@@ -24,12 +24,15 @@ pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 ROWS, BATCH = 1200, 8
 SCHEMA = sj.ClickSchema(
     "click",
-    dense={"age": sj.DenseColumn(missing=0.0), "price": sj.DenseColumn(log1p=True)},
+    dense={
+        "age": sj.data.DenseColumn(missing=0.0),
+        "price": sj.data.DenseColumn(log1p=True),
+    },
     ids={
-        "user": sj.HashedColumn(500),
-        "item": sj.VocabularyColumn(min_count=2),
-        "seen": sj.VocabularyColumn(),
-        "tags": sj.VocabularyColumn(),
+        "user": sj.data.HashedColumn(500),
+        "item": sj.data.VocabularyColumn(min_count=2),
+        "seen": sj.data.VocabularyColumn(),
+        "tags": sj.data.VocabularyColumn(),
     },
 )
 
@@ -81,20 +84,22 @@ class Clicks(nnx.Module):
 
     def __init__(self, num_ids, rngs):
         tables = {
-            "user": sj.TableConfig(num_ids["user"], 8, placement="rows"),
-            "item": sj.TableConfig(num_ids["item"], 8, placement="columns"),
-            "seen": sj.TableConfig(num_ids["seen"], 4, placement="columns"),
-            "tags": sj.TableConfig(num_ids["tags"], 4, placement="table"),
+            "user": sj.embeddings.TableConfig(num_ids["user"], 8, placement="rows"),
+            "item": sj.embeddings.TableConfig(num_ids["item"], 8, placement="columns"),
+            "seen": sj.embeddings.TableConfig(num_ids["seen"], 4, placement="columns"),
+            "tags": sj.embeddings.TableConfig(num_ids["tags"], 4, placement="table"),
         }
         features = {
-            "tags": sj.FeatureConfig("tags", combiner="mean"),
+            "tags": sj.embeddings.FeatureConfig("tags", combiner="mean"),
             "user": "user",
-            "seen": sj.FeatureConfig("seen", combiner=None, length=3),
-            "item": sj.FeatureConfig("item", outside="drop"),
+            "seen": sj.embeddings.FeatureConfig("seen", combiner=None, length=3),
+            "item": sj.embeddings.FeatureConfig("item", outside="drop"),
         }
-        self.embeddings = sj.EmbeddingCollection(tables, features, rngs=rngs)
-        one = {name: sj.TableConfig(n, 1) for name, n in num_ids.items()}
-        self.linear = sj.EmbeddingCollection(one, {n: n for n in num_ids}, rngs=rngs)
+        self.embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=rngs)
+        one = {name: sj.embeddings.TableConfig(n, 1) for name, n in num_ids.items()}
+        self.linear = sj.embeddings.EmbeddingCollection(
+            one, {n: n for n in num_ids}, rngs=rngs
+        )
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.layers = nnx.Linear(self.embeddings.num_outputs + 2, 1, rngs=rngs)
 
@@ -254,13 +259,13 @@ def test_requests_that_do_not_fit(train, predictor):
 
 
 def test_exports_that_do_not_fit(model, train, tmp_path):
-    other = sj.WideDeep(
+    other = sj.embeddings.WideDeep(
         sj.WideDeepConfig(), num_dense=1, features={"user": 9}, rngs=nnx.Rngs(0)
     )
     config = sj.NetworkConfig.autoencoder((4,))
     items = sj.FeedForward(config, inputs=9, outputs=9, rngs=nnx.Rngs(0))
     config = sj.SASRecConfig(max_length=2, width=2, blocks=1, heads=1)
-    histories = sj.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
+    histories = sj.sequence.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
     out = tmp_path / "p"
     cases: list[tuple[typing.Any, dict[str, typing.Any], str]] = [
         (

@@ -148,8 +148,3 @@ def test_files_of_earlier_releases_are_read(kind, folder, shown, tmp_path):
     if kind != "clicks":
         assert earlier.items is not None and now.items is not None
         assert earlier.items.tolist() == now.items.tolist()
-
-
-def test_the_names_of_earlier_releases():
-    assert sj.ClickPredictor is sj.Predictor
-    assert sj.load_click_predictor is sj.load_predictor

@@ -54,10 +54,12 @@ def of_clicks(folder):
     file.write_text(
         "click,city\n" + "".join(f"{n[-1] < '5':d},{n}\n" for n in CATEGORIES)
     )
-    schema = sj.ClickSchema("click", ids={"city": sj.VocabularyColumn()})
+    schema = sj.ClickSchema("click", ids={"city": sj.data.VocabularyColumn()})
     clicks = sj.read_clicks(file, schema)
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
-    model = sj.WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
+    model = sj.embeddings.WideDeep(
+        config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0)
+    )
     sj.export_predictor(model, path, names=clicks, batch_size=1)
     records = {"city": CATEGORIES[:2]}
     return path, lambda p: p.predict_records(records)

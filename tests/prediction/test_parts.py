@@ -96,7 +96,7 @@ def test_from_a_store_to_metrics(bucket, shop, capsys):
     # Scores of up to 8 are sums whose terms cancel, so the small ones have their rounding.
     np.testing.assert_allclose(scores, expected.scores[order], rtol=1e-5, atol=1e-6)
     # Recall by these files is that of the path in one process, from the log itself.
-    split = sj.from_arrow(log).split(0.8, seed=0)
+    split = sj.data.from_arrow(log).split(0.8, seed=0)
     names = train.feature_names
     whole = split.train.align_features(names), split.heldout.align_features(names)
     measured = sj.evaluate(model, *whole, k=K)

@@ -16,7 +16,7 @@ ITEMS, LENGTH = 20, 4
 @pytest.fixture(scope="module")
 def model():
     config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1)
-    model = sj.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
     model.train()  # as after `fit`: noise must be off in what follows
     return model
 
@@ -94,7 +94,7 @@ def test_candidates_alone_are_ranked(timed):
     given = [[11, 2, 6, 10], [1], [0, 1, 19], [3, 4, 5, 6, 8]]
     heldout, candidates = made([17], [], [18], [12]), made(*given)
     config = sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1)
-    model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model: Any = sj.sequence.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
     model.blocks[0].time_bias[...] = jnp.sin(jnp.arange(128.0))
     times = None
     if timed:
@@ -161,7 +161,7 @@ def test_names_with_times(tmp_path):
     data = made([3, 1, 3, 8, 9, 2], [], [5])
     data = dataclasses.replace(data, times=np.array([0, 1, 50, 60, 9000, 9001, 7]))
     config = sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1)
-    model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model: Any = sj.sequence.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
     model.blocks[0].time_bias[...] = 30 * jnp.sin(jnp.arange(128.0))
     path = tmp_path / "model.predictor"
     sj.export_predictor(model, path, k=6, names=data, batch_size=8)

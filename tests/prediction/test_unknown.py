@@ -135,7 +135,7 @@ class Shop:
         """As of two files, the second read against the first one's vocabulary."""
         shown = dataset_of(self.shown, self.items)
         wanted = dataset_of(self.wanted, sorted(self.items + self.new))
-        with pytest.warns(sj.UnknownFeaturesWarning):
+        with pytest.warns(sj.data.UnknownFeaturesWarning):
             return shown, wanted.align_features(shown)
 
 
@@ -197,7 +197,7 @@ def test_users_whose_items_are_all_unknown_lower_the_mean(shop):
     only = {row: v for row, v in wanted.items() if v and not v - set(shop.items)}
     none = {row: v for row, v in wanted.items() if not v & set(shop.items)}
     both = dataset_of(only | none, sorted(set().union(*wanted.values())))
-    with pytest.warns(sj.UnknownFeaturesWarning, match="entries are left out"):
+    with pytest.warns(sj.data.UnknownFeaturesWarning, match="entries are left out"):
         both = both.align_features(shown)
     model = shop.model(shop.items)
     skipped = sj.evaluate(model, shown, both, unknown="skip", **OPTIONS)
@@ -220,7 +220,7 @@ def test_among_candidates(shop, unknown):
     }
     among = {row: lists[row] | shop.wanted[row] for row in shop.shown}
     shown, heldout = shop.two_files()
-    with pytest.warns(sj.UnknownFeaturesWarning, match="entries are left out"):
+    with pytest.warns(sj.data.UnknownFeaturesWarning, match="entries are left out"):
         candidates = dataset_of(lists, everything).align_features(shown)
     options = {"unknown": unknown, "candidates": candidates, **OPTIONS}
     found = sj.evaluate(shop.model(shop.items), shown, heldout, **options)
@@ -295,7 +295,7 @@ def test_what_is_folded_in_is_split_before_items_are_left_out(shop):
     visitors = dataset_of(shop.wanted, sorted(shop.items + shop.new))
     trained, model = dataset_of(shop.shown, shop.items), shop.model(shop.items)
     parts = visitors.split(0.5, seed=3)
-    with pytest.warns(sj.UnknownFeaturesWarning):
+    with pytest.warns(sj.data.UnknownFeaturesWarning):
         shown, heldout = (part.align_features(trained) for part in parts)
     expected = sj.evaluate(model, shown, heldout, popularity=trained, **OPTIONS)
     missing = histories_of(parts[1]).values()
@@ -303,7 +303,7 @@ def test_what_is_folded_in_is_split_before_items_are_left_out(shop):
     assert expected["entries_unknown"] == total > 0
     options = {"fold_in": 0.5, "seed": 3, "popularity": trained, **OPTIONS}
     for features in (trained, shop.items):
-        with pytest.warns(sj.UnknownFeaturesWarning):
+        with pytest.warns(sj.data.UnknownFeaturesWarning):
             found = sj.evaluate(model, visitors, features=features, **options)
         assert found == expected
     with pytest.raises(ValueError, match="features is used only with fold_in"):

@@ -43,7 +43,7 @@ def measured(model, train, heldout, **options):
 
 @pytest.mark.parametrize("exclude", ["inputs", None])
 def test_two_files_and_one_that_is_split_agree(exclude):
-    (train, heldout), (whole, later) = parts(sj.from_arrow)
+    (train, heldout), (whole, later) = parts(sj.data.from_arrow)
     model = sj.baselines.popularity(train)
     later = later.align_features(train)
     found = measured(model, train, heldout, exclude=exclude)
@@ -58,7 +58,7 @@ def test_two_files_and_one_that_is_split_agree(exclude):
     again = measured(model, whole, later, exclude=exclude, unknown_users="skip")
     assert known == pytest.approx(again)
     # The entries of new users that are named to be excluded are.
-    seen = sj.from_arrow(table([(20, "i6", 1), (1, "i0", 1)]), features=train)
+    seen = sj.data.from_arrow(table([(20, "i6", 1), (1, "i0", 1)]), features=train)
     with pytest.warns(UserWarning, match="1 of 5 held-out entries"):
         sj.evaluate(model, train, heldout, k=3, exclude=seen)
 
@@ -67,7 +67,7 @@ def test_histories():
     (train, heldout), (whole, later) = parts(sj.read_sequences)
     later = later.align_features(train)
     config = sj.SASRecConfig(max_length=4, width=8, blocks=1)
-    model = sj.SASRec(config, items=train.num_features, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=train.num_features, rngs=nnx.Rngs(0))
     for options in ({}, {"unknown_users": "skip"}, {"exclude": None}):
         found = measured(model, train, heldout, **options)
         assert found == pytest.approx(measured(model, whole, later, **options))
@@ -79,7 +79,7 @@ def test_histories():
 
 @pytest.mark.usefixtures("wrong_types")
 def test_when_nobody_is_known():
-    (train, heldout), _ = parts(sj.from_arrow)
+    (train, heldout), _ = parts(sj.data.from_arrow)
     model = sj.baselines.popularity(train)
     new = heldout.align_rows(["u20", "u21"])
     with pytest.raises(ValueError, match="2 of 2 rows of heldout are not in inputs"):

@@ -16,7 +16,7 @@ def test_known_items_stay_and_new_ones_are_learned(temperature):
     config = sj.SASRecConfig(
         max_length=4, width=8, blocks=1, heads=1, temperature=temperature
     )
-    model = sj.SASRec(config, items=250, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=250, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(0.05))
     model.eval()
 

@@ -25,9 +25,9 @@ CONFIGS = {
 
 
 @pytest.fixture(params=CONFIGS)
-def model(request) -> sj.SequenceModel:
+def model(request) -> sj.sequence.SequenceModel:
     """Without dropout, and with vectors so long that scores differ."""
-    made = sj.build_sequence_model(
+    made = sj.sequence.build_sequence_model(
         CONFIGS[request.param], items=ITEMS, rngs=nnx.Rngs(0)
     )
     made.output.kernel[...] *= 20
@@ -57,7 +57,9 @@ def of_items(model, items):
     return np.asarray(model.output.kernel[...], np.float64)[items]
 
 
-def hstu(model: sj.HSTU, items: np.ndarray, times: np.ndarray | None) -> np.ndarray:
+def hstu(
+    model: sj.sequence.HSTU, items: np.ndarray, times: np.ndarray | None
+) -> np.ndarray:
     """`[length, width]` of one history without padding."""
     n = len(items)
     x = np.sqrt(8) * of_items(model, items) + np.asarray(model.places[...])[:n]
@@ -83,7 +85,7 @@ def hstu(model: sj.HSTU, items: np.ndarray, times: np.ndarray | None) -> np.ndar
     return norm(x, model.norm)
 
 
-def gru(model: sj.GRU, items: np.ndarray, times: None) -> np.ndarray:
+def gru(model: sj.sequence.GRU, items: np.ndarray, times: None) -> np.ndarray:
     """`[length, width]` of one history without padding."""
     x = of_items(model, items)
     for block in model.blocks:
@@ -112,7 +114,9 @@ def all_scores(model, h):
     [("hstu", hstu, None), ("hstu", hstu, TIMES), ("gru", gru, None)],
 )
 def test_the_formula(name, oracle, times):
-    model: Any = sj.build_sequence_model(CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0))
+    model: Any = sj.sequence.build_sequence_model(
+        CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
+    )
     model.output.kernel[...] *= 20
     for block in model.blocks:  # so that biases count
         for _, variable in nnx.iter_graph(block):
@@ -196,7 +200,9 @@ def test_awkward_histories(model):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_eight_devices_do_what_one_does(name):
     def gradients():
-        model = sj.build_sequence_model(CONFIGS[name], items=600, rngs=nnx.Rngs(0))
+        model = sj.sequence.build_sequence_model(
+            CONFIGS[name], items=600, rngs=nnx.Rngs(0)
+        )
         model.eval()
         histories = jnp.tile(HISTORIES, (4, 1)) * 53
         histories = jnp.where(histories < 0, -1, histories)
@@ -225,7 +231,7 @@ def test_eight_devices_do_what_one_does(name):
 def test_dropout_does_not_depend_on_room_or_mesh(name):
     def loss(room, mesh=None):
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            model = sj.build_sequence_model(
+            model = sj.sequence.build_sequence_model(
                 CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
             )
             found = nnx.jit(lambda model: model.loss(*given, max_targets=room))(model)
@@ -245,7 +251,7 @@ def test_dropout_does_not_depend_on_room_or_mesh(name):
 def test_long_histories_take_no_memory_for_pairs(name):
     def bytes_of(length):
         config = dataclasses.replace(CONFIGS[name], max_length=length, dropout=0.0)
-        model = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         histories = jnp.zeros((1, length + 1), int)
 
@@ -260,7 +266,9 @@ def test_long_histories_take_no_memory_for_pairs(name):
 
 
 def test_times_that_go_back():
-    model: Any = sj.build_sequence_model(CONFIGS["hstu"], items=ITEMS, rngs=nnx.Rngs(0))
+    model: Any = sj.sequence.build_sequence_model(
+        CONFIGS["hstu"], items=ITEMS, rngs=nnx.Rngs(0)
+    )
     model.eval()
     for block in model.blocks:
         block.time_bias[...] = jnp.sin(jnp.arange(128.0))
@@ -275,7 +283,7 @@ def test_a_long_max_length_does_not_weaken_short_histories():
     found = []
     for length, divisor in ((5, None), (5, 5), (16384, 5.0), (16384, None)):
         config = sj.HSTUConfig(max_length=length, width=8, divisor=divisor)
-        model: Any = sj.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
+        model: Any = sj.sequence.HSTU(config, items=ITEMS, rngs=nnx.Rngs(0))
         model.eval()
         for block in model.blocks:  # the random ones differ with their number
             block.place_bias[...] = jnp.sin(jnp.arange(length))
@@ -305,7 +313,7 @@ def test_the_dtype_that_suits_a_device(config, monkeypatch):
 
 
 def test_the_divisor_of_a_configuration():
-    old = sj.SequenceConfig.from_json(
+    old = sj.sequence.SequenceConfig.from_json(
         {"version": 1, "model": "hstu", "max_length": 200}
     )
     assert isinstance(old, sj.HSTUConfig) and old.divisor is None
@@ -325,7 +333,7 @@ def test_bfloat16(name):
     config: Any = CONFIGS[name]
     for dtype in ("float32", "bfloat16"):
         config = dataclasses.replace(config, dtype=dtype)
-        model = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
         model.output.kernel[...] *= 20
         model.eval()
         assert model(HISTORIES, TIMES).dtype == jnp.float32
@@ -342,7 +350,7 @@ def test_bfloat16(name):
 
 def test_a_step_lowers_for_cuda():
     config = dataclasses.replace(CONFIGS["hstu"], width=64)
-    model = sj.build_sequence_model(config, items=600, rngs=nnx.Rngs(0))
+    model = sj.sequence.build_sequence_model(config, items=600, rngs=nnx.Rngs(0))
     model.output.implementation = "mosaic_gpu"
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -357,13 +365,15 @@ def test_a_step_lowers_for_cuda():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configurations_as_json(name):
     config = CONFIGS[name]
-    assert sj.SequenceConfig.from_json(config.to_json()) == config
-    made = sj.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
+    assert sj.sequence.SequenceConfig.from_json(config.to_json()) == config
+    made = sj.sequence.build_sequence_model(config, items=3, rngs=nnx.Rngs(0))
     assert type(made).__name__.lower() == name
 
 
 def test_a_configuration_of_no_model():
     with pytest.raises(TypeError, match="HSTUConfig or GRUConfig, got SequenceConfig"):
-        sj.build_sequence_model(sj.SequenceConfig(), items=3, rngs=nnx.Rngs(0))
+        sj.sequence.build_sequence_model(
+            sj.sequence.SequenceConfig(), items=3, rngs=nnx.Rngs(0)
+        )
     with pytest.raises(ValueError, match="not one of sasrec, hstu, gru"):
-        sj.SequenceConfig.from_json({"version": 1, "model": "rnn"})
+        sj.sequence.SequenceConfig.from_json({"version": 1, "model": "rnn"})

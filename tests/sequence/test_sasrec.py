@@ -11,9 +11,9 @@ import sparsejax as sj
 HISTORIES = np.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1], [-1, -1, -1, -1, -1]])
 
 
-def small(**options) -> sj.SASRec:
+def small(**options) -> sj.sequence.SASRec:
     config = sj.SASRecConfig(max_length=4, width=8, dropout=0.3, **options)
-    model = sj.SASRec(config, items=11, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=11, rngs=nnx.Rngs(0))
     model.output.kernel[...] *= 20  # so that scores differ
     return model
 
@@ -31,7 +31,7 @@ def linear(x, layer):
     return x @ np.asarray(layer.kernel[...], np.float64) + bias
 
 
-def hidden(model: sj.SASRec, items: np.ndarray) -> np.ndarray:
+def hidden(model: sj.sequence.SASRec, items: np.ndarray) -> np.ndarray:
     """`[length, width]` of one history without padding, in float64."""
     x = (
         np.sqrt(8) * np.asarray(model.output.kernel[...], np.float64)[items]
@@ -52,7 +52,7 @@ def hidden(model: sj.SASRec, items: np.ndarray) -> np.ndarray:
     return norm(x, model.norm)
 
 
-def scores_of(model: sj.SASRec, h: np.ndarray) -> np.ndarray:
+def scores_of(model: sj.sequence.SASRec, h: np.ndarray) -> np.ndarray:
     kernel = np.asarray(model.output.kernel[...], np.float64)[:11]
     if (temperature := model.config.temperature) is not None:
         h = h / np.linalg.norm(h, axis=1, keepdims=True)
@@ -112,14 +112,14 @@ def test_awkward_histories():
     assert model.loss(jnp.full((2, 5), -1)) == 0
     assert jnp.isnan(model.loss(jnp.asarray([[11, 1]])))
     assert jnp.isnan(model.loss(jnp.asarray([[-2, 1]])))
-    one = sj.SASRec(sj.SASRecConfig(max_length=1), items=3, rngs=nnx.Rngs(0))
+    one = sj.sequence.SASRec(sj.SASRecConfig(max_length=1), items=3, rngs=nnx.Rngs(0))
     assert one.loss(jnp.asarray([[0, 2], [1, -1]])) > 0
     with pytest.raises(ValueError, match=r"have 5 places, but max_length is 4"):
         model(jnp.asarray(HISTORIES))
     with pytest.raises(ValueError, match="histories of two places or more"):
         model.loss(jnp.asarray([[1]]))
     with pytest.raises(ValueError, match="items must be 1 or more, got 0"):
-        sj.SASRec(sj.SASRecConfig(), items=0, rngs=nnx.Rngs(0))
+        sj.sequence.SASRec(sj.SASRecConfig(), items=0, rngs=nnx.Rngs(0))
 
 
 def test_the_configuration_as_json():

@@ -18,7 +18,7 @@ from sparsejax.data.stores import Place
 @pytest.fixture(scope="module")
 def model(symbolic_sizes, tmp_path_factory):
     """A model of the events, and the file of its predictor."""
-    events = sj.from_arrow(many_events(), time="when")
+    events = sj.data.from_arrow(many_events(), time="when")
     names = events.split_last(1)[0].feature_names
     config = sj.NetworkConfig.autoencoder(hidden=(4,))
     sizes = {"inputs": len(names), "outputs": len(names)}
@@ -55,13 +55,13 @@ def test_from_events_to_recommendations(java, model, bucket, tmp_path):
         manifest = Place.of(f"{address}/{name}{query}").read()
         assert manifest is not None and b"nothing" not in manifest
     assert any((tmp_path / "kept").rglob("part-*"))
-    train, heldout = sj.from_arrow(events, time="when").split_last(1)
+    train, heldout = sj.data.from_arrow(events, time="when").split_last(1)
     for part, data in (("train", train), ("test", heldout)):
         found = sj.read(f"{address}/connected/{part}{query}")
         assert entries(found) == entries(data)
 
     store, _ = pyarrow.fs.FileSystem.from_uri(address + query)
-    seen = sj.from_arrow(events, indicator=True).align_features(train)
+    seen = sj.data.from_arrow(events, indicator=True).align_features(train)
     for written, column, data in (
         (pq.read_table("shop/recommended", filesystem=store), "row", train),
         (pq.read_table(tmp_path / "frame"), "user", seen),

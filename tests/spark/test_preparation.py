@@ -54,7 +54,7 @@ REPEATED = {
 def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
     kept = frequent(table, *least)
     hypothesis.assume(kept["user"])
-    whole = sj.from_arrow(pa.table(kept), indicator=indicator)
+    whole = sj.data.from_arrow(pa.table(kept), indicator=indicator)
     try:
         with repeats() as warned:
             options, train, heldout = expected(whole, kind)
@@ -128,7 +128,7 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
         f"train/{name}" for name in names
     )
     assert len(names) > 20
-    train, heldout = sj.from_arrow(events).split(0.5, seed=0)
+    train, heldout = sj.data.from_arrow(events).split(0.5, seed=0)
     for part, data in (("train", train), ("test", heldout)):
         found = sj.read(f"{address}/killed/{part}{query}")
         assert entries(found) == entries(data)
@@ -240,7 +240,7 @@ def test_two_calls_at_once_and_again(session, tmp_path, monkeypatch):
         with pytest.raises(FileExistsError, match="another preparation has finished"):
             call(0.5)
     found = sj.read(tmp_path / "out")
-    train, _ = sj.from_arrow(many_events()).split(0.75, seed=0)
+    train, _ = sj.data.from_arrow(many_events()).split(0.75, seed=0)
     assert entries(found) == entries(train)
     with pytest.raises(FileExistsError, match="already exists"):
         sj.spark.prepare(frame, tmp_path / "out")
@@ -274,7 +274,7 @@ def test_tasks_that_run_twice_at_once(session, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "map_batches", twice)
     events = many_events()
     manifest = sj.spark.prepare(session.createDataFrame(events), tmp_path / "out")
-    assert entries(sj.read(tmp_path / "out")) == entries(sj.from_arrow(events))
+    assert entries(sj.read(tmp_path / "out")) == entries(sj.data.from_arrow(events))
     written = [*(tmp_path / "out" / "train").iterdir()]
     assert len(written) == len(manifest.train) > 3
 

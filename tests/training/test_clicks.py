@@ -18,8 +18,8 @@ from sparsejax.data.click_storage import id_lists
 ROWS = 300
 SCHEMA = sj.ClickSchema(
     "click",
-    {"age": sj.DenseColumn(), "price": sj.DenseColumn()},
-    {name: sj.HashedColumn(size) for name, size in (("user", 30), ("tags", 20))},
+    {"age": sj.data.DenseColumn(), "price": sj.data.DenseColumn()},
+    {name: sj.data.HashedColumn(size) for name, size in (("user", 30), ("tags", 20))},
 )
 
 
@@ -42,7 +42,9 @@ def build(*, placement="replicated", rule=None):
     config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
     plan: dict[str, Any] = dict.fromkeys(("user", "tags"), placement)
     sizes = {"num_dense": 2, "features": {"user": 30, "tags": 20}}
-    model = sj.build_click_model(config, **sizes, plan=plan, rngs=nnx.Rngs(0))
+    model = sj.embeddings.build_click_model(
+        config, **sizes, plan=plan, rngs=nnx.Rngs(0)
+    )
     return model, sj.Optimizer(model, rule or sj.optimizers.adagrad(0.05))
 
 
@@ -144,7 +146,7 @@ def test_a_mesh_gives_the_same_losses():
 def test_streamed_clicks(tmp_path):
     clicks = made()
     clicks.save(tmp_path / "clicks.parquet")
-    scanned = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=ROWS)
+    scanned = sj.data.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=ROWS)
     options: dict[str, Any] = {"num_epochs": 2, "shuffle": False}
     model, history = trained(scanned, **options, validation=scanned)
     same, expected = trained(clicks, **options, validation=clicks)
@@ -157,10 +159,10 @@ def test_streamed_clicks(tmp_path):
     text = tmp_path / "clicks.csv"
     text.write_text("click,age,price,user,tags\n1,1,2,3,4\n")
     with pytest.raises(NotImplementedError, match="save them as Parquet"):
-        trained(sj.scan_clicks(text, SCHEMA))
+        trained(sj.data.scan_clicks(text, SCHEMA))
     clicks.rows(slice(0, 0)).save(tmp_path / "none.parquet")
     with pytest.raises(ValueError, match="the data have no examples"):
-        trained(sj.scan_clicks(tmp_path / "none.parquet"))
+        trained(sj.data.scan_clicks(tmp_path / "none.parquet"))
 
 
 def test_ids_that_repeat_cross_a_mesh_once():
@@ -170,7 +172,7 @@ def test_ids_that_repeat_cross_a_mesh_once():
     def history(shape=(1, 8), **options):
         with on(shape):
             model, optimizer = build(placement="rows")
-            assert isinstance(model, sj.DLRM)
+            assert isinstance(model, sj.embeddings.DLRM)
             result = sj.fit(
                 model, optimizer, clicks, batch_size=256, num_epochs=2, **options
             )
@@ -202,7 +204,7 @@ def test_ids_that_repeat_cross_a_mesh_once():
 
 def test_streamed_clicks_on_a_mesh(tmp_path):
     made().save(tmp_path / "clicks.parquet")
-    chunks = sj.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=130)
+    chunks = sj.data.scan_clicks(tmp_path / "clicks.parquet", chunk_rows=130)
     _, expected = trained(chunks, num_epochs=2)
     with on((2, 4)):
         _, history = trained(chunks, num_epochs=2)
@@ -221,7 +223,7 @@ def test_a_resume_gives_the_same_bits(tmp_path):
         if epoch == 2:
             raise Killed
 
-    for clicks in (made(), sj.scan_clicks(path, chunk_rows=130)):
+    for clicks in (made(), sj.data.scan_clicks(path, chunk_rows=130)):
         expected, history = trained(clicks, **options)
         folder: dict[str, Any] = {"checkpoint_dir": tmp_path / type(clicks).__name__}
         folder["checkpoint_seconds"] = 0
@@ -324,14 +326,14 @@ def test_what_does_not_fit_together():
     def with_schema(dense, ids):
         arrays = {name: np.zeros(4, np.int32) for name in ids}
         schema = sj.ClickSchema(
-            "click", dense, {n: sj.HashedColumn(s) for n, s in ids.items()}
+            "click", dense, {n: sj.data.HashedColumn(s) for n, s in ids.items()}
         )
         labels = np.array([0, 1, 0, 1], np.float32)
         return sj.ClickDataset(
             labels, np.zeros((4, len(dense)), np.float32), arrays, schema, {}
         )
 
-    two = dict.fromkeys(("a", "b"), sj.DenseColumn())
+    two = dict.fromkeys(("a", "b"), sj.data.DenseColumn())
     fewer = with_schema({}, {"user": 30, "tags": 20})
     refused(
         ValueError, "num_dense=2, but the data have 0", sj.fit, model, optimizer, fewer

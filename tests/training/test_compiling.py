@@ -19,7 +19,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         sj.NetworkConfig.autoencoder((8, 4)), inputs=60, outputs=60, rngs=nnx.Rngs(0)
     ),
     **{
-        config.model: lambda config=config: sj.build_sequence_model(
+        config.model: lambda config=config: sj.sequence.build_sequence_model(
             config, items=ITEMS, rngs=nnx.Rngs(0)
         )
         for config in (
@@ -29,7 +29,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         )
     },
     **{
-        config.model: lambda config=config: sj.build_click_model(
+        config.model: lambda config=config: sj.embeddings.build_click_model(
             config, num_dense=2, features={"user": 9, "item": 5}, rngs=nnx.Rngs(0)
         )
         for config in (

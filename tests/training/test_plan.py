@@ -300,7 +300,7 @@ def test_sizes_as_text():
 
 def test_computing_a_linear_part_is_counted():
     def planned(rank, **options):
-        linear = sj.LinearConfig(rank=rank)
+        linear = sj.nn.LinearConfig(rank=rank)
         return small(dataclasses.replace(WIDE, linear=linear), **options)
 
     sizes = {"rows": 10_000, "inputs": 70_000}
@@ -326,7 +326,9 @@ EACH = pytest.mark.parametrize("config", MODELS, ids=lambda config: config.model
 SASREC = MODELS[0]
 
 
-def of_histories(config: sj.SequenceConfig, rule=ADAMW, **options: Any) -> sj.Plan:
+def of_histories(
+    config: sj.sequence.SequenceConfig, rule=ADAMW, **options: Any
+) -> sj.Plan:
     return plan(config, rule, **{**HISTORIES, **options})
 
 

@@ -40,7 +40,7 @@ def histories_of(*rows, items=ITEMS) -> sj.SequenceDataset:
 
 def build(*, dropout=0.2, rule=None):
     config = sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1, dropout=dropout)
-    model = sj.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model = sj.sequence.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
     return model, sj.Optimizer(model, rule or sj.optimizers.adam(0.01))
 
 
@@ -120,7 +120,7 @@ def test_negatives_touch_the_same_rows_as_a_dense_gradient():
     train, heldout = histories_of(*rows, [7], items=1024).split_last()
     found = []
     for of_rows in (True, False):
-        model = sj.SASRec(
+        model = sj.sequence.SASRec(
             sj.SASRecConfig(
                 max_length=LENGTH, width=8, blocks=1, dropout=0.0, negatives=4
             ),
@@ -161,7 +161,7 @@ def test_streamed_histories(tmp_path):
         sequences.feature_names,
     )
     sequences.save(tmp_path / "all.parquet")
-    scanned = sj.scan_sequences(tmp_path / "all.parquet", chunk_rows=1000)
+    scanned = sj.data.scan_sequences(tmp_path / "all.parquet", chunk_rows=1000)
     options: dict[str, Any] = {"num_epochs": 2, "shuffle": False}
     model, history = trained(scanned, **options)
     same, expected = trained(sequences, **options)
@@ -179,7 +179,7 @@ def test_streamed_histories(tmp_path):
 def test_a_resume_gives_the_same_bits(tmp_path):
     train, heldout = made().split_last()
     made().save(tmp_path / "all.parquet")
-    scanned = sj.scan_sequences(tmp_path / "all.parquet", chunk_rows=50)
+    scanned = sj.data.scan_sequences(tmp_path / "all.parquet", chunk_rows=50)
     options: dict[str, Any] = {"num_epochs": 3}
 
     class Killed(Exception):
@@ -284,7 +284,7 @@ def test_a_model_of_ones_own_with_times():
 def test_the_output_computes_few_rows_that_have_no_target():
     room = []
 
-    class Watched(sj.SASRec):
+    class Watched(sj.sequence.SASRec):
         def loss(self, histories, times=None, *, max_targets=None):
             room.append((histories[:, 1:].size, max_targets))
             return super().loss(histories, times, max_targets=max_targets)

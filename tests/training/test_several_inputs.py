@@ -68,8 +68,8 @@ def sources() -> dict[str, Any]:
     return {
         "history": sparse(ITEMS, 0.1, 1),
         "words": sparse(WORDS, 0.2, 2),
-        "profile": sj.DenseDataset(rng.normal(size=(ROWS, 2, 3)), NAMES),
-        "country": sj.DenseDataset(rng.integers(0, 3, ROWS), NAMES),
+        "profile": sj.data.DenseDataset(rng.normal(size=(ROWS, 2, 3)), NAMES),
+        "country": sj.data.DenseDataset(rng.integers(0, 3, ROWS), NAMES),
     }
 
 
@@ -328,9 +328,9 @@ def test_an_input_by_name():
 
 def test_what_several_inputs_refuse(tmp_path):
     inputs = sources()
-    short = sj.DenseDataset(np.zeros((5, 2, 3)), NAMES[:5])
+    short = sj.data.DenseDataset(np.zeros((5, 2, 3)), NAMES[:5])
     inputs["words"].save(tmp_path / "words.parquet")
-    scanned = sj.scan_parquet(tmp_path / "words.parquet")
+    scanned = sj.data.scan_parquet(tmp_path / "words.parquet")
     wrong = np.zeros((ROWS, 2, 3))
     wrong[7, 1, 2] = np.nan
     many = "give one source without a name; inputs has the names 'history'"
@@ -374,7 +374,9 @@ def test_what_several_inputs_refuse(tmp_path):
 
 
 def test_dense_rows_by_name():
-    ages = sj.DenseDataset(jnp.arange(3, dtype=jnp.bfloat16), ["ann", "bob", "eve"])
+    ages = sj.data.DenseDataset(
+        jnp.arange(3, dtype=jnp.bfloat16), ["ann", "bob", "eve"]
+    )
     assert ages.values.dtype == jnp.bfloat16 and ages.num_rows == 3
     data = sj.SparseDataset.from_scipy(
         scipy.sparse.csr_array(np.eye(2)), row_names=["eve", "ann"]
@@ -389,7 +391,7 @@ def test_dense_rows_by_name():
         data.align_rows(ages)
     with pytest.raises(ValueError, match="1 of 2 rows .* 'zoe'; fill=0"):
         ages.align_rows(["zoe", "ann"])
-    whole = sj.DenseDataset([[1, 2]], ["ann"])
+    whole = sj.data.DenseDataset([[1, 2]], ["ann"])
     assert whole.align_rows(["zoe"], fill=9).values.tolist() == [[9, 9]]
     for values, names, message in [
         (1.0, ["ann"], "a row for each example, got one number"),
@@ -403,7 +405,7 @@ def test_dense_rows_by_name():
         ),
     ]:
         with pytest.raises(ValueError, match=message):
-            sj.DenseDataset(values, names)
+            sj.data.DenseDataset(values, names)
     with pytest.raises(ValueError, match="fill=0.5 cannot be stored as int32"):
         whole.align_rows(["zoe"], fill=0.5)
     assert dataclasses.is_dataclass(whole) and "1 rows of 2 int32" in repr(whole)

@@ -46,7 +46,7 @@ def trained(path, shape=None, *, chunk_rows=None, features=None, **options):
         config = sj.NetworkConfig.autoencoder((4,), temperature=None)
         model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
         optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
-        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows, features=features)
+        scanned = sj.data.scan_parquet(path, chunk_rows=chunk_rows, features=features)
         settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
         history = sj.fit(model, optimizer, scanned, **settings)
     kernel = np.asarray(model.first.kernel[...])
@@ -63,7 +63,7 @@ def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
     parts = 1 if shape is None else shape[0]
     with on(shape):
         weights = np.arange(1.0, ROWS + 1)
-        scanned = sj.scan_parquet(path, chunk_rows=chunk_rows)
+        scanned = sj.data.scan_parquet(path, chunk_rows=chunk_rows)
         stream = Stream(ScannedItems(scanned), weights)
         order = stream.order(seed=0, epoch=1)
         assert sorted(order) == list(range(len(stream.chunks)))
@@ -158,7 +158,7 @@ def test_other_chunks_are_no_other_data(path, tmp_path):
 
 
 def test_the_next_chunk_is_read_ahead(path, monkeypatch):
-    scanned = sj.scan_parquet(path, chunk_rows=90)
+    scanned = sj.data.scan_parquet(path, chunk_rows=90)
     stream = Stream(ScannedItems(scanned), None)
     read, starts, both = type(scanned).read, [], threading.Event()
 
@@ -177,13 +177,13 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
 
 
 def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
-    threads, read = [], sj.ScannedDataset.read
+    threads, read = [], sj.data.ScannedDataset.read
 
     def recorded(self, start, stop):
         threads.append(threading.current_thread().name)
         return read(self, start, stop)
 
-    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
+    monkeypatch.setattr(sj.data.ScannedDataset, "read", recorded)
     trained(path, chunk_rows=90, num_epochs=3)
     first, *others = threads
     assert first == threading.main_thread().name
@@ -194,7 +194,7 @@ def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
 def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
     device = jax.devices()[1]
     with jax.default_device(device):
-        stream = Stream(ScannedItems(sj.scan_parquet(path, chunk_rows=90)), None)
+        stream = Stream(ScannedItems(sj.data.scan_parquet(path, chunk_rows=90)), None)
         for chunk, following in (0, 1), (1, None):
             leaves = jax.tree.leaves(stream.resident(chunk, following))
             assert {leaf.device for leaf in leaves} == {device}
@@ -202,29 +202,29 @@ def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
 
 
 def test_what_fails_while_reading_ahead_is_raised(path, monkeypatch):
-    read = sj.ScannedDataset.read
+    read = sj.data.ScannedDataset.read
 
     def damaged(self, start, stop):
         if threading.current_thread() is not threading.main_thread():
             raise sj.DataError.at(path, "is damaged")
         return read(self, start, stop)
 
-    monkeypatch.setattr(sj.ScannedDataset, "read", damaged)
+    monkeypatch.setattr(sj.data.ScannedDataset, "read", damaged)
     with pytest.raises(sj.DataError, match="is damaged"):
         trained(path, chunk_rows=90)
     assert not any(t.name.startswith("sparsejax-reader") for t in threading.enumerate())
 
 
 def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
-    ranges, read = [], sj.ScannedDataset.read
+    ranges, read = [], sj.data.ScannedDataset.read
 
     def recorded(self, start, stop):
         ranges.append((start, stop))
         return read(self, start, stop)
 
     with on((2, 4)):
-        stream = Stream(ScannedItems(sj.scan_parquet(path, chunk_rows=90)), None)
-    monkeypatch.setattr(sj.ScannedDataset, "read", recorded)
+        stream = Stream(ScannedItems(sj.data.scan_parquet(path, chunk_rows=90)), None)
+    monkeypatch.setattr(sj.data.ScannedDataset, "read", recorded)
     monkeypatch.setattr(
         "sparsejax.engine.train.streaming.parts_of_process", lambda mesh: [1]
     )
@@ -235,7 +235,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
 
 def test_what_cannot_be_scanned(path):
     data = sj.SparseDataset.load(path)
-    scanned = sj.scan_parquet(path)
+    scanned = sj.data.scan_parquet(path)
     config = sj.NetworkConfig.autoencoder((4,))
     model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
@@ -247,6 +247,6 @@ def test_what_cannot_be_scanned(path):
         sj.fit(model, optimizer, scanned, weights=jnp.ones(3))
     (path.parent / "other").mkdir()
     data.split_rows(0.5, seed=0)[0].save(path.parent / "other" / "data")
-    fewer = sj.scan_parquet(path.parent / "other" / "data")
+    fewer = sj.data.scan_parquet(path.parent / "other" / "data")
     with pytest.raises(ValueError, match="scanned rows are matched by position"):
         sj.fit(model, optimizer, scanned, fewer)

@@ -86,7 +86,11 @@ def test_items(rule, flagged, tmp_path):
     [
         {"loss": "l2_loss", "temperature": None},
         {"loss": "sigmoid_binary_cross_entropy", "param_dtype": "bfloat16"},
-        {"tied": True, "linear": sj.LinearConfig(rank=2), "output_dtype": "bfloat16"},
+        {
+            "tied": True,
+            "linear": sj.nn.LinearConfig(rank=2),
+            "output_dtype": "bfloat16",
+        },
     ],
     ids=lambda o: "-".join(o),
 )
@@ -139,11 +143,11 @@ def test_clicks(config, flagged, tmp_path):
     path.write_text("click,age,user\n" + "".join(lines))
     schema = sj.ClickSchema(
         "click",
-        dense={"age": sj.DenseColumn()},
-        ids={"user": sj.VocabularyColumn()},
+        dense={"age": sj.data.DenseColumn()},
+        ids={"user": sj.data.VocabularyColumn()},
     )
     data = sj.read_clicks(path, schema)
-    model = sj.build_click_model(
+    model = sj.embeddings.build_click_model(
         config, num_dense=1, features=data.num_ids, rngs=nnx.Rngs(0)
     )
     trained(model, sj.optimizers.rowwise_adagrad(0.1), data, validation=data)
@@ -167,7 +171,7 @@ def test_a_loop_of_ones_own(flagged):
     assert np.isfinite(step(model, optimizer, sj.CSR.from_scipy(data.to_scipy())))
     optimizer.flush(model)
     config = sj.GRUConfig(max_length=4, width=8, blocks=1)
-    histories = sj.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    histories = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
     ids = jnp.asarray(np.array([[0, 1, 2, 3], [4, -1, -1, -1]], np.int32))
     nnx.value_and_grad(lambda m: m.loss(ids))(histories)
 

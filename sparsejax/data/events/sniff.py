@@ -22,6 +22,9 @@ _BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
 def guess_format(path: Path) -> Format:
     """The format of a file, by its name or by its first lines.
 
+    >>> guess_format("purchases.tsv")
+    'text'
+
     A folder, an address and a name that ends in `.parquet` are parquet, and so is a file
     that begins as one. A name that ends
     in `.csv` is pairs, also with `.gz` or `.xz` behind it. For other names the first 64

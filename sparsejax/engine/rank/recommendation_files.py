@@ -99,7 +99,7 @@ def write_recommendations(
     """Writes `row<TAB>item,score:item,score...` lines, best first.
 
     A row without candidates has nothing after its TAB. Names are escaped as
-    `sparsejax.read_text` expects. Scores have six digits.
+    `sparsejax.data.read_text` expects. Scores have six digits.
 
     Raises:
       ValueError: a name is empty or has a zero byte.

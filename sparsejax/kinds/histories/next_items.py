@@ -58,7 +58,7 @@ def check_history_model(model: Any) -> None:
         lacks = ["config.max_length"]
     if lacks:
         raise TypeError(
-            "a SequenceDataset needs a model of histories, such as sparsejax.SASRec; "
+            "a SequenceDataset needs a model of histories, such as sparsejax.sequence.SASRec; "
             f"{type(model).__name__} has no {' and no '.join(lacks)} (other models take "
             "data.to_sparse())"
         )

@@ -1,0 +1,16 @@
+from .collection import EmbeddingCollection as EmbeddingCollection
+from .config import FeatureConfig as FeatureConfig
+from .config import TableConfig as TableConfig
+from .feature_batch import FeatureBatch as FeatureBatch
+from .model_config import ClickModelConfig as ClickModelConfig
+from .model_config import DCNConfig as DCNConfig
+from .model_config import DeepFMConfig as DeepFMConfig
+from .model_config import DLRMConfig as DLRMConfig
+from .model_config import WideDeepConfig as WideDeepConfig
+from .models import DCN as DCN
+from .models import DLRM as DLRM
+from .models import DeepFM as DeepFM
+from .models import WideDeep as WideDeep
+from .models import build_click_model as build_click_model
+from .plan import EmbeddingPlan as EmbeddingPlan
+from .planner import plan_embeddings as plan_embeddings

@@ -1,0 +1,12 @@
+from .config import HiddenConfig as HiddenConfig
+from .config import InputConfig as InputConfig
+from .config import LinearConfig as LinearConfig
+from .config import NetworkConfig as NetworkConfig
+from .config import OutputConfig as OutputConfig
+from .layers import SparseDropout as SparseDropout
+from .layers import SparseLinear as SparseLinear
+from .layers import SparseOutput as SparseOutput
+from .layers import normalize_rows as normalize_rows
+from .models import FeedForward as FeedForward
+from .sampled import NegativeSampler as NegativeSampler
+from .sampled import sampled_cross_entropy as sampled_cross_entropy

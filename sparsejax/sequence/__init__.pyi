@@ -1,0 +1,9 @@
+from .build import build_sequence_model as build_sequence_model
+from .config import GRUConfig as GRUConfig
+from .config import HSTUConfig as HSTUConfig
+from .config import SASRecConfig as SASRecConfig
+from .config import SequenceConfig as SequenceConfig
+from .gru import GRU as GRU
+from .hstu import HSTU as HSTU
+from .model import SequenceModel as SequenceModel
+from .sasrec import SASRec as SASRec
