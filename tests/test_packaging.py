@@ -1,5 +1,6 @@
 """The package as it is built and set up."""
 
+import os
 import re
 import stat
 import subprocess
@@ -52,7 +53,7 @@ def test_top_level_folders():
     assert folders - FOLDERS <= {".ci", ".github"}
 
 
-def test_wheel_holds_the_packages_and_their_data(tmp_path):
+def test_wheel_holds_the_packages_and_their_data_and_runs(tmp_path):
     pytest.importorskip("hatchling", reason="comes with the extra `dev`")
     build = "import hatchling.build, sys; hatchling.build.build_wheel(sys.argv[1])"
     subprocess.run(
@@ -76,6 +77,20 @@ def test_wheel_holds_the_packages_and_their_data(tmp_path):
     assert {"sparsejax/py.typed", "pallas_kernels/py.typed"} <= names
     assert f"{info}/licenses/LICENSE" in names
     assert any(name.endswith(".parquet") for name in names)
+
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    shows = "import sparsejax as sj; print(sj.__file__); print(sj.datasets.msweb().train.num_rows)"
+    shown = subprocess.run(
+        [sys.executable, "-c", shows],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert shown == [str(installed / "sparsejax" / "__init__.py"), "32711"]
 
 
 def test_the_suite_has_eight_cpu_devices():
