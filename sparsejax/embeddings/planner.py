@@ -13,7 +13,7 @@ from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
 from sparsejax.embeddings.placement import Stack, stack_tables
 from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
-from sparsejax.embeddings.search import Job, Placed, sent_for
+from sparsejax.embeddings.search import Placed, Problem, sent_for
 from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
 from sparsejax.optimizers.rules import Rule
@@ -105,14 +105,16 @@ def plan_embeddings(
     distinct = _distinct(
         tables, configs, hotness, popularity or {}, batch_size // (data * model)
     )
-    job = Job(dict(tables), configs, hotness, rule, batch_size, data, model, distinct)
-    stack_tables(job.tables, configs, {})  # raises for widths that cannot be cut
+    problem = Problem(
+        dict(tables), configs, hotness, rule, batch_size, data, model, distinct
+    )
+    stack_tables(problem.tables, configs, {})  # raises for widths that cannot be cut
     kept = memory  # for rows and state
     for _ in range(2):
-        best = search.best(job, kept)
+        best = search.best(problem, kept)
         placements = {name: p.placement(model) for name, p in best.placed.items()}
-        stacks = stack_tables(job.tables, configs, placements, hotness)
-        devices, sent = _figures(job, stacks)
+        stacks = stack_tables(problem.tables, configs, placements, hotness)
+        devices, sent = _figures(problem, stacks)
         needed = devices[0].total
         if memory is None or needed <= memory:
             break
@@ -135,7 +137,7 @@ def plan_embeddings(
         hotness=hotness,
         distinct=distinct,
         tables=tuple(
-            _table(job, name, best.placed[name], sent[name]) for name in tables
+            _table(problem, name, best.placed[name], sent[name]) for name in tables
         ),
         devices=devices,
     )
@@ -206,38 +208,38 @@ class _Figures(NamedTuple):
     sent: dict[str, float]
 
 
-def _figures(job: Job, stacks: Sequence[Stack]) -> _Figures:
+def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
     rows = state = sent = temporary = 0
-    entries, work = np.zeros(job.model), np.zeros(job.model)
-    of_table = dict.fromkeys(job.tables, 0.0)
+    entries, work = np.zeros(problem.model), np.zeros(problem.model)
+    of_table = dict.fromkeys(problem.tables, 0.0)
     for stack in stacks:
-        own = stack.num_rows // (job.model if stack.divided else 1)
+        own = stack.num_rows // (problem.model if stack.divided else 1)
         row = stack.dim * stack.dtype.itemsize
         rows += own * row
-        state += own * job.state(stack.rule, stack.dim)
+        state += own * problem.state(stack.rule, stack.dim)
         if not stack.features:
             continue
         ids = sum(feature.hotness for feature in stack.features)
-        owned = np.full(job.model, ids / job.model)
+        owned = np.full(problem.model, ids / problem.model)
         if stack.divided:
-            owned = stack.ids_of_owners(job.model)
-        entries += owned * job.batch / job.data
-        work += owned * job.batch / job.data * row
+            owned = stack.ids_of_owners(problem.model)
+        entries += owned * problem.batch / problem.data
+        work += owned * problem.batch / problem.data * row
         weighted = (f.config.combiner in ("mean", "sqrtn") for f in stack.features)
         crossing = sent_for(
-            job,
+            problem,
             bags=stack.bags,
             ids=ids,
             dim=stack.dim,
             dtype=stack.dtype,
             weighted=any(weighted),
             owned=owned,
-            owner_bags=stack.bags_of_owner(job.model),
-            distinct=stack.distinct_of_owner(job.model, *job.known()),
+            owner_bags=stack.bags_of_owner(problem.model),
+            distinct=stack.distinct_of_owner(problem.model, *problem.known()),
             replicated_rows=None if stack.divided else stack.num_rows,
         )
         sent += crossing.total
-        temporary = max(temporary, _temporary(job, stack, ids, crossing))
+        temporary = max(temporary, _temporary(problem, stack, ids, crossing))
         for feature in stack.features:
             part = crossing.ids * feature.hotness / ids
             part += (crossing.total - crossing.ids) * feature.config.bags / stack.bags
@@ -251,49 +253,49 @@ def _figures(job: Job, stacks: Sequence[Stack]) -> _Figures:
             work=float(work[i]),
             sent=sent,
         )
-        for i in range(job.model)
+        for i in range(problem.model)
     )
     return _Figures(tuple(devices), of_table)
 
 
-def _temporary(job: Job, stack: Stack, ids: float, sent: exchange.Sent) -> int:
+def _temporary(problem: Problem, stack: Stack, ids: float, sent: exchange.Sent) -> int:
     """Bytes of the arrays that a step makes for a stack.
 
     They are those of a step in which all devices gather all ids, see `exchange`: the program
     keeps room for it. Our GPU programs do without the sums of the gradients by row.
     """
-    row, devices = stack.dim * 4, job.data * job.model  # sums are in float32
-    bags = job.batch * stack.bags
+    row, devices = stack.dim * 4, problem.data * problem.model  # sums are in float32
+    bags = problem.batch * stack.bags
     if not stack.divided and devices > 1 and not sent.ids:  # added up as a whole
         return 2 * stack.num_rows * row + bags // devices * row
-    entries = math.ceil(ids * job.batch)
-    own = stack.num_rows // (job.model if stack.divided else 1)
-    of_bags = bags // job.data + bags  # of the devices along "model", and of all
+    entries = math.ceil(ids * problem.batch)
+    own = stack.num_rows // (problem.model if stack.divided else 1)
+    of_bags = bags // problem.data + bags  # of the devices along "model", and of all
     return (of_bags + min(entries, own)) * row + _ENTRY * entries
 
 
-def _table(job: Job, name: str, placed: Placed, sent: float) -> PlannedTable:
-    table = job.tables[name]
+def _table(problem: Problem, name: str, placed: Placed, sent: float) -> PlannedTable:
+    table = problem.tables[name]
     dim = table.dim // max(1, len(placed.parts))
-    row = dim * np.dtype(table.dtype).itemsize + job.state(table.rule, dim)
+    row = dim * np.dtype(table.dtype).itemsize + problem.state(table.rule, dim)
     return PlannedTable(
         name=name,
         num_rows=table.num_rows,
         dim=table.dim,
-        placement=placed.placement(job.model),
-        why=_why(job, name, placed),
+        placement=placed.placement(problem.model),
+        why=_why(problem, name, placed),
         memory=table.num_rows * row * max(1, len(placed.parts)),
-        entries=job.ids(name) * job.batch,
+        entries=problem.ids(name) * problem.batch,
         sent=round(sent),
     )
 
 
-def _why(job: Job, name: str, placed: Placed) -> str:
-    if job.tables[name].placement is not None:
+def _why(problem: Problem, name: str, placed: Placed) -> str:
+    if problem.tables[name].placement is not None:
         return "given"
-    if job.data * job.model == 1:
+    if problem.data * problem.model == 1:
         return "one device"
-    if not job.ids(name):
+    if not problem.ids(name):
         return "no feature reads it"
     match placed.kind:
         case "replicated":

@@ -37,7 +37,7 @@ _NARROWEST = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class Problem:
     """A collection on a mesh that is planned."""
 
     tables: dict[str, TableConfig]
@@ -106,13 +106,15 @@ class Placed(NamedTuple):
 class Load:
     """The tables of a stack, added up."""
 
-    def __init__(self, job: Job, dim: int, dtype: np.dtype, divided: bool, rule):
-        self.job, self.dim, self.divided = job, dim, divided
+    def __init__(
+        self, problem: Problem, dim: int, dtype: np.dtype, divided: bool, rule
+    ):
+        self.problem, self.dim, self.divided = problem, dim, divided
         self.row = dim * dtype.itemsize
-        self.row_and_state = self.row + job.state(rule, dim)
+        self.row_and_state = self.row + problem.state(rule, dim)
         self.dtype = dtype
         # Sums over tables that are divided or replicated, and over those of each device.
-        zeros = np.zeros((4, job.model + 1))
+        zeros = np.zeros((4, problem.model + 1))
         self.rows, self.ids, self.bags, self.distinct = zeros
         self.weighted = 0
         self._cost: tuple[np.ndarray, float] | None = None
@@ -120,13 +122,13 @@ class Load:
     def add(self, name: str, parts: Sequence[int], sign: int) -> None:
         """A table, in pieces on these devices, or on all; or takes it away."""
         for part in parts or (-1,):
-            self.rows[part] += sign * self.job.tables[name].num_rows
-            self.ids[part] += sign * self.job.ids(name)
-            self.bags[part] += sign * self.job.bags(name)
-            rows = self.job.tables[name].num_rows
-            if self.job.ids(name):
-                self.distinct[part] += sign * self.job.distinct.get(name, rows)
-        self.weighted += sign * self.job.is_weighted(name)
+            self.rows[part] += sign * self.problem.tables[name].num_rows
+            self.ids[part] += sign * self.problem.ids(name)
+            self.bags[part] += sign * self.problem.bags(name)
+            rows = self.problem.tables[name].num_rows
+            if self.problem.ids(name):
+                self.distinct[part] += sign * self.problem.distinct.get(name, rows)
+        self.weighted += sign * self.problem.is_weighted(name)
         self._cost = None
 
     @property
@@ -134,7 +136,7 @@ class Load:
         """Rows of the parameter."""
         if not self.divided:
             return padded_rows(int(self.rows[-1]))
-        hands = ROW_MULTIPLE // self.job.model
+        hands = ROW_MULTIPLE // self.problem.model
         slots = math.ceil(self.rows[-1] / ROW_MULTIPLE)
         slots += math.ceil(max(self.rows[:-1]) / hands)
         return padded_rows(slots * ROW_MULTIPLE)
@@ -142,14 +144,14 @@ class Load:
     def cost(self) -> tuple[np.ndarray, float]:
         """The costs of a step for each device, in bytes sent, and bytes of memory."""
         if self._cost is None:
-            job = self.job
+            problem = self.problem
             if not self.rows.any():
-                return np.zeros(job.model), 0.0
-            batch = job.batch / job.data
-            even = self.ids[-1] / job.model
+                return np.zeros(problem.model), 0.0
+            batch = problem.batch / problem.data
+            even = self.ids[-1] / problem.model
             owned = np.array([even]) if not self.divided else self.ids[:-1] + even
             sent = sent_for(
-                job,
+                problem,
                 bags=int(self.bags.sum()),
                 ids=float(self.ids.sum()),
                 dim=self.dim,
@@ -157,20 +159,20 @@ class Load:
                 weighted=self.weighted > 0,
                 owned=owned,
                 owner_bags=int(self.bags[-1] + max(self.bags[:-1])),
-                distinct=self.distinct[-1] / job.model + max(self.distinct[:-1]),
+                distinct=self.distinct[-1] / problem.model + max(self.distinct[:-1]),
                 replicated_rows=None if self.divided else self.num_rows,
             )
             work = owned * batch * (_ID + self.row * _BYTE)
             if not self.divided and sent.ids == 0:  # the gradient is added as a whole
                 work += self.num_rows * self.row * _BYTE
             memory = self.num_rows * self.row_and_state
-            memory /= job.model if self.divided else 1
-            self._cost = np.broadcast_to(work, job.model) + sent.total, memory
+            memory /= problem.model if self.divided else 1
+            self._cost = np.broadcast_to(work, problem.model) + sent.total, memory
         return self._cost
 
 
 def sent_for(
-    job: Job,
+    problem: Problem,
     *,
     bags,
     ids,
@@ -186,15 +188,15 @@ def sent_for(
     if not bags:
         return exchange.Sent(0, 0, 0)
     return exchange.bytes_sent(
-        bags * job.batch,
-        math.ceil(ids * job.batch),
+        bags * problem.batch,
+        math.ceil(ids * problem.batch),
         dim,
-        data=job.data,
-        model=job.model,
+        data=problem.data,
+        model=problem.model,
         wire_dtype=dtype,
         weighted=weighted,
         share=float(owned.max() / ids),
-        owner_rows=owner_bags * job.batch // (job.data * job.model),
+        owner_rows=owner_bags * problem.batch // (problem.data * problem.model),
         distinct=distinct,
         replicated_rows=replicated_rows,
     )
@@ -203,12 +205,12 @@ def sent_for(
 class Choice:
     """A placement of all tables, and its cost. Each choice changes it."""
 
-    def __init__(self, job: Job, limit: float):
-        self.job, self.limit = job, limit
+    def __init__(self, problem: Problem, limit: float):
+        self.problem, self.limit = problem, limit
         self.placed: dict[str, Placed] = {}
         self.loads: dict[tuple, Load] = {}
         # Figures of whole tables and pieces on each device: numbers read, and kept.
-        self.whole = np.zeros((2, job.model))
+        self.whole = np.zeros((2, problem.model))
 
     def put(self, name: str, placed: Placed) -> None:
         """Places a table, also one that is placed already."""
@@ -218,14 +220,14 @@ class Choice:
         self.placed[name] = placed
 
     def _add(self, name: str, placed: Placed, sign: int) -> None:
-        table = self.job.tables[name]
+        table = self.problem.tables[name]
         dim = table.dim // max(1, len(placed.parts))
         key = (dim, np.dtype(table.dtype), placed.kind != "replicated", table.rule)
         if key not in self.loads:
-            self.loads[key] = Load(self.job, *key)
+            self.loads[key] = Load(self.problem, *key)
         self.loads[key].add(name, placed.parts, sign)
         for part in placed.parts:
-            size = np.array([self.job.ids(name), table.num_rows])
+            size = np.array([self.problem.ids(name), table.num_rows])
             self.whole[:, part] += sign * size * dim
 
     def least_busy(self, count: int) -> tuple[int, ...]:
@@ -255,20 +257,22 @@ class Choice:
         self.put(name, options[costs.index(min(costs))])
 
 
-def best(job: Job, memory: int | None) -> Choice:
+def best(problem: Problem, memory: int | None) -> Choice:
     """The better one of two choices."""
     kinds: dict[str, Placement] = {}
-    for name, table in job.tables.items():
-        if (kind := table.placement or _copied(job, name)) is not None:
+    for name, table in problem.tables.items():
+        if (kind := table.placement or _copied(problem, name)) is not None:
             kinds[name] = kind
     # The largest work first.
-    names = sorted(job.tables, key=lambda n: -job.ids(n) * job.tables[n].dim)
+    names = sorted(
+        problem.tables, key=lambda n: -problem.ids(n) * problem.tables[n].dim
+    )
 
     def begun(kind: Placement, limit: float) -> Choice:
-        choice = Choice(job, limit)
+        choice = Choice(problem, limit)
         for name in names:
             own = kinds.get(name, kind)
-            pieces = {"columns": job.tables[name].pieces, "table": 1}.get(own, 0)
+            pieces = {"columns": problem.tables[name].pieces, "table": 1}.get(own, 0)
             choice.put(name, Placed(own, choice.least_busy(pieces)))
         return choice
 
@@ -277,7 +281,7 @@ def best(job: Job, memory: int | None) -> Choice:
     limit = by_rows.memory() + max(by_rows.memory() * part, least)
     limit = limit if memory is None else min(limit, memory)
     choices = []
-    for kind in ("rows", "table") if job.model > 1 else ("rows",):
+    for kind in ("rows", "table") if problem.model > 1 else ("rows",):
         choice = begun(kind, limit)
         free = [name for name in names if name not in kinds]
         for name in reversed(free):  # what is read least need not be whole
@@ -289,20 +293,20 @@ def best(job: Job, memory: int | None) -> Choice:
     return min(choices, key=Choice.cost)
 
 
-def _copied(job: Job, name: str) -> Literal["replicated"] | None:
+def _copied(problem: Problem, name: str) -> Literal["replicated"] | None:
     """ "replicated" if the gradient of all rows is cheaper to add up than ids to exchange."""
-    table, entries = job.tables[name], job.ids(name) * job.batch
-    if job.data * job.model == 1 or not entries:
+    table, entries = problem.tables[name], problem.ids(name) * problem.batch
+    if problem.data * problem.model == 1 or not entries:
         return None
     if not exchange.adds_all(padded_rows(table.num_rows), math.floor(entries)):
         return None
-    if not job.distinct:
+    if not problem.distinct:
         # Alone, all its rows might cross once. Beside tables of any popularity they do not.
-        distinct = dict.fromkeys(job.tables, float(MAX_ENTRIES))
-        job = dataclasses.replace(job, distinct=distinct)
+        distinct = dict.fromkeys(problem.tables, float(MAX_ENTRIES))
+        problem = dataclasses.replace(problem, distinct=distinct)
     costs = []
     for kind in ("replicated", "rows"):
-        choice = Choice(job, math.inf)
+        choice = Choice(problem, math.inf)
         choice.put(name, Placed(kind))
         costs.append(choice.cost())
     return "replicated" if costs[0] < costs[1] else None
@@ -310,12 +314,12 @@ def _copied(job: Job, name: str) -> Literal["replicated"] | None:
 
 def _options(choice: Choice, name: str) -> list[Placed]:
     """Where a table of divided rows could be."""
-    found, pieces, dim = [Placed("rows")], 2, choice.job.tables[name].dim
-    if choice.job.model == 1:
+    found, pieces, dim = [Placed("rows")], 2, choice.problem.tables[name].dim
+    if choice.problem.model == 1:
         return found
     choice.put(name, found[0])  # its own work does not count
     found.append(Placed("table", choice.least_busy(1)))
-    while pieces <= choice.job.model:
+    while pieces <= choice.problem.model:
         if dim % pieces == 0 and dim // pieces >= _NARROWEST:
             found.append(Placed("columns", choice.least_busy(pieces)))
         pieces *= 2

@@ -28,7 +28,7 @@ from sparsejax.ops.implementations import (
 )
 from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.precision import Precision, Word, check_precision
-from sparsejax.ops.targets import Columns, Labels, Targets
+from sparsejax.ops.targets import Labels, TargetColumns, Targets
 
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
     scale: jax.Array | None
 
 
-class Batch(NamedTuple):
+class LossBatch(NamedTuple):
     """Rows whose loss is computed.
 
     Attributes:
@@ -125,7 +125,7 @@ class Updates[Carry]:
 
 def loss_and_updates[Carry](
     method: Method,
-    batch: Batch,
+    batch: LossBatch,
     carry: Carry,
     updates: Updates[Carry],
     shard: Shard | None = None,
@@ -240,7 +240,7 @@ def loss_and_updates[Carry](
             chunks.size_to_normalise(num_items, size, whole),
         )
         found = [x[:, :num_rows] for x in found]
-        if isinstance(entries, Columns):
+        if isinstance(entries, TargetColumns):
             parts = found[0].shape[0]
             of_targets = softmax.target_scores(h, whole, entries, limit)
             found[2:] = [jnp.pad(x[None], ((0, parts - 1), (0, 0))) for x in of_targets]
@@ -283,8 +283,8 @@ def loss_and_updates[Carry](
 
 
 def over_items(
-    f: Callable[[Shard, Batch, Any], tuple[Array, Array | None, Any]],
-    batch: Batch,
+    f: Callable[[Shard, LossBatch, Any], tuple[Array, Array | None, Any]],
+    batch: LossBatch,
     arrays: Any,
     kernel_spec: P | None = None,
 ) -> tuple[Array, Array | None, Any]:
@@ -309,7 +309,7 @@ def over_items(
         functools.partial(f, shard),
         batch._replace(labels=dataclasses.replace(labels, transposed=None)),
         arrays,
-        in_specs=(Batch(*specs), items),
+        in_specs=(LossBatch(*specs), items),
         out_specs=(rows, rows, items),
     )
 
@@ -354,7 +354,7 @@ class Chunks(abc.ABC):
     """
 
     h: Float[Array, "batch hidden"]
-    entries: item_chunks.Entries | Columns
+    entries: item_chunks.Entries | TargetColumns
     limit: jax.typing.ArrayLike
 
     @abc.abstractmethod
@@ -460,7 +460,7 @@ class XlaChunks(Chunks):
         largest = jnp.max(scores, axis=1)
         total = jnp.sum(jnp.exp(scores - softmax.finite(largest)[:, None]), axis=1)
         of_labels = [jnp.zeros_like(total)] * 2
-        if not isinstance(self.entries, Columns):
+        if not isinstance(self.entries, TargetColumns):
             found = losses.times_labels(scores, labels)
             of_labels = [
                 jnp.sum(jnp.where(listed, x, 0), axis=1) for x in (labels, found)
@@ -496,7 +496,7 @@ class MosaicChunks(Chunks):
 
     def size_to_normalise(self, num_items, size, layer):
         # No label is looked for, so nothing has the size of a chunk.
-        one_label = isinstance(self.entries, Columns)
+        one_label = isinstance(self.entries, TargetColumns)
         return num_items if one_label and layer.kernel.dtype == self.h.dtype else size
 
     def _arguments(self, start, size, layer: Layer) -> dict[str, Any]:
@@ -542,13 +542,13 @@ class MosaicChunks(Chunks):
         return values, slopes[:batch], product
 
     def no_scores(self):
-        with_labels = not isinstance(self.entries, Columns)
+        with_labels = not isinstance(self.entries, TargetColumns)
         rows = len(item_chunks.pad_rows(self.h))
         return mosaic.no_scores(rows, with_labels=with_labels)
 
     def normalise(self, start, size, layer, known):
         arguments, words = self._arguments(start, size, layer), None
-        if not isinstance(self.entries, Columns):
+        if not isinstance(self.entries, TargetColumns):
             shape = len(arguments["h"]), size
             words = self.entries.words(start, shape, counted=True)
         return mosaic.normalise(known=known, words=words, **arguments)

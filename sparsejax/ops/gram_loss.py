@@ -17,7 +17,7 @@ from pallas_kernels.row_update import row_update
 from sparsejax import losses
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.ops import chunked_loss, item_chunks
-from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates
+from sparsejax.ops.chunked_loss import Layer, LossBatch, Method, Updates
 from sparsejax.ops.gather_sum import by_loop, gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import (
     HOPPER,
@@ -48,7 +48,7 @@ _CPU_LABEL, _GPU_LABEL = 32, 512
 
 def loss_and_updates[Carry](
     method: Method,
-    batch: Batch,
+    batch: LossBatch,
     carry: Carry,
     updates: Updates[Carry],
     shard: Shard | None = None,
@@ -129,7 +129,7 @@ class _Labels(NamedTuple):
     of_item: jax.Array | None
 
 
-def _by_gram(method, batch: Batch, carry, updates: Updates, shard: Shard, at_once):
+def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at_once):
     implementation, update = method.implementation, updates.update
     whole = updates.layer(carry)
     kernel, rows, hidden = whole.kernel, *whole.kernel.shape
@@ -515,7 +515,7 @@ def _is_squared(rule: losses.LossRule, layer: Layer) -> bool:
     return rule == losses.L2Loss() and layer.scale is None
 
 
-def _is_faster(method: Method, batch: Batch, layer: Layer, shard: Shard) -> bool:
+def _is_faster(method: Method, batch: LossBatch, layer: Layer, shard: Shard) -> bool:
     """Whether Gram matrices take less time than the scores of all items."""
     if not _is_squared(method.rule, layer) or isinstance(batch.labels, Targets):
         return False

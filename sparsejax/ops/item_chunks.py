@@ -23,7 +23,7 @@ from sparsejax.mesh.blocks import ShardedCSR, SparseRows, check_kernel_rows
 from sparsejax.mesh.layout import axis_sizes, padded_rows
 from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops.precision import Precision, of_xla
-from sparsejax.ops.targets import Columns, Labels, Targets
+from sparsejax.ops.targets import Labels, TargetColumns, Targets
 
 # A multiple of this many items is a whole number of SIMD vectors and matrix tiles.
 _ALIGNMENT = 128
@@ -318,13 +318,13 @@ class Entries(NamedTuple):
 
 def labels_of(
     labels: Labels, shard: Shard, items: int
-) -> tuple[Entries | Columns, Bool[Array, "part"]]:
+) -> tuple[Entries | TargetColumns, Bool[Array, "part"]]:
     """`entries_of`; of targets, of which the device is given its own rows, the columns."""
     if not isinstance(labels, Targets):
         return entries_of(labels, shard, items)
     columns = jnp.where(labels.broken, -1, labels.columns)
     columns = shard.all_rows(columns) - shard.first_item(items)
-    return Columns(columns), labels.broken
+    return TargetColumns(columns), labels.broken
 
 
 def entries_of(

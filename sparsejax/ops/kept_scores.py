@@ -28,9 +28,9 @@ from pallas_kernels.score_tiles import TILE_ROWS
 from pallas_kernels.slopes_product import MAX_HIDDEN
 from sparsejax.losses import SoftmaxCrossEntropy
 from sparsejax.ops import item_chunks, softmax
-from sparsejax.ops.chunked_loss import Batch, Layer, Method, with_mosaic
+from sparsejax.ops.chunked_loss import Layer, LossBatch, Method, with_mosaic
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.ops.targets import Columns, Targets
+from sparsejax.ops.targets import TargetColumns, Targets
 
 # Exponentials in a block: .9 GB; with wide vectors a bit more, as their kernel's gradient
 # takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with 1,664).
@@ -55,7 +55,7 @@ def block_rows(batch: int, items: int, hidden: int) -> int | None:
     return -(-batch // (blocks * TILE_ROWS)) * TILE_ROWS
 
 
-def is_plain(method: Method, batch: Batch, layer: Layer) -> bool:
+def is_plain(method: Method, batch: LossBatch, layer: Layer) -> bool:
     """Whether GPU programs make the loss, and it is what both forms here compute."""
     rule = method.rule
     return (
@@ -68,7 +68,7 @@ def is_plain(method: Method, batch: Batch, layer: Layer) -> bool:
 
 
 def rows_of_block(
-    method: Method, batch: Batch, layer: Layer, shard: Shard
+    method: Method, batch: LossBatch, layer: Layer, shard: Shard
 ) -> int | None:
     """Rows of a block, if this form is the fastest here."""
     if method.form == "kept":
@@ -82,7 +82,7 @@ def rows_of_block(
     return block_rows(len(batch.h) * devices, *layer.kernel.shape)
 
 
-class Rows(NamedTuple):
+class ScoredRows(NamedTuple):
     """The rows of the whole batch, those with a target first, then padding.
 
     Attributes:
@@ -112,18 +112,18 @@ class Packed(NamedTuple):
       finish: makes what the forms return of losses and the gradient of `h`, of the rows.
     """
 
-    rows: Rows
+    rows: ScoredRows
     wanted: jax.Array
     limit: Any
     finish: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def packed_rows(batch: Batch, layer: Layer, shard: Shard, multiple: int) -> Packed:
+def packed_rows(batch: LossBatch, layer: Layer, shard: Shard, multiple: int) -> Packed:
     """The rows with targets first; their number with padding is a multiple."""
     dtype, labels = item_chunks.accumulator(batch.h.dtype), batch.labels
     assert isinstance(labels, Targets)
     targets, broken = item_chunks.labels_of(labels, shard, len(layer.kernel))
-    assert isinstance(targets, Columns)
+    assert isinstance(targets, TargetColumns)
     ignored = labels.ignored
     weights = jnp.ones(len(ignored), dtype)
     if batch.weights is not None:
@@ -141,7 +141,7 @@ def packed_rows(batch: Batch, layer: Layer, shard: Shard, multiple: int) -> Pack
     found = shard.sum_over_items(found)
     h = jnp.where(skipped[:, None], 0, h)
     reference = jnp.where(jnp.isfinite(found[1]), found[1], 0)
-    rows = Rows(
+    rows = ScoredRows(
         packed(h.astype(jnp.bfloat16)),
         packed(weights),
         (packed(found[0]), packed(found[1])),
@@ -160,7 +160,7 @@ def packed_rows(batch: Batch, layer: Layer, shard: Shard, multiple: int) -> Pack
 
 
 def loss_and_gradients(
-    method: Method, batch: Batch, layer: Layer, shard: Shard, rows: int
+    method: Method, batch: LossBatch, layer: Layer, shard: Shard, rows: int
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
@@ -236,7 +236,7 @@ def _wanted_first(
     return order.at[place].set(numbers, unique_indices=True), place
 
 
-def _exponentials(rows: Rows, kernel, bias, start, shard: Shard):
+def _exponentials(rows: ScoredRows, kernel, bias, start, shard: Shard):
     """`e` of the device's items, its sums over all items, and the reference of each row.
 
     If a score exceeds the target's by far, the largest one of each row becomes the

@@ -19,8 +19,8 @@ from sparsejax.mesh.layout import reshard_if_explicit
 from sparsejax.mesh.promotion import promoting
 from sparsejax.ops import item_chunks, kept_scores, two_passes
 from sparsejax.ops.chunked_loss import (
-    Batch,
     Layer,
+    LossBatch,
     Method,
     Updates,
     over_items,
@@ -383,7 +383,10 @@ def _compiled(
         return per_example, None if dh is None else dh.astype(h.dtype), gradients
 
     per_example, dh, gradients = over_items(
-        local, Batch(h, labels, weights), Layer(kernel, bias, scale), how.kernel_spec
+        local,
+        LossBatch(h, labels, weights),
+        Layer(kernel, bias, scale),
+        how.kernel_spec,
     )
     return per_example, None if gradients is None else (dh, *gradients)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from sparsejax.losses import SoftmaxCrossEntropy
 from sparsejax.ops.item_chunks import Shard, accumulator
-from sparsejax.ops.targets import Columns
+from sparsejax.ops.targets import TargetColumns
 
 
 class Normaliser(NamedTuple):
@@ -134,7 +134,7 @@ def mean_scores(
 def target_scores(
     h: Float[Array, "batch hidden"],
     layer: Any,
-    targets: Columns,
+    targets: TargetColumns,
     limit: jax.typing.ArrayLike,
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
     """Whether each row's target is one of the device's items, as 1 or 0; and its score.

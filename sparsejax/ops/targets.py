@@ -70,7 +70,7 @@ Labels = SparseRows | Targets
 """What a batch is compared with."""
 
 
-class Columns(NamedTuple):
+class TargetColumns(NamedTuple):
     """Targets in the coordinates of one device; see `item_chunks.Entries`.
 
     Attributes:

@@ -25,7 +25,7 @@ from pallas_kernels.score_tiles import TILE_ROWS
 from pallas_kernels.slopes_product import MAX_HIDDEN, slopes_product
 from sparsejax.losses import SoftmaxCrossEntropy
 from sparsejax.ops import item_chunks, kept_scores, softmax
-from sparsejax.ops.chunked_loss import Batch, Layer, Method
+from sparsejax.ops.chunked_loss import Layer, LossBatch, Method
 from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.scatter_gradient import row_gradient
 from sparsejax.sparse import CSR
@@ -34,7 +34,7 @@ from sparsejax.sparse import CSR
 CHUNK_ITEMS = 2**19
 
 
-def is_chosen(method: Method, batch: Batch, layer: Layer) -> bool:
+def is_chosen(method: Method, batch: LossBatch, layer: Layer) -> bool:
     """Whether this form can compute the loss and is the fastest here."""
     if method.form == "twice":
         return True
@@ -47,7 +47,7 @@ def is_chosen(method: Method, batch: Batch, layer: Layer) -> bool:
 
 
 def loss_and_gradients(
-    method: Method, batch: Batch, layer: Layer, shard: Shard
+    method: Method, batch: LossBatch, layer: Layer, shard: Shard
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
@@ -103,7 +103,9 @@ def _fold(step, carry, layer: Layer, size: int):
     )
 
 
-def _first_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, shard: Shard):
+def _first_pass(
+    rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, shard: Shard
+):
     """Sums of exponentials over all items, `e kernel` of the device's, and the references.
 
     If a score exceeds the target's by far, the largest one of each row becomes the
@@ -173,7 +175,9 @@ def _first_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, shard: Shar
     return total, product, reference
 
 
-def _second_pass(rows: kept_scores.Rows, wanted, layer: Layer, limit, factor, lse):
+def _second_pass(
+    rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, factor, lse
+):
     """`slopes^T h` and the sums of the slopes, without those of the targets."""
     h = jnp.where((factor != 0)[:, None], rows.h, 0)  # 0 * inf would be NaN
     items, signs = len(layer.kernel), 1 + jnp.any(factor < 0).astype(jnp.int32)
@@ -227,7 +231,9 @@ def _added(array: jax.Array, rows: jax.Array, start) -> jax.Array:
     return item_chunks.write_rows(array, before + rows, start)
 
 
-def _with_targets(gradients: Layer, rows: kept_scores.Rows, inside, of_target) -> Layer:
+def _with_targets(
+    gradients: Layer, rows: kept_scores.ScoredRows, inside, of_target
+) -> Layer:
     """The gradients with the slopes of the targets."""
     items = len(gradients.kernel)
     columns = jnp.where(inside, rows.columns, items)

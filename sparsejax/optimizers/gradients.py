@@ -191,7 +191,7 @@ def grad(
     return wrapped
 
 
-class Plan(NamedTuple):
+class UpdatePlan(NamedTuple):
     """How an optimizer wants the kernels of a model read and differentiated.
 
     Attributes:
@@ -206,7 +206,7 @@ class Plan(NamedTuple):
 
 # Makes a plan for the model, given the kernels that are read elsewhere, and the
 # capacity of the RowGradient of each kernel.
-Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], Plan]
+Planner = Callable[[Any, AbstractSet[Path], Mapping[Path, int]], UpdatePlan]
 
 
 def value_and_grad_with(
@@ -236,7 +236,7 @@ def value_and_grad_with(
         capacities = dict.fromkeys(kernels, 0)
         for call in calls:
             capacities[call.path] += call.nse
-        plan = Plan({}, frozenset())
+        plan = UpdatePlan({}, frozenset())
         if planner is not None:
             plan = planner(model, elsewhere, capacities)
         taps = [jnp.zeros(call.shape, call.dtype) for call in calls]

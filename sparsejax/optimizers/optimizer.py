@@ -500,7 +500,7 @@ class Optimizer(nnx.Pytree):
 
         return settled
 
-    def _plan(self, model, elsewhere, capacities) -> gradients.Plan:
+    def _plan(self, model, elsewhere, capacities) -> gradients.UpdatePlan:
         self._check_made_for(model)
         kernels = self._drifting(model)
         elsewhere = elsewhere & kernels.keys()
@@ -515,7 +515,7 @@ class Optimizer(nnx.Pytree):
         readers = {
             path: self._reader(path, self.rule_of(kernels[path])) for path in rest
         }
-        return gradients.Plan(readers, frozenset(whole))
+        return gradients.UpdatePlan(readers, frozenset(whole))
 
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
         rows, hidden = kernel.shape

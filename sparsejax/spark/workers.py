@@ -30,7 +30,7 @@ _TYPES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """A function of a task, whose result is checked.
 
     Spark says little about a batch of another type than was agreed.
@@ -67,13 +67,13 @@ def map_batches(
 
     Args:
       frame: of Spark.
-      function: see `Task`.
+      function: see `WorkerTask`.
       schema: of the batches that it yields.
       barrier: start all tasks at once, or none.
       profile: what a task takes of an executor; None for the settings of the session.
     """
     return frame.mapInArrow(
-        Task(function, schema), spark_schema(schema), barrier, profile
+        WorkerTask(function, schema), spark_schema(schema), barrier, profile
     )
 
 

@@ -22,7 +22,7 @@ from memory import temporary_bytes
 from tolerances import assert_close, eps_of_form
 
 from sparsejax import losses
-from sparsejax.ops.chunked_loss import Batch, Layer, Method, Updates
+from sparsejax.ops.chunked_loss import Layer, LossBatch, Method, Updates
 from sparsejax.ops.gram_loss import loss_and_updates
 from sparsejax.ops.output_loss import (
     output_loss,
@@ -971,7 +971,7 @@ def fused_sgd(rule, problem, rate, chunk_scores):
     rule, form = form_of(rule)
     return loss_and_updates(
         Method(rule=rule, chunk_scores=chunk_scores, **form),
-        Batch(problem.h, problem.labels, problem.weights),
+        LossBatch(problem.h, problem.labels, problem.weights),
         Layer(problem.kernel, problem.bias, None if form else problem.scale),
         Updates(layer=lambda layer: layer, update=update),
     )

@@ -23,7 +23,7 @@ METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr",
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Task:
+class RankingTask:
     """A batch of rows for which a model should find the held-out items.
 
     Attributes:
@@ -44,7 +44,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tasks:
-    """All batches: an iterable of `Task`, which has the attributes of one batch.
+    """All batches: an iterable of `RankingTask`, which has the attributes of one batch.
 
     Attributes:
       shown: batches of what the model is shown.
@@ -60,7 +60,7 @@ class Tasks:
     left_out: np.ndarray | None
     candidates: np.ndarray | None
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[RankingTask]:
         for parts in zip(
             self.shown,
             each(self.exclude),
@@ -69,11 +69,11 @@ class Tasks:
             each(self.candidates),
             strict=False,
         ):
-            yield Task(*parts)
+            yield RankingTask(*parts)
 
 
 def ranked(
-    graphdef, state, task: Task, k: int, *, deterministic: bool
+    graphdef, state, task: RankingTask, k: int, *, deterministic: bool
 ) -> tuple[Array, Array]:
     """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends."""
     if task.candidates is None:

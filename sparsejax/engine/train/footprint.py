@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import score_tiles, slopes_product
-from sparsejax.engine.train.resident import Task
+from sparsejax.engine.train.resident import TrainingTask
 from sparsejax.mesh.layout import VIRTUAL_SHARDS
 from sparsejax.ops import chunked_loss, gather_sum, item_chunks, row_update
 from sparsejax.ops.precision import Precision
@@ -141,7 +141,7 @@ class Workload(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def roles(self) -> Task:
+    def roles(self) -> TrainingTask:
         """The roles of the matrices."""
 
     @abc.abstractmethod

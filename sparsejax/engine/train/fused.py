@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import weight_update
 from sparsejax.losses import LossRule
 from sparsejax.ops.chunked_loss import (
-    Batch,
     Layer,
+    LossBatch,
     Method,
     Updates,
     over_items,
@@ -292,7 +292,7 @@ def train_step(
             static_argnums=0,
         )
         per_example, dh, after = run(
-            step_output, Batch(constant, labels, weights), before
+            step_output, LossBatch(constant, labels, weights), before
         )
         loss = weighted_sum(per_example, weights)
         assert dh is not None  # as there is an update

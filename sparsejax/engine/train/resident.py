@@ -53,7 +53,7 @@ MANY_ENTRIES = 2**20
 
 
 @runtime_checkable
-class Task(Protocol):
+class TrainingTask(Protocol):
     """The roles of the matrices of `Examples`, and what is learned from them.
 
     Here kinds of models differ: `Roles` is that of item models, `ClickTask` of
@@ -110,7 +110,7 @@ class Trainable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The `Task` of item models.
+    """The `TrainingTask` of item models.
 
     Attributes:
       names: names of the inputs, which are the first matrices; None for a single input
@@ -172,7 +172,7 @@ class Examples:
       weights: `[rows]` float32, or None.
     """
 
-    roles: Task
+    roles: TrainingTask
     matrices: tuple[CSR | np.ndarray, ...]
     weights: np.ndarray | None
 
@@ -320,7 +320,7 @@ class Resident:
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
     contiguous: bool = dataclasses.field(default=False, metadata={"static": True})
-    roles: Task = dataclasses.field(default=Roles(), metadata={"static": True})
+    roles: TrainingTask = dataclasses.field(default=Roles(), metadata={"static": True})
 
     @classmethod
     def of(cls, examples: Examples) -> Resident:

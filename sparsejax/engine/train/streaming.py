@@ -21,7 +21,12 @@ from jax.typing import ArrayLike
 
 from sparsejax.data.batching import bucket, on_device
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.engine.train.resident import Resident, Task, checked_weights, first_row
+from sparsejax.engine.train.resident import (
+    Resident,
+    TrainingTask,
+    checked_weights,
+    first_row,
+)
 from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
 from sparsejax.mesh.layout import VIRTUAL_SHARDS, device_memory, mesh_is_set, put_rows
 from sparsejax.sparse import CSR
@@ -39,7 +44,7 @@ class Scanned(Protocol):
     """Rows on disk, and what is learned from them."""
 
     @property
-    def roles(self) -> Task:
+    def roles(self) -> TrainingTask:
         """The roles of the matrices."""
         ...
 

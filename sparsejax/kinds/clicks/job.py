@@ -33,7 +33,7 @@ from sparsejax.sparse import CSR
 
 @dataclasses.dataclass(frozen=True)
 class ClickTask:
-    """The `Task` of click models.
+    """The `TrainingTask` of click models.
 
     Matrices are labels `[n]`, dense columns `[n, d]`, the ids of all features with one id an
     example `[n, f]`, and a CSR for each feature of lists.

@@ -32,7 +32,7 @@ from sparsejax.engine.train.footprint import (
     output_bytes,
     summed,
 )
-from sparsejax.engine.train.resident import Task
+from sparsejax.engine.train.resident import TrainingTask
 from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.modules import new_sequence_model
 from sparsejax.mesh.layout import padded_rows
@@ -116,7 +116,7 @@ class HistoryWorkload(Workload):
         return [windows] * (1 + self.times) + [bucket(most)]
 
     @property
-    def roles(self) -> Task:
+    def roles(self) -> TrainingTask:
         return SequenceTask(packs=True, even=self._of_tokens)
 
     @property

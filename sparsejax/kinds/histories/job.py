@@ -33,7 +33,7 @@ from sparsejax.sparse import CSR, host_rows
 
 @dataclasses.dataclass(frozen=True)
 class SequenceTask:
-    """The `Task` of models of histories.
+    """The `TrainingTask` of models of histories.
 
     Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, their
     times if the model uses them, and the places that have a next item if the model packs

@@ -25,7 +25,7 @@ from sparsejax.engine.train.footprint import (
     output_bytes,
     summed,
 )
-from sparsejax.engine.train.resident import Roles, Task
+from sparsejax.engine.train.resident import Roles, TrainingTask
 from sparsejax.kinds.items.modules import new_network
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import padded_rows
@@ -68,7 +68,7 @@ class NetworkWorkload(Workload):
         return self.outputs
 
     @property
-    def roles(self) -> Task:
+    def roles(self) -> TrainingTask:
         return Roles()
 
     def new(self) -> tuple[FeedForward, Optimizer]:
