@@ -76,7 +76,7 @@ def _measure(part: str) -> Iterator[dict]:
     features = dict(zip(names, _ROWS, strict=True))
     schema = sj.ClickSchema(
         "click",
-        {f"d{i}": sj.DenseColumn() for i in range(_DENSE)},
+        {f"d{i}": sj.data.DenseColumn() for i in range(_DENSE)},
         {name: HashedColumn(n) for name, n in features.items()},
     )
     options: dict[str, Any] = {"dim": _DIM, "dtype": layers}
@@ -84,7 +84,7 @@ def _measure(part: str) -> Iterator[dict]:
         config: Any = sj.DLRMConfig(bottom=(64,), top=(256, 64), **options)
     else:
         config = sj.DCNConfig(hidden=(256, 64), **options)
-    make: Any = {"dlrm": sj.DLRM, "dcn": sj.DCN}[kind]
+    make: Any = {"dlrm": sj.embeddings.DLRM, "dcn": sj.embeddings.DCN}[kind]
     for seed in range(1 if small else _SEEDS):
         dense, ids, labels, logits = _planted(seed, train + test)
 
@@ -94,8 +94,8 @@ def _measure(part: str) -> Iterator[dict]:
 
         model = make(config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(seed))
         if tables != "float32":
-            model.embeddings = sj.EmbeddingCollection(
-                {n: sj.TableConfig(r, _DIM, dtype=tables) for n, r in features.items()},
+            model.embeddings = sj.embeddings.EmbeddingCollection(
+                {n: sj.embeddings.TableConfig(r, _DIM, dtype=tables) for n, r in features.items()},
                 dict(zip(names, names, strict=True)),
                 rngs=nnx.Rngs(seed),
             )
