@@ -95,7 +95,10 @@ def _measure(part: str) -> Iterator[dict]:
         model = make(config, num_dense=_DENSE, features=features, rngs=nnx.Rngs(seed))
         if tables != "float32":
             model.embeddings = sj.embeddings.EmbeddingCollection(
-                {n: sj.embeddings.TableConfig(r, _DIM, dtype=tables) for n, r in features.items()},
+                {
+                    n: sj.embeddings.TableConfig(r, _DIM, dtype=tables)
+                    for n, r in features.items()
+                },
                 dict(zip(names, names, strict=True)),
                 rngs=nnx.Rngs(seed),
             )
