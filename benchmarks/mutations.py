@@ -207,7 +207,7 @@ FAULTS = [
         "first_held = self.indptr[1:] - np.minimum(n, lengths)",
     ),
     (
-        "sparsejax/data/batching.py",
+        "sparsejax/engine/batching.py",
         "missing = (0, steps * batch_size - len(rows))",
         "missing = (steps * batch_size - len(rows), 0)",
     ),

@@ -44,7 +44,7 @@ def test_arrows_are_what_the_contract_allows():
     floor = {wing: i for i, wings in enumerate(floors()) for wing in wings}
     names = (
         "A service knows no model",
-        "Data needs no operations",
+        "Data needs no operations and no mesh",
         "The engine knows no kind of model",
         "Predictors know no model",
     )

@@ -1,7 +1,7 @@
-"""From files to a `SparseDataset`, and from there to batches on the devices.
+"""From files to data sets in host memory, without a device or a mesh.
 
-This wing stands beside `nn`, above `mesh` and below `engine`. The names below are
-public. Other wings may also import `batching`, `events`, `files`, `folder`, `names`,
+This wing stands beside `nn` and below `engine`, which makes batches. The names below are
+public. Other wings may also import `entries`, `events`, `files`, `folder`, `names`,
 `preparation`, `sources`, `stores`, `values` and `writers`.
 """
 
@@ -14,7 +14,6 @@ from sparsejax.data.clicks import ClickDataset as ClickDataset
 from sparsejax.data.clicks import ClickSplit as ClickSplit
 from sparsejax.data.clicks import read_clicks as read_clicks
 from sparsejax.data.dataset import SparseDataset as SparseDataset
-from sparsejax.data.dataset import Split as Split
 from sparsejax.data.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.dense import DenseDataset as DenseDataset
 from sparsejax.data.events.sniff import guess_format as guess_format
@@ -40,4 +39,5 @@ from sparsejax.data.scan_sequences import scan_sequences as scan_sequences
 from sparsejax.data.sequences import Histories as Histories
 from sparsejax.data.sequences import SequenceDataset as SequenceDataset
 from sparsejax.data.sequences import SequenceSplit as SequenceSplit
+from sparsejax.data.splits import Split as Split
 from sparsejax.data.vocabulary import vocabulary_order as vocabulary_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,25 +28,10 @@ from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names
 from sparsejax.data.parquet import id_lists
 from sparsejax.data.split import heldout_positions
+from sparsejax.data.splits import Split, check_rows
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 
-
-class ClickSplit(NamedTuple):
-    """Two parts of the examples of a data set.
-
-    >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n")
-    >>> schema = ClickSchema("click", ids={"user": HashedColumn(100)})
-    >>> train, heldout = read_clicks("clicks.csv", schema).split_rows(0.5, seed=0)
-    >>> heldout.num_rows
-    1
-
-    Attributes:
-      train: to train on.
-      heldout: the others.
-    """
-
-    train: ClickDataset
-    heldout: ClickDataset
+ClickSplit = Split  # its older name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,7 +132,7 @@ class ClickDataset:
             self, labels=self.labels[at], dense=self.dense[at], ids=ids
         )
 
-    def split_rows(self, fraction: float, *, seed: int) -> ClickSplit:
+    def split_rows(self, fraction: float, *, seed: int) -> Split[ClickDataset]:
         """Splits the examples at random into `(train, heldout)`.
 
         `(1 - fraction) num_rows` examples are held out, rounded half up, but one stays in
@@ -162,12 +147,8 @@ class ClickDataset:
           ValueError: `fraction` is outside (0, 1), or nothing would be held out.
         """
         is_held = heldout_positions(self.num_rows, fraction, seed)
-        if not is_held.any():
-            raise ValueError(
-                f"nothing is held out: {self.num_rows:,} examples are too few to hold out "
-                f"{1 - fraction:.3g} of them; hold out a larger share"
-            )
-        return ClickSplit(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
+        check_rows(is_held, "examples", fraction)
+        return Split(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
 
     def save(self, path: Path) -> None:
         """Writes the data set as one Parquet file, whole or not at all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse
@@ -22,9 +22,9 @@ from sparsejax.data.split import (
     heldout_entries,
     heldout_from,
     heldout_last,
-    heldout_rows,
     warn_of_repeats,
 )
+from sparsejax.data.splits import Split, split_by_share, split_entries, split_rows
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
 # Columns of entries that a data set has beside its matrix, if times are known.
@@ -208,7 +208,7 @@ class SparseDataset:
             self, matrix=dataclasses.replace(self.matrix, data=None)
         )
 
-    def split(self, fraction: float, *, seed: int) -> Split:
+    def split(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.
 
         From a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
@@ -234,14 +234,9 @@ class SparseDataset:
             fraction,
             seed,
         )
-        longest = np.diff(self.matrix.indptr).max(initial=0)
-        return self._split(
-            is_held,
-            f"the longest row has {longest:,} entries, too few to hold out "
-            f"{1 - fraction:.3g} of them; hold out a larger share",
-        )
+        return split_by_share(self, is_held, fraction)
 
-    def split_last(self, n: int = 1) -> Split:
+    def split_last(self, n: int = 1) -> Split[SparseDataset]:
         """Holds out the last `n` entries of each row by time: `(train, heldout)`.
 
         One entry of each row always stays in train. So rows of up to `n` entries have
@@ -258,11 +253,11 @@ class SparseDataset:
         times, order = self._known_times()
         is_held = heldout_last(indptr, times, order, n)
         self._warn_of_repeats(is_held, times)
-        return self._split(is_held, "no row has more than one entry")
+        return split_entries(self, is_held, "no row has more than one entry")
 
     def split_at(
         self, time: Time | None = None, *, fraction: float | None = None
-    ) -> Split:
+    ) -> Split[SparseDataset]:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
         So a model is measured as it will be used: on entries that it could not have seen.
@@ -289,9 +284,9 @@ class SparseDataset:
         times, _ = self._known_times()
         is_held, span = heldout_from(times, time, fraction)
         self._warn_of_repeats(is_held, cut_of(times, time, fraction))
-        return self._split(is_held, span)
+        return split_entries(self, is_held, span)
 
-    def split_rows(self, fraction: float, *, seed: int) -> Split:
+    def split_rows(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
 
         `(1 - fraction) num_rows` rows are held out, rounded half up, but one row always
@@ -307,14 +302,7 @@ class SparseDataset:
           ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
             be held out.
         """
-        is_held = heldout_rows(self.row_names, fraction, seed)
-        if not is_held.any():
-            raise ValueError(
-                f"nothing is held out: {self.num_rows:,} rows are too few to hold out "
-                f"{1 - fraction:.3g} of them; hold out a larger share"
-            )
-        parts = (self._rows(np.flatnonzero(part)) for part in (~is_held, is_held))
-        return Split(*parts)
+        return split_rows(self, fraction, seed)
 
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
         """The rows that both data sets have, by name, in this one's order.
@@ -492,55 +480,6 @@ class SparseDataset:
             return
         repeated = is_held & (self.first_times < before)
         warn_of_repeats(int(repeated.sum()), int(is_held.sum()))
-
-    def _split(self, is_held: np.ndarray, why_nothing: str) -> Split:
-        """The two parts. Both have all rows and features."""
-        if not is_held.any():
-            raise ValueError(f"nothing is held out: {why_nothing}")
-        # Neither part has what was left out before.
-        entries = dataclasses.replace(self._entries, of_rows={})
-        return Split(*(self._with(entries.keep(part)) for part in (~is_held, is_held)))
-
-
-class Split(NamedTuple):
-    """Two parts of a data set, made by its methods `split`, `split_last`, ...
-
-    >>> split = read("purchases.tsv").split(0.5, seed=0)
-    >>> train, heldout = split
-    >>> print(split)
-    held out 3 of 6 entries (50.0%), in 3 rows; new rows: 0, new features: 1
-
-    Rows and features are new if they have held-out entries but no entry in train. A model
-    that learns from `train` knows nothing of them.
-
-    Attributes:
-      train: the entries to train on.
-      heldout: all other entries, over the same features.
-    """
-
-    train: SparseDataset
-    heldout: SparseDataset
-
-    @property
-    def new_rows(self) -> int:
-        """Number of rows that have held-out entries but no entry in train."""
-        known, held = (part.row_names[_lengths(part) > 0] for part in self)
-        return int(np.sum(_names.find_names(held, known) < 0))
-
-    @property
-    def new_features(self) -> int:
-        """Number of features that have held-out entries but no entry in train."""
-        known, held = (np.unique(part.matrix.indices) for part in self)
-        return len(np.setdiff1d(held, known, assume_unique=True))
-
-    def __str__(self) -> str:
-        entries = self.train.num_entries + self.heldout.num_entries
-        rows = np.sum(_lengths(self.heldout) > 0)
-        return (
-            f"held out {self.heldout.num_entries:,} of {entries:,} entries "
-            f"({self.heldout.num_entries / max(entries, 1):.1%}), in {rows:,} rows; "
-            f"new rows: {self.new_rows:,}, new features: {self.new_features:,}"
-        )
 
 
 def align_features(

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsejax.data.dataset import SparseDataset, Split
+from sparsejax.data.dataset import SparseDataset
 from sparsejax.data.readers import read_pairs
+from sparsejax.data.splits import Split
 from sparsejax.sparse import CSR, as_int32
 
 
@@ -27,8 +28,8 @@ class UnseenUsers(NamedTuple):
     """
 
     train: SparseDataset
-    validation: Split
-    test: Split
+    validation: Split[SparseDataset]
+    test: Split[SparseDataset]
 
 
 def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
@@ -69,7 +70,7 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
 
     train = part("train", None)
 
-    def others(name: str) -> Split:
+    def others(name: str) -> Split[SparseDataset]:
         return Split(part(f"{name}_tr", train), part(f"{name}_te", train))
 
     return UnseenUsers(train, others("validation"), others("test"))

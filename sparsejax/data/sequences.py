@@ -23,7 +23,8 @@ from sparsejax.data.dataset import (
 from sparsejax.data.entries import Entries, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import FeatureNames, Names
-from sparsejax.data.split import Time, heldout_entries, heldout_from, heldout_rows
+from sparsejax.data.split import Time, heldout_entries, heldout_from
+from sparsejax.data.splits import Split, split_by_share, split_entries, split_rows
 from sparsejax.sparse import CSR, as_int32
 
 
@@ -312,7 +313,7 @@ class SequenceDataset:
 
     # Splits
 
-    def split_last(self, n: int = 1) -> SequenceSplit:
+    def split_last(self, n: int = 1) -> Split[SequenceDataset]:
         """Holds out the last `n` entries of each row: `(train, heldout)`.
 
         One entry of each row always stays in train. So from a row of one entry nothing is
@@ -326,11 +327,11 @@ class SequenceDataset:
         lengths = np.diff(self.indptr)
         first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
         is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
-        return self._split(is_held, "no row has more than one entry")
+        return split_entries(self, is_held, "no row has more than one entry")
 
     def split_at(
         self, time: Time | None = None, *, fraction: float | None = None
-    ) -> SequenceSplit:
+    ) -> Split[SequenceDataset]:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
         See `SparseDataset.split_at`. Rows that begin later have an empty history in train.
@@ -341,9 +342,9 @@ class SequenceDataset:
         """
         if self.times is None:
             raise ValueError("the data set has no times; read it with time=COLUMN")
-        return self._split(*heldout_from(self.times, time, fraction))
+        return split_entries(self, *heldout_from(self.times, time, fraction))
 
-    def split(self, fraction: float, *, seed: int) -> SequenceSplit:
+    def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.
 
         See `SparseDataset.split`. Each repeat of an item is drawn for itself. What stays in
@@ -370,14 +371,9 @@ class SequenceDataset:
             seed,
             occurrences=occurrences,
         )
-        longest = np.diff(self.indptr).max(initial=0)
-        return self._split(
-            is_held,
-            f"the longest row has {longest:,} entries, too few to hold out "
-            f"{1 - fraction:.3g} of them; hold out a larger share",
-        )
+        return split_by_share(self, is_held, fraction)
 
-    def split_rows(self, fraction: float, *, seed: int) -> SequenceSplit:
+    def split_rows(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
 
         The same rows are held out as by `SparseDataset.split_rows`.
@@ -386,14 +382,7 @@ class SequenceDataset:
           ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
             be held out.
         """
-        is_held = heldout_rows(self.row_names, fraction, seed)
-        if not is_held.any():
-            raise ValueError(
-                f"nothing is held out: {self.num_rows:,} rows are too few to hold out "
-                f"{1 - fraction:.3g} of them; hold out a larger share"
-            )
-        parts = (self._rows(np.flatnonzero(part)) for part in (~is_held, is_held))
-        return SequenceSplit(*parts)
+        return split_rows(self, fraction, seed)
 
     def align_features(
         self, features: FeatureNames | Iterable[object]
@@ -447,14 +436,6 @@ class SequenceDataset:
             )
         return self._rows(found)
 
-    def _split(self, is_held: np.ndarray, why_nothing: str) -> SequenceSplit:
-        if not is_held.any():
-            raise ValueError(f"nothing is held out: {why_nothing}")
-        # As in SparseDataset: what was left out before is in neither part.
-        entries = dataclasses.replace(self._entries, of_rows={})
-        parts = (self._with(entries.keep(part)) for part in (~is_held, is_held))
-        return SequenceSplit(*parts)
-
     @property
     def _entries(self) -> Entries:
         return Entries.of(
@@ -479,41 +460,7 @@ class SequenceDataset:
         return self._with(self._entries.rows(rows), row_names=self.row_names[rows])
 
 
-class SequenceSplit(NamedTuple):
-    """Two parts of a data set, made by its methods `split_last`, `split_at`, ...
-
-    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
-    >>> split = read_sequences(pandas.DataFrame(table)).split_last()
-    >>> print(split)
-    held out 1 of 3 entries (33.3%), in 1 rows; new rows: 0, new features: 1
-
-    Attributes:
-      train: the entries to train on.
-      heldout: all other entries, over the same features.
-    """
-
-    train: SequenceDataset
-    heldout: SequenceDataset
-
-    @property
-    def new_rows(self) -> int:
-        """Number of rows that have held-out entries but no entry in train."""
-        known, held = (part.row_names[np.diff(part.indptr) > 0] for part in self)
-        return int(np.sum(_names.find_names(held, known) < 0))
-
-    @property
-    def new_features(self) -> int:
-        """Number of features that have held-out entries but no entry in train."""
-        return len(np.setdiff1d(self.heldout.indices, self.train.indices))
-
-    def __str__(self) -> str:
-        entries = self.train.num_entries + self.heldout.num_entries
-        rows = np.sum(np.diff(self.heldout.indptr) > 0)
-        return (
-            f"held out {self.heldout.num_entries:,} of {entries:,} entries "
-            f"({self.heldout.num_entries / max(entries, 1):.1%}), in {rows:,} rows; "
-            f"new rows: {self.new_rows:,}, new features: {self.new_features:,}"
-        )
+SequenceSplit = Split  # its older name
 
 
 def align_sequences(

@@ -12,14 +12,6 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax.data import DenseDataset, ScannedDataset, SparseDataset
-from sparsejax.data.batching import (
-    Array,
-    Batches,
-    DenseBatches,
-    NamedBatches,
-    for_batches,
-    for_dense_batches,
-)
 from sparsejax.data.dense import dense_rows
 from sparsejax.data.names import Names, find_names, quoted
 from sparsejax.sparse import CSR, host_rows
@@ -32,10 +24,6 @@ Sources = Source | Mapping[str, Source | Dense]
 # a dict: for a sparse input the number of its features, for a dense input the shape of a
 # row, or its shape and dtype.
 Features = int | Mapping[str, int | tuple[int, ...] | jax.ShapeDtypeStruct]
-
-
-# Matrices and arrays by the names of inputs: on the device, or with a mesh on the host.
-Held = dict[str, CSR | Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -184,32 +172,6 @@ class Inputs:
         matrix = self.parts["inputs"].matrix
         assert isinstance(matrix, CSR)
         return matrix
-
-    def for_batches(self) -> Held:
-        """Each matrix or array as `batches` takes it."""
-        return {
-            name: for_dense_batches(part.matrix)
-            if isinstance(part, NamedArray)
-            else for_batches(part.matrix)
-            for name, part in self.parts.items()
-        }
-
-    def batches(
-        self, held: Held, rows: np.ndarray, batch_size: int
-    ) -> Batches | NamedBatches:
-        """Batches of `rows: [n]`; -1 makes an empty row. See `Batches.of`."""
-        if self.alone:
-            [matrix] = held.values()
-            assert isinstance(matrix, CSR)
-            return Batches.of(matrix, rows, batch_size)
-        return NamedBatches(
-            {
-                name: Batches.of(matrix, rows, batch_size)
-                if isinstance(matrix, CSR)
-                else DenseBatches.of(matrix, rows, batch_size)
-                for name, matrix in held.items()
-            }
-        )
 
     def named(self, what: str, source: Source | str) -> NamedCSR:
         """A source for the argument `what`, or the sparse input of this name.

@@ -14,7 +14,6 @@ import numpy as np
 import scipy.sparse
 from flax import nnx
 
-from sparsejax.data.batching import taken
 from sparsejax.data.sources import Inputs
 from sparsejax.dsstne import train
 from sparsejax.dsstne.examples import as_wide, inputs_of
@@ -23,6 +22,11 @@ from sparsejax.dsstne.layer_definition import SparsenessPenalty
 from sparsejax.dsstne.netcdf import load
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
+from sparsejax.engine.batching import (
+    batches_of,
+    held_inputs,
+    taken,
+)
 from sparsejax.mesh import processes
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
@@ -181,7 +185,7 @@ def slope_errors(training: train.Training) -> dict[str, float]:
     names = _names_of(model)
     inputs = Inputs.of(training.examples.inputs)
     rows = rows[: inputs.num_rows]
-    [x] = [taken(b) for b in inputs.batches(inputs.for_batches(), rows, len(rows))]
+    [x] = [taken(b) for b in batches_of(inputs, held_inputs(inputs), rows, len(rows))]
 
     def first(target: Any) -> CSR:
         matrix = CSR.from_scipy(target) if scipy.sparse.issparse(target) else target

@@ -15,14 +15,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
-from sparsejax.data.batching import (
-    Batch,
-    Batches,
-    Shown,
-    for_batches,
-    rows_in_a_batch,
-    taken,
-)
 from sparsejax.data.files import Path
 from sparsejax.data.sources import (
     Features,
@@ -44,6 +36,16 @@ from sparsejax.dsstne.layer_definition import LayerDefinition, num_biases
 from sparsejax.dsstne.layers import Counted, Held, Layer, dense
 from sparsejax.dsstne.losses import of_output
 from sparsejax.dsstne.network_files import Parameters, load_parameters, save_parameters
+from sparsejax.engine.batching import (
+    Batch,
+    Batches,
+    Shown,
+    batches_of,
+    for_batches,
+    held_inputs,
+    rows_in_a_batch,
+    taken,
+)
 from sparsejax.engine.rank.recommender import merged, split
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated, to_host, using_auto_axes
@@ -218,7 +220,7 @@ class Network(nnx.Module):
         with using_auto_axes():
             graphdef, state = split(self, None)
             size = rows_in_a_batch(batch_size, x.num_rows)
-            batches = x.batches(x.for_batches(), np.arange(x.num_rows), size)
+            batches = batches_of(x, held_inputs(x), np.arange(x.num_rows), size)
             parts = [np.asarray(_units(graphdef, state, b, layer)) for b in batches]
         return np.concatenate(parts)[: x.num_rows]
 
@@ -259,7 +261,7 @@ class Network(nnx.Module):
         with using_auto_axes():
             graphdef, state = split(self, None)
             size = rows_in_a_batch(batch_size, x.num_rows)
-            shown = x.batches(x.for_batches(), rows, size)
+            shown = batches_of(x, held_inputs(x), rows, size)
             wanted = {
                 name: Batches.of(for_batches(given.matrix), rows, size)
                 for name, given in labels.items()

@@ -6,7 +6,6 @@ from typing import cast
 
 import numpy as np
 
-from sparsejax.data.batching import rows_in_a_batch
 from sparsejax.data.histories import Unordered
 from sparsejax.data.sources import (
     NamedCSR,
@@ -16,6 +15,11 @@ from sparsejax.data.sources import (
     check_inputs,
     check_same_features,
     features_of,
+)
+from sparsejax.engine.batching import (
+    batches_of,
+    held_inputs,
+    rows_in_a_batch,
 )
 from sparsejax.engine.rank.loop import check_positive, collect, each, exclusion
 from sparsejax.engine.rank.recommendations import Recommendations
@@ -81,9 +85,9 @@ def recommend(
     check_inputs(shown, features_of(ranker))
     x = shown.rows
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    held = shown.for_batches()
+    held = held_inputs(shown)
     rows = np.arange(x.num_rows)
-    batches = shown.batches(held, rows, batch_size)
+    batches = batches_of(shown, held, rows, batch_size)
     unwanted = None
     if exclude is not None:
         seen = shown.named("exclude", cast(Source | str, exclude))

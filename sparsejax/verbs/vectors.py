@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data.batching import Shown, rows_in_a_batch, taken
 from sparsejax.data.names import (
     FeatureNames,
     Names,
@@ -26,6 +25,13 @@ from sparsejax.data.names import (
     to_arrow,
 )
 from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
+from sparsejax.engine.batching import (
+    Shown,
+    batches_of,
+    held_inputs,
+    rows_in_a_batch,
+    taken,
+)
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.rank.recommender import merged, split
@@ -117,7 +123,7 @@ def user_vectors(
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     # Without rows, one empty row: its result has the width of the vectors.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
-    batches = x.batches(x.for_batches(), rows, batch_size)
+    batches = batches_of(x, held_inputs(x), rows, batch_size)
     graphdef, state = split(model, optimizer)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
     return np.concatenate(parts)[: x.num_rows]

@@ -515,3 +515,13 @@ def test_a_data_set_checks_its_parts(tmp_path):
     for change, message in changes:
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(data, **change)
+
+
+def test_a_split_says_what_is_held_out():
+    labels, dense = np.array([0, 1, 0, 1], np.float32), np.empty((4, 0), np.float32)
+    schema = sj.ClickSchema("click", ids={"user": sj.data.HashedColumn(9)})
+    ids = {"user": np.array([1, 2, 1, 4], np.int32)}
+    data = sj.data.ClickDataset(labels, dense, ids, schema, {})
+    split = sj.data.Split(data.rows(slice(0, 2)), data.rows(slice(2, 4)))
+    assert str(split) == "held out 2 of 4 examples (50.0%)"
+    assert (split.new_rows, split.new_features) == (2, 1)

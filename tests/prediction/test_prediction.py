@@ -10,7 +10,7 @@ from linear import Linear
 
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
-from sparsejax.data.batching import on_device
+from sparsejax.engine.batching import on_device
 from sparsejax.engine.rank.evaluation import Setup, prepare
 from sparsejax.engine.rank.popularity import Popularity
 from sparsejax.engine.rank.recommendations import Recommendations

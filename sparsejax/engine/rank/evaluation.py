@@ -12,7 +12,6 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax import metrics
-from sparsejax.data.batching import Batches, for_batches, rows_in_a_batch
 from sparsejax.data.histories import HISTORIES
 from sparsejax.data.sources import (
     Inputs,
@@ -27,6 +26,13 @@ from sparsejax.data.sources import (
     find_rows,
 )
 from sparsejax.data.split import INSIDE
+from sparsejax.engine.batching import (
+    Batches,
+    batches_of,
+    for_batches,
+    held_inputs,
+    rows_in_a_batch,
+)
 from sparsejax.engine.rank.loop import (
     check_positive,
     check_scores,
@@ -353,7 +359,7 @@ def _tasks(
 ) -> Tasks:
     """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`."""
     batch_size = rows_in_a_batch(setup.batch_size, scored.size)
-    held = shown.for_batches()
+    held = held_inputs(shown)
     unwanted = ids = None
     if given.exclude is not None:
         seen_rows = rows
@@ -374,7 +380,7 @@ def _tasks(
             given.candidates, labels, given.known(), scored, batch_size
         )
     return Tasks(
-        shown=shown.batches(held, rows, batch_size),
+        shown=batches_of(shown, held, rows, batch_size),
         exclude=unwanted,
         labels=Batches.of(for_batches(indicator(labels.matrix)), scored, batch_size),
         left_out=_left_out(labels, scored, batch_size),

@@ -9,8 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from sparsejax.data.batching import Batches, for_batches
-from sparsejax.data.sources import Held, Inputs, Named, NamedCSR, find_rows
+from sparsejax.data.sources import Inputs, Named, NamedCSR, find_rows
+from sparsejax.engine.batching import (
+    Batches,
+    Held,
+    for_batches,
+)
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.sparse import CSR
 
@@ -49,7 +53,7 @@ def exclusion(
 ) -> Batches:
     """The entries of `seen` for some rows of the inputs, in batches.
 
-    `held` is what `Inputs.for_batches` returned.
+    `held` is what `held_inputs` returned.
     """
     for name, part in inputs.parts.items():
         matrix = held[name]

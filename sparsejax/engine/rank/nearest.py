@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from sparsejax.data.batching import rows_in_a_batch
+from sparsejax.engine.batching import rows_in_a_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.mesh.layout import (

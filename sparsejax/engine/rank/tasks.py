@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.data.batching import Array, Batch, Batches, NamedBatches, Shown, taken
+from sparsejax.engine.batching import Array, Batch, Batches, NamedBatches, Shown, taken
 from sparsejax.engine.rank.loop import each
 from sparsejax.engine.rank.recommender import merged, recommended
 from sparsejax.mesh.blocks import SparseRows

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from sparsejax.data.batching import bucket
+from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import Examples, Resident, Trainable, first_row
 from sparsejax.engine.train.streaming import Stream

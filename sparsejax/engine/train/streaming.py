@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from sparsejax.data.batching import bucket, on_device
+from sparsejax.engine.batching import bucket, on_device
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.resident import (
     Resident,

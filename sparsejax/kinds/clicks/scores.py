@@ -13,11 +13,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from sparsejax import metrics
-from sparsejax.data.batching import bucket, largest_batch
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.clicks import ClickDataset
 from sparsejax.data.names import quoted
 from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender, merged, split
 from sparsejax.mesh.layout import (

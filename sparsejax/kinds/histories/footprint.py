@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import slopes_product
 from pallas_kernels.matmul_tiles import STEP
-from sparsejax.data.batching import bucket
+from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     ORDER_SORTED,

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.data.batching import bucket
+from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     ORDER_SORTED,

@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.data.sources import Inputs
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, padded_rows, put_rows
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
+
+# Matrices and arrays by the names of inputs: on the device, or with a mesh on the host.
+Held = dict[str, CSR | Array]
 
 
 def bucket(count: int) -> int:
@@ -174,6 +178,33 @@ class NamedBatches:
     def __iter__(self) -> Iterator[dict[str, Batch | DenseBatch]]:
         for batches in zip(*self.parts.values(), strict=True):
             yield dict(zip(self.parts, batches, strict=True))
+
+
+def held_inputs(inputs: Inputs) -> Held:
+    """Each matrix or array of the inputs as `batches_of` takes it."""
+    return {
+        name: for_batches(part.matrix)
+        if isinstance(part.matrix, CSR)
+        else for_dense_batches(part.matrix)
+        for name, part in inputs.parts.items()
+    }
+
+
+def batches_of(
+    inputs: Inputs, held: Held, rows: np.ndarray, batch_size: int
+) -> Batches | NamedBatches:
+    """Batches of `rows: [n]` of the inputs; -1 makes an empty row. See `Batches.of`."""
+    parts = {
+        name: Batches.of(matrix, rows, batch_size)
+        if isinstance(matrix, CSR)
+        else DenseBatches.of(matrix, rows, batch_size)
+        for name, matrix in held.items()
+    }
+    if not inputs.alone:
+        return NamedBatches(parts)
+    [alone] = parts.values()
+    assert isinstance(alone, Batches)
+    return alone
 
 
 def _in_batches(rows: np.ndarray, batch_size: int) -> np.ndarray:

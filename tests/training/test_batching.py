@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from sparsejax.data.batching import Batches, bucket, largest_batch, on_device
+from sparsejax.engine.batching import Batches, bucket, largest_batch, on_device
 from sparsejax.sparse import CSR
 
 
